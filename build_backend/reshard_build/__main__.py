@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line: `PYTHONPATH=build_backend python -m reshard_build COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import hooks
+from .archive import open_base
+from .base import load_base
+from .check import run_checks
+from .editable import read_stamp, refresh
+from .errors import EditableError, readable_exit
+from .export import export_series
+from .fetch import fetch
+from .messages import show_progress
+from .overlay import overlay_files
+from .product import Choice, choose, open_product
+from .project import Project
+from .scratch import write_import, write_tree
+from .series import load_series
+from .target import VARIABLE, select_wheel
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status."""
+    options = _parser().parse_args(arguments)
+    project = Project(options.root.resolve())
+    with show_progress(), readable_exit():
+        status: int = options.run(project, options)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m reshard_build",
+        description="Build the fork, and carry its patches to and from git.",
+        epilog=f"The target is taken from {VARIABLE} (cpu or cuda).",
+    )
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=Path(__file__).parents[2],
+        help="root of the source tree (default: the one of this file)",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    wheel = commands.add_parser("wheel", help="build the wheel")
+    wheel.add_argument("directory", nargs="?", type=Path, help="where to (default: dist)")
+    wheel.set_defaults(run=_wheel)
+    tree = commands.add_parser("tree", help="write the patched vLLM as a git repository to read")
+    tree.set_defaults(run=_tree)
+    importer = commands.add_parser("import", help="write the same, ready for editing the patches")
+    importer.set_defaults(run=_import)
+    exporter = commands.add_parser(
+        "export", help="write the commits of branch `patches` as patches"
+    )
+    exporter.set_defaults(run=_export)
+    for command in (tree, importer, exporter):
+        command.add_argument(
+            "repository", nargs="?", type=Path, help="the repository (default: build/tree)"
+        )
+    check = commands.add_parser("check", help="prove that patches and overlay fit all base wheels")
+    check.set_defaults(run=_check)
+    rebuild = commands.add_parser(
+        "rebuild", help="bring the tree of an editable installation up to date"
+    )
+    rebuild.set_defaults(run=_rebuild)
+    return parser
+
+
+def _wheel(project: Project, options: argparse.Namespace) -> int:
+    directory = (options.directory or project.root / "dist").absolute()
+    # Frontends call hooks in the root of the source tree.
+    os.chdir(project.root)
+    directory.mkdir(parents=True, exist_ok=True)
+    print(directory / hooks.build_wheel(str(directory)))
+    return 0
+
+
+def _tree(project: Project, options: argparse.Namespace) -> int:
+    repository = (options.repository or project.scratch_dir).absolute()
+    choice = choose(project, os.environ)
+    with open_product(project, choice.target, choice.pin, os.environ) as product:
+        write_tree(product, load_series(project.patches_dir), repository)
+    print(f"{repository}: tag base, branches patches and fork (checked out)")
+    return 0
+
+
+def _import(project: Project, options: argparse.Namespace) -> int:
+    repository = (options.repository or project.scratch_dir).absolute()
+    pin = choose(project, os.environ).pin
+    patches = load_series(project.patches_dir)
+    overlay = overlay_files(project.overlay_dir)
+    with open_base(fetch(pin, os.environ)) as base:
+        write_import(base, patches, overlay, repository)
+    print(f"{repository}: edit the commits of branch patches (checked out), then export")
+    return 0
+
+
+def _export(project: Project, options: argparse.Namespace) -> int:
+    repository = (options.repository or project.scratch_dir).absolute()
+    overlay = overlay_files(project.overlay_dir)
+    exported = export_series(repository, project.patches_dir, overlay)
+    for name in exported.written:
+        print(f"wrote   patches/{name}")
+    for name in exported.removed:
+        print(f"removed patches/{name}")
+    print(f"{len(exported.names)} patches in the series")
+    return 0
+
+
+def _check(project: Project, options: argparse.Namespace) -> int:
+    ok = True
+    for proof in run_checks(project, os.environ):
+        print(proof, flush=True)
+        ok = ok and proof.ok
+    return 0 if ok else 1
+
+
+def _rebuild(project: Project, options: argparse.Namespace) -> int:
+    config = load_base(project.base_file)
+    if os.environ.get(VARIABLE):
+        choices = [choose(project, os.environ)]
+    else:
+        choices = [
+            Choice(config, target, select_wheel(target))
+            for target in config.targets.values()
+            if project.editable_dir(target.name).is_dir()
+        ]
+    if not choices:
+        raise EditableError(
+            f"there is no editable installation in {project.root / 'build'}",
+            "make one with `pip install -e .`",
+        )
+    for choice in choices:
+        tree = project.editable_dir(choice.target.name)
+        before = read_stamp(tree)
+        with open_product(project, choice.target, choice.pin, os.environ) as product:
+            whole = refresh(product, tree)
+        print(f"{tree} is {'written anew' if whole else 'up to date'}: {choice.target.version}")
+        if before is not None and before.version != choice.target.version:
+            print(
+                f"its metadata still says {before.version}: run `pip install -e .` once more",
+                file=sys.stderr,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

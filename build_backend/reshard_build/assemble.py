@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the product as a wheel: the whole one, or the thin one of an editable installation."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .archive import BaseWheel, WheelWriter, create_wheel, verify_wheel
+from .base import Target, WheelPin
+from .product import Product
+
+log = logging.getLogger(__name__)
+
+
+def wheel_name(target: Target, pin: WheelPin) -> str:
+    """Return the file name of the product's wheel."""
+    return f"vllm-{target.version}-{pin.compressed_tag}.whl"
+
+
+def dist_info_name(target: Target) -> str:
+    """Return the name of the product's metadata directory."""
+    return f"vllm-{target.version}.dist-info"
+
+
+def write_wheel(product: Product, metadata: Mapping[str, bytes], directory: Path) -> str:
+    """Write the whole product as a wheel and verify its RECORD.
+
+    Args:
+        product: What to write.
+        metadata: Files of the metadata directory, without RECORD.
+        directory: Where to put the wheel.
+
+    Returns:
+        The wheel's file name.
+
+    Raises:
+        BaseWheelError: The base wheel is damaged.
+        ProductError: What was written is not valid.
+    """
+
+    def fill(writer: WheelWriter) -> None:
+        for name in product.base.names:
+            content = product.changed.get(name, b"")
+            if name not in product.changed:
+                content = product.base.read(name)
+                stamp = product.base.date_time(name)
+            elif content is None:
+                continue
+            else:
+                stamp = None
+            writer.add(name, content or b"", mode=product.base.mode(name), date_time=stamp)
+        for name, content in sorted(product.changed.items()):
+            if name not in product.base and content is not None:
+                writer.add(name, content)
+        for name, source in product.overlay.items():
+            writer.add(name, source.read_bytes())
+
+    return _write(product.target, product.pin, product.base, metadata, directory, fill)
+
+
+def write_editable_wheel(
+    product: Product, metadata: Mapping[str, bytes], directory: Path, tree: Path
+) -> str:
+    """Write the wheel of an editable installation: metadata, and a path to the product's tree.
+
+    Args:
+        product: Names the wheel.
+        metadata: Files of the metadata directory, without RECORD.
+        directory: Where to put the wheel.
+        tree: Directory that is to be on `sys.path`.
+
+    Returns:
+        The wheel's file name.
+
+    Raises:
+        ProductError: What was written is not valid.
+    """
+
+    def fill(writer: WheelWriter) -> None:
+        writer.add("__editable__.vllm.pth", f"{tree.absolute()}\n".encode())
+
+    return _write(product.target, product.pin, product.base, metadata, directory, fill)
+
+
+def _write(
+    target: Target,
+    pin: WheelPin,
+    base: BaseWheel,
+    metadata: Mapping[str, bytes],
+    directory: Path,
+    fill: Callable[[WheelWriter], None],
+) -> str:
+    name = wheel_name(target, pin)
+    started_s = time.monotonic()
+    directory.mkdir(parents=True, exist_ok=True)
+    # The wheel takes its place only when it is whole and verified.
+    with tempfile.TemporaryDirectory(prefix="wheel-", dir=directory) as staging:
+        staged = Path(staging) / name
+        with create_wheel(staged, base.record_time) as writer:
+            fill(writer)
+            for relative, content in sorted(metadata.items()):
+                writer.add(f"{writer.dist_info}/{relative}", content)
+        verify_wheel(staged)
+        staged.replace(directory / name)
+    size_mb = (directory / name).stat().st_size / 1e6
+    log.info("wrote %s, %.1f MB in %.1f s", name, size_mb, time.monotonic() - started_s)
+    return name

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pinned base: which upstream release, which wheel for which target, which requirements."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.tags import Tag
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.version import InvalidVersion, Version
+
+from .errors import ConfigError
+from .project import read_toml
+
+
+@dataclass(frozen=True)
+class WheelPin:
+    """One base wheel.
+
+    Attributes:
+        project: Name of the distribution on the package index.
+        version: Version of the distribution.
+        machine: What `platform.machine()` returns where the wheel runs.
+        file: File name of the wheel.
+        sha256: Checksum of the file, 64 hexadecimal digits.
+    """
+
+    project: str
+    version: str
+    machine: str
+    file: str
+    sha256: str
+
+    @property
+    def tags(self) -> frozenset[Tag]:
+        """Compatibility tags, from the file name: the `WHEEL` file inside may disagree."""
+        return parse_wheel_filename(self.file)[3]
+
+    @property
+    def compressed_tag(self) -> str:
+        """Compatibility tags as they stand in the file name."""
+        return "-".join(self.file.removesuffix(".whl").split("-")[-3:])
+
+
+@dataclass(frozen=True)
+class Rewrites:
+    """How the requirements of a base wheel are changed.
+
+    Attributes:
+        replace: Each takes the place of all the base's requirements on the same project.
+        drop: Requirements of the base that the product does not have.
+        add: Requirements that the base does not have.
+    """
+
+    replace: tuple[Requirement, ...] = ()
+    drop: tuple[Requirement, ...] = ()
+    add: tuple[Requirement, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device that the product is built for.
+
+    Attributes:
+        name: Value of `VLLM_TARGET_DEVICE`.
+        version: Version of the product for this target.
+        rewrites: Changes to the requirements.
+        wheels: Base wheel by machine.
+    """
+
+    name: str
+    version: str
+    rewrites: Rewrites
+    wheels: Mapping[str, WheelPin]
+
+
+@dataclass(frozen=True)
+class Base:
+    """Everything that `base.toml` says.
+
+    Attributes:
+        version: Upstream release.
+        product_version: Version of the fork without a target's suffix.
+        targets: By name.
+    """
+
+    version: str
+    product_version: str
+    targets: Mapping[str, Target]
+
+
+def load_base(path: Path) -> Base:
+    """Read and validate `base.toml`.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigError: A key is missing or a value is not of the required form.
+    """
+    document = read_toml(path)
+    name = path.name
+    version = _text(document, "version", name)
+    release = document.get("release")
+    if not isinstance(release, int) or isinstance(release, bool) or release < 1:
+        raise ConfigError(f"{name}: release is {release!r}", "give a whole number from 1")
+    product_version = f"{version}+reshard.{release}"
+    try:
+        Version(product_version)
+    except InvalidVersion:
+        raise ConfigError(f"{name}: version {version!r} is invalid", "give a PEP 440 one") from None
+    targets = {
+        target: _target(target, entry, version, product_version, f"{name}: targets.{target}")
+        for target, entry in _table(document, "targets", name).items()
+    }
+    return Base(version=version, product_version=product_version, targets=targets)
+
+
+def _target(name: str, entry: Any, version: str, product_version: str, where: str) -> Target:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} is not a table", "see base.toml's other targets")
+    project = _text(entry, "project", where)
+    suffix = _text(entry, "suffix", where, may_be_empty=True)
+    wheels = {
+        machine: _pin(wheel, project, version, machine, f"{where}.wheels.{machine}")
+        for machine, wheel in _table(entry, "wheels", where).items()
+    }
+    return Target(
+        name=name,
+        version=f"{product_version}.{suffix}" if suffix else product_version,
+        rewrites=Rewrites(
+            replace=_requirements(entry, "replace", where),
+            drop=_requirements(entry, "drop", where),
+            add=_requirements(entry, "add", where),
+        ),
+        wheels=wheels,
+    )
+
+
+def _pin(entry: Any, project: str, version: str, machine: str, where: str) -> WheelPin:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} is not a table", "give it `file` and `sha256`")
+    file = _text(entry, "file", where)
+    sha256 = _text(entry, "sha256", where)
+    if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+        raise ConfigError(f"{where}.sha256 is {sha256!r}", "give 64 lower-case hexadecimal digits")
+    try:
+        file_project, file_version, _, _ = parse_wheel_filename(file)
+    except InvalidWheelFilename as error:
+        raise ConfigError(f"{where}.file: {error}", "give the name of a wheel") from None
+    if file_project != canonicalize_name(project) or file_version != Version(version):
+        raise ConfigError(
+            f"{where}.file {file} is not {project} {version}",
+            "let file, project and version agree",
+        )
+    return WheelPin(project=project, version=version, machine=machine, file=file, sha256=sha256)
+
+
+def _text(table: Mapping[str, Any], key: str, where: str, *, may_be_empty: bool = False) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not (value or may_be_empty):
+        raise ConfigError(f"{where}: {key} is {value!r}", "give it a string")
+    return value
+
+
+def _table(table: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = table.get(key)
+    if not isinstance(value, dict) or not value:
+        raise ConfigError(f"{where}: {key} is {value!r}", "give it a table with an entry")
+    return value
+
+
+def _requirements(table: Mapping[str, Any], key: str, where: str) -> tuple[Requirement, ...]:
+    value = table.get(key, [])
+    try:
+        return tuple(Requirement(text) for text in value)
+    except (TypeError, InvalidRequirement) as error:
+        raise ConfigError(f"{where}.{key}: {error}", "give a list of requirements") from None

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proves that series and overlay fit every pinned base wheel: what `make patches-check` runs."""
+
+from __future__ import annotations
+
+import calendar
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from .archive import BaseWheel, open_base
+from .base import load_base
+from .errors import BuildError, SeriesError
+from .export import differences, read_commits
+from .fetch import fetch
+from .overlay import clashes, overlay_files, require_no_clash
+from .patchfile import Patch, describe
+from .project import Project
+from .scratch import init_history
+from .series import apply_series, base_files, load_series, touched_paths
+from .symbols import Universe, require_symbols
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The outcome of one check.
+
+    Attributes:
+        name: What was checked.
+        ok: Whether it holds.
+        text: What was found.
+    """
+
+    name: str
+    ok: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{'ok  ' if self.ok else 'FAIL'} {self.name}: {self.text}"
+
+
+def run_checks(project: Project, environ: Mapping[str, str]) -> Iterator[Proof]:
+    """Run all checks against all base wheels, and yield each outcome as soon as it is known.
+
+    A check that cannot start because an earlier one failed is not run.
+
+    Args:
+        project: Source tree.
+        environ: Environment variables, for the cache and for pip.
+
+    Raises:
+        BuildError: The base wheels cannot be had.
+    """
+    overlay = overlay_files(project.overlay_dir)
+    series = _Series(project.patches_dir)
+    described = _prove("series", series.load)
+    yield described
+    with ExitStack() as stack:
+        targets = load_base(project.base_file).targets.values()
+        bases = [
+            (f"{target.name} {pin.machine}", stack.enter_context(open_base(fetch(pin, environ))))
+            for target in targets
+            for pin in target.wheels.values()
+        ]
+        for label, base in bases:
+            against = _Against(base, overlay, series.patches)
+            if described.ok:
+                applied = _prove(f"apply, {label}", against.apply)
+                yield applied
+            if described.ok and applied.ok:
+                yield _prove(f"re-export, {label}", against.reexport)
+                yield _prove(f"symbols, {label}", against.symbols)
+            yield _prove(f"overlay, {label}", against.apart)
+
+
+def _prove(name: str, check: Callable[[], str]) -> Proof:
+    try:
+        return Proof(name, True, check())
+    except BuildError as error:
+        return Proof(name, False, str(error))
+
+
+class _Series:
+    """The series by itself."""
+
+    def __init__(self, patches_dir: Path) -> None:
+        self._patches_dir = patches_dir
+        self.patches: tuple[Patch, ...] = ()
+
+    def load(self) -> str:
+        self.patches = load_series(self._patches_dir)
+        for patch in self.patches:
+            describe(patch)
+        return f"{len(self.patches)} patches, each listed once and described"
+
+
+class _Against:
+    """Series and overlay against one base wheel; `apply` comes first."""
+
+    def __init__(
+        self, base: BaseWheel, overlay: Mapping[str, Path], patches: tuple[Patch, ...]
+    ) -> None:
+        self._base = base
+        self._overlay = overlay
+        self._patches = patches
+        self._files = base_files(base, touched_paths(patches))
+        self._patched: dict[str, bytes | None] = {}
+
+    def apply(self) -> str:
+        self._patched = apply_series(self._patches, self._files)
+        return f"{len(self._patches)} patches fit {len(self._patched)} files exactly"
+
+    def reexport(self) -> str:
+        """Import the series as commits and export them; a diff needs only what it touches."""
+        with tempfile.TemporaryDirectory(prefix="reshard-check-") as directory:
+            repository = Path(directory) / "tree"
+            repository.mkdir()
+            for name, content in self._files.items():
+                (repository / name).parent.mkdir(parents=True, exist_ok=True)
+                (repository / name).write_bytes(content)
+            date_s = calendar.timegm(self._base.record_time)
+            if not init_history(repository, self._patches, date_s, "Base"):
+                raise SeriesError("git am rejects the series", "import it, mend it and export it")
+            if found := differences(self._patches, read_commits(repository)):
+                raise SeriesError(
+                    "; ".join(found), "import and export the series, then look at the difference"
+                )
+        return f"{len(self._patches)} patches come back byte for byte"
+
+    def apart(self) -> str:
+        require_no_clash(self._overlay, self._base.names, self._base.path.name)
+        for patch in self._patches:
+            require_no_clash(clashes(self._overlay, patch.paths), patch.paths, patch.name)
+        return f"none of {len(self._overlay)} files exists upstream"
+
+    def symbols(self) -> str:
+        gone = {name for name, content in self._patched.items() if content is None}
+        paths = frozenset((*self._base.names, *self._patched, *self._overlay)) - gone
+        where = self._base.path.name
+        count = require_symbols(Universe(paths, self._read), self._overlay, where)
+        return f"{count} imports from vllm exist"
+
+    def _read(self, path: str) -> bytes:
+        if path in self._overlay:
+            return self._overlay[path].read_bytes()
+        patched = self._patched.get(path)
+        return self._base.read(path) if patched is None else patched

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The product's metadata: this project's own, with the base wheel's requirements, rewritten."""
+
+from __future__ import annotations
+
+import email.message
+import email.policy
+from collections.abc import Iterable, Iterator
+from email.parser import BytesParser
+
+from packaging.metadata import ExceptionGroup, Metadata
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from .archive import BaseWheel
+from .base import Rewrites, Target, WheelPin
+from .errors import ConfigError, MetadataError
+from .project import Project
+
+METADATA_VERSION = "2.4"
+GENERATOR = "reshard_build"
+
+# Where the base's own licence files go, beside this project's.
+_UPSTREAM_LICENSES = "vllm"
+# What is taken from the base's metadata directory as it is.
+_KEPT = ("entry_points.txt", "top_level.txt")
+_TAKEN_FROM_BASE = ("Requires-Python", "Requires-Dist", "Provides-Extra")
+_CONTENT_TYPES = {".md": "text/markdown", ".rst": "text/x-rst", ".txt": "text/plain"}
+
+
+def dist_info(project: Project, target: Target, pin: WheelPin, base: BaseWheel) -> dict[str, bytes]:
+    """Return the files of the product's metadata directory, but for RECORD.
+
+    Args:
+        project: Source tree.
+        target: What is built.
+        pin: Names the tags of the product.
+        base: The open base wheel.
+
+    Returns:
+        Content by path relative to the metadata directory.
+
+    Raises:
+        MetadataError: The base's metadata is not of the expected form.
+        ConfigError: `pyproject.toml` names a file that does not exist.
+    """
+    files = {"METADATA": product_metadata(project, target, base), "WHEEL": _wheel_file(pin)}
+    for name in _KEPT:
+        if name in base.dist_info_names:
+            files[name] = base.read_dist_info(name)
+    for name, content in _own_licenses(project):
+        files[f"licenses/{name}"] = content
+    for name in base.dist_info_names:
+        if name.startswith("licenses/"):
+            kept = f"licenses/{_UPSTREAM_LICENSES}/{name.removeprefix('licenses/')}"
+            files[kept] = base.read_dist_info(name)
+    return files
+
+
+def product_metadata(project: Project, target: Target, base: BaseWheel) -> bytes:
+    """Return the METADATA file of the product.
+
+    Args:
+        project: Whose name, summary, README and licence the product bears.
+        target: Version and rewrites of requirements.
+        base: What needs which Python and which other distributions.
+
+    Raises:
+        MetadataError: The base's metadata is invalid, or a rewrite of its requirements is stale.
+        ConfigError: `pyproject.toml` names a file that does not exist.
+    """
+    upstream = BytesParser(policy=email.policy.compat32).parsebytes(base.read_dist_info("METADATA"))
+    fields = list(_own_fields(project, target.version))
+    fields += [
+        ("License-File", f"{_UPSTREAM_LICENSES}/{name.removeprefix('licenses/')}")
+        for name in base.dist_info_names
+        if name.startswith("licenses/")
+    ]
+    fields += [("Requires-Python", str(value)) for value in upstream.get_all("Requires-Python", [])]
+    fields += [("Provides-Extra", str(value)) for value in upstream.get_all("Provides-Extra", [])]
+    try:
+        requirements = [Requirement(str(v)) for v in upstream.get_all("Requires-Dist", [])]
+    except InvalidRequirement as error:
+        raise MetadataError(
+            f"base wheel {base.path.name} has an invalid requirement: {error}", "pin another one"
+        ) from None
+    rewritten = rewrite_requirements(requirements, target.rewrites, base.path.name)
+    fields += [("Requires-Dist", str(requirement)) for requirement in rewritten]
+    return _render(fields, project)
+
+
+def sdist_metadata(project: Project, version: str) -> bytes:
+    """Return the PKG-INFO file of a source distribution.
+
+    What depends on the target is known only when a wheel is built, and marked as dynamic.
+
+    Args:
+        project: Source tree.
+        version: Version of the fork without a target's suffix.
+
+    Raises:
+        ConfigError: `pyproject.toml` names a file that does not exist.
+    """
+    fields = list(_own_fields(project, version))
+    fields += [("Dynamic", name) for name in (*_TAKEN_FROM_BASE, "License-File")]
+    return _render(fields, project)
+
+
+def rewrite_requirements(
+    requirements: Iterable[Requirement], rewrites: Rewrites, source: str
+) -> list[Requirement]:
+    """Apply the rewrites of a target to the requirements of its base wheel.
+
+    Requirements that belong to an extra are left alone.
+
+    Args:
+        requirements: Those of the base.
+        rewrites: What to replace, drop and add.
+        source: Whose requirements they are, for messages.
+
+    Returns:
+        The requirements of the product, in the order of the base.
+
+    Raises:
+        MetadataError: A rewrite has nothing to do, so it would hide what the base now says.
+    """
+    replacements = {canonicalize_name(r.name): r for r in rewrites.replace}
+    drops = set(rewrites.drop)
+    replaced: set[str] = set()
+    dropped: set[Requirement] = set()
+    result: list[Requirement] = []
+    for requirement in requirements:
+        name = canonicalize_name(requirement.name)
+        if _of_extra(requirement):
+            result.append(requirement)
+        elif requirement in drops:
+            dropped.add(requirement)
+        elif name in replacements:
+            if name not in replaced:
+                result.append(replacements[name])
+            replaced.add(name)
+        else:
+            result.append(requirement)
+    stale = [r for n, r in replacements.items() if n not in replaced] + list(drops - dropped)
+    present = {canonicalize_name(r.name) for r in result if not _of_extra(r)}
+    stale += [r for r in rewrites.add if canonicalize_name(r.name) in present]
+    if stale:
+        raise MetadataError(
+            f"base.toml rewrites the requirement {stale[0]}, which does not fit those of {source}",
+            "adapt the lists replace, drop and add of the target",
+        )
+    return [*result, *rewrites.add]
+
+
+def _of_extra(requirement: Requirement) -> bool:
+    return requirement.marker is not None and "extra" in str(requirement.marker)
+
+
+def _own_fields(project: Project, version: str) -> Iterator[tuple[str, str]]:
+    table = project.table()
+    yield "Metadata-Version", METADATA_VERSION
+    yield "Name", table["name"]
+    yield "Version", version
+    yield "Summary", table["description"]
+    if keywords := table.get("keywords"):
+        yield "Keywords", ",".join(keywords)
+    if authors := [author["name"] for author in table.get("authors", ()) if "name" in author]:
+        yield "Author", ", ".join(authors)
+    for label, url in table.get("urls", {}).items():
+        yield "Project-URL", f"{label}, {url}"
+    yield "License-Expression", table["license"]
+    for name, _ in _own_licenses(project):
+        yield "License-File", name
+    for classifier in table.get("classifiers", ()):
+        yield "Classifier", classifier
+    readme = project.root / table["readme"]
+    yield "Description-Content-Type", _CONTENT_TYPES.get(readme.suffix, "text/plain")
+
+
+def _own_licenses(project: Project) -> Iterator[tuple[str, bytes]]:
+    for name in project.table().get("license-files", ()):
+        yield name, _read(project, name)
+
+
+def _read(project: Project, name: str) -> bytes:
+    try:
+        return (project.root / name).read_bytes()
+    except OSError:
+        raise ConfigError(
+            f"pyproject.toml names {name}, which cannot be read in {project.root}",
+            "build from a complete source tree",
+        ) from None
+
+
+def _render(fields: Iterable[tuple[str, str]], project: Project) -> bytes:
+    """Write a core-metadata file with the README as its body, and validate it."""
+    message = email.message.EmailMessage(
+        policy=email.policy.EmailPolicy(utf8=True, max_line_length=0)
+    )
+    for name, value in fields:
+        message.add_header(name, value)
+    head = message.as_bytes()
+    content = head.rstrip(b"\n") + b"\n\n" + _read(project, project.table()["readme"])
+    try:
+        Metadata.from_email(content)
+    except ExceptionGroup as group:
+        raise MetadataError(
+            f"the metadata of the product would be invalid: {group.exceptions[0]}",
+            "correct [project] in pyproject.toml",
+        ) from None
+    return content
+
+
+def _wheel_file(pin: WheelPin) -> bytes:
+    # The file name decides about the tags: the base's own WHEEL file may name others.
+    lines = ["Wheel-Version: 1.0", f"Generator: {GENERATOR}", "Root-Is-Purelib: false"]
+    lines += sorted(f"Tag: {tag}" for tag in pin.tags)
+    return ("\n".join(lines) + "\n").encode()
