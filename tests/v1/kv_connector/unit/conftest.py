@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from typing_extensions import override
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -52,7 +53,7 @@ class RecordingConnector(KVConnectorBase_V1):
     apart do.
     """
 
-    created: list[RecordingConnector] = []
+    created: ClassVar[list[RecordingConnector]] = []
 
     def __init__(self, vllm_config, role, kv_cache_config) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -60,22 +61,30 @@ class RecordingConnector(KVConnectorBase_V1):
         self.by_stage: dict[tuple[int, int], KVConnectorHandshakeMetadata] | None = None
         self.created.append(self)
 
+    @override
     def set_xfer_handshake_metadata(self, metadata) -> None:
         self.by_tp_rank = metadata
 
+    @override
     def start_load_kv(self, forward_context, **kwargs: Any) -> None: ...
 
+    @override
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
+    @override
     def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs: Any) -> None: ...
 
+    @override
     def wait_for_save(self) -> None: ...
 
+    @override
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return 0, False
 
+    @override
     def update_state_after_alloc(self, request, blocks, num_external_tokens) -> None: ...
 
+    @override
     def build_connector_meta(self, scheduler_output) -> KVConnectorMetadata:
         return KVConnectorMetadata()
 
@@ -83,6 +92,7 @@ class RecordingConnector(KVConnectorBase_V1):
 class StageAwareConnector(RecordingConnector):
     """A connector that tells pipeline stages apart."""
 
+    @override
     def set_xfer_handshake_metadata_pp_aware(self, metadata) -> None:
         self.by_stage = metadata
 

@@ -42,9 +42,7 @@ def worker_output(
 
 def finished_after(aggregator: KVOutputAggregator, steps: list[list[ModelRunnerOutput]]):
     """The requests that are finished sending, step by step."""
-    return [
-        aggregator.aggregate(outputs).kv_connector_output.finished_sending for outputs in steps
-    ]
+    return [aggregator.aggregate(outputs).kv_connector_output.finished_sending for outputs in steps]
 
 
 def test_none_means_the_world_size():
@@ -172,7 +170,7 @@ class TestAnnouncement:
 
     @pytest.fixture(params=[(None, 0), (2, 2)])
     def worker_connector(self, request):
-        """A worker-side connector with a finished request, and the count that it should announce."""
+        """A worker connector with a finished request, and the count that it should announce."""
         finished_count, announced = request.param
         mock = MagicMock()
         mock.get_finished_count.return_value = finished_count

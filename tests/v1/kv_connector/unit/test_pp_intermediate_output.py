@@ -103,17 +103,25 @@ class TestModelRunnerV2:
             req_ids=["a"],
         )
         description = SimpleNamespace(num_tokens=1, num_reqs=1, cg_mode=None)
-        monkeypatch.setattr(
-            module, "dispatch_cg_and_sync_dp", lambda *_, **__: (description, None)
-        )
+        monkeypatch.setattr(module, "dispatch_cg_and_sync_dp", lambda *_, **__: (description, None))
         monkeypatch.setattr(module, "build_slot_mappings_by_layer", lambda *_: {})
         monkeypatch.setattr(module, "set_forward_context", MagicMock())
         monkeypatch.setattr(module, "pp_receive", lambda *_, **__: (None, None, None))
         runner = object.__new__(module.GPUModelRunner)
-        for name in (
-            "finish_requests free_states add_requests update_requests block_tables eplb "
-            "model_state cudagraph_manager kv_cache_config attn_groups req_states vllm_config"
-        ).split():
+        for name in [
+            "finish_requests",
+            "free_states",
+            "add_requests",
+            "update_requests",
+            "block_tables",
+            "eplb",
+            "model_state",
+            "cudagraph_manager",
+            "kv_cache_config",
+            "attn_groups",
+            "req_states",
+            "vllm_config",
+        ]:
             setattr(runner, name, MagicMock())
         runner.model_state.prepare_inputs.return_value = {}
         runner.prepare_inputs = lambda *_: batch

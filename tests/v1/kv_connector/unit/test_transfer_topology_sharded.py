@@ -28,7 +28,9 @@ def topology(
     )
 
 
-def stage(pp_rank: int, *, tp_size: int = 4, layers: tuple[int, int] = (0, 0)) -> EngineTransferInfo:
+def stage(
+    pp_rank: int, *, tp_size: int = 4, layers: tuple[int, int] = (0, 0)
+) -> EngineTransferInfo:
     """What one stage of the remote engine says of itself."""
     return EngineTransferInfo(
         remote_tp_size=tp_size,

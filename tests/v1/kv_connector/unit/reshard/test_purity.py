@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The core computes with values alone."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import vllm.distributed.kv_transfer.kv_connector.v1.reshard as reshard
+
+CORE = ("errors", "mesh", "plan", "shards", "verify")
+PACKAGE = Path(reshard.__file__).parent
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_core_imports_the_standard_library_and_itself_only(module):
+    """No torch, no vLLM, no transport: planning needs nothing that could do I/O."""
+    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 1:
+                assert node.module in CORE
+                continue
+            names = [node.module or "."]
+        else:
+            continue
+        for name in names:
+            assert name.partition(".")[0] in sys.stdlib_module_names, f"{module} imports {name}"
+
+
+def test_every_module_is_classified():
+    """A new module is either named as part of the core above or does I/O on purpose."""
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", *CORE}
