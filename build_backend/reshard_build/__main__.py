@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import hooks
 from .archive import open_base
+from .assemble import write_wheel
 from .base import load_base
 from .check import run_checks
 from .editable import read_stamp, refresh
@@ -18,6 +18,7 @@ from .errors import EditableError, readable_exit
 from .export import export_series
 from .fetch import fetch
 from .messages import show_progress
+from .metadata import dist_info
 from .overlay import overlay_files
 from .product import Choice, choose, open_product
 from .project import Project
@@ -74,10 +75,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _wheel(project: Project, options: argparse.Namespace) -> int:
     directory = (options.directory or project.root / "dist").absolute()
-    # Frontends call hooks in the root of the source tree.
-    os.chdir(project.root)
-    directory.mkdir(parents=True, exist_ok=True)
-    print(directory / hooks.build_wheel(str(directory)))
+    choice = choose(project, os.environ)
+    with open_product(project, choice.target, choice.pin, os.environ) as product:
+        metadata = dist_info(project, product.target, product.pin, product.base)
+        print(directory / write_wheel(product, metadata, directory))
     return 0
 
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import calendar
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,13 +10,12 @@ from pathlib import Path
 
 from .archive import BaseWheel, open_base
 from .base import load_base
-from .errors import BuildError, SeriesError
-from .export import differences, read_commits
+from .errors import BuildError
 from .fetch import fetch
 from .overlay import clashes, overlay_files, require_no_clash
 from .patchfile import Patch, describe
 from .project import Project
-from .scratch import init_history
+from .roundtrip import require_round_trip
 from .series import apply_series, base_files, load_series, touched_paths
 from .symbols import Universe, require_symbols
 
@@ -113,20 +110,7 @@ class _Against:
         return f"{len(self._patches)} patches fit {len(self._patched)} files exactly"
 
     def reexport(self) -> str:
-        """Import the series as commits and export them; a diff needs only what it touches."""
-        with tempfile.TemporaryDirectory(prefix="reshard-check-") as directory:
-            repository = Path(directory) / "tree"
-            repository.mkdir()
-            for name, content in self._files.items():
-                (repository / name).parent.mkdir(parents=True, exist_ok=True)
-                (repository / name).write_bytes(content)
-            date_s = calendar.timegm(self._base.record_time)
-            if not init_history(repository, self._patches, date_s, "Base"):
-                raise SeriesError("git am rejects the series", "import it, mend it and export it")
-            if found := differences(self._patches, read_commits(repository)):
-                raise SeriesError(
-                    "; ".join(found), "import and export the series, then look at the difference"
-                )
+        require_round_trip(self._patches, self._files)
         return f"{len(self._patches)} patches come back byte for byte"
 
     def apart(self) -> str:

@@ -3,24 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ScratchError
 from .git import git_text, run_git
 from .overlay import clashes
-from .patchfile import Patch, describe, parse_patch, slug
+from .patchfile import describe
+from .roundtrip import read_commits, require_round_trip
 from .scratch import BASE_TAG, PATCHES_BRANCH, mark_saved, strays
-from .series import SERIES, read_series_file
-
-# Spelt out where git has a setting or a default that could change.
-_FORMAT = (
-    *("format-patch", "--stdout", "-1", "--zero-commit", "--no-signature", "--no-stat"),
-    *("--full-index", "-N", "-U1", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color"),
-    *("--diff-algorithm=myers", "--indent-heuristic", "--src-prefix=a/", "--dst-prefix=b/"),
-    *("--no-attach", "--no-thread", "--no-cover-letter", "--no-base", "--binary"),
-)
+from .series import SERIES, read_series_file, touched_paths
 
 
 @dataclass(frozen=True)
@@ -51,6 +44,7 @@ def export_series(repository: Path, patches_dir: Path, overlay: Collection[str])
     Raises:
         ScratchError: The repository is not clean, or a commit cannot be a patch.
         PatchFormatError: A commit is not described, or changes something other than text.
+        SeriesError: Importing the patches would not give the same commits again.
     """
     _require_clean(repository)
     patches = read_commits(repository)
@@ -61,6 +55,8 @@ def export_series(repository: Path, patches_dir: Path, overlay: Collection[str])
                 f"{patch.subject!r} touches {touched[0]}, which belongs to the overlay",
                 "edit the file in vllm/ and take it out of the commit",
             )
+    base = {path: _base_file(repository, path) for path in touched_paths(patches)}
+    require_round_trip(patches, {path: c for path, c in base.items() if c is not None})
     comments = read_series_file(patches_dir).comments if patches_dir.is_dir() else ()
     patches_dir.mkdir(parents=True, exist_ok=True)
     names = tuple(patch.name for patch in patches)
@@ -74,34 +70,9 @@ def export_series(repository: Path, patches_dir: Path, overlay: Collection[str])
     return Exported(names=names, written=tuple(written), removed=tuple(removed))
 
 
-def read_commits(repository: Path) -> tuple[Patch, ...]:
-    """Return the commits `base..patches` as patches, named after their subjects.
-
-    Raises:
-        ScratchError: There is a merge, an empty commit, or two subjects with one name.
-        PatchFormatError: A commit changes something other than text.
-    """
-    history = f"{BASE_TAG}..{PATCHES_BRANCH}"
-    if merges := git_text(repository, "log", "--merges", "--format=%s", history, "--"):
-        raise ScratchError(
-            f"{merges.splitlines()[0]!r} is a merge", f"rebase {PATCHES_BRANCH} to a straight line"
-        )
-    by_name: dict[str, Patch] = {}
-    for commit in git_text(repository, "rev-list", "--reverse", history, "--").split():
-        subject = git_text(repository, "log", "-1", "--format=%s", commit, "--")
-        name = f"{slug(subject)}.patch"
-        if name == ".patch":
-            raise ScratchError(f"{subject!r} gives no file name", "use words of letters and digits")
-        if name in by_name:
-            raise ScratchError(
-                f"{by_name[name].subject!r} and {subject!r} both give the file name {name}",
-                "reword one of them",
-            )
-        content = run_git(repository, *_FORMAT, commit).stdout
-        if not content:
-            raise ScratchError(f"{subject!r} changes no file", "drop the commit")
-        by_name[name] = parse_patch(name, content)
-    return tuple(by_name.values())
+def _base_file(repository: Path, path: str) -> bytes | None:
+    result = run_git(repository, "cat-file", "blob", f"{BASE_TAG}:{path}", check=False)
+    return None if result.returncode else result.stdout
 
 
 def _require_clean(repository: Path) -> None:
@@ -141,27 +112,3 @@ def _write(path: Path, content: bytes) -> bool:
         return False
     path.write_bytes(content)
     return True
-
-
-def differences(series: Iterable[Patch], again: Iterable[Patch]) -> list[str]:
-    """Return in words how an export differs from the series that was imported."""
-    old, new = {p.name: p for p in series}, {p.name: p for p in again}
-    names = {patch.content: patch.name for patch in new.values()}
-    found: list[str] = []
-    for name, patch in old.items():
-        if name in new:
-            if new[name].content != patch.content:
-                found.append(f"{name} would change")
-        elif patch.content in names:
-            found.append(f"{name} would be named {names[patch.content]}")
-        else:
-            found.append(f"{name} would be dropped")
-    renamed = {patch.content for patch in old.values()}
-    found += [
-        f"{name} would be new"
-        for name, patch in new.items()
-        if name not in old and patch.content not in renamed
-    ]
-    if not found and list(old) != list(new):
-        found.append("the order would change")
-    return found

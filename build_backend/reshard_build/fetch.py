@@ -20,10 +20,10 @@ CACHE_VARIABLE = "VLLM_RESHARD_CACHE"
 # What pip's own messages look like when no index answered, as opposed to an index that does not
 # have the file.
 _UNREACHABLE = re.compile(
-    r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|MaxRetryError"
-    r"|Connection (?:refused|reset|timed out|broken)|connection (?:refused|reset|timed out|broken)"
-    r"|Network is unreachable|Temporary failure in name resolution|Could not fetch URL"
-    r"|Failed to establish|Failed to connect"
+    r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError"
+    r"|connection (?:error|refused|reset|timed out|broken)|Network is unreachable"
+    r"|Temporary failure in name resolution|Failed to (?:establish|connect)",
+    re.IGNORECASE,
 )
 
 log = logging.getLogger(__name__)
@@ -101,15 +101,17 @@ def _download(pin: WheelPin, staging: Path, environ: Mapping[str, str], cache: P
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--implementation", interpreter[:2], "--abi", abi, "--python-version", "3.10"]
     command += ["--platform", platform_tag, "--dest", str(staging), "--requirement", str(wanted)]
-    command += ["--disable-pip-version-check", "--no-input"]
+    # Only pip's log says why it skipped an index.
+    pip_log = staging / "pip.log"
+    command += ["--disable-pip-version-check", "--no-input", "--log", str(pip_log)]
     # Constraints are about what gets installed; the base wheel is not.
     inherited = {k: v for k, v in environ.items() if k not in {"PIP_CONSTRAINT", "PIP_REQUIREMENT"}}
-    to_terminal = sys.stdout.isatty()
+    # On a terminal the progress bar is shown; elsewhere it would be noise.
     result = subprocess.run(
         command,
         env=inherited,
         stdin=subprocess.DEVNULL,
-        stdout=None if to_terminal else subprocess.PIPE,
+        stdout=None if sys.stdout.isatty() else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
@@ -118,28 +120,29 @@ def _download(pin: WheelPin, staging: Path, environ: Mapping[str, str], cache: P
     fetched = staging / pin.file
     if result.returncode == 0 and fetched.is_file():
         return fetched
-    raise _failure(pin, f"{result.stdout or ''}\n{result.stderr}", cache)
+    logged = pip_log.read_text(encoding="utf-8", errors="replace") if pip_log.exists() else ""
+    raise _failure(pin, result.stderr, logged, cache)
 
 
-def _failure(pin: WheelPin, output: str, cache: Path) -> FetchError | ChecksumError:
-    """Say in one line what pip's output means."""
+def _failure(pin: WheelPin, output: str, logged: str, cache: Path) -> FetchError | ChecksumError:
+    """Say in one line what pip's output and log mean."""
     if "DO NOT MATCH THE HASHES" in output and (got := re.search(r"Got\s+([0-9a-f]{64})", output)):
         return _mismatch(pin, got.group(1))
     by_hand = f"or put {pin.file} (sha256 {pin.sha256}) into {cache}"
     errors = re.findall(r"^ERROR: (.+)$", output, re.MULTILINE)
-    last = errors[0].strip() if errors else "pip gave no reason"
+    first = errors[0].strip() if errors else "pip gave no reason"
     if "No module named pip" in output:
         return FetchError(
             f"cannot fetch {pin.file}: {sys.executable} has no pip",
             f"run {sys.executable} -m ensurepip, {by_hand}",
         )
-    if _UNREACHABLE.search(output):
+    if _UNREACHABLE.search(logged):
         return FetchError(
-            f"cannot fetch {pin.file}: no package index can be reached ({last})",
+            f"cannot fetch {pin.file}: no package index can be reached ({first})",
             f"check the network, set PIP_INDEX_URL or PIP_PROXY, {by_hand}",
         )
     return FetchError(
-        f"cannot fetch {pin.file}: no index in use has {pin.project} {pin.version} ({last})",
+        f"cannot fetch {pin.file}: no index in use has {pin.project} {pin.version} ({first})",
         f"set PIP_INDEX_URL or PIP_FIND_LINKS to a place that does, {by_hand}",
     )
 

@@ -248,5 +248,5 @@ def _parse_file(name: str, lines: list[str], at: int) -> tuple[FileChange, int]:
 def _unsupported(name: str, what: str) -> PatchFormatError:
     return PatchFormatError(
         f"{name} holds {what}",
-        "a patch is an exported commit (`make export`) that edits text files of upstream in vllm/",
+        "a patch is an exported commit (`make patches-export`) that edits text files in vllm/",
     )

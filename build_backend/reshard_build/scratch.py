@@ -89,7 +89,7 @@ def init_history(repository: Path, patches: Iterable[Patch], date_s: int, subjec
     stamp = {
         f"GIT_{role}_{key}": value
         for role in ("AUTHOR", "COMMITTER")
-        for key, value in {**_IDENTITY, "DATE": f"{date_s} +0000"}.items()
+        for key, value in {**_IDENTITY, "DATE": f"@{date_s} +0000"}.items()
     }
     run_git(repository, "init", "--quiet", "--template=")
     run_git(repository, "symbolic-ref", "HEAD", f"refs/heads/{PATCHES_BRANCH}")
@@ -206,7 +206,7 @@ def _commit_overlay(overlay: Mapping[str, Path], staging: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, path)
     run_git(staging, "add", "--all")
-    date = git_text(staging, "log", "-1", "--format=%ct +0000")
+    date = git_text(staging, "log", "-1", "--format=@%ct +0000")
     stamp = {
         f"GIT_{role}_{key}": value
         for role in ("AUTHOR", "COMMITTER")

@@ -106,12 +106,16 @@ def apply_series(patches: Iterable[Patch], files: Mapping[str, bytes]) -> dict[s
             if path in files:
                 (tree / path).parent.mkdir(parents=True, exist_ok=True)
                 (tree / path).write_bytes(files[path])
-        for patch in patches:
-            _apply(patch, tree)
+        # A hunk that cannot be placed tells more than a file that differs elsewhere, so the latter
+        # is reported only when all patches could be placed.
+        strays = [stray for patch in patches if (stray := _apply(patch, tree)) is not None]
+        if strays:
+            raise strays[0]
         return {path: _content(tree / path) for path in paths}
 
 
-def _apply(patch: Patch, tree: Path) -> None:
+def _apply(patch: Patch, tree: Path) -> PatchDriftError | None:
+    """Apply one patch; return what is not exact about it although git could place it."""
     strayed = next((c for c in patch.changes if _blob(tree / c.path) != c.old_blob), None)
     result = run_git(
         tree, "apply", "--verbose", "--whitespace=nowarn", stdin=patch.content, check=False
@@ -120,10 +124,11 @@ def _apply(patch: Patch, tree: Path) -> None:
     if result.returncode != 0:
         raise _rejected(patch, output)
     if strayed is not None:
-        raise _moved(patch, strayed, output)
+        return _moved(patch, strayed, output)
     for change in patch.changes:
         if _blob(tree / change.path) != change.new_blob:
-            raise _drift(patch, change, None, "the result is not the one that the patch promises")
+            return _drift(patch, change, None, "the result is not the one that the patch promises")
+    return None
 
 
 def _content(path: Path) -> bytes | None:
@@ -174,5 +179,5 @@ def _drift(patch: Patch, change: FileChange, hunk: int | None, reason: str) -> P
         change.path,
         f"{number + 1} of {len(change.hunks)} ({header})",
         reason,
-        "import the series, mend the commit and export it (`make import`, `make export`)",
+        "mend its commit (`make patches-import`, then `make patches-export`)",
     )

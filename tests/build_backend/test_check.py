@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `make patches-check` proves."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reshard_build.__main__ import main
+from reshard_build.check import run_checks
+
+CORE = "vllm/engine/core.py"
+
+
+@pytest.fixture
+def checked(frontend: Any, tmp_path: Path) -> Any:
+    """Return a source tree with two exported patches and an overlay, that passes all checks."""
+    core = frontend.edit_core("area: first", 5, "'a'")
+    frontend.edit_core("area: second", 20, "'b'", core=core)
+    frontend.write(
+        "vllm/own/mine.py", "from vllm.engine.core import LINE_5\nfrom vllm import lazy\n"
+    )
+    main(["--root", str(frontend.root), "import", str(tmp_path / "scratch")])
+    main(["--root", str(frontend.root), "export", str(tmp_path / "scratch")])
+    shutil.rmtree(tmp_path / "scratch")
+    return frontend
+
+
+def _failures(source_tree: Any) -> dict[str, str]:
+    return {
+        proof.name: proof.text
+        for proof in run_checks(source_tree.project, source_tree.environ)
+        if not proof.ok
+    }
+
+
+def test_sound_tree_passes_for_both_bases(checked: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line a proof, each target named, exit status 0."""
+    assert main(["--root", str(checked.root), "check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == ["ok   series"] + [
+        f"ok   {proof}, {target} x86_64"
+        for target in ("cpu", "cuda")
+        for proof in ("apply", "re-export", "symbols", "overlay")
+    ]
+
+
+def test_empty_tree_passes(frontend: Any) -> None:
+    """No patches and no overlay are fine."""
+    assert _failures(frontend) == {}
+
+
+def _edit(source_tree: Any, name: str, old: str, new: str) -> None:
+    path = source_tree.project.patches_dir / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "proofs", "message"),
+    [
+        (lambda s: s.write("patches/stray.patch", ""), {"series"}, r"stray\.patch is not in"),
+        (
+            lambda s: _edit(s, "area-first.patch", "Why: ", "Because: "),
+            {"series"},
+            r"area-first\.patch lacks Why:",
+        ),
+        (
+            lambda s: _edit(s, "area-first.patch", "+LINE_5 = 'a'", "+LINE_5 = 'z'"),
+            {"apply, cpu x86_64", "apply, cuda x86_64"},
+            r"area-first\.patch does not apply .* not the one that the patch promises",
+        ),
+        (
+            lambda s: _edit(s, "area-first.patch", "From: Developer", "From: Developer "),
+            {"re-export, cpu x86_64", "re-export, cuda x86_64"},
+            r"area-first\.patch would change",
+        ),
+        (
+            lambda s: s.write("vllm/version.py", ""),
+            {"overlay, cpu x86_64", "overlay, cuda x86_64"},
+            r"vllm/version\.py stands where",
+        ),
+        (
+            lambda s: s.write("vllm/own/bad.py", "from vllm.engine import gone\n"),
+            {"symbols, cpu x86_64", "symbols, cuda x86_64"},
+            r"vllm/own/bad\.py:1 imports gone from vllm\.engine",
+        ),
+    ],
+)
+def test_each_fault_fails_its_proof(
+    checked: Any, spoil: Any, proofs: set[str], message: str
+) -> None:
+    """A fault is found by the proof that is there for it, for both bases, and by no other."""
+    spoil(checked)
+    failures = _failures(checked)
+    assert failures.keys() == proofs
+    assert all(re.search(message, text) for text in failures.values())
+
+
+def test_one_drifted_base_fails_by_its_name(checked: Any) -> None:
+    """A series that fits only one of the bases fails for the other."""
+    cpu = checked.base.targets["cpu"].wheels["x86_64"]
+    cpu_wheel = (checked.cache / cpu.file).read_bytes()
+    checked.pin({"vllm/__init__.py": b"", CORE: checked.core_lines(upstream_at=20).encode()})
+    drifted = checked.base.targets["cpu"].wheels["x86_64"]
+    text = checked.project.base_file.read_text().replace(drifted.sha256, cpu.sha256)
+    checked.project.base_file.write_text(text)
+    (checked.cache / cpu.file).write_bytes(cpu_wheel)
+    failures = _failures(checked)
+    assert failures.keys() == {"apply, cuda x86_64"}
+    assert "area-second.patch" in failures["apply, cuda x86_64"]
+
+
+def test_patch_that_adds_an_overlay_path_fails(checked: Any) -> None:
+    """A patch must not make a file that the overlay owns."""
+    checked.add_patch("add", {}, {"vllm/own/mine.py": b"MINE = 1\n"})
+    assert r"add.patch" in _failures(checked)["overlay, cpu x86_64"]
+
+
+def test_failure_is_the_exit_status(checked: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """One failed proof makes the command fail, after all proofs were printed."""
+    checked.write("vllm/own/bad.py", "import vllm.gone\n")
+    assert main(["--root", str(checked.root), "check"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL symbols, cpu x86_64" in out and "ok   overlay, cuda x86_64" in out

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both targets of this source tree, from the real base wheels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
+from reshard_build.archive import BaseWheel, open_base, verify_wheel
+from reshard_build.assemble import write_wheel
+from reshard_build.fetch import fetch
+from reshard_build.metadata import dist_info
+from reshard_build.product import VERSION_FILE, Choice, Product, choose, compose
+from reshard_build.project import Project
+
+pytestmark = pytest.mark.slow
+
+PROJECT = Project(Path(__file__).parents[2])
+
+
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def choice(request: pytest.FixtureRequest) -> Choice:
+    """Return what the variable asks for."""
+    return choose(PROJECT, {**os.environ, "VLLM_TARGET_DEVICE": request.param})
+
+
+@pytest.fixture(scope="module")
+def product(choice: Choice) -> Iterator[Product]:
+    """Return the product of this source tree."""
+    with open_base(fetch(choice.pin, os.environ)) as base:
+        yield compose(PROJECT, choice.target, choice.pin, base)
+
+
+@pytest.fixture(scope="module")
+def built(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BaseWheel]:
+    """Return the finished wheel, open; it is large, so it goes away with the module."""
+    directory = tmp_path_factory.mktemp("wheels")
+    metadata = dist_info(PROJECT, product.target, product.pin, product.base)
+    path = directory / write_wheel(product, metadata, directory)
+    with open_base(path) as wheel:
+        yield wheel
+    path.unlink()
+
+
+def test_every_file_has_its_owner(product: Product, built: BaseWheel) -> None:
+    """Base, patches and overlay make up the wheel; the base's files are byte for byte the same."""
+    for name in product.base.names:
+        if name not in product.changed:
+            assert built.read(name) == product.base.read(name), name
+            assert built.mode(name) == product.base.mode(name), name
+    for name, content in product.changed.items():
+        assert (built.read(name) if name in built else None) == content, name
+    for name, source in product.overlay.items():
+        assert built.read(name) == source.read_bytes(), name
+    assert set(built.names) == product.upstream_paths | product.overlay.keys()
+
+
+def test_record_is_valid(built: BaseWheel) -> None:
+    """RECORD covers every file of the wheel."""
+    verify_wheel(built.path)
+
+
+def test_identity(product: Product, built: BaseWheel) -> None:
+    """Version of file name, metadata and `_version.py` agree; the name is vLLM's own."""
+    metadata = Metadata.from_email(built.read_dist_info("METADATA"))
+    names: dict[str, object] = {}
+    exec(built.read(VERSION_FILE), names)
+    name, version, _, tags = parse_wheel_filename(built.path.name)
+    assert name == metadata.name == "vllm"
+    assert str(version) == str(metadata.version) == names["__version__"] == product.target.version
+    assert tags == product.pin.tags
+    assert b"vllm = vllm.entrypoints.cli.main:main" in built.read_dist_info("entry_points.txt")
+
+
+def test_requirements_can_be_satisfied(built: BaseWheel) -> None:
+    """One pin of torch without a local version, NIXL, and nothing that only a build needs."""
+    metadata = Metadata.from_email(built.read_dist_info("METADATA"))
+    requirements = [r for r in metadata.requires_dist or [] if "extra" not in str(r.marker)]
+    assert Requirement("nixl>=1.5") in requirements
+    assert Requirement("setuptools==77.0.3") not in requirements
+    assert [str(r) for r in requirements if r.name in {"torch", "torchvision", "torchaudio"}]
+    assert {str(r) for r in requirements if r.name == "torch"} == {"torch==2.11.0"}
+    assert not [r for r in requirements if "+" in str(r.specifier)]
