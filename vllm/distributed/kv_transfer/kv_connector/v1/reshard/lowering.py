@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a planned read to descriptors, and from block ids to indices into them.
+
+A read becomes a *leg*: two lists of descriptors, one at each end, with the same meaning at the same
+index. A descriptor is a *run* of heads and tokens that is contiguous at both ends, the largest that
+is. Each list has one strided row for each run of a block, which stands for that run in all blocks:
+
+    index = row * num_blocks + block id
+
+so that preparing a list costs the same for any number of blocks. What a row is depends on how the
+two ends differ (`T` tokens in a block, `n` heads to read):
+
+    both ends                            run                    rows of a plane
+    HND, same T                          n heads x T tokens     1
+    HND, T and T'                        1 head x gcd(T, T')    n * T / gcd
+    NHD, all heads                       n heads x gcd(T, T')   T / gcd
+    NHD, some heads                      n heads x 1 token      T
+    HND and NHD                          1 head x 1 token       n * T
+    tokens packed by the backend         n heads x T tokens     1, and T must be the same
+
+Blocks of the two ends are matched by the position of their tokens in the sequence, not one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .cache import Plane, RankCache
+from .errors import LocalLayoutError, RemoteLayoutError
+from .plan import Read
+from .shards import Layer
+
+Rows: TypeAlias = npt.NDArray[np.uint64]
+"""Strided descriptors, shape (rows, 5): address, length, device id, stride, count; in bytes."""
+
+Indices: TypeAlias = npt.NDArray[np.int32]
+"""Descriptor indices of one end, shape (descriptors,)."""
+
+_MAX_DESCRIPTORS = int(np.iinfo(np.int32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """The blocks that hold a stretch of a sequence at one end, in one KV-cache group.
+
+    Attributes:
+        block_ids: Shape (blocks,), int32, in the order of the sequence.
+        start_token: Position in the sequence of the first token of the first block.
+    """
+
+    block_ids: npt.NDArray[np.int32]
+    start_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Heads and tokens that one descriptor moves."""
+
+    num_heads: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LegEnd:
+    """One end of a leg.
+
+    Attributes:
+        rows: The strided descriptors; the rows of one plane stand together, those of one head run
+            within a plane too, ordered by token.
+        num_blocks: Blocks that each row stands for.
+        block_tokens: Tokens in a block.
+        runs_per_block: Rows of one head run: runs of tokens in a block.
+    """
+
+    rows: Rows
+    num_blocks: int
+    block_tokens: int
+    runs_per_block: int
+
+    @property
+    def num_descriptors(self) -> int:
+        """Descriptors that the rows stand for."""
+        return len(self.rows) * self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A read made ready for transfer.
+
+    Attributes:
+        run: What one descriptor moves.
+        src: The source's end.
+        dst: The destination's end.
+        head_runs_by_groups: For each pair of a source and a destination KV-cache group, the
+            positions of the head runs of its layers, counted over all planes; shape (head runs,),
+            int64.
+    """
+
+    run: Run
+    src: LegEnd
+    dst: LegEnd
+    head_runs_by_groups: tuple[tuple[tuple[int, int], npt.NDArray[np.int64]], ...]
+
+    def indices(
+        self, src_blocks: Sequence[BlockSpan], dst_blocks: Sequence[BlockSpan]
+    ) -> tuple[Indices, Indices]:
+        """The descriptors that move what a request's blocks have in common.
+
+        Args:
+            src_blocks: The request's blocks at the source, one span for each of its groups.
+            dst_blocks: The same at the destination.
+
+        Returns:
+            Indices at the source and at the destination, of equal length. Within a head run they
+            are in the order of the sequence, so that adjoining blocks stay adjoining.
+        """
+        src_parts: list[npt.NDArray[np.int64]] = []
+        dst_parts: list[npt.NDArray[np.int64]] = []
+        for (src_group, dst_group), head_runs in self.head_runs_by_groups:
+            src_span, dst_span = src_blocks[src_group], dst_blocks[dst_group]
+            tokens = self._shared_tokens(src_span, dst_span)
+            src_parts.append(_descriptors(self.src, src_span, tokens, self.run, head_runs))
+            dst_parts.append(_descriptors(self.dst, dst_span, tokens, self.run, head_runs))
+        return _as_indices(src_parts), _as_indices(dst_parts)
+
+    def _shared_tokens(self, src: BlockSpan, dst: BlockSpan) -> npt.NDArray[np.int64]:
+        """Positions in the sequence where the runs that both spans hold begin."""
+        start = max(src.start_token, dst.start_token)
+        stop = min(
+            src.start_token + len(src.block_ids) * self.src.block_tokens,
+            dst.start_token + len(dst.block_ids) * self.dst.block_tokens,
+        )
+        return np.arange(start, stop, self.run.num_tokens, dtype=np.int64)
+
+
+def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
+    """Turn a planned read into legs: one, unless its layers differ in the size of their blocks.
+
+    Args:
+        read: The read.
+        src: The cache of `read.src_rank`.
+        dst: The cache of `read.dst_rank`.
+
+    Raises:
+        RemoteLayoutError: The two caches differ in their planes, in what makes a slot, or in the
+            size of blocks whose tokens are packed.
+        LocalLayoutError: A list would have more descriptors than NIXL's indices can count.
+    """
+    planes_by_shape: dict[tuple[Run, int, int], list[_PlanePair]] = defaultdict(list)
+    for layer in read.layers:
+        for pair in _paired_planes(layer, src, dst):
+            run = _common_run(read.num_heads, pair)
+            planes_by_shape[run, pair.src.block_tokens, pair.dst.block_tokens].append(pair)
+    return tuple(_leg(read, run, pairs, src, dst) for (run, _, _), pairs in planes_by_shape.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanePair:
+    """One plane of a layer at both ends, and the layer's groups."""
+
+    src: Plane
+    dst: Plane
+    groups: tuple[int, int]
+
+
+def _leg(read: Read, run: Run, pairs: Sequence[_PlanePair], src: RankCache, dst: RankCache) -> Leg:
+    """Write both lists for planes whose runs and blocks are alike."""
+    head_runs_per_plane = read.num_heads // run.num_heads
+    head_runs: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for position, pair in enumerate(pairs):
+        first = position * head_runs_per_plane
+        head_runs[pair.groups].extend(range(first, first + head_runs_per_plane))
+    return Leg(
+        run,
+        _end([pair.src for pair in pairs], src, read.src_head_offset, read.num_heads, run),
+        _end([pair.dst for pair in pairs], dst, read.dst_head_offset, read.num_heads, run),
+        tuple(
+            (groups, np.asarray(positions, dtype=np.int64))
+            for groups, positions in sorted(head_runs.items())
+        ),
+    )
+
+
+def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[_PlanePair]:
+    """Match a layer's planes by position."""
+    src_planes, dst_planes = src.layers[layer].planes, dst.layers[layer].planes
+    groups = src.layers[layer].group, dst.layers[layer].group
+    if len(src_planes) != len(dst_planes):
+        raise RemoteLayoutError(
+            f"layer {layer} has {len(src_planes)} planes at the source but {len(dst_planes)} here: "
+            "run both engines with the same attention backend"
+        )
+    for src_plane, dst_plane in zip(src_planes, dst_planes, strict=True):
+        if src_plane.slot_bytes != dst_plane.slot_bytes:
+            raise RemoteLayoutError(
+                f"a head of a token of layer {layer} takes {src_plane.slot_bytes} bytes at the "
+                f"source but {dst_plane.slot_bytes} here: run both engines with the same model, "
+                "dtype and --kv-cache-dtype"
+            )
+        if src_plane.packed != dst_plane.packed or (
+            src_plane.packed and src_plane.block_tokens != dst_plane.block_tokens
+        ):
+            raise RemoteLayoutError(
+                f"layer {layer} has blocks of {_page_text(src_plane)} at the source but of "
+                f"{_page_text(dst_plane)} here: run both engines with the same attention backend "
+                "and --block-size"
+            )
+        yield _PlanePair(src_plane, dst_plane, groups)
+
+
+def _page_text(plane: Plane) -> str:
+    return f"{plane.block_tokens} {'packed' if plane.packed else 'plain'} tokens"
+
+
+def _common_run(num_heads: int, pair: _PlanePair) -> Run:
+    """The largest run that is contiguous, in one order, at both ends."""
+    num_tokens = math.gcd(pair.src.block_tokens, pair.dst.block_tokens)
+    candidates = [Run(heads, tokens) for heads in (num_heads, 1) for tokens in (num_tokens, 1)]
+    candidates.sort(key=lambda run: run.num_heads * run.num_tokens, reverse=True)
+    # There always is one: a head of one token, or of one block where tokens are packed.
+    return next(
+        run
+        for run in candidates
+        if pair.src.orders(run.num_heads, run.num_tokens)
+        & pair.dst.orders(run.num_heads, run.num_tokens)
+    )
+
+
+def _end(
+    planes: Sequence[Plane], cache: RankCache, head_offset: int, num_heads: int, run: Run
+) -> LegEnd:
+    """Write the strided rows of one end."""
+    block_tokens = planes[0].block_tokens
+    rows = [
+        (
+            plane.address + plane.offset_bytes(head, token),
+            run.num_heads * run.num_tokens * plane.slot_bytes,
+            cache.device_id,
+            plane.block_stride_bytes,
+            cache.num_blocks,
+        )
+        for plane in planes
+        for head in range(head_offset, head_offset + num_heads, run.num_heads)
+        for token in range(0, block_tokens, run.num_tokens)
+    ]
+    if len(rows) * cache.num_blocks > _MAX_DESCRIPTORS:
+        raise LocalLayoutError(
+            f"{len(rows)} runs in each of {cache.num_blocks} blocks are more descriptors than the "
+            f"{_MAX_DESCRIPTORS} that one transfer list can index: use a larger --block-size, the "
+            "same on both engines, or fewer blocks"
+        )
+    return LegEnd(
+        np.array(rows, dtype=np.uint64),
+        cache.num_blocks,
+        block_tokens,
+        block_tokens // run.num_tokens,
+    )
+
+
+def _descriptors(
+    end: LegEnd,
+    span: BlockSpan,
+    tokens: npt.NDArray[np.int64],
+    run: Run,
+    head_runs: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """The descriptors of one end for the runs that begin at the given tokens, by head run."""
+    block, token = np.divmod(tokens - span.start_token, end.block_tokens)
+    row_in_head_run = token // run.num_tokens
+    block_ids = span.block_ids.astype(np.int64)[block]
+    rows = head_runs[:, np.newaxis] * end.runs_per_block + row_in_head_run
+    return (rows * end.num_blocks + block_ids).ravel()
+
+
+def _as_indices(parts: Sequence[npt.NDArray[np.int64]]) -> Indices:
+    return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, dtype=np.int32)
