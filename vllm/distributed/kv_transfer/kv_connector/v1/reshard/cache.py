@@ -2,8 +2,8 @@
 """How the bytes of a rank's KV cache lie in memory.
 
 A layer's cache is one or two *planes*: keys and values, or the latent of MLA. A plane is a row of
-blocks, and a block's *page* holds some heads of some tokens. Whatever the tensor looks like, a plane
-comes down to an address and three strides:
+blocks, and a block's *page* holds some heads of some tokens. However the tensor looks, a plane is
+an address and three strides:
 
     tensor shape                              block stride    head stride    token stride
     [2, blocks, heads, tokens, size]  HND     H*T*S           T*S            S
