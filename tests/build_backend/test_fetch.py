@@ -70,6 +70,14 @@ def test_local_builds_of_the_release_are_not_taken(shop: Any) -> None:
     assert file_sha256(fetch(shop.pinned, shop.environ)) == shop.pinned.sha256
 
 
+def test_other_builds_with_better_tags_are_not_taken(shop: Any) -> None:
+    """Where an index has a second build of the release, pip takes the one with the checksum."""
+    served = shop.shop / shop.pinned.file
+    newer = served.with_name(served.name.replace("cp38", "cp310"))
+    newer.write_bytes(served.read_bytes() + b"!")
+    assert file_sha256(fetch(shop.pinned, shop.environ)) == shop.pinned.sha256
+
+
 def test_constraints_of_the_installation_do_not_matter(shop: Any, tmp_path: Path) -> None:
     """A constraint on the product's version does not keep its base from being fetched."""
     constraints = tmp_path / "constraints.txt"

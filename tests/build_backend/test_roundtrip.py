@@ -36,10 +36,12 @@ def test_differences_in_words(again: list[Patch], found: list[str]) -> None:
     assert differences([_patch("a", b"1"), _patch("b", b"2")], again) == found
 
 
-# Git trims colons and brackets at the start of a subject and folds spaces; export refuses commits
+# Git trims colons at the start of a subject and folds spaces; export refuses commits
 # that would change.
-WORDS = st.text(st.sampled_from("abc äß€:[]&"), max_size=90).map(
-    lambda text: " ".join(["area:", *text.split()])
+WORDS = st.builds(
+    lambda area, text: " ".join([area, *text.split()]),
+    st.sampled_from(["area:", "[area] what"]),
+    st.text(st.sampled_from("abc äß€:[]&"), max_size=90),
 )
 LINES = st.lists(st.sampled_from(["x", "  y", "-- ", "é", "", "diff", "\ttab"]), max_size=8)
 
