@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each side of a transfer knows of its requests, without sockets, threads or clocks.
+
+`ProducerLedger` keeps a prefill worker's promise to hold blocks until they were read or their lease
+ran out. `ConsumerLedger` keeps account of a decode worker's reads. Time is passed in, in seconds of
+any monotonic clock; what is to be done comes back as values. Both belong to the thread that drives
+them, the engine's.
+
+A producer's request goes through these states:
+
+                     admit                 offer                all notifiers heard
+    (unknown)  --------------->  ADMITTED ------->  OFFERED  ------------------------>  released
+                                    |                  |       lease ran out
+                                    | withdraw         +----------------------------->  expired
+                                    v
+                                (unknown)
+
+The decode side may be faster than the producer's own scheduler: notifications are counted from
+admission on, and a request that everybody has read is released without ever being offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, TypeVar
+
+RequestId = str
+
+LegKey = TypeVar("LegKey", bound=Hashable)
+
+
+class Receipt(Enum):
+    """What a producer makes of a notification."""
+
+    COUNTED = "counted"
+    """One of several notifiers was heard for the first time."""
+
+    RELEASED = "released"
+    """The last notifier was heard: the request's blocks may be freed."""
+
+    REPEATED = "repeated"
+    """The notifier had been heard before; nothing changed."""
+
+    UNKNOWN = "unknown"
+    """No such request is held: it expired, was withdrawn, or never was. A reader that says so may
+    have read blocks that were in use for something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expiry:
+    """A request whose lease ran out.
+
+    Attributes:
+        request_id: The request.
+        heard: Notifiers that were heard.
+        awaited: Notifiers that should have been heard; None when none was heard to say so.
+    """
+
+    request_id: RequestId
+    heard: int
+    awaited: int | None
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that a producer holds blocks for."""
+
+    heard: set[str] = field(default_factory=set)
+    awaited: int | None = None
+    expires_at_s: float | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.awaited is not None and len(self.heard) >= self.awaited
+
+
+class ProducerLedger:
+    """The requests whose blocks a prefill worker holds for remote readers."""
+
+    def __init__(self) -> None:
+        self._held: dict[RequestId, _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def admit(self, request_ids: Iterable[RequestId]) -> None:
+        """Begin to count notifications for requests that are being computed."""
+        for request_id in request_ids:
+            self._held.setdefault(request_id, _Held())
+
+    def withdraw(self, request_ids: Iterable[RequestId]) -> None:
+        """Forget requests that will not be offered, such as aborted ones."""
+        for request_id in request_ids:
+            self._held.pop(request_id, None)
+
+    def offer(self, request_id: RequestId, expires_at_s: float) -> bool:
+        """Hold a request's blocks until its readers were heard, or until its lease runs out.
+
+        Args:
+            request_id: The request.
+            expires_at_s: When the lease runs out.
+
+        Returns:
+            Whether the request is held. False means that its readers are through already, or that
+            it was withdrawn.
+        """
+        held = self._held.get(request_id)
+        if held is None:
+            return False
+        held.expires_at_s = expires_at_s
+        return True
+
+    def renew(self, request_ids: Iterable[RequestId], expires_at_s: float) -> int:
+        """Move the leases of offered requests to a later time; never to an earlier one.
+
+        Returns:
+            How many of the requests are held and were offered.
+        """
+        renewed = 0
+        for request_id in request_ids:
+            held = self._held.get(request_id)
+            if held is not None and held.expires_at_s is not None:
+                held.expires_at_s = max(held.expires_at_s, expires_at_s)
+                renewed += 1
+        return renewed
+
+    def hear(self, request_id: RequestId, notifier: str, num_notifiers: int) -> Receipt:
+        """Take note that a reader is through with a request's blocks.
+
+        Readers that disagree on how many they are, as they may after one of them restarted with
+        another layout, are answered with the larger number: the lease bounds the wait.
+
+        Args:
+            request_id: The request.
+            notifier: Names the reader, the same in every notification of its.
+            num_notifiers: How many readers there are in all, itself included; at least 1.
+        """
+        held = self._held.get(request_id)
+        if held is None:
+            return Receipt.UNKNOWN
+        if notifier in held.heard:
+            return Receipt.REPEATED
+        held.heard.add(notifier)
+        held.awaited = max(num_notifiers, held.awaited or 1)
+        if not held.complete:
+            return Receipt.COUNTED
+        del self._held[request_id]
+        return Receipt.RELEASED
+
+    def expire(self, now_s: float) -> list[Expiry]:
+        """Let go of the requests whose leases ran out, the oldest first."""
+        expired = sorted(
+            (held.expires_at_s, request_id)
+            for request_id, held in self._held.items()
+            if held.expires_at_s is not None and held.expires_at_s <= now_s
+        )
+        expiries = []
+        for _, request_id in expired:
+            held = self._held.pop(request_id)
+            expiries.append(Expiry(request_id, len(held.heard), held.awaited))
+        return expiries
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A request that a consumer is through with.
+
+    Attributes:
+        request_id: The request.
+        failure: Why its blocks must be taken as invalid; None where all of them arrived.
+    """
+
+    request_id: RequestId
+    failure: str | None
+
+
+@dataclass(slots=True)
+class _Receiving(Generic[LegKey]):
+    """A request that a consumer reads blocks for."""
+
+    in_flight: set[LegKey]
+    steps_left: int
+    steps_begun: bool
+    failure: str | None = None
+
+
+class ConsumerLedger(Generic[LegKey]):
+    """The requests that a decode worker reads blocks for.
+
+    A request ends exactly once, and only after everything that could still write into its blocks
+    has: all of its legs, also those that were cancelled, and the steps that follow them, such as
+    copies from a staging area. One failure makes the whole request fail; nothing turns a failed
+    request into a received one.
+
+    Legs are named by the caller with any hashable key, unique within a request.
+    """
+
+    def __init__(self) -> None:
+        self._receiving: dict[RequestId, _Receiving[LegKey]] = {}
+        self._ended: list[Outcome] = []
+
+    def __len__(self) -> int:
+        return len(self._receiving)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._receiving
+
+    def begin(
+        self, request_id: RequestId, legs: Iterable[LegKey], *, following_steps: int = 0
+    ) -> None:
+        """Account for a request's legs.
+
+        Args:
+            request_id: The request; not one that is being received.
+            legs: The legs in flight. Without any, and without steps, the request ends at once.
+            following_steps: How often `step_done` is called once all legs are done. They begin at
+                once where there are no legs.
+        """
+        assert request_id not in self._receiving, f"{request_id} is being received"
+        in_flight = set(legs)
+        self._receiving[request_id] = _Receiving(
+            in_flight, following_steps, steps_begun=not in_flight
+        )
+        self._end_if_over(request_id)
+
+    def leg_done(self, request_id: RequestId, leg: LegKey) -> bool:
+        """Take note that a leg has ended well.
+
+        Returns:
+            Whether this was the last leg of a request without failure, so that the steps that
+            follow may begin.
+        """
+        receiving = self._receiving[request_id]
+        receiving.in_flight.remove(leg)
+        receiving.steps_begun = not receiving.in_flight and receiving.failure is None
+        self._end_if_over(request_id)
+        return receiving.steps_begun
+
+    def leg_failed(self, request_id: RequestId, leg: LegKey, reason: str) -> frozenset[LegKey]:
+        """Take note that a leg has ended, and not well.
+
+        Returns:
+            The legs still in flight that the caller should cancel now, each of which is to be
+            reported as done or failed when it has ended; none where that was asked for before.
+        """
+        receiving = self._receiving[request_id]
+        receiving.in_flight.remove(leg)
+        return self._fail(request_id, receiving, reason)
+
+    def fail(self, request_id: RequestId, reason: str) -> frozenset[LegKey]:
+        """Fail a request for a reason that is none of its legs', such as a lease that ran out.
+
+        Returns:
+            As `leg_failed`.
+        """
+        return self._fail(request_id, self._receiving[request_id], reason)
+
+    def step_done(self, request_id: RequestId) -> None:
+        """Take note that one of the steps that follow the legs has ended."""
+        receiving = self._receiving[request_id]
+        assert not receiving.in_flight, f"{request_id} has legs in flight"
+        receiving.steps_left -= 1
+        self._end_if_over(request_id)
+
+    def take_ended(self) -> list[Outcome]:
+        """The requests that have ended since the last call, in the order in which they did."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _fail(
+        self, request_id: RequestId, receiving: _Receiving[LegKey], reason: str
+    ) -> frozenset[LegKey]:
+        first = receiving.failure is None
+        if first:
+            receiving.failure = reason
+            # Steps that have begun write into the request's blocks; others never will.
+            if not receiving.steps_begun:
+                receiving.steps_left = 0
+        to_cancel = frozenset(receiving.in_flight) if first else frozenset[LegKey]()
+        self._end_if_over(request_id)
+        return to_cancel
+
+    def _end_if_over(self, request_id: RequestId) -> None:
+        receiving = self._receiving[request_id]
+        if not receiving.in_flight and receiving.steps_left == 0:
+            del self._receiving[request_id]
+            self._ended.append(Outcome(request_id, receiving.failure))
