@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line: ``demo`` compares and ends, ``serve`` stays up."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.text import Text
+
+from . import demo, report
+from .engine import ServedModel
+from .errors import PDStackError, UsageError
+from .layout import check_layout, parse_layout, read_model_shape
+from .model import cache_dir, default_model_path, given_model, prepare_default_model
+from .process import ChildProcess, TerminatedError, sigterm_raises
+from .report import Progress, Step
+from .router import RouterSpec
+from .stack import Engine, PDStack, Router, Server, run_directory
+
+_WATCH_S = 0.5
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.pdstack",
+        description="Serve a model with prefill and decode engines behind vLLM's router.",
+        epilog="Exit status: 0 all is well, 1 something failed, 2 asked for what cannot work, "
+        "130 after Ctrl-C, 143 after SIGTERM. `serve` ends with 0 after Ctrl-C.",
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    for role in ("prefill", "decode"):
+        common.add_argument(
+            f"--{role}",
+            action="append",
+            metavar="LAYOUT",
+            help=f"layout of a {role} engine, for example tp2pp1; repeat it for several engines "
+            "(default: one of tp1pp1)",
+        )
+    common.add_argument(
+        "--model", type=Path, metavar="DIR", help="a model directory (default: SmolLM2-135M)"
+    )
+    common.add_argument(
+        "--engine-args",
+        default="",
+        metavar="ARGS",
+        help="appended to every `vllm serve`, in one string: --engine-args='--block-size 64'",
+    )
+    common.add_argument(
+        "--startup-timeout",
+        type=_positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long a server may take to become ready (default: %(default).0f)",
+    )
+    common.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="make the directory of the logs in here"
+    )
+    common.add_argument("--keep-logs", action="store_true", help="keep them also after success")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser(
+        "demo", parents=[common], help="compare the answers with those of a single engine"
+    )
+    serve = commands.add_parser("serve", parents=[common], help="stay up until Ctrl-C")
+    serve.add_argument("--port", type=int, help="port of the router (default: a free one)")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+class _Run:
+    """One invocation: its arguments, understood, and its output."""
+
+    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+        self.args = args
+        self.console = console
+        self.prefill = [parse_layout(text) for text in args.prefill or ["tp1pp1"]]
+        self.decode = [parse_layout(text) for text in args.decode or ["tp1pp1"]]
+        self.layouts = demo.describe_layouts(self.prefill, self.decode)
+        self.engine_args: list[str] = shlex.split(args.engine_args)
+        if args.log_dir is not None and not args.log_dir.is_dir():
+            raise UsageError(f"--log-dir {args.log_dir} is not a directory")
+        # What can be refused is refused before anything is started.
+        self._given = None if args.model is None else given_model(args.model)
+        if self._given is None:
+            default_model_path(cache_dir())
+        else:
+            self._check_layouts(self._given)
+
+    def _check_layouts(self, model: ServedModel) -> None:
+        shape = read_model_shape(model.directory)
+        for layout in {*self.prefill, *self.decode}:
+            check_layout(layout, shape)
+
+    def prepare_model(self, run_dir: Path) -> ServedModel:
+        if self._given is not None:
+            return self._given
+        with Progress(self.console) as progress:
+
+            def on_wait(child: ChildProcess) -> None:
+                waited_s = time.monotonic() - child.started_at
+                progress.update([Step("model", "converting SmolLM2 (once)", waited_s)])
+
+            model = prepare_default_model(cache_dir(), run_dir, on_wait)
+        self._check_layouts(model)
+        return model
+
+    def start_pair(self, stack: PDStack) -> tuple[Router, list[Engine]]:
+        """Start prefill engines, decode engines and the router; return what is talked to."""
+        prefill = demo.engine_specs("prefill", self.prefill, self.engine_args)
+        decode = demo.engine_specs("decode", self.decode, self.engine_args)
+        engines = stack.start_engines(*prefill, *decode)
+        self.say_ready(engines)
+        spec = RouterSpec(port=getattr(self.args, "port", None))
+        router = stack.start_router(engines[: len(prefill)], engines[len(prefill) :], spec)
+        self.say_ready([router])
+        return router, engines[len(prefill) :]
+
+    def say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def say_ready(self, servers: Sequence[Server]) -> None:
+        for server in servers:
+            self.say(f"{server.name} is ready at {server.url} after {server.waited_s:.0f} s")
+
+
+class _StackProgress:
+    """Feeds the start-up of servers to a progress line that exists only while they start."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+
+    def __call__(self, servers: Sequence[Server]) -> None:
+        if all(server.ready_after_s is not None for server in servers):
+            self.close()
+            return
+        if self._progress is None:
+            self._progress = Progress(self._console).__enter__()
+        self._progress.update([Step(each.name, each.phase, each.waited_s) for each in servers])
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.__exit__()
+            self._progress = None
+
+
+def _demo(run: _Run, stack: PDStack) -> int:
+    references = demo.reference_answers(stack, demo.DEMO_PROMPTS, run.engine_args)
+    run.say("single has answered and is stopped again")
+    router, decode = run.start_pair(stack)
+    exchanges = demo.compare(
+        stack, router, decode, demo.DEMO_PROMPTS, references, run.console, run.layouts
+    )
+    run.console.print(report.summary_table(exchanges, run.layouts))
+    equal = all(each.equal for each in exchanges)
+    all_moved = all(each.bytes_moved > 0 for each in exchanges)
+    if equal and all_moved:
+        run.say("All answers are equal, and their KV cache came over NIXL.")
+        return 0
+    if not equal:
+        run.say("error: answers differ from those of the single engine.")
+    if not all_moved:
+        run.say("error: the KV cache of a prompt did not come over NIXL.")
+    return 1
+
+
+def _serve(run: _Run, stack: PDStack) -> int:
+    router, _ = run.start_pair(stack)
+    name = stack.model.name
+    run.say(f"\nServing {name} ({run.layouts}) at {router.url}/v1\n\nWith curl:\n")
+    run.say(report.curl_hint(router.url, name))
+    run.say("\nWith the OpenAI client:\n")
+    run.say(report.python_hint(router.url, name))
+    run.say(f"\nLogs are in {stack.run_dir}\nCtrl-C stops everything.")
+    try:
+        while True:
+            stack.check()
+            time.sleep(_WATCH_S)
+    except KeyboardInterrupt:
+        run.say("stopping")
+        return 0
+
+
+class _FailedError(Exception):
+    """The demo came to its end with a bad result: the logs have to stay."""
+
+
+def _execute(run: _Run) -> int:
+    started = time.monotonic()
+    run_dir: Path | None = None
+    progress = _StackProgress(run.console)
+    try:
+        with run_directory(run.args.keep_logs, run.args.log_dir) as run_dir:
+            model = run.prepare_model(run_dir)
+            run.say(f"Model {model.name} in {model.directory}")
+            run.say(f"Layout {run.layouts}, logs in {run_dir}")
+            with PDStack(
+                model,
+                run_dir,
+                startup_timeout_s=run.args.startup_timeout,
+                on_wait=progress,
+            ) as stack:
+                status = _serve(run, stack) if run.args.command == "serve" else _demo(run, stack)
+            if status != 0:
+                raise _FailedError
+        run.say(f"Everything is stopped; it took {time.monotonic() - started:.0f} s.")
+        return 0
+    except _FailedError:
+        run.say(f"Logs are kept in {run_dir}")
+        return 1
+    except (PDStackError, httpx.HTTPError) as error:
+        progress.close()
+        if not isinstance(error, PDStackError):
+            error = PDStackError(f"a server did not answer: {error}")
+        report.print_error(Console(stderr=True), error, run_dir)
+        return error.exit_status
+    except (KeyboardInterrupt, TerminatedError) as interruption:
+        progress.close()
+        run.say(f"interrupted; everything is stopped. Logs are kept in {run_dir}")
+        number = signal.SIGINT if isinstance(interruption, KeyboardInterrupt) else signal.SIGTERM
+        return 128 + number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    args = _build_parser().parse_args(argv)
+    with sigterm_raises():
+        try:
+            return _execute(_Run(args, Console()))
+        except UsageError as error:
+            report.print_error(Console(stderr=True), error, None)
+            return error.exit_status
+        except (KeyboardInterrupt, TerminatedError):
+            return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: the same prompts to a single engine and to prefill/decode engines, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from rich.console import Console
+
+from .chat import Answer, ChatClient, while_alive
+from .engine import EngineSpec
+from .errors import PDStackError
+from .layout import Layout
+from .metrics import NixlCounters, settled
+from .report import AnswerView, Exchange
+from .stack import Engine, PDStack, Router
+
+_METRICS_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A user message, and how long its answer may become."""
+
+    text: str
+    max_tokens: int
+
+
+def _garden(days: int) -> str:
+    """Return a text whose length is under control: about 25 tokens for each day."""
+    return " ".join(
+        f"On day {day} the gardener planted {day * 3} tulips and {day + 2} roses "
+        "beside the old stone wall."
+        for day in range(1, days + 1)
+    )
+
+
+DEMO_PROMPTS = (
+    Prompt("What is the capital of France?", 32),
+    # About 600 tokens: several blocks of 128 tokens, and a last one that is not full.
+    Prompt(f"Here is a text. {_garden(24)} What did the gardener plant?", 48),
+    Prompt("Write one sentence about the sea.", 48),
+)
+
+
+def engine_specs(
+    role: str,
+    layouts: Sequence[Layout],
+    extra_args: Sequence[str] = (),
+) -> list[EngineSpec]:
+    """Return one spec for each layout, named ``prefill`` or ``prefill-1``, ``prefill-2``, ..."""
+    names = [role] if len(layouts) == 1 else [f"{role}-{i + 1}" for i in range(len(layouts))]
+    return [
+        EngineSpec(name, layout, extra_args=tuple(extra_args))
+        for name, layout in zip(names, layouts, strict=True)
+    ]
+
+
+def reference_spec(extra_args: Sequence[str] = ()) -> EngineSpec:
+    """Return the engine whose answers count as right: one process, no connector."""
+    return replace(EngineSpec("single", extra_args=tuple(extra_args)), kv_transfer=None)
+
+
+def describe_layouts(prefill: Sequence[Layout], decode: Sequence[Layout]) -> str:
+    """Return ``tp1pp2 -> tp1pp1``."""
+    return f"{'+'.join(map(str, prefill))} -> {'+'.join(map(str, decode))}"
+
+
+def moved(decode: Sequence[Engine]) -> NixlCounters:
+    """Return the counters of all decode engines together; they are the ones that read."""
+    return sum((engine.nixl_counters() for engine in decode), NixlCounters())
+
+
+def ask_watched(
+    stack: PDStack,
+    client: ChatClient,
+    prompt: Prompt,
+    on_token: Callable[[str], None] = lambda _: None,
+) -> Answer:
+    """Ask while the stack is watched.
+
+    Raises:
+        PDStackError: a server died, or the request failed.
+    """
+    try:
+        stream = while_alive(partial(client.ask, prompt.text, prompt.max_tokens), stack.check)
+        for piece in stream:
+            on_token(piece)
+        return stream.result
+    except PDStackError:
+        raise
+    # openai lets errors of its transport through while an answer streams.
+    except Exception as error:
+        raise stack.explain(error) from error
+
+
+def reference_answers(
+    stack: PDStack, prompts: Sequence[Prompt], extra_args: Sequence[str] = ()
+) -> list[Answer]:
+    """Start the single engine, ask it everything, and stop it again.
+
+    It is gone before the others start: a small machine holds two engines, not three, and the
+    times that it is compared by are those of an engine that has the machine to itself.
+    """
+    (engine,) = stack.start_engines(reference_spec(extra_args))
+    with ChatClient(engine.url, stack.model.name) as client:
+        answers = [ask_watched(stack, client, prompt) for prompt in prompts]
+    stack.stop(engine)
+    return answers
+
+
+def compare(
+    stack: PDStack,
+    router: Router,
+    decode: Sequence[Engine],
+    prompts: Sequence[Prompt],
+    references: Sequence[Answer],
+    console: Console,
+    layouts: str,
+) -> list[Exchange]:
+    """Stream every prompt through the router, shown beside the reference answer."""
+    exchanges = []
+    with ChatClient(router.url, stack.model.name) as client:
+        for prompt, single in zip(prompts, references, strict=True):
+            before = moved(decode)
+            with AnswerView(console, prompt.text, layouts, single) as view:
+                answer = ask_watched(stack, client, prompt, view.add)
+            after = settled(partial(moved, decode), before, _METRICS_LIMIT_S)
+            bytes_moved = (after - before).bytes_moved
+            exchanges.append(Exchange(prompt.text, answer, single, bytes_moved))
+    return exchanges

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine is asked to be, and the command line and environment that say so to vLLM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError
+from .layout import Layout
+from .ports import HOST
+
+_GIB = 1 << 30
+_LOOPBACK = "127.0.0.1,localhost"
+
+
+class Device(str, Enum):
+    """Where the engines run."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def installed_device() -> Device:
+    """Return the device that the installed vLLM was built for, as vLLM itself tells it.
+
+    Raises:
+        UsageError: vLLM is not installed in this interpreter's environment.
+    """
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError(f"vLLM is not installed for {sys.executable}; run `make setup`") from None
+    return Device.CPU if "cpu" in version else Device.CUDA
+
+
+def find_script(name: str) -> str:
+    """Return the console script that is installed beside this interpreter.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    path = Path(sys.executable).with_name(name)
+    if not path.exists():
+        raise UsageError(f"{name} is not installed beside {sys.executable}; run `make setup`")
+    return str(path)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model directory, and the name under which clients ask for it."""
+
+    directory: Path
+    name: str
+
+
+@dataclass(frozen=True)
+class KVTransfer:
+    """The connector of an engine; ``extra_config`` is passed through to it."""
+
+    connector: str = "NixlConnector"
+    role: str = "kv_both"
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self, device: Device) -> str:
+        """Return the value of ``--kv-transfer-config``."""
+        config: dict[str, Any] = {
+            "kv_connector": self.connector,
+            "kv_role": self.role,
+            "kv_buffer_device": device.value,
+        }
+        if self.extra_config:
+            config["kv_connector_extra_config"] = dict(self.extra_config)
+        return json.dumps(config)
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One ``vllm serve``.
+
+    Attributes:
+        name: how it is called in messages and for its log.
+        layout: its parallel sizes.
+        kv_transfer: its connector; ``None`` for an engine that serves alone.
+        extra_args: appended to the command line, so they win over what stands there already.
+        env: laid over everything else in the environment.
+        kv_cache_gib: size of the KV cache of each worker.
+    """
+
+    name: str
+    layout: Layout = field(default_factory=Layout)
+    kv_transfer: KVTransfer | None = field(default_factory=KVTransfer)
+    extra_args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    kv_cache_gib: int = 1
+    max_model_len: int = 2048
+
+
+def engine_command(
+    spec: EngineSpec, model: ServedModel, device: Device, port: int, vllm: str
+) -> list[str]:
+    """Return the command that starts the engine.
+
+    Args:
+        port: where it serves HTTP.
+        vllm: path of the ``vllm`` script.
+    """
+    command = [vllm, "serve", str(model.directory)]
+    command += ["--served-model-name", model.name, "--host", HOST, "--port", str(port)]
+    command += ["--tensor-parallel-size", str(spec.layout.tp_size)]
+    command += ["--pipeline-parallel-size", str(spec.layout.pp_size)]
+    # float32: answers are compared token by token, and bfloat16 differs between layouts.
+    command += ["--dtype", "float32", "--enforce-eager"]
+    # Small batches: an engine warms up with the largest one, and a demo never fills it.
+    command += ["--max-model-len", str(spec.max_model_len)]
+    command += ["--max-num-batched-tokens", "512", "--max-num-seqs", "16"]
+    if device is Device.CUDA:
+        # Engines may share a GPU; each is told its size instead of taking what is left.
+        command += ["--gpu-memory-utilization", "0.2"]
+        command += ["--kv-cache-memory-bytes", str(spec.kv_cache_gib * _GIB)]
+    if spec.kv_transfer is not None:
+        command += ["--kv-transfer-config", spec.kv_transfer.to_json(device)]
+    return [*command, *spec.extra_args]
+
+
+def engine_env(
+    spec: EngineSpec,
+    device: Device,
+    inherited: Mapping[str, str],
+    *,
+    side_channel_port: int,
+    cores: Sequence[int],
+) -> dict[str, str]:
+    """Return the whole environment of the engine.
+
+    Args:
+        inherited: the launcher's own environment.
+        side_channel_port: first port of the connector's handshake.
+        cores: one CPU core for each worker; ignored on CUDA.
+    """
+    env = server_env(inherited)
+    env |= {
+        "VLLM_HOST_IP": HOST,
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if device is Device.CPU:
+        env |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
+            "OMP_NUM_THREADS": "1",
+        }
+    return env | dict(spec.env)
+
+
+def server_env(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of the environment that engines and router have in common."""
+    env = dict(inherited)
+    # Everything here talks over the loopback; a proxy cannot reach it.
+    for name in ("no_proxy", "NO_PROXY"):
+        env[name] = ",".join(filter(None, (env.get(name), _LOOPBACK)))
+    env["PYTHONUNBUFFERED"] = "1"
+    env["NO_COLOR"] = "1"
+    return env
+
+
+class CoreAllocator:
+    """Spreads workers over the CPU cores of this machine.
+
+    vLLM's CPU worker starts on the core that it is bound to, and NIXL's progress thread spins
+    there. The connector then moves the worker itself to the last core of its NUMA node. So the
+    last core is not given to workers that have a connector (unless there is no other), and an
+    engine without a connector begins there.
+    """
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self._cores = list(cores)
+        self._taken = 0
+
+    def take(self, spec: EngineSpec) -> list[int]:
+        """Return one core for each worker; cores repeat when there are too few."""
+        if spec.kv_transfer is None:
+            order = self._cores[::-1]
+            return [order[rank % len(order)] for rank in range(spec.layout.world_size)]
+        order = self._cores[:-1] or self._cores
+        first = self._taken
+        self._taken += spec.layout.world_size
+        return [order[(first + rank) % len(order)] for rank in range(spec.layout.world_size)]
