@@ -14,3 +14,7 @@ class LocalLayoutError(ReshardError):
 
 class RemoteLayoutError(ReshardError):
     """What the peer says of itself does not cover what this engine needs."""
+
+
+class TransferError(RuntimeError):
+    """NIXL could not do what it was asked to; the message names the peer and the operation."""

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's end of NIXL: register memory, prepare lists, post reads, poll, notify.
+
+It adds no policy to NIXL. What it adds is types, errors that name the peer, and the certainty that
+whatever was acquired is released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
+
+from .errors import LocalLayoutError, TransferError
+from .lowering import Indices, Rows
+
+_LOCAL = "NIXL_INIT_AGENT"
+
+
+class TransferState(Enum):
+    """How a posted read is doing."""
+
+    IN_FLIGHT = "in flight"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prepared descriptor list.
+
+    Attributes:
+        peer: The agent whose memory it describes; None for our own.
+        handle: NIXL's handle.
+    """
+
+    peer: str | None
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A posted read.
+
+    Attributes:
+        peer: The agent that is read from.
+        handle: NIXL's handle.
+    """
+
+    peer: str
+    handle: Any
+
+
+class NixlAgent:
+    """A NIXL agent for one worker.
+
+    All of its methods belong to one thread, the engine's: NIXL does not promise that two may use an
+    agent at once.
+
+    Args:
+        name: Unique among all agents that may meet.
+        memory: Kind of the memory that is read and written: host or device.
+        backends: NIXL backends, in the order of preference.
+        num_threads: Threads of the UCX backend; each takes resources of the network card.
+
+    Raises:
+        LocalLayoutError: NIXL is not installed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        memory: Literal["DRAM", "VRAM"] = "DRAM",
+        backends: Sequence[str] = ("UCX",),
+        num_threads: int = 4,
+    ) -> None:
+        if NixlWrapper is None or nixl_agent_config is None:
+            raise LocalLayoutError(
+                "the Python package nixl cannot be imported: install nixl>=1.5 in this environment"
+            )
+        self.name = name
+        self._memory = memory
+        self._backends = list(backends)
+        self._agent = NixlWrapper(
+            name,
+            nixl_agent_config(
+                num_threads=num_threads, backends=self._backends, capture_telemetry=True
+            ),
+        )
+        self._registered: list[Any] = []
+
+    def register(self, regions: Sequence[tuple[int, int, int]]) -> None:
+        """Make memory known to NIXL, so that it can be read and written.
+
+        Args:
+            regions: Address, size in bytes and device id of each region.
+        """
+        descriptors = self._agent.get_reg_descs([(*region, "") for region in regions], self._memory)
+        self._agent.register_memory(descriptors, backends=self._backends)
+        self._registered.append(descriptors)
+
+    def metadata(self) -> bytes:
+        """What a peer needs to `connect`; complete once all memory is registered."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def connect(self, metadata: bytes) -> str:
+        """Make a peer known; returns its name.
+
+        Raises:
+            TransferError: The metadata is not that of an agent that this one can reach.
+        """
+        try:
+            peer = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise TransferError(f"NIXL does not accept a peer's metadata: {error}") from error
+        return peer.decode() if isinstance(peer, bytes) else str(peer)
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer. Lists prepared for it must be released before."""
+        self._agent.remove_remote_agent(peer)
+
+    def prepare(self, rows: Rows, peer: str | None = None) -> Prepared:
+        """Prepare strided descriptors, of a peer's memory or of our own.
+
+        Args:
+            rows: Shape (rows, 5), as in `lowering`.
+            peer: Whose memory; None for our own.
+
+        Raises:
+            TransferError: The memory is not registered, or the peer is not connected.
+        """
+        try:
+            handle = self._agent.prep_xfer_dlist(peer or _LOCAL, rows, self._memory)
+        except Exception as error:
+            raise TransferError(
+                f"NIXL cannot prepare {len(rows)} rows of {_whose(peer)} memory: {error}"
+            ) from error
+        return Prepared(peer, handle)
+
+    def release_prepared(self, prepared: Prepared) -> None:
+        """Give a prepared list back."""
+        self._agent.release_dlist_handle(prepared.handle)
+
+    def read(
+        self,
+        local: Prepared,
+        local_indices: Indices,
+        remote: Prepared,
+        remote_indices: Indices,
+    ) -> Transfer:
+        """Post a read of a peer's memory into our own.
+
+        Args:
+            local: A list of our own memory.
+            local_indices: Where to, shape (descriptors,); at least one.
+            remote: A list of the peer's memory.
+            remote_indices: Where from, of the same length.
+
+        Raises:
+            TransferError: NIXL refused it. Nothing is in flight then.
+        """
+        assert local.peer is None and remote.peer is not None
+        handle = None
+        try:
+            handle = self._agent.make_prepped_xfer(
+                "READ", local.handle, local_indices, remote.handle, remote_indices
+            )
+            state = self._agent.transfer(handle)
+        except Exception as error:
+            if handle is not None:
+                self._agent.release_xfer_handle(handle)
+            raise TransferError(
+                f"NIXL cannot read {len(local_indices)} descriptors from {remote.peer}: {error}"
+            ) from error
+        if state == "ERR":
+            self._agent.release_xfer_handle(handle)
+            raise TransferError(
+                f"NIXL cannot read {len(local_indices)} descriptors from {remote.peer}"
+            )
+        return Transfer(remote.peer, handle)
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """Look at a posted read. One that is not in flight any more is to be released."""
+        try:
+            state = self._agent.check_xfer_state(transfer.handle)
+        except Exception:
+            # NIXL raises where the peer is gone; the read has ended all the same.
+            return TransferState.FAILED
+        return {"DONE": TransferState.DONE, "PROC": TransferState.IN_FLIGHT}.get(
+            state, TransferState.FAILED
+        )
+
+    def release(self, transfer: Transfer) -> None:
+        """Give a read back; one in flight is cancelled."""
+        self._agent.release_xfer_handle(transfer.handle)
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Send a peer a message.
+
+        Raises:
+            TransferError: The peer cannot be reached.
+        """
+        try:
+            self._agent.send_notif(peer, notif_msg=message)
+        except Exception as error:
+            raise TransferError(f"NIXL cannot notify {peer}: {error}") from error
+
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        """Messages that arrived since the last call, each with the name of its sender."""
+        return [
+            (peer, message)
+            for peer, messages in self._agent.get_new_notifs().items()
+            for message in messages
+        ]
+
+    def close(self) -> None:
+        """Deregister all memory. Peers, lists and reads must have been given back before."""
+        for descriptors in self._registered:
+            self._agent.deregister_memory(descriptors)
+        self._registered.clear()
+
+
+def _whose(peer: str | None) -> str:
+    return "this worker's" if peer is None else f"{peer}'s"
