@@ -121,13 +121,16 @@ def compare(
     layouts: str,
 ) -> list[Exchange]:
     """Stream every prompt through the router, shown beside the reference answer."""
-    exchanges = []
+    exchanges: list[Exchange] = []
     with ChatClient(router.url, stack.model.name) as client:
         for prompt, single in zip(prompts, references, strict=True):
             before = moved(decode)
             with AnswerView(console, prompt.text, layouts, single) as view:
                 answer = ask_watched(stack, client, prompt, view.add)
-            after = settled(partial(moved, decode), before, _METRICS_LIMIT_S)
+            # Once is enough to wait in vain.
+            failed = any(each.bytes_moved == 0 for each in exchanges)
+            limit_s = 0.0 if failed else _METRICS_LIMIT_S
+            after = settled(partial(moved, decode), before, limit_s)
             bytes_moved = (after - before).bytes_moved
             exchanges.append(Exchange(prompt.text, answer, single, bytes_moved))
     return exchanges

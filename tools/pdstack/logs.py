@@ -15,7 +15,9 @@ _PREFIX = re.compile(
 _EXCEPTION = re.compile(r"^(\w+\.)*(?!Runtime\w*Warning)\w*(Error|Exception|Exit)\b(:\s*\S.*)?$")
 # They only say that something else, further up, went wrong.
 _CONSEQUENCES = ("See root cause above", "See stack trace for root cause", "EngineDeadError")
-_ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL|error:|fatal|panicked)\b|[Aa]ddress already in use")
+_ERROR_LINE = re.compile(
+    r"\b(ERROR|CRITICAL|fatal|panicked)\b|\b[Ee]rror:|[Aa]ddress already in use"
+)
 
 _PHASES: tuple[tuple[str, str], ...] = (
     ("Application startup complete", "ready"),

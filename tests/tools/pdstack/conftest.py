@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fakes and helpers for tests of the launcher."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.tools.pdstack.helpers import living_in, wait_until
+from tools.pdstack import stack
+from tools.pdstack.engine import ServedModel
+
+FAKE_SERVER = Path(__file__).with_name("fake_server.py")
+
+
+@pytest.fixture
+def wait() -> Callable[[Callable[[], object], str], None]:
+    """Return :func:`wait_until`."""
+    return wait_until
+
+
+@pytest.fixture
+def survivors(tmp_path: Path) -> Callable[[], list[psutil.Process]]:
+    """Return a function that lists what still runs somewhere below the test's directory."""
+    return lambda: living_in(tmp_path)
+
+
+@pytest.fixture
+def fake_bin(tmp_path: Path) -> Path:
+    """A directory with fakes of ``vllm`` and ``vllm-router``."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    for name in ("vllm", "vllm-router"):
+        script = directory / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE_SERVER}" "$@"\n')
+        script.chmod(0o755)
+    return directory
+
+
+@pytest.fixture
+def fake_scripts(fake_bin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stacks in this process start the fakes."""
+    monkeypatch.setattr(stack, "find_script", lambda name: str(fake_bin / name))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ServedModel:
+    """A model directory that has the sizes of one, and nothing else."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    (directory / "config.json").write_text(json.dumps(sizes))
+    return ServedModel(directory, "model")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A directory for logs."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    return directory

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines and environments of engines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.pdstack import engine
+from tools.pdstack.engine import (
+    CoreAllocator,
+    Device,
+    EngineSpec,
+    KVTransfer,
+    ServedModel,
+    engine_command,
+    engine_env,
+)
+from tools.pdstack.errors import UsageError
+from tools.pdstack.layout import Layout
+
+MODEL = ServedModel(Path("/models/m"), "name")
+
+
+def _command(spec: EngineSpec, device: Device = Device.CPU) -> list[str]:
+    return engine_command(spec, MODEL, device, 8100, "/bin/vllm")
+
+
+def _value(command: list[str], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def _env(spec: EngineSpec, device: Device = Device.CPU, **inherited: str) -> Mapping[str, str]:
+    return engine_env(spec, device, inherited, side_channel_port=5600, cores=[0, 1, 0])
+
+
+def test_a_command_says_model_address_and_layout() -> None:
+    """The command serves the model under its name, on the loopback, with the layout's sizes."""
+    command = _command(EngineSpec("e", Layout(3, 2)))
+    assert command[:3] == ["/bin/vllm", "serve", "/models/m"]
+    assert _value(command, "--served-model-name") == "name"
+    assert _value(command, "--host") == "127.0.0.1"
+    assert _value(command, "--port") == "8100"
+    assert _value(command, "--tensor-parallel-size") == "3"
+    assert _value(command, "--pipeline-parallel-size") == "2"
+    assert _value(command, "--dtype") == "float32"
+
+
+@pytest.mark.parametrize("device", list(Device))
+def test_the_connector_is_configured_for_the_device(device: Device) -> None:
+    """The transfer config names connector, role, buffer device and the extra config."""
+    spec = EngineSpec("e", kv_transfer=KVTransfer("C", "kv_consumer", {"n": 4}))
+    assert json.loads(_value(_command(spec, device), "--kv-transfer-config")) == {
+        "kv_connector": "C",
+        "kv_role": "kv_consumer",
+        "kv_buffer_device": device.value,
+        "kv_connector_extra_config": {"n": 4},
+    }
+
+
+def test_an_engine_alone_has_no_connector() -> None:
+    """Without a connector nothing is said about transfers."""
+    assert "--kv-transfer-config" not in _command(EngineSpec("e", kv_transfer=None))
+
+
+def test_extra_arguments_come_last() -> None:
+    """Extra arguments win over what the launcher says itself."""
+    command = _command(EngineSpec("e", extra_args=("--dtype", "bfloat16")))
+    assert command[-2:] == ["--dtype", "bfloat16"]
+
+
+def test_memory_is_limited_where_the_device_needs_it() -> None:
+    """On CUDA the cache size is an argument, on CPU a variable."""
+    spec = EngineSpec("e", kv_cache_gib=2)
+    assert _value(_command(spec, Device.CUDA), "--kv-cache-memory-bytes") == str(2 << 30)
+    assert "--kv-cache-memory-bytes" not in _command(spec, Device.CPU)
+    assert _env(spec)["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in _env(spec, Device.CUDA)
+
+
+def test_the_environment_binds_everything_to_loopback_and_cores() -> None:
+    """Handshake address, one core for each worker, and no traffic to the outside."""
+    env = _env(EngineSpec("e", Layout(3)), PATH="/bin", no_proxy="example.org")
+    assert env["PATH"] == "/bin"
+    assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == env["VLLM_HOST_IP"] == "127.0.0.1"
+    assert env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0|1|0"
+    assert env["no_proxy"] == "example.org,127.0.0.1,localhost"
+    assert env["HF_HUB_OFFLINE"] == env["VLLM_NO_USAGE_STATS"] == env["DO_NOT_TRACK"] == "1"
+
+
+def test_the_environment_of_a_spec_wins() -> None:
+    """What a spec sets is laid over everything else."""
+    assert _env(EngineSpec("e", env={"OMP_NUM_THREADS": "4"}))["OMP_NUM_THREADS"] == "4"
+
+
+@given(
+    st.lists(st.integers(0, 500), min_size=1, max_size=16, unique=True),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.booleans()), max_size=6),
+)
+def test_cores_are_spread_evenly(cores: list[int], engines: list[tuple[int, int, bool]]) -> None:
+    """Every worker gets a usable core, no core serves two more than another, the last is spared."""
+    allocator = CoreAllocator(cores)
+    counts = dict.fromkeys(cores[:-1] or cores, 0)
+    for tp_size, pp_size, alone in engines:
+        layout = Layout(tp_size, pp_size)
+        spec = EngineSpec("e", layout, kv_transfer=None if alone else KVTransfer())
+        taken = allocator.take(spec)
+        assert len(taken) == layout.world_size
+        assert set(taken) <= set(cores)
+        if alone:
+            assert taken[0] == cores[-1]
+        else:
+            for core in taken:
+                counts[core] += 1
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_a_missing_script_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Scripts are looked for beside the interpreter, and the remedy is named."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(UsageError, match="make setup"):
+        engine.find_script("vllm")
+    (tmp_path / "vllm").touch()
+    assert engine.find_script("vllm") == str(tmp_path / "vllm")
+
+
+@pytest.mark.parametrize(
+    ("version", "device"), [("0.22.1+reshard.1.cpu", Device.CPU), ("0.22.1+reshard.1", Device.CUDA)]
+)
+def test_the_device_follows_from_the_version(
+    monkeypatch: pytest.MonkeyPatch, version: str, device: Device
+) -> None:
+    """The installed distribution says what it was built for."""
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    assert engine.installed_device() is device
