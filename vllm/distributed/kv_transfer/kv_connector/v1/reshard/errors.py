@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 class ReshardError(ValueError):
-    """A layout cannot be served. The message is one line that ends with the remedy."""
+    """A layout or a peer cannot be served. The message is one line that ends with the remedy."""
 
 
 class LocalLayoutError(ReshardError):
@@ -14,6 +14,30 @@ class LocalLayoutError(ReshardError):
 
 class RemoteLayoutError(ReshardError):
     """What the peer says of itself does not cover what this engine needs."""
+
+
+class RemoteHandshakeError(ReshardError):
+    """The peer's side channel said nothing that this engine can use."""
+
+
+class RemoteUnreachableError(RemoteHandshakeError):
+    """The peer could not be connected to, or did not answer in time."""
+
+
+class RemoteRefusedError(RemoteHandshakeError):
+    """The peer understood that it was asked, and declined."""
+
+
+class RemoteIncompatibleError(RemoteHandshakeError):
+    """The peer runs another connector, another version of it, or another model or cache format."""
+
+
+class RemoteEngineChangedError(RemoteHandshakeError):
+    """Another engine than the expected one answers at the peer's address."""
+
+
+class LocalChannelError(ReshardError):
+    """This engine's own side channel cannot be opened."""
 
 
 class TransferError(RuntimeError):
