@@ -11,7 +11,7 @@ import pytest
 
 import vllm.distributed.kv_transfer.kv_connector.v1.reshard as reshard
 
-SHELL = ("agent",)
+SHELL = ("agent", "compatibility", "metadata", "side_channel")
 CORE = ("cache", "errors", "lowering", "mesh", "plan", "protocol", "shards", "verify")
 LIBRARIES = sys.stdlib_module_names | {"numpy"}
 PACKAGE = Path(reshard.__file__).parent
