@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -43,3 +45,12 @@ def _engine_pairs(draw: st.DrawFn) -> tuple[tuple[Shard, ...], tuple[Shard, ...]
 def engine_pairs() -> st.SearchStrategy[tuple[tuple[Shard, ...], tuple[Shard, ...]]]:
     """A strategy for the shards of a source and a destination engine."""
     return _engine_pairs()
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What vLLM logs, which its loggers do not propagate to the root."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)

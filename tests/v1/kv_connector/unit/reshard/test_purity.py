@@ -11,7 +11,19 @@ import pytest
 
 import vllm.distributed.kv_transfer.kv_connector.v1.reshard as reshard
 
-SHELL = ("agent", "compatibility", "metadata", "side_channel")
+SHELL = (
+    "agent",
+    "compatibility",
+    "connector",
+    "geometry",
+    "messages",
+    "metadata",
+    "peers",
+    "remote",
+    "scheduler",
+    "side_channel",
+    "worker",
+)
 CORE = ("cache", "errors", "lowering", "mesh", "plan", "protocol", "shards", "verify")
 LIBRARIES = sys.stdlib_module_names | {"numpy"}
 PACKAGE = Path(reshard.__file__).parent

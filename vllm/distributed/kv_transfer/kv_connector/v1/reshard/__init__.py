@@ -3,9 +3,22 @@
 
 A rank owns a box, layers x global KV heads. A destination rank needs its own box filled: intersect
 it with the source ranks' boxes, elect one holder where several hold the same heads, and the result
-is a list of reads. Data flows one way through the modules: `mesh` and `shards` say who holds what,
-`plan` says who reads what from whom and who releases whom, `verify` checks a plan by other means.
+is a list of reads. Data flows one way through the modules.
 
-These modules compute with values alone. They import neither vLLM nor torch, nor anything that
-does input or output.
+The core computes with values alone; it imports neither vLLM nor torch:
+
+    mesh, shards    who holds what
+    plan, verify    who reads what from whom and who releases whom, and a check by other means
+    cache, lowering where the bytes lie, and how reads become descriptors and indices
+    protocol        what each side knows of its requests
+
+The shell around it talks to the world:
+
+    geometry                        tensors -> cache
+    compatibility, metadata         what engines tell each other when they shake hands
+    side_channel                    how it travels
+    agent                           NIXL
+    messages                        what travels afterwards
+    remote, peers                   engines that are connected
+    worker, scheduler, connector    vLLM's side
 """

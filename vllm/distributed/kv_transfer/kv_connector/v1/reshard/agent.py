@@ -194,6 +194,10 @@ class NixlAgent:
             state, TransferState.FAILED
         )
 
+    def telemetry(self, transfer: Transfer) -> Any:
+        """What NIXL measured of a read that is done: durations, bytes, descriptors."""
+        return self._agent.get_xfer_telemetry(transfer.handle)
+
     def release(self, transfer: Transfer) -> None:
         """Give a read back; one in flight is cancelled."""
         self._agent.release_xfer_handle(transfer.handle)

@@ -114,11 +114,14 @@ class RankCache:
         num_blocks: Blocks in every plane.
         device_id: The memory's device, as NIXL numbers it.
         layers: The cache of each layer that the rank holds.
+        blocks_per_id: Blocks that one block id of the scheduler stands for, one after another. More
+            than 1 where the attention kernel wants smaller blocks than the scheduler allocates.
     """
 
     num_blocks: int
     device_id: int
     layers: Mapping[Layer, LayerCache]
+    blocks_per_id: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", MappingProxyType(dict(self.layers)))

@@ -276,7 +276,8 @@ def _descriptors(
     row_in_head_run = token // run.num_tokens
     block_ids = span.block_ids.astype(np.int64)[block]
     rows = head_runs[:, np.newaxis] * end.runs_per_block + row_in_head_run
-    return (rows * end.num_blocks + block_ids).ravel()
+    descriptors: npt.NDArray[np.int64] = (rows * end.num_blocks + block_ids).ravel()
+    return descriptors
 
 
 def _as_indices(parts: Sequence[npt.NDArray[np.int64]]) -> Indices:

@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole engines of workers in one process: real NIXL, real side channels, no model.
+
+Every worker has its own KV cache, agent and ledgers; what vLLM's engine would do, calling
+`start_load_kv` and `get_finished` in every step, the test does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank, ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import (
+    Heartbeats,
+    Receive,
+    RemoteEngineAddress,
+    ReshardConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.metadata import encode_reply
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.side_channel import HandshakeServer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.worker import ReshardWorker
+
+NUM_LAYERS, NUM_BLOCKS, HEAD_SIZE = 4, 16, 8
+DEADLINE_S = 30.0
+
+
+class Backend:
+    """An attention backend with plain HND blocks, or MLA's."""
+
+    def __init__(self, mla: bool) -> None:
+        self.mla = mla
+
+    def get_name(self) -> str:
+        """Name of the backend."""
+        return "TEST_ATTN"
+
+    def get_kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+        """Shape of a layer's cache."""
+        if self.mla:
+            return num_blocks, block_size, head_size
+        return 2, num_blocks, num_kv_heads, block_size, head_size
+
+
+class Engine:
+    """All workers of an engine, and the side channel that its scheduler would serve."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        *,
+        pp: int = 1,
+        tp: int = 1,
+        heads: int = 2,
+        block_tokens: int = 16,
+        mla: bool = False,
+        partition: list[int] | None = None,
+        lease_s: float = 30.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
+        self.mesh = ParallelMesh(pp, tp)
+        self.shards = tuple(
+            Shard(s.rank, {f"layers.{n}": heads for n, heads in s.heads_by_layer.items()})
+            for s in shard_model(self.mesh, NUM_LAYERS, 1 if mla else heads, partition)
+        )
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                use_mla=mla,
+                dtype=dtype,
+                get_total_num_kv_heads=lambda: heads,
+                get_total_num_hidden_layers=lambda: NUM_LAYERS,
+                get_head_size=lambda: HEAD_SIZE,
+            ),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+            parallel_config=SimpleNamespace(tensor_parallel_size=tp, data_parallel_rank=0),
+            kv_transfer_config=SimpleNamespace(
+                kv_buffer_device="cpu",
+                get_from_extra_config=lambda name, default: {
+                    "kv_lease_duration": lease_s,
+                    "num_threads": 1,
+                }.get(name, default),
+            ),
+        )
+        self.workers: dict[MeshRank, ReshardWorker] = {}
+        self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
+        backend = Backend(mla)
+        for shard in self.shards:
+            num_heads = len(next(iter(shard.heads_by_layer.values())))
+            spec = FullAttentionSpec(
+                block_size=block_tokens, num_kv_heads=num_heads, head_size=HEAD_SIZE, dtype=dtype
+            )
+            names = list(shard.heads_by_layer)
+            shape = backend.get_kv_cache_shape(NUM_BLOCKS, block_tokens, num_heads, HEAD_SIZE)
+            caches = {name: torch.zeros(shape, dtype=dtype) for name in names}
+            with pytest.MonkeyPatch.context() as patch:
+                for group, number in (
+                    ("get_pp_group", shard.rank.pp_rank),
+                    ("get_tp_group", shard.rank.tp_rank),
+                ):
+                    place = SimpleNamespace(rank_in_group=number)
+                    patch.setattr(worker_module, group, lambda place=place: place)
+                patch.setattr(worker_module, "_gather", lambda _: self.shards)
+                patch.setattr(
+                    ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
+                )
+                groups = [KVCacheGroupSpec(names, spec)]
+                worker = ReshardWorker(config, engine_id, KVCacheConfig(NUM_BLOCKS, [], groups))
+                worker.register_kv_caches(caches)
+            self.workers[shard.rank], self.caches[shard.rank] = worker, caches
+        self.server: HandshakeServer | None = None
+
+    def serve(self, port: int = 0) -> RemoteEngineAddress:
+        """Answer handshakes; returns where."""
+        self.server = HandshakeServer(
+            "127.0.0.1",
+            port,
+            encode_reply(
+                {(rank.pp_rank, rank.tp_rank): w.handshake for rank, w in self.workers.items()}
+            ),
+        )
+        self.server.start()
+        return RemoteEngineAddress(self.engine_id, "127.0.0.1", self.server.port)
+
+    def start(self, **metadata) -> None:
+        """Tell all workers what the scheduler asks for in this step."""
+        for worker in self.workers.values():
+            worker.start_load_kv(ReshardConnectorMetadata(**metadata))
+
+    def offer(self, *request_ids: str, lease_s: float = 30.0) -> None:
+        """Compute requests, and hold their blocks."""
+        self.start(admitted=set(request_ids))
+        self.start(offered=dict.fromkeys(request_ids, lease_s))
+
+    def blocks(self, rank: MeshRank, layer: str, block_ids) -> np.ndarray:
+        """The bytes of some blocks of a layer: planes, heads, tokens, size."""
+        cache = self.caches[rank][layer].numpy()
+        if self.mla:
+            return np.concatenate(cache[block_ids])[None, None]
+        return np.concatenate(cache[:, block_ids].swapaxes(0, 1), axis=2)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for worker in self.workers.values():
+            worker.close()
+        if self.server is not None:
+            self.server.close()
+
+
+@pytest.fixture
+def engines() -> Iterator:
+    """Makes engines, and closes them in the end."""
+    made: list[Engine] = []
+
+    def make(engine_id: str, **layout) -> Engine:
+        made.append(Engine(engine_id, **layout))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+class Progress:
+    """Steps engines until something has happened, and remembers what was reported."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self.engines = engines
+        self.sent: dict[tuple[str, MeshRank], set[str]] = {}
+        self.received: dict[tuple[str, MeshRank], set[str]] = {}
+        for engine in engines:
+            for rank in engine.workers:
+                self.sent[engine.engine_id, rank] = set()
+                self.received[engine.engine_id, rank] = set()
+
+    def step(self) -> None:
+        """One step of every worker; nothing is reported twice."""
+        for engine in self.engines:
+            for rank, worker in engine.workers.items():
+                sent, received = worker.get_finished()
+                for seen, new in ((self.sent, sent), (self.received, received)):
+                    assert not seen[engine.engine_id, rank] & new
+                    seen[engine.engine_id, rank] |= new
+
+    def until(self, engine: Engine, *, sent: str = "", received: str = "") -> None:
+        """Step until every worker of an engine has reported a request."""
+        deadline = time.monotonic() + DEADLINE_S
+
+        def reported(rank):
+            return (not sent or sent in self.sent[engine.engine_id, rank]) and (
+                not received or received in self.received[engine.engine_id, rank]
+            )
+
+        while not all(map(reported, engine.workers)):
+            assert time.monotonic() < deadline, (self.sent, self.received)
+            self.step()
+
+
+def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Receive:
+    """A request of a number of tokens."""
+    return Receive(address, remote_request_id, [local], [remote], tokens, tokens)
+
+
+def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
+    """Give a sequence random KV; returns it whole: layers, planes, heads, tokens, size."""
+    num_tokens = len(block_ids) * engine.block_tokens
+    heads = max(
+        interval.stop for shard in engine.shards for interval in shard.heads_by_layer.values()
+    )
+    shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, HEAD_SIZE)
+    whole = np.random.default_rng(seed).random(shape, np.float32)
+    for shard in engine.shards:
+        for layer, interval in shard.heads_by_layer.items():
+            cache = engine.caches[shard.rank][layer].numpy()
+            part = whole[int(layer.removeprefix("layers.")), :, interval.start : interval.stop]
+            for position, block in enumerate(block_ids):
+                start = position * engine.block_tokens
+                page = part[:, :, start : start + engine.block_tokens]
+                if engine.mla:
+                    cache[block] = page[0, 0]
+                else:
+                    cache[:, block] = page
+    return whole
+
+
+def assert_received(engine: Engine, block_ids, whole: np.ndarray, *, start_token: int = 0) -> None:
+    """Every worker holds its part of the sequence in the given blocks."""
+    for shard in engine.shards:
+        for layer, interval in shard.heads_by_layer.items():
+            expected = whole[
+                int(layer.removeprefix("layers.")), :, interval.start : interval.stop, start_token:
+            ]
+            found = engine.blocks(shard.rank, layer, block_ids)
+            np.testing.assert_array_equal(found[:, :, : expected.shape[2]], expected)
+
+
+LAYOUTS = {
+    "TP2 to TP1": (dict(tp=2), dict(tp=1)),
+    "TP1 to TP2": (dict(tp=1), dict(tp=2)),
+    "TP3 to TP2, 6 heads": (dict(tp=3, heads=6), dict(tp=2, heads=6)),
+    "TP4 to TP2, 2 heads": (dict(tp=4), dict(tp=2)),
+    "PP2 to PP1": (dict(pp=2), dict(pp=1)),
+    "PP1 to PP2": (dict(pp=1), dict(pp=2)),
+    "PP2 x TP2 to PP3": (dict(pp=2, tp=2), dict(pp=3)),
+    "uneven PP2 to uneven PP2": (dict(pp=2, partition=[1, 3]), dict(pp=2, partition=[3, 1])),
+    "MLA TP4 to TP1": (dict(tp=4, mla=True), dict(tp=1, mla=True)),
+    "MLA PP2 x TP2 to TP2": (dict(pp=2, tp=2, mla=True), dict(tp=2, mla=True)),
+}
+
+
+@pytest.mark.parametrize(("prefill", "decode"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_request_is_received_and_released(engines, prefill, decode):
+    """The KV cache arrives in the right bytes, and every prefill worker is released once."""
+    p, d = engines("prefill", **prefill), engines("decode", **decode)
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    progress.until(p, sent="p-a")
+    assert_received(d, [3, 4, 1], whole)
+    for worker in d.workers.values():
+        assert worker.take_invalid_block_ids() == set()
+        assert worker.take_stats().data["bytes_transferred"]
+
+
+@pytest.mark.parametrize(("src_tokens", "dst_tokens"), [(16, 48), (48, 16), (16, 24)])
+def test_blocks_of_other_sizes(engines, src_tokens, dst_tokens):
+    """Sequences are matched by tokens, whatever the blocks."""
+    p = engines("prefill", block_tokens=src_tokens, tp=2)
+    d = engines("decode", block_tokens=dst_tokens)
+    address = p.serve()
+    src_blocks = [5, 2, 9][: 48 // src_tokens]
+    dst_blocks = [3, 4, 1][: 48 // dst_tokens]
+    whole = fill(p, src_blocks)
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, dst_blocks, src_blocks)})
+    Progress(p, d).until(d, received="d-a")
+    assert_received(d, dst_blocks, whole)
+
+
+def test_prefix_that_is_cached_here_is_not_read(engines):
+    """Only the last blocks are filled; earlier blocks of the source are left alone."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [4], [5, 2, 9], tokens=40)})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    assert_received(d, [4], whole, start_token=32)
+    (stats,) = [worker.take_stats() for worker in d.workers.values()]
+    assert sum(stats.data["bytes_transferred"]) == whole.nbytes // 3
+
+
+def test_full_cache_hit_releases_without_a_word(engines):
+    """Nothing is read or reported, and the prefill engine is released all the same."""
+    p, d = engines("prefill", tp=4, mla=True), engines("decode", pp=2, mla=True)
+    address = p.serve()
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [], [5, 2, 9])})
+    progress = Progress(p, d)
+    progress.until(p, sent="p-a")
+    assert not any(progress.received.values())
+
+
+def test_requests_are_independent(engines):
+    """Many requests in flight, between several engines, do not touch one another."""
+    ps = [engines(f"prefill-{n}", tp=n) for n in (1, 2)]
+    ds = [engines(f"decode-{n}", pp=n) for n in (1, 2)]
+    progress = Progress(*ps, *ds)
+    wholes = {}
+    for number, p in enumerate(ps):
+        address = p.serve()
+        for which, d in enumerate(ds):
+            request, block = f"{p.engine_id}-{d.engine_id}", 4 * which
+            wholes[request] = fill(p, [block, block + 1, block + 2], seed=2 * number + which)
+            p.offer(request)
+            local = [4 * number + offset for offset in (2, 0, 1)]
+            remote = [block, block + 1, block + 2]
+            d.start(receive={request: receive(address, local, remote, remote_request_id=request)})
+    for number, p in enumerate(ps):
+        for d in ds:
+            request = f"{p.engine_id}-{d.engine_id}"
+            progress.until(d, received=request)
+            assert_received(d, [4 * number + offset for offset in (2, 0, 1)], wholes[request])
+    for p in ps:
+        for d in ds:
+            progress.until(p, sent=f"{p.engine_id}-{d.engine_id}")
+
+
+def test_second_replica_prepares_no_local_lists(engines):
+    """Engines of one layout are read into the same places."""
+    d = engines("decode")
+    worker = d.workers[MeshRank(0, 0)]
+    for name in ("one", "other"):
+        p = engines(name, tp=2)
+        address = p.serve()
+        fill(p, [5, 2, 9])
+        p.offer("p-a")
+        d.start(receive={name: receive(address, [3, 4, 1], [5, 2, 9])})
+        Progress(p, d).until(d, received=name)
+        assert len(worker._local_lists) == 2
+
+
+def test_unreachable_engine_fails_its_requests_only(engines):
+    """Blocks are reported invalid, the reason is logged, and others are served."""
+    p, d = engines("prefill"), engines("decode")
+    address = p.serve()
+    nobody = RemoteEngineAddress("nobody", "127.0.0.1", 9)
+    whole = fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(
+        receive={
+            "lost": receive(nobody, [6, 7, 8], [0, 1, 2]),
+            "d-a": receive(address, [3, 4, 1], [5, 2, 9]),
+        }
+    )
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    assert_received(d, [3, 4, 1], whole)
+    progress.until(d, received="lost")
+    for worker in d.workers.values():
+        assert worker.take_invalid_block_ids() == {6, 7, 8}
+        assert worker.take_stats().data["num_failed_transfers"] == [1]
+
+
+def test_other_dtype_is_refused_at_the_handshake(engines, caplog_vllm):
+    """The message names what differs, with both values and the remedy."""
+    p, d = engines("prefill", dtype=torch.bfloat16), engines("decode")
+    address = p.serve()
+    d.start(receive={"d-a": receive(address, [3], [5], tokens=16)})
+    Progress(d).until(d, received="d-a")
+    assert "dtype is bfloat16 there and float32 here" in caplog_vllm.text
+    for worker in d.workers.values():
+        assert worker.take_invalid_block_ids() == {3}
+
+
+@pytest.mark.parametrize(
+    ("remote", "tokens", "message"),
+    [
+        ([5, 2, NUM_BLOCKS], 48, f"names block {NUM_BLOCKS} but"),
+        ([5, 2, -1], 48, "names block 5 but"),
+        ([2, 9], 48, "needs tokens [0, 48)"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(engines, caplog_vllm, remote, tokens, message):
+    """Nothing is read for a request whose remote blocks do not exist or are too few."""
+    p, d = engines("prefill"), engines("decode")
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], remote, tokens=tokens)})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    assert message in caplog_vllm.text
+    (worker,) = d.workers.values()
+    assert worker.take_invalid_block_ids() == {1, 3, 4}
+    assert worker.take_stats().data["bytes_transferred"] == []
+    progress.until(p, sent="p-a")
+
+
+def test_restarted_engine_is_served_again(engines):
+    """A prefill engine with a new id at the old address needs no restart of the decode engine."""
+    d = engines("decode")
+    p = engines("before", tp=2)
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(receive={"one": receive(address, [3, 4, 1], [5, 2, 9])})
+    Progress(p, d).until(d, received="one")
+    p.close()
+
+    again = engines("after", tp=1)
+    address = again.serve(address.port)
+    whole = fill(again, [5, 2, 9], seed=3)
+    again.offer("p-a")
+    d.start(receive={"two": receive(address, [3, 4, 1], [5, 2, 9])})
+    progress = Progress(again, d)
+    progress.until(d, received="two")
+    assert_received(d, [3, 4, 1], whole)
+    (worker,) = d.workers.values()
+    assert len(worker._peers) == 1
+
+
+def test_lease_runs_out_without_readers(engines, caplog_vllm):
+    """A router that drops a request costs the prefill engine its blocks for the lease only."""
+    p = engines("prefill", tp=2)
+    p.offer("p-a", lease_s=0.05)
+    Progress(p).until(p, sent="p-a")
+    assert "Freeing the blocks of request p-a" in caplog_vllm.text
+
+
+def test_heartbeats_keep_a_request_alive(engines):
+    """Renewed leases outlive their first term, on every prefill worker; then they end."""
+    p, d = engines("prefill", tp=4, mla=True, lease_s=0.8), engines("decode", mla=True)
+    address = p.serve()
+    p.offer("p-a", lease_s=3.0)
+    heartbeats = [Heartbeats(address, frozenset({"p-a"}))]
+    progress = Progress(p, d)
+    end = time.monotonic() + 4.0
+    while time.monotonic() < end:
+        d.start(heartbeats=heartbeats)
+        progress.step()
+    assert not any(progress.sent.values())
+    progress.until(p, sent="p-a")
+
+
+def test_late_reader_is_told_in_the_log(engines, caplog_vllm):
+    """A read after the lease ran out is an error of the producer's log."""
+    p, d = engines("prefill"), engines("decode")
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    p.offer("p-a", lease_s=0.0)
+    progress = Progress(p, d)
+    progress.until(p, sent="p-a")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    progress.until(d, received="d-a")
+    deadline = time.monotonic() + DEADLINE_S
+    while "which this worker does not hold any more" not in caplog_vllm.text:
+        assert time.monotonic() < deadline
+        progress.step()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`NixlConnector` for any two parallel layouts: a facade over scheduler and worker.
+
+Select it with
+
+    --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both",
+      "kv_connector_module_path":
+        "vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector"}'
+
+on both engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as upstream
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from .errors import LocalLayoutError
+from .messages import ReshardConnectorMetadata
+from .scheduler import ReshardScheduler
+from .worker import ReshardWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
+
+
+class NixlConnector(upstream.NixlConnector):
+    """Upstream's connector with a scheduler and a worker of our own.
+
+    Constructed for a model or a device that these cannot serve, it is upstream's connector, with
+    one log line that says why. With pipeline parallelism, which that one lacks, it is refused.
+    """
+
+    connector_scheduler: ReshardScheduler | None
+    connector_worker: ReshardWorker | None
+
+    def __new__(
+        cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> upstream.NixlConnector:
+        """Choose between ours and upstream's, from the configuration alone."""
+        reason = _reason_for_upstream(vllm_config, kv_cache_config)
+        if reason is None:
+            return super().__new__(cls)
+        if (pp_size := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+            raise LocalLayoutError(
+                f"{reason}, and upstream's NixlConnector does not support pipeline parallelism: "
+                f"use --pipeline-parallel-size 1 instead of {pp_size}"
+            )
+        logger.info("Using upstream's NixlConnector: %s.", reason)
+        return upstream.NixlConnector(vllm_config, role, kv_cache_config)
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        # Not upstream's: it would construct upstream's scheduler or worker.
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        assert vllm_config.kv_transfer_config is not None
+        assert vllm_config.kv_transfer_config.engine_id is not None
+        self.kv_cache_config = kv_cache_config
+        self.kv_transfer_config = vllm_config.kv_transfer_config
+        self.engine_id = vllm_config.kv_transfer_config.engine_id
+        self.connector_scheduler = self.connector_worker = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = ReshardScheduler(
+                vllm_config, self.engine_id, kv_cache_config
+            )
+        else:
+            self.connector_worker = ReshardWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Blocks of single layers: only these can be given to stages that hold other layers."""
+        return False
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Serve the handshakes of all stages."""
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.serve_handshake(metadata)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What this worker says of itself."""
+        return self._worker.handshake
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Make this worker's KV caches known."""
+        self._worker.register_kv_caches(kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: object) -> None:
+        """There is no host buffer to copy from or to."""
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Take up what the scheduler asks for."""
+        assert isinstance(self._connector_metadata, ReshardConnectorMetadata)
+        self._worker.start_load_kv(self._connector_metadata)
+
+    def wait_for_save(self) -> None:
+        """Blocks are read from where the model writes them: there is nothing to save."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Requests that were sent and received."""
+        return self._worker.get_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that could not be read."""
+        return self._worker.take_invalid_block_ids()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What this worker measured; None on the scheduler's side."""
+        return None if self.connector_worker is None else self.connector_worker.take_stats()
+
+    def shutdown(self) -> None:
+        """Give everything back."""
+        if self.connector_worker is not None:
+            self.connector_worker.close()
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.shutdown()
+
+    @property
+    def _worker(self) -> ReshardWorker:
+        assert self.connector_worker is not None
+        return self.connector_worker
+
+
+def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Why this engine must be left to upstream's connector; None where it need not."""
+    assert vllm_config.kv_transfer_config is not None
+    if any(isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups):
+        return "the model keeps Mamba state"
+    if (
+        current_platform.device_type != "cpu"
+        and vllm_config.kv_transfer_config.kv_buffer_device == "cpu"
+    ):
+        return "kv_buffer_device is cpu, and the KV cache is not in host memory"
+    return None

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scheduler tells its workers, and what workers tell those of another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from .errors import RemoteLayoutError
+from .protocol import RequestId
+
+EngineId: TypeAlias = str
+
+BlockIds: TypeAlias = Sequence[Sequence[int]]
+"""A request's block ids, one sequence for each KV-cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEngineAddress:
+    """Where an engine's side channel listens.
+
+    Attributes:
+        engine_id: Who should answer; a restarted engine has another id.
+        host: Host name or address.
+        port: TCP port.
+    """
+
+    engine_id: EngineId
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """A request whose blocks are to be read from another engine.
+
+    Attributes:
+        source: The engine that holds them.
+        remote_request_id: What the request is called there.
+        local_block_ids: The blocks to fill: the last ones of the request's. Without any, there is
+            nothing to read, and the source is only told so.
+        remote_block_ids: The blocks there: the last ones of the request's, too.
+        local_tokens: Tokens of the request up to the end of the last local block to fill, which the
+            last block need not hold in full.
+        remote_tokens: The same there.
+    """
+
+    source: RemoteEngineAddress
+    remote_request_id: RequestId
+    local_block_ids: BlockIds
+    remote_block_ids: BlockIds
+    local_tokens: int
+    remote_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeats:
+    """Requests whose leases at another engine are to be renewed.
+
+    Attributes:
+        source: The engine that holds the requests' blocks.
+        request_ids: What the requests are called there.
+    """
+
+    source: RemoteEngineAddress
+    request_ids: frozenset[RequestId]
+
+
+@dataclass
+class ReshardConnectorMetadata(KVConnectorMetadata):
+    """What the scheduler asks of the workers in one step.
+
+    Attributes:
+        receive: Requests to read blocks for.
+        admitted: Requests that take part in a batch and may be read by another engine.
+        withdrawn: Requests that will not be offered.
+        offered: Requests whose blocks are held for another engine, and for how many seconds from
+            now: a duration, because workers on other hosts have other clocks.
+        heartbeats: Leases to renew.
+    """
+
+    receive: dict[RequestId, Receive] = field(default_factory=dict)
+    admitted: set[RequestId] = field(default_factory=set)
+    withdrawn: set[RequestId] = field(default_factory=set)
+    offered: dict[RequestId, float] = field(default_factory=dict)
+    heartbeats: list[Heartbeats] = field(default_factory=list)
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
+    """A reader is through with a request's blocks.
+
+    Attributes:
+        request_id: The request, as its holder calls it.
+        notifier: Names the reader.
+        num_notifiers: How many readers this holder must hear from.
+    """
+
+    request_id: str
+    notifier: str
+    num_notifiers: int
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
+    """A reader still wants the blocks of some requests.
+
+    Attributes:
+        request_ids: The requests, as their holder calls them.
+    """
+
+    request_ids: list[str]
+
+
+Notification: TypeAlias = Done | Renew
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
+
+
+def encode_notification(notification: Notification) -> bytes:
+    """Write a notification for the wire."""
+    return _ENCODER.encode(notification)
+
+
+def decode_notification(data: bytes) -> Notification:
+    """Read a notification from the wire.
+
+    Raises:
+        RemoteLayoutError: It is not one of ours.
+    """
+    try:
+        notification = _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RemoteLayoutError(
+            f"a notification of {len(data)} bytes is not understood ({error}): run the same "
+            "version of the connector on both engines"
+        ) from error
+    return notification
+
+
+def renewals(request_ids: Iterable[RequestId]) -> bytes:
+    """The heartbeat for some requests, as bytes."""
+    return encode_notification(Renew(sorted(request_ids)))

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connected engine: what to read from which of its ranks, with everything prepared.
+
+All of this belongs to the engine's thread of the worker that reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .agent import NixlAgent, Prepared
+from .cache import RankCache
+from .errors import RemoteLayoutError, TransferError
+from .lowering import BlockSpan, Indices, Leg, Rows, lower_read
+from .mesh import MeshRank
+from .messages import BlockIds, Receive
+from .metadata import WorkerDescription
+from .plan import ReshardPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The worker that reads.
+
+    Attributes:
+        rank: Its rank.
+        cache: Its KV cache.
+        windows: The sliding window of each KV-cache group in tokens; None where all tokens count.
+    """
+
+    rank: MeshRank
+    cache: RankCache
+    windows: Sequence[int | None]
+
+
+class LocalLists:
+    """Prepared lists of a worker's own memory, shared by all that describe the same rows.
+
+    Engines of equal layouts are read into the same places: the second one prepares nothing.
+    """
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._agent = agent
+        self._lists: dict[bytes, Prepared] = {}
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def get(self, rows: Rows) -> Prepared:
+        """The list for some rows, prepared now or before."""
+        key = rows.tobytes()
+        if key not in self._lists:
+            self._lists[key] = self._agent.prepare(rows)
+        return self._lists[key]
+
+    def close(self) -> None:
+        """Give all lists back."""
+        for prepared in self._lists.values():
+            self._agent.release_prepared(prepared)
+        self._lists.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLeg:
+    """A leg with its lists.
+
+    Attributes:
+        leg: The leg.
+        local: The list of our memory.
+        remote: The list of the peer's memory.
+        remote_blocks_per_id: Blocks that one of the peer's block ids stands for.
+    """
+
+    leg: Leg
+    local: Prepared
+    remote: Prepared
+    remote_blocks_per_id: int
+
+    def indices(self, receive: Receive, reader: Reader) -> tuple[Indices, Indices]:
+        """The descriptors to read for a request: where to, and where from.
+
+        Raises:
+            RemoteLayoutError: The blocks that the request names do not exist, or do not hold all
+                tokens that are needed.
+        """
+        src = _spans(
+            receive.remote_block_ids,
+            receive.remote_tokens,
+            self.leg.src.block_tokens,
+            self.remote_blocks_per_id,
+        )
+        dst = _spans(
+            receive.local_block_ids,
+            receive.local_tokens,
+            self.leg.dst.block_tokens,
+            reader.cache.blocks_per_id,
+        )
+        for (src_group, dst_group), _ in self.leg.head_runs_by_groups:
+            self._check(receive, src, src_group, dst[dst_group], reader.windows[dst_group])
+        src_indices, dst_indices = self.leg.indices(src, dst)
+        return dst_indices, src_indices
+
+    def _check(
+        self,
+        receive: Receive,
+        src: Sequence[BlockSpan],
+        src_group: int,
+        dst: BlockSpan,
+        window: int | None,
+    ) -> None:
+        """See that a group's remote blocks exist and hold what the local ones need."""
+        if src_group >= len(src):
+            raise RemoteLayoutError(
+                f"request {receive.remote_request_id} names blocks of {len(src)} KV-cache groups "
+                f"but {receive.source.engine_id} has more: the router must pass remote_block_ids "
+                "on unchanged"
+            )
+        span = src[src_group]
+        if len(span.block_ids) and not (
+            span.block_ids.min() >= 0 and span.block_ids.max() < self.leg.src.num_blocks
+        ):
+            raise RemoteLayoutError(
+                f"request {receive.remote_request_id} names block {span.block_ids.max()} but "
+                f"{receive.source.engine_id} has {self.leg.src.num_blocks} blocks: the router must "
+                "pass remote_block_ids on unchanged"
+            )
+        if not len(dst.block_ids):
+            return
+        first = dst.start_token
+        if window is not None:
+            first = max(first, receive.local_tokens - window)
+        stop = span.start_token + len(span.block_ids) * self.leg.src.block_tokens
+        if span.start_token > first or stop < receive.local_tokens:
+            raise RemoteLayoutError(
+                f"request {receive.remote_request_id} needs tokens [{first}, "
+                f"{receive.local_tokens}) but the blocks that {receive.source.engine_id} holds "
+                f"are those of tokens [{span.start_token}, {stop}): send the request to the "
+                "engine that computed it"
+            )
+
+
+class RemoteEngine:
+    """An engine that this worker reads from, or at least notifies.
+
+    Args:
+        agent: This worker's agent.
+        descriptions: What the engine's workers say of themselves.
+        plan: The plan between that engine and ours.
+        reader: This worker.
+        local_lists: This worker's lists.
+
+    Attributes:
+        legs: What to read for every request.
+        releases: Whom to notify when a request was read, with the number of its notifiers.
+
+    Raises:
+        RemoteLayoutError: The caches at the two ends do not fit.
+        TransferError: NIXL does not accept one of the engine's workers.
+    """
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        descriptions: Mapping[MeshRank, WorkerDescription],
+        plan: ReshardPlan,
+        reader: Reader,
+        local_lists: LocalLists,
+    ) -> None:
+        self._agent = agent
+        self._peers: dict[MeshRank, str] = {}
+        self.legs: list[PreparedLeg] = []
+        self.releases: list[tuple[str, int]] = []
+        try:
+            for read in plan.reads_of(reader.rank):
+                description = descriptions[read.src_rank]
+                peer = self._connect(description)
+                for leg in lower_read(read, description.cache, reader.cache):
+                    local = local_lists.get(leg.dst.rows)
+                    remote = agent.prepare(leg.src.rows, peer)
+                    self.legs.append(
+                        PreparedLeg(leg, local, remote, description.cache.blocks_per_id)
+                    )
+            for release in plan.notified_by(reader.rank):
+                peer = self._connect(descriptions[release.src_rank])
+                self.releases.append((peer, len(release.notifiers)))
+        except (RemoteLayoutError, TransferError):
+            self.close()
+            raise
+
+    @property
+    def num_peers(self) -> int:
+        """Workers of the engine that this worker is connected with."""
+        return len(self._peers)
+
+    def close(self) -> None:
+        """Forget the engine. No read from it may be in flight."""
+        for leg in self.legs:
+            self._agent.release_prepared(leg.remote)
+        self.legs.clear()
+        self.releases.clear()
+        for peer in self._peers.values():
+            self._agent.disconnect(peer)
+        self._peers.clear()
+
+    def _connect(self, description: WorkerDescription) -> str:
+        rank = description.shard.rank
+        if rank not in self._peers:
+            self._peers[rank] = self._agent.connect(description.agent_metadata)
+        return self._peers[rank]
+
+
+def _spans(
+    block_ids: BlockIds, num_tokens: int, block_tokens: int, blocks_per_id: int
+) -> list[BlockSpan]:
+    """The spans of a request's last blocks, which end with the block of its last token.
+
+    Args:
+        block_ids: The scheduler's block ids, for each group.
+        num_tokens: Tokens of the request up to its last one in these blocks.
+        block_tokens: Tokens in a block of the cache.
+        blocks_per_id: Blocks that a block id stands for.
+    """
+    tokens_per_id = block_tokens * blocks_per_id
+    num_ids = -(-num_tokens // tokens_per_id)
+    return [
+        BlockSpan(_expand(ids, blocks_per_id), (num_ids - len(ids)) * tokens_per_id)
+        for ids in block_ids
+    ]
+
+
+def _expand(block_ids: Sequence[int], blocks_per_id: int) -> npt.NDArray[np.int32]:
+    """Replace each block id by the ids of the blocks that it stands for."""
+    ids = np.asarray(block_ids, dtype=np.int32)
+    if blocks_per_id == 1:
+        return ids
+    parts = np.arange(blocks_per_id, dtype=np.int32)
+    expanded: npt.NDArray[np.int32] = (ids[:, np.newaxis] * np.int32(blocks_per_id) + parts).ravel()
+    return expanded

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side of the connector: reads blocks from other engines, and serves its own.
+
+Everything here belongs to the engine's thread, which calls `start_load_kv` and `get_finished` in
+every step. The one other thread fetches handshakes: it is given values, returns values through a
+future, and touches nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.logger import init_logger
+
+from .agent import NixlAgent, Transfer, TransferState
+from .errors import ReshardError, TransferError
+from .geometry import describe_cache, memory_regions
+from .mesh import MeshRank
+from .messages import (
+    Done,
+    EngineId,
+    Heartbeats,
+    Receive,
+    RemoteEngineAddress,
+    Renew,
+    ReshardConnectorMetadata,
+    decode_notification,
+    encode_notification,
+    renewals,
+)
+from .metadata import WorkerDescription, WorkerHandshake, compatibility_factors, encode_worker
+from .peers import Peer, PeerTable
+from .plan import plan_reshard
+from .protocol import ConsumerLedger, ProducerLedger, Receipt, RequestId
+from .remote import LocalLists, PreparedLeg, Reader, RemoteEngine
+from .shards import Layer, Shard, heads_of_rank
+from .side_channel import fetch_handshake
+from .verify import verify_plan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A request being read."""
+
+    receive: Receive
+    peer: Peer
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+
+
+class ReshardWorker:
+    """One worker of an engine that prefills for others, decodes for others, or both.
+
+    Args:
+        vllm_config: The engine's configuration.
+        engine_id: The engine's id, the same for all of its workers.
+        kv_cache_config: This worker's KV-cache groups.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_id: EngineId, kv_cache_config: KVCacheConfig
+    ) -> None:
+        transfer_config = vllm_config.kv_transfer_config
+        assert transfer_config is not None
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._engine_id = engine_id
+        self._lease_s = float(transfer_config.get_from_extra_config("kv_lease_duration", 30))
+        parallel = vllm_config.parallel_config
+        self._spread = parallel.data_parallel_rank
+        self._rank = MeshRank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        self._tp_size = parallel.tensor_parallel_size
+        self._name = f"{engine_id}/{self._rank}"
+        self._agent = NixlAgent(
+            f"{self._name}/{uuid.uuid4()}",
+            memory="DRAM" if transfer_config.kv_buffer_device == "cpu" else "VRAM",
+            backends=transfer_config.get_from_extra_config("backends", ["UCX"]),
+            num_threads=transfer_config.get_from_extra_config("num_threads", 4),
+        )
+        self._local_lists = LocalLists(self._agent)
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="reshard-handshake")
+        self._producer = ProducerLedger()
+        self._consumer: ConsumerLedger[int] = ConsumerLedger()
+        self._peers = PeerTable(self._threads, self._fetch, self._connect)
+        self._reading: dict[RequestId, _Reading] = {}
+        self._invalid_block_ids: set[int] = set()
+        self._stats = NixlKVConnectorStats()
+        # Known once the caches are registered.
+        self._factors: dict[str, str] = {}
+        self._engine_shards: tuple[Shard, ...] = ()
+        self._reader: Reader | None = None
+        self.handshake: WorkerHandshake | None = None
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Make the caches known to NIXL, and describe them for other engines.
+
+        All workers of an engine call this at the same time: they tell each other what they hold, so
+        that each can plan for the whole engine.
+
+        Raises:
+            LocalLayoutError: The caches cannot be transferred.
+        """
+        backends = self._backends(kv_caches)
+        cache = describe_cache(kv_caches, self._kv_cache_config, backends)
+        shard = self._shard(cache.layers)
+        self._engine_shards = _gather(shard)
+        self._agent.register(memory_regions(kv_caches))
+        windows = [
+            getattr(group.kv_cache_spec, "sliding_window", None)
+            for group in self._kv_cache_config.kv_cache_groups
+        ]
+        self._reader = Reader(self._rank, cache, windows)
+        self._factors = compatibility_factors(
+            self._vllm_config, sorted({backend.get_name() for backend in backends.values()})
+        )
+        description = WorkerDescription(self._engine_id, shard, cache, self._agent.metadata())
+        self.handshake = WorkerHandshake(self._factors, encode_worker(description))
+
+    def start_load_kv(self, metadata: ReshardConnectorMetadata) -> None:
+        """Take up what the scheduler asks for in this step; blocks on nothing."""
+        now_s = time.monotonic()
+        self._producer.admit(metadata.admitted)
+        self._producer.withdraw(metadata.withdrawn)
+        for request_id, lease_s in metadata.offered.items():
+            self._producer.offer(request_id, now_s + lease_s)
+        for request_id, receive in metadata.receive.items():
+            self._peers.want(receive.source, now_s).waiting.append((request_id, receive))
+        for heartbeats in metadata.heartbeats:
+            self._send_heartbeats(heartbeats, now_s)
+        self._advance_peers(now_s)
+
+    def get_finished(self) -> tuple[set[RequestId], set[RequestId]]:
+        """Requests that other engines are through with, and requests that this worker received.
+
+        A request whose blocks could not be read is among the received ones; its blocks are among
+        those that `take_invalid_block_ids` returns next.
+        """
+        now_s = time.monotonic()
+        self._advance_peers(now_s)
+        self._poll_reads()
+        sent = self._hear_notifications(now_s)
+        for expiry in self._producer.expire(now_s):
+            self._stats.record_kv_expired_req()
+            logger.warning(
+                "Freeing the blocks of request %s: its lease ran out after %d of %s readers were "
+                "through. Give readers longer with kv_lease_duration, if they are alive.",
+                expiry.request_id,
+                expiry.heard,
+                "an unknown number of" if expiry.awaited is None else expiry.awaited,
+            )
+            sent.add(expiry.request_id)
+        return sent, self._take_received()
+
+    def take_invalid_block_ids(self) -> set[int]:
+        """Blocks that were to be filled since the last call, and were not."""
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
+
+    def take_stats(self) -> NixlKVConnectorStats | None:
+        """What was measured since the last call."""
+        return None if self._stats.is_empty() else self._stats.clone_and_reset()
+
+    def close(self) -> None:
+        """Give everything back to NIXL."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for reading in self._reading.values():
+            for transfer in reading.transfers.values():
+                self._agent.release(transfer)
+            reading.peer.in_flight -= 1
+        self._reading.clear()
+        self._peers.close()
+        self._local_lists.close()
+        self._agent.close()
+
+    def _backends(self, names: Iterable[str]) -> dict[str, type[AttentionBackend]]:
+        """The attention backend of each layer."""
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+        layers = get_layers_from_vllm_config(
+            self._vllm_config,
+            AttentionLayerBase,
+            list(names),
+        )
+        return {name: layer.get_attn_backend() for name, layer in layers.items()}
+
+    def _shard(self, layers: Iterable[Layer]) -> Shard:
+        """What this worker holds of the model."""
+        model_config = self._vllm_config.model_config
+        num_kv_heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
+        heads = heads_of_rank(self._rank.tp_rank, self._tp_size, num_kv_heads)
+        return Shard(self._rank, dict.fromkeys(layers, heads))
+
+    def _advance_peers(self, now_s: float) -> None:
+        """Read what waited for an engine that is connected now; fail it where it cannot be."""
+        for peer, error in self._peers.advance(now_s):
+            if error is None:
+                assert peer.engine is not None
+                for request_id, receive in peer.take_waiting():
+                    self._begin(request_id, receive, peer, peer.engine)
+                continue
+            address = peer.address
+            logger.error(
+                "Handshake with engine %s at %s:%d failed: %s",
+                address.engine_id,
+                address.host,
+                address.port,
+                error,
+            )
+            for request_id, receive in peer.take_waiting():
+                if any(receive.local_block_ids):
+                    self._fail_unread(request_id, receive, peer, f"handshake failed: {error}")
+
+    def _fetch(self, address: RemoteEngineAddress) -> tuple[WorkerDescription, ...]:
+        """Ask an engine for its workers. Called by another thread: reads what never changes."""
+        return fetch_handshake(
+            address.host, address.port, self._factors, expected_engine_id=address.engine_id
+        )
+
+    def _connect(self, descriptions: tuple[WorkerDescription, ...]) -> RemoteEngine:
+        """Plan for an engine and prepare all lists.
+
+        Raises:
+            ReshardError: Its layout does not fit ours.
+            TransferError: NIXL does not accept it.
+        """
+        assert self._reader is not None
+        started_s = time.monotonic()
+        shards = [description.shard for description in descriptions]
+        plan = plan_reshard(shards, self._engine_shards, spread=self._spread)
+        if __debug__:
+            faults = verify_plan(shards, self._engine_shards, plan)
+            assert not faults, faults
+        engine = RemoteEngine(
+            self._agent,
+            {description.shard.rank: description for description in descriptions},
+            plan,
+            self._reader,
+            self._local_lists,
+        )
+        reads = plan.reads_of(self._rank)
+        logger.info(
+            "Rank %s reads from %d of %d ranks of engine %s: %s. Prepared in %.1f ms.",
+            self._rank,
+            len({read.src_rank for read in reads}),
+            len(descriptions),
+            descriptions[0].engine_id,
+            "; ".join(
+                f"{read.src_rank} {len(read.layers)} layers, heads {read.heads}" for read in reads
+            ),
+            1e3 * (time.monotonic() - started_s),
+        )
+        return engine
+
+    def _begin(
+        self, request_id: RequestId, receive: Receive, peer: Peer, engine: RemoteEngine
+    ) -> None:
+        """Post all reads of a request, or say that there is nothing to read."""
+        if not any(receive.local_block_ids):
+            self._release(receive, engine)
+            return
+        assert self._reader is not None
+        try:
+            legs = [(leg, *leg.indices(receive, self._reader)) for leg in engine.legs]
+        except ReshardError as error:
+            self._release(receive, engine)
+            self._fail_unread(request_id, receive, peer, str(error))
+            return
+        reading = self._reading[request_id] = _Reading(receive, peer)
+        peer.in_flight += 1
+        self._consumer.begin(request_id, range(len(legs)))
+        for key, (leg, local_indices, remote_indices) in enumerate(legs):
+            if not len(local_indices):
+                self._consumer.leg_done(request_id, key)
+                continue
+            try:
+                reading.transfers[key] = self._post(leg, local_indices, remote_indices)
+            except TransferError as error:
+                peer.broken = True
+                # What is in flight is left to end by itself: nobody else gets the blocks before.
+                self._consumer.leg_failed(request_id, key, str(error))
+
+    def _post(self, leg: PreparedLeg, local_indices: Any, remote_indices: Any) -> Transfer:
+        return self._agent.read(leg.local, local_indices, leg.remote, remote_indices)
+
+    def _poll_reads(self) -> None:
+        """Look at everything in flight."""
+        for request_id, reading in self._reading.items():
+            for key, transfer in list(reading.transfers.items()):
+                state = self._agent.poll(transfer)
+                if state is TransferState.IN_FLIGHT:
+                    continue
+                del reading.transfers[key]
+                if state is TransferState.DONE:
+                    self._stats.record_transfer(self._agent.telemetry(transfer))
+                    self._consumer.leg_done(request_id, key)
+                else:
+                    reading.peer.broken = True
+                    self._consumer.leg_failed(
+                        request_id, key, f"NIXL could not read from {transfer.peer}"
+                    )
+                self._agent.release(transfer)
+
+    def _take_received(self) -> set[RequestId]:
+        """Requests that have ended, well or not; their holders are told in both cases."""
+        received = set()
+        for outcome in self._consumer.take_ended():
+            reading = self._reading.pop(outcome.request_id)
+            receive, peer = reading.receive, reading.peer
+            peer.in_flight -= 1
+            if outcome.failure is not None:
+                self._stats.record_failed_transfer()
+                for group in receive.local_block_ids:
+                    self._invalid_block_ids.update(group)
+                logger.error(
+                    "KV cache of request %s could not be read from engine %s: %s",
+                    outcome.request_id,
+                    receive.source.engine_id,
+                    outcome.failure,
+                )
+            if peer.engine is not None:
+                self._release(receive, peer.engine)
+            received.add(outcome.request_id)
+        return received
+
+    def _fail_unread(
+        self, request_id: RequestId, receive: Receive, peer: Peer, reason: str
+    ) -> None:
+        """Fail a request before any of its reads was posted."""
+        self._reading[request_id] = _Reading(receive, peer)
+        peer.in_flight += 1
+        self._consumer.begin(request_id, [0])
+        self._consumer.leg_failed(request_id, 0, reason)
+
+    def _release(self, receive: Receive, engine: RemoteEngine) -> None:
+        """Tell the holders of a request's blocks that this worker is through with them."""
+        for peer, num_notifiers in engine.releases:
+            done = Done(receive.remote_request_id, self._name, num_notifiers)
+            self._notify(peer, encode_notification(done))
+
+    def _send_heartbeats(self, heartbeats: Heartbeats, now_s: float) -> None:
+        """Renew leases; an engine that is not connected yet is by the next time."""
+        peer = self._peers.want(heartbeats.source, now_s)
+        if peer.engine is not None:
+            message = renewals(heartbeats.request_ids)
+            for name, _ in peer.engine.releases:
+                self._notify(name, message)
+
+    def _notify(self, peer: str, message: bytes) -> None:
+        try:
+            self._agent.notify(peer, message)
+        except TransferError as error:
+            # The holder frees the blocks when their lease runs out.
+            self._stats.record_failed_notification()
+            logger.warning("%s", error)
+
+    def _hear_notifications(self, now_s: float) -> set[RequestId]:
+        """Take note of what other engines' workers say; returns the requests they release."""
+        released = set()
+        for sender, message in self._agent.take_notifications():
+            try:
+                notification = decode_notification(message)
+            except ReshardError as error:
+                logger.warning("From %s: %s", sender, error)
+                continue
+            if isinstance(notification, Renew):
+                self._producer.renew(notification.request_ids, now_s + self._lease_s)
+                continue
+            receipt = self._producer.hear(
+                notification.request_id, notification.notifier, notification.num_notifiers
+            )
+            if receipt is Receipt.RELEASED:
+                released.add(notification.request_id)
+            elif receipt is Receipt.UNKNOWN:
+                logger.error(
+                    "%s has read blocks of request %s, which this worker does not hold any more: "
+                    "it may have read another request's. Give readers longer with "
+                    "kv_lease_duration.",
+                    notification.notifier,
+                    notification.request_id,
+                )
+        return released
+
+
+def _gather(shard: Shard) -> tuple[Shard, ...]:
+    """What every worker of this engine holds; all workers call it at the same time."""
+    own = (shard.rank, dict(shard.heads_by_layer))
+    stage: list[Any] = [None] * get_tp_group().world_size
+    torch.distributed.all_gather_object(stage, own, group=get_tp_group().cpu_group)
+    stages: list[Any] = [None] * get_pp_group().world_size
+    torch.distributed.all_gather_object(stages, stage, group=get_pp_group().cpu_group)
+    return tuple(Shard(rank, heads) for workers in stages for rank, heads in workers)
