@@ -349,5 +349,5 @@ def _verb(frame: bytes) -> bytes | None:
     """What a request asks for; None for what is no request."""
     try:
         return _REQUEST_DECODER.decode(frame).verb
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError):
         return None
