@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -174,24 +175,14 @@ def server_env(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 class CoreAllocator:
-    """Spreads workers over the CPU cores of this machine.
+    """Spreads workers over the CPU cores of this machine, one after the other, round and round.
 
-    vLLM's CPU worker starts on the core that it is bound to, and NIXL's progress thread spins
-    there. The connector then moves the worker itself to the last core of its NUMA node. So the
-    last core is not given to workers that have a connector (unless there is no other), and an
-    engine without a connector begins there.
+    Without it every engine would bind its workers to the same first cores.
     """
 
     def __init__(self, cores: Sequence[int]) -> None:
-        self._cores = list(cores)
-        self._taken = 0
+        self._order = itertools.cycle(cores)
 
-    def take(self, spec: EngineSpec) -> list[int]:
-        """Return one core for each worker; cores repeat when there are too few."""
-        if spec.kv_transfer is None:
-            order = self._cores[::-1]
-            return [order[rank % len(order)] for rank in range(spec.layout.world_size)]
-        order = self._cores[:-1] or self._cores
-        first = self._taken
-        self._taken += spec.layout.world_size
-        return [order[(first + rank) % len(order)] for rank in range(spec.layout.world_size)]
+    def take(self, count: int) -> list[int]:
+        """Return one core for each of ``count`` workers; cores repeat when there are too few."""
+        return list(itertools.islice(self._order, count))

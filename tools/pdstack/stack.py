@@ -211,7 +211,7 @@ class PDStack:
 
     def _new_engine(self, spec: EngineSpec) -> Engine:
         vllm = find_script("vllm")
-        cores = self._cores.take(spec)
+        cores = self._cores.take(spec.layout.world_size)
 
         def start() -> tuple[ChildProcess, int]:
             port = self._ports.take()

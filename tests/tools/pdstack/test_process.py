@@ -81,6 +81,27 @@ def test_an_orphan_is_ended_when_its_parent_ends(
         child.check()
 
 
+POLITE = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("goodbye", flush=True)))
+print("up", flush=True)
+time.sleep(600)
+"""
+ORPHANER = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+time.sleep(1.5)
+"""
+
+
+def test_an_orphan_may_clean_up(run_dir: Path, wait: Wait, survivors: Survivors) -> None:
+    """What a command left behind hears SIGTERM before it is killed."""
+    child = _child(run_dir, ORPHANER, POLITE)
+    wait(lambda: child.exit_status is not None, "the end")
+    assert child.log_tail() == ["up", "goodbye"]
+    assert survivors() == []
+
+
 def test_a_deaf_command_is_killed_after_its_grace(
     run_dir: Path, wait: Wait, survivors: Survivors
 ) -> None:

@@ -73,7 +73,7 @@ def test_a_crash_at_the_start_stops_the_others(make_stack: MakeStack, survivors:
     broken = EngineSpec("decode", env={"FAKE_ENGINE": "crash"})
     stack = make_stack()
     with (
-        pytest.raises(ProcessDiedError, match=r"decode .*the fake server was told") as caught,
+        pytest.raises(ProcessDiedError, match=r"decode ended .*the fake server was told") as caught,
         stack,
     ):
         stack.start_engines(EngineSpec("prefill"), broken)
