@@ -229,8 +229,10 @@ def _execute(run: _Run) -> int:
         return error.exit_status
     except (KeyboardInterrupt, TerminatedError) as interruption:
         progress.close()
-        run.say(f"interrupted; everything is stopped. Logs are kept in {run_dir}")
-        number = signal.SIGINT if isinstance(interruption, KeyboardInterrupt) else signal.SIGTERM
+        by_user = isinstance(interruption, KeyboardInterrupt)
+        by = "Ctrl-C" if by_user else str(interruption)
+        run.say(f"interrupted by {by}; everything is stopped. Logs are kept in {run_dir}")
+        number = signal.SIGINT if by_user else signal.SIGTERM
         return 128 + number
 
 

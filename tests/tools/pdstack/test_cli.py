@@ -152,7 +152,8 @@ def test_an_interruption_leaves_nothing(
     process.send_signal(number)
     got, out, _ = _finish(process)
     assert got == status
-    assert "everything is stopped" in out
+    name = "Ctrl-C" if number is signal.SIGINT else number.name
+    assert f"interrupted by {name}; everything is stopped" in out
     assert survivors() == []
 
 
