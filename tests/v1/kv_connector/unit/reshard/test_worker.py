@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.side_channel import Ha
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.worker import ReshardWorker
 
 NUM_LAYERS, NUM_BLOCKS, HEAD_SIZE = 4, 16, 8
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Backend:
@@ -441,19 +441,30 @@ def test_lease_runs_out_without_readers(engines, caplog_vllm):
     assert "Freeing the blocks of request p-a" in caplog_vllm.text
 
 
-def test_heartbeats_keep_a_request_alive(engines):
+def test_heartbeats_keep_a_request_alive(engines, monkeypatch):
     """Renewed leases outlive their first term, on every prefill worker; then they end."""
-    p, d = engines("prefill", tp=4, mla=True, lease_s=0.8), engines("decode", mla=True)
+    now_s = 1000.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(worker_module, "time", clock)
+    p, d = engines("prefill", tp=4, mla=True, lease_s=10.0), engines("decode", mla=True)
     address = p.serve()
-    p.offer("p-a", lease_s=3.0)
-    heartbeats = [Heartbeats(address, frozenset({"p-a"}))]
+    p.offer("p-a", lease_s=10.0)
     progress = Progress(p, d)
-    end = time.monotonic() + 4.0
-    while time.monotonic() < end:
-        d.start(heartbeats=heartbeats)
-        progress.step()
+    for _ in range(3):
+        now_s += 9.0
+        deadline = time.monotonic() + DEADLINE_S
+        while any(lease_end(worker) < now_s + 10.0 for worker in p.workers.values()):
+            assert time.monotonic() < deadline
+            d.start(heartbeats=[Heartbeats(address, frozenset({"p-a"}))])
+            progress.step()
     assert not any(progress.sent.values())
+    now_s += 10.0
     progress.until(p, sent="p-a")
+
+
+def lease_end(worker: ReshardWorker) -> float:
+    """When a worker would let go of the request."""
+    return worker._producer._held["p-a"].expires_at_s
 
 
 def test_late_reader_is_told_in_the_log(engines, caplog_vllm):
