@@ -42,6 +42,17 @@ def test_garbage_is_a_typed_error(data):
         assert "the same version" in str(error)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [b"\x94\xa4done\xa1\xff\xa1a\x01", b"\x92\xa5renew" + b"\x91" * 60_000 + b"\x90"],
+    ids=["no UTF-8", "nested deeply"],
+)
+def test_what_escapes_the_decoder_is_a_typed_error_too(data):
+    """Bytes that make the decoder fail in its own ways do not reach the engine's thread."""
+    with pytest.raises(RemoteLayoutError):
+        decode_notification(data)
+
+
 @pytest.mark.parametrize("data", [b"request-1:2", b"HB:a,b", b""])
 def test_upstreams_notifications_are_refused(data):
     """Messages of upstream's connector are not mistaken for ours."""

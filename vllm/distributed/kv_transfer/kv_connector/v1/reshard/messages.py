@@ -133,7 +133,8 @@ def decode_notification(data: bytes) -> Notification:
     """
     try:
         notification = _DECODER.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        # The last two escape from msgspec for strings that are not UTF-8 and for deep nesting.
         raise RemoteLayoutError(
             f"a notification of {len(data)} bytes is not understood ({error}): run the same "
             "version of the connector on both engines"
