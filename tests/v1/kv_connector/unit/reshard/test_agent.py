@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard, s
 
 NUM_BLOCKS = 8
 SLOT_BYTES = 64
-DEADLINE_S = 20
+DEADLINE_S = 120
 
 
 class Rank:
