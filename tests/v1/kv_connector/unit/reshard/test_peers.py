@@ -160,6 +160,14 @@ def test_layout_that_does_not_fit_is_a_failure(table, network):
     assert outcomes(table.advance(0.0)) == [("engine", "no source rank holds heads")]
 
 
+def test_any_error_of_a_handshake_is_that_peers(table, network):
+    """What nobody thought of fails the requests of one engine, and nothing else."""
+    table.want(ADDRESS, 0.0).waiting.append(("a", None))
+    table.advance(0.0)
+    network.handshakes[-1].set_exception(OSError("too many open files"))
+    assert outcomes(table.advance(0.0)) == [("engine", "too many open files")]
+
+
 def test_broken_engine_is_connected_anew_when_nothing_is_in_flight(table, network):
     """After a failed read new requests wait until the old ones have ended."""
     peer = connected(table, network)

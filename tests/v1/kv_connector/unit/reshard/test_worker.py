@@ -410,6 +410,46 @@ def test_blocks_that_cannot_be_are_refused(engines, caplog_vllm, remote, tokens,
     progress.until(p, sent="p-a")
 
 
+def test_more_blocks_than_tokens_are_refused(engines, caplog_vllm):
+    """Blocks that cannot be matched with tokens are not guessed at."""
+    p, d = engines("prefill"), engines("decode")
+    address = p.serve()
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9, 6])})
+    Progress(p, d).until(d, received="d-a")
+    assert "has more blocks than its tokens fill" in caplog_vllm.text
+    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+
+
+def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
+    """What the scheduler knows to be unreadable is reported, by every worker."""
+    d = engines("decode", pp=2)
+    nowhere = RemoteEngineAddress("unknown", "unknown", 0)
+    faulty = Receive(
+        nowhere, "d-a", [[3, 4]], (), 0, 0, fault="its kv_transfer_params are malformed"
+    )
+    d.start(receive={"d-a": faulty})
+    Progress(d).until(d, received="d-a")
+    assert fault in caplog_vllm.text
+    for worker in d.workers.values():
+        assert worker.take_invalid_block_ids() == {3, 4}
+        assert len(worker._peers) == 0
+
+
+def test_request_that_waited_longer_than_the_lease_fails(engines, monkeypatch, caplog_vllm):
+    """Nobody renewed its lease: what its blocks hold now may be another request's."""
+    now_s = 1000.0
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    p, d = engines("prefill", lease_s=10.0), engines("decode", lease_s=10.0)
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    now_s += 10.0
+    Progress(d).until(d, received="d-a")
+    assert "but leases last 10 s" in caplog_vllm.text
+    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+
+
 def test_restarted_engine_is_served_again(engines):
     """A prefill engine with a new id at the old address needs no restart of the decode engine."""
     d = engines("decode")

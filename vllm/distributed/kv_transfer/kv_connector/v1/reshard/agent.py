@@ -7,15 +7,18 @@ whatever was acquired is released.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
 from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
+from vllm.logger import init_logger
 
 from .errors import LocalLayoutError, TransferError
 from .lowering import Indices, Rows
+
+logger = init_logger(__name__)
 
 _LOCAL = "NIXL_INIT_AGENT"
 
@@ -121,7 +124,7 @@ class NixlAgent:
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer. Lists prepared for it must be released before."""
-        self._agent.remove_remote_agent(peer)
+        self._give_back(f"peer {peer}", self._agent.remove_remote_agent, peer)
 
     def prepare(self, rows: Rows, peer: str | None = None) -> Prepared:
         """Prepare strided descriptors, of a peer's memory or of our own.
@@ -143,7 +146,7 @@ class NixlAgent:
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Give a prepared list back."""
-        self._agent.release_dlist_handle(prepared.handle)
+        self._give_back("a list", self._agent.release_dlist_handle, prepared.handle)
 
     def read(
         self,
@@ -172,12 +175,12 @@ class NixlAgent:
             state = self._agent.transfer(handle)
         except Exception as error:
             if handle is not None:
-                self._agent.release_xfer_handle(handle)
+                self._give_back("a read", self._agent.release_xfer_handle, handle)
             raise TransferError(
                 f"NIXL cannot read {len(local_indices)} descriptors from {remote.peer}: {error}"
             ) from error
         if state == "ERR":
-            self._agent.release_xfer_handle(handle)
+            self._give_back("a read", self._agent.release_xfer_handle, handle)
             raise TransferError(
                 f"NIXL cannot read {len(local_indices)} descriptors from {remote.peer}"
             )
@@ -195,12 +198,15 @@ class NixlAgent:
         )
 
     def telemetry(self, transfer: Transfer) -> Any:
-        """What NIXL measured of a read that is done: durations, bytes, descriptors."""
-        return self._agent.get_xfer_telemetry(transfer.handle)
+        """What NIXL measured of a read that is done; None where it cannot tell."""
+        try:
+            return self._agent.get_xfer_telemetry(transfer.handle)
+        except Exception:
+            return None
 
     def release(self, transfer: Transfer) -> None:
         """Give a read back; one in flight is cancelled."""
-        self._agent.release_xfer_handle(transfer.handle)
+        self._give_back("a read", self._agent.release_xfer_handle, transfer.handle)
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a peer a message.
@@ -226,6 +232,13 @@ class NixlAgent:
         for descriptors in self._registered:
             self._agent.deregister_memory(descriptors)
         self._registered.clear()
+
+    def _give_back(self, what: str, function: Callable[[Any], None], handle: Any) -> None:
+        """Release something. Where NIXL fails at that, as with a peer that is gone, log it."""
+        try:
+            function(handle)
+        except Exception as error:
+            logger.warning("NIXL cannot release %s: %s", what, error)
 
 
 def _whose(peer: str | None) -> str:

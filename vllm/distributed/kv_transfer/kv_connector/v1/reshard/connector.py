@@ -142,8 +142,12 @@ class NixlConnector(upstream.NixlConnector):
 def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why this engine must be left to upstream's connector; None where it need not."""
     assert vllm_config.kv_transfer_config is not None
-    if any(isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups):
+    groups = kv_cache_config.kv_cache_groups
+    if any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups):
         return "the model keeps Mamba state"
+    if len(groups) > 1:
+        # vLLM's scheduler cannot take back blocks of several groups when a read has failed.
+        return "the model has several KV-cache groups"
     if (
         current_platform.device_type != "cpu"
         and vllm_config.kv_transfer_config.kv_buffer_device == "cpu"

@@ -47,6 +47,7 @@ class Receive:
         local_tokens: Tokens of the request up to the end of the last local block to fill, which the
             last block need not hold in full.
         remote_tokens: The same there.
+        fault: Why the request cannot be read at all; None where nothing is known against it.
     """
 
     source: RemoteEngineAddress
@@ -55,6 +56,7 @@ class Receive:
     remote_block_ids: BlockIds
     local_tokens: int
     remote_tokens: int
+    fault: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

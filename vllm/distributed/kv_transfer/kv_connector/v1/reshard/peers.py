@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
-from .errors import ReshardError, TransferError
 from .messages import EngineId, Receive, RemoteEngineAddress
 from .metadata import WorkerDescription
 from .protocol import RequestId
@@ -151,7 +150,8 @@ class PeerTable:
         peer.handshake = None
         try:
             peer.engine = self._connect(handshake.result())
-        except (ReshardError, TransferError) as error:
+        except Exception as error:
+            # Whatever it is, it is this peer's handshake that has failed, and nothing else.
             peer.failures += 1
             peer.retry_at_s = now_s + min(FIRST_RETRY_S * 2 ** (peer.failures - 1), LAST_RETRY_S)
             peer.broken = True

@@ -14,12 +14,14 @@ import numpy.typing as npt
 
 from .agent import NixlAgent, Prepared
 from .cache import RankCache
-from .errors import RemoteLayoutError, TransferError
+from .errors import RemoteLayoutError
 from .lowering import BlockSpan, Indices, Leg, Rows, lower_read
 from .mesh import MeshRank
 from .messages import BlockIds, Receive
 from .metadata import WorkerDescription
 from .plan import ReshardPlan
+
+_MAX_BLOCK = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,12 @@ class PreparedLeg:
                 f"{receive.source.engine_id} has {self.leg.src.num_blocks} blocks: the router must "
                 "pass remote_block_ids on unchanged"
             )
+        if span.start_token < 0 or dst.start_token < 0:
+            raise RemoteLayoutError(
+                f"request {receive.remote_request_id} has more blocks than its tokens fill, "
+                f"{len(span.block_ids)} at {receive.source.engine_id} and {len(dst.block_ids)} "
+                "here: turn off speculative decoding on both engines"
+            )
         if not len(dst.block_ids):
             return
         first = dst.start_token
@@ -187,7 +195,7 @@ class RemoteEngine:
             for release in plan.notified_by(reader.rank):
                 peer = self._connect(descriptions[release.src_rank])
                 self.releases.append((peer, len(release.notifiers)))
-        except (RemoteLayoutError, TransferError):
+        except BaseException:
             self.close()
             raise
 
@@ -234,9 +242,8 @@ def _spans(
 
 def _expand(block_ids: Sequence[int], blocks_per_id: int) -> npt.NDArray[np.int32]:
     """Replace each block id by the ids of the blocks that it stands for."""
-    ids = np.asarray(block_ids, dtype=np.int32)
-    if blocks_per_id == 1:
-        return ids
-    parts = np.arange(blocks_per_id, dtype=np.int32)
-    expanded: npt.NDArray[np.int32] = (ids[:, np.newaxis] * np.int32(blocks_per_id) + parts).ravel()
+    ids = np.asarray(block_ids, dtype=np.int64)
+    blocks = ids[:, np.newaxis] * blocks_per_id + np.arange(blocks_per_id)
+    # Ids that no cache can have stay out of range when they are narrowed.
+    expanded: npt.NDArray[np.int32] = blocks.ravel().clip(-1, _MAX_BLOCK).astype(np.int32)
     return expanded

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 from vllm.logger import init_logger
@@ -30,13 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
-
-_SOURCE_FIELDS = (
-    "remote_engine_id",
-    "remote_request_id",
-    "remote_host",
-    "remote_port",
-)
 
 
 class ReshardScheduler(NixlConnectorScheduler):
@@ -85,9 +79,10 @@ class ReshardScheduler(NixlConnectorScheduler):
                 for engine_id, info in upstream.heartbeat_by_engine.items()
             ],
         )
-        for request_id, (request, block_ids) in wanted.items():
-            if (receive := _receive(request, block_ids)) is not None:
-                metadata.receive[request_id] = receive
+        metadata.receive = {
+            request_id: _receive(request, block_ids)
+            for request_id, (request, block_ids) in wanted.items()
+        }
         return metadata
 
     def request_finished(
@@ -107,27 +102,38 @@ class ReshardScheduler(NixlConnectorScheduler):
         super().shutdown()
 
 
-def _receive(request: Request, local_block_ids: BlockIds) -> Receive | None:
-    """What to read for a request; None where its parameters do not say from whom."""
-    params = request.kv_transfer_params or {}
-    missing = [name for name in _SOURCE_FIELDS if params.get(name) is None]
-    if missing:
-        # A request that was aborted before it was scheduled may come with anything.
-        logger.warning(
-            "Request %s cannot be released at the engine that computed it: its kv_transfer_params "
-            "lack %s. The router must pass them on unchanged.",
+class _Params(msgspec.Struct):
+    """What a router passes on from the engine that holds a request's blocks."""
+
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    remote_block_ids: list[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]]] | None = None
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+def _receive(request: Request, local_block_ids: BlockIds) -> Receive:
+    """What to read for a request; with a fault where its parameters do not say so."""
+    try:
+        params = msgspec.convert(request.kv_transfer_params or {}, _Params)
+    except msgspec.ValidationError as error:
+        return Receive(
+            RemoteEngineAddress("unknown", "unknown", 0),
             request.request_id,
-            ", ".join(missing),
+            local_block_ids,
+            remote_block_ids=(),
+            local_tokens=0,
+            remote_tokens=0,
+            fault=f"its kv_transfer_params are malformed ({error}): the router must pass them on "
+            "unchanged",
         )
-        return None
-    remote_tokens = params.get("remote_num_tokens") or request.num_prompt_tokens
+    remote_tokens = params.remote_num_tokens or request.num_prompt_tokens
     return Receive(
-        source=RemoteEngineAddress(
-            params["remote_engine_id"], params["remote_host"], int(params["remote_port"])
-        ),
-        remote_request_id=params["remote_request_id"],
-        local_block_ids=local_block_ids,
-        remote_block_ids=params.get("remote_block_ids") or (),
+        RemoteEngineAddress(params.remote_engine_id, params.remote_host, params.remote_port),
+        params.remote_request_id,
+        local_block_ids,
+        params.remote_block_ids or (),
         local_tokens=min(remote_tokens, request.num_prompt_tokens),
         remote_tokens=remote_tokens,
     )

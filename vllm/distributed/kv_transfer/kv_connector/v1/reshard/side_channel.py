@@ -303,6 +303,16 @@ def fetch_handshake(
 
 def _ask(host: str, port: int, timeout_s: float) -> bytes:
     """Send a request and wait for what comes back."""
+    try:
+        return _exchange(host, port, timeout_s)
+    except zmq.ZMQError as error:
+        raise RemoteUnreachableError(
+            f"the exchange broke off ({error}): check that the engine runs"
+        ) from error
+
+
+def _exchange(host: str, port: int, timeout_s: float) -> bytes:
+    """One request and one reply."""
     deadline_s = time.monotonic() + timeout_s
     context = zmq.Context()
     try:

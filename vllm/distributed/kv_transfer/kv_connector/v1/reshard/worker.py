@@ -21,7 +21,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
 from .agent import NixlAgent, Transfer, TransferState
-from .errors import ReshardError, TransferError
+from .errors import RemoteLayoutError, ReshardError, TransferError
 from .geometry import describe_cache, memory_regions
 from .mesh import MeshRank
 from .messages import (
@@ -92,11 +92,13 @@ class ReshardWorker:
             num_threads=transfer_config.get_from_extra_config("num_threads", 4),
         )
         self._local_lists = LocalLists(self._agent)
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="reshard-handshake")
+        # Several, so that engines that do not answer hold up nobody else's handshake.
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="reshard-handshake")
         self._producer = ProducerLedger()
         self._consumer: ConsumerLedger[int] = ConsumerLedger()
         self._peers = PeerTable(self._threads, self._fetch, self._connect)
         self._reading: dict[RequestId, _Reading] = {}
+        self._wanted_since_s: dict[RequestId, float] = {}
         self._invalid_block_ids: set[int] = set()
         self._stats = NixlKVConnectorStats()
         # Known once the caches are registered.
@@ -138,6 +140,10 @@ class ReshardWorker:
         for request_id, lease_s in metadata.offered.items():
             self._producer.offer(request_id, now_s + lease_s)
         for request_id, receive in metadata.receive.items():
+            if receive.fault is not None:
+                self._fail_unread(request_id, receive, Peer(receive.source, now_s), receive.fault)
+                continue
+            self._wanted_since_s[request_id] = now_s
             self._peers.want(receive.source, now_s).waiting.append((request_id, receive))
         for heartbeats in metadata.heartbeats:
             self._send_heartbeats(heartbeats, now_s)
@@ -211,7 +217,8 @@ class ReshardWorker:
             if error is None:
                 assert peer.engine is not None
                 for request_id, receive in peer.take_waiting():
-                    self._begin(request_id, receive, peer, peer.engine)
+                    waited_s = now_s - self._wanted_since_s.pop(request_id)
+                    self._begin(request_id, receive, peer, peer.engine, waited_s)
                 continue
             address = peer.address
             logger.error(
@@ -222,8 +229,8 @@ class ReshardWorker:
                 error,
             )
             for request_id, receive in peer.take_waiting():
-                if any(receive.local_block_ids):
-                    self._fail_unread(request_id, receive, peer, f"handshake failed: {error}")
+                del self._wanted_since_s[request_id]
+                self._fail_unread(request_id, receive, peer, f"handshake failed: {error}")
 
     def _fetch(self, address: RemoteEngineAddress) -> tuple[WorkerDescription, ...]:
         """Ask an engine for its workers. Called by another thread: reads what never changes."""
@@ -242,9 +249,11 @@ class ReshardWorker:
         started_s = time.monotonic()
         shards = [description.shard for description in descriptions]
         plan = plan_reshard(shards, self._engine_shards, spread=self._spread)
-        if __debug__:
-            faults = verify_plan(shards, self._engine_shards, plan)
-            assert not faults, faults
+        if __debug__ and (faults := verify_plan(shards, self._engine_shards, plan)):
+            raise RemoteLayoutError(
+                f"no plan fits what engine {descriptions[0].engine_id} says of itself "
+                f"({faults[0]}): run the same build of the connector on both engines"
+            )
         engine = RemoteEngine(
             self._agent,
             {description.shard.rank: description for description in descriptions},
@@ -267,17 +276,30 @@ class ReshardWorker:
         return engine
 
     def _begin(
-        self, request_id: RequestId, receive: Receive, peer: Peer, engine: RemoteEngine
+        self,
+        request_id: RequestId,
+        receive: Receive,
+        peer: Peer,
+        engine: RemoteEngine,
+        waited_s: float,
     ) -> None:
         """Post all reads of a request, or say that there is nothing to read."""
         if not any(receive.local_block_ids):
             self._release(receive, engine)
             return
         assert self._reader is not None
+        if waited_s >= self._lease_s:
+            # No heartbeat went out meanwhile: its blocks may be another request's by now.
+            self._fail_unread(
+                request_id,
+                receive,
+                peer,
+                f"it waited {waited_s:.0f} s for the engine, but leases last {self._lease_s:.0f} s",
+            )
+            return
         try:
             legs = [(leg, *leg.indices(receive, self._reader)) for leg in engine.legs]
         except ReshardError as error:
-            self._release(receive, engine)
             self._fail_unread(request_id, receive, peer, str(error))
             return
         reading = self._reading[request_id] = _Reading(receive, peer)
@@ -306,7 +328,8 @@ class ReshardWorker:
                     continue
                 del reading.transfers[key]
                 if state is TransferState.DONE:
-                    self._stats.record_transfer(self._agent.telemetry(transfer))
+                    if (telemetry := self._agent.telemetry(transfer)) is not None:
+                        self._stats.record_transfer(telemetry)
                     self._consumer.leg_done(request_id, key)
                 else:
                     reading.peer.broken = True
@@ -340,7 +363,9 @@ class ReshardWorker:
     def _fail_unread(
         self, request_id: RequestId, receive: Receive, peer: Peer, reason: str
     ) -> None:
-        """Fail a request before any of its reads was posted."""
+        """Fail a request before any of its reads was posted, if anything was to be read."""
+        if not any(receive.local_block_ids):
+            return
         self._reading[request_id] = _Reading(receive, peer)
         peer.in_flight += 1
         self._consumer.begin(request_id, [0])
