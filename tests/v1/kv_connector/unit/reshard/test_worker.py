@@ -425,9 +425,8 @@ def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
     """What the scheduler knows to be unreadable is reported, by every worker."""
     d = engines("decode", pp=2)
     nowhere = RemoteEngineAddress("unknown", "unknown", 0)
-    faulty = Receive(
-        nowhere, "d-a", [[3, 4]], (), 0, 0, fault="its kv_transfer_params are malformed"
-    )
+    fault = "its kv_transfer_params are malformed"
+    faulty = Receive(nowhere, "d-a", [[3, 4]], (), 0, 0, fault)
     d.start(receive={"d-a": faulty})
     Progress(d).until(d, received="d-a")
     assert fault in caplog_vllm.text
