@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from .cache import LayerCache, Plane, RankCache
 from .compatibility import check_compatibility, quote, remedy
-from .compatibility import compatibility_factors as compatibility_factors
 from .errors import (
     LocalLayoutError,
     RemoteHandshakeError,

@@ -199,11 +199,6 @@ class RemoteEngine:
             self.close()
             raise
 
-    @property
-    def num_peers(self) -> int:
-        """Workers of the engine that this worker is connected with."""
-        return len(self._peers)
-
     def close(self) -> None:
         """Forget the engine. No read from it may be in flight."""
         for leg in self.legs:

@@ -21,6 +21,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
 from .agent import NixlAgent, Transfer, TransferState
+from .compatibility import compatibility_factors
 from .errors import RemoteLayoutError, ReshardError, TransferError
 from .geometry import describe_cache, memory_regions
 from .mesh import MeshRank
@@ -36,11 +37,11 @@ from .messages import (
     encode_notification,
     renewals,
 )
-from .metadata import WorkerDescription, WorkerHandshake, compatibility_factors, encode_worker
+from .metadata import WorkerDescription, WorkerHandshake, encode_worker
 from .peers import Peer, PeerTable
 from .plan import plan_reshard
 from .protocol import ConsumerLedger, ProducerLedger, Receipt, RequestId
-from .remote import LocalLists, PreparedLeg, Reader, RemoteEngine
+from .remote import LocalLists, Reader, RemoteEngine
 from .shards import Layer, Shard, heads_of_rank
 from .side_channel import fetch_handshake
 from .verify import verify_plan
@@ -302,22 +303,28 @@ class ReshardWorker:
         except ReshardError as error:
             self._fail_unread(request_id, receive, peer, str(error))
             return
-        reading = self._reading[request_id] = _Reading(receive, peer)
-        peer.in_flight += 1
-        self._consumer.begin(request_id, range(len(legs)))
+        reading = self._account(request_id, receive, peer, len(legs))
         for key, (leg, local_indices, remote_indices) in enumerate(legs):
             if not len(local_indices):
                 self._consumer.leg_done(request_id, key)
                 continue
             try:
-                reading.transfers[key] = self._post(leg, local_indices, remote_indices)
+                reading.transfers[key] = self._agent.read(
+                    leg.local, local_indices, leg.remote, remote_indices
+                )
             except TransferError as error:
                 peer.broken = True
                 # What is in flight is left to end by itself: nobody else gets the blocks before.
                 self._consumer.leg_failed(request_id, key, str(error))
 
-    def _post(self, leg: PreparedLeg, local_indices: Any, remote_indices: Any) -> Transfer:
-        return self._agent.read(leg.local, local_indices, leg.remote, remote_indices)
+    def _account(
+        self, request_id: RequestId, receive: Receive, peer: Peer, num_legs: int
+    ) -> _Reading:
+        """Take a request into account until it is reported."""
+        reading = self._reading[request_id] = _Reading(receive, peer)
+        peer.in_flight += 1
+        self._consumer.begin(request_id, range(num_legs))
+        return reading
 
     def _poll_reads(self) -> None:
         """Look at everything in flight."""
@@ -366,9 +373,7 @@ class ReshardWorker:
         """Fail a request before any of its reads was posted, if anything was to be read."""
         if not any(receive.local_block_ids):
             return
-        self._reading[request_id] = _Reading(receive, peer)
-        peer.in_flight += 1
-        self._consumer.begin(request_id, [0])
+        self._account(request_id, receive, peer, 1)
         self._consumer.leg_failed(request_id, 0, reason)
 
     def _release(self, receive: Receive, engine: RemoteEngine) -> None:
