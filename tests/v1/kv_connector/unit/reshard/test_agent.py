@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from vllm.distributed.nixl_utils import NixlWrapper
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import NixlAgent, TransferState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cache import (
@@ -234,3 +236,18 @@ def test_garbage_is_no_peer(agents):
     """Metadata that no agent wrote is refused with a typed error."""
     with pytest.raises(TransferError, match="does not accept a peer's metadata"):
         agents[0].connect(b"garbage")
+
+
+def test_progress_delay_reaches_nixl(monkeypatch):
+    """What NIXL is configured with is the delay that was asked for, and only for this agent."""
+    bindings = sys.modules[NixlWrapper.__module__].nixlBind
+    make_agent, settings, delays_us = bindings.nixlAgent, bindings.nixlAgentConfig, []
+
+    def spy(name, config):
+        delays_us.append(config.pthrDelay)
+        return make_agent(name, config)
+
+    monkeypatch.setattr(bindings, "nixlAgent", spy)
+    NixlAgent(f"patient-{uuid.uuid4()}", num_threads=1, progress_delay_us=250)
+    assert delays_us == [250]
+    assert bindings.nixlAgentConfig is settings

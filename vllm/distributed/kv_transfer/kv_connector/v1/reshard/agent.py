@@ -7,7 +7,9 @@ whatever was acquired is released.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -68,6 +70,8 @@ class NixlAgent:
         memory: Kind of the memory that is read and written: host or device.
         backends: NIXL backends, in the order of preference.
         num_threads: Threads of the UCX backend; each takes resources of the network card.
+        progress_delay_us: How long NIXL's progress thread rests when it found nothing to do. 0 for
+            not at all: the least latency, for one core.
 
     Raises:
         LocalLayoutError: NIXL is not installed.
@@ -80,6 +84,7 @@ class NixlAgent:
         memory: Literal["DRAM", "VRAM"] = "DRAM",
         backends: Sequence[str] = ("UCX",),
         num_threads: int = 4,
+        progress_delay_us: int = 0,
     ) -> None:
         if NixlWrapper is None or nixl_agent_config is None:
             raise LocalLayoutError(
@@ -88,12 +93,11 @@ class NixlAgent:
         self.name = name
         self._memory = memory
         self._backends = list(backends)
-        self._agent = NixlWrapper(
-            name,
-            nixl_agent_config(
-                num_threads=num_threads, backends=self._backends, capture_telemetry=True
-            ),
+        config = nixl_agent_config(
+            num_threads=num_threads, backends=self._backends, capture_telemetry=True
         )
+        with _progress_delay(progress_delay_us):
+            self._agent = NixlWrapper(name, config)
         self._registered: list[Any] = []
 
     def register(self, regions: Sequence[tuple[int, int, int]]) -> None:
@@ -243,3 +247,29 @@ class NixlAgent:
 
 def _whose(peer: str | None) -> str:
     return "this worker's" if peer is None else f"{peer}'s"
+
+
+@contextmanager
+def _progress_delay(delay_us: int) -> Iterator[None]:
+    """Let the agents that are made within have progress threads that rest.
+
+    NIXL's agent has such a setting, but its Python class always writes 0 into it, last seen in
+    1.5.1. So the settings that the class fills in are of a type that keeps to ours instead.
+    """
+    bindings = sys.modules[NixlWrapper.__module__].nixlBind
+    settings = bindings.nixlAgentConfig
+
+    class Settings(settings):  # type: ignore[misc, valid-type]
+        @property
+        def pthrDelay(self) -> int:  # noqa: N802
+            return int(settings.pthrDelay.__get__(self))
+
+        @pthrDelay.setter
+        def pthrDelay(self, _: int) -> None:  # noqa: N802
+            settings.pthrDelay.__set__(self, delay_us)
+
+    bindings.nixlAgentConfig = Settings
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = settings

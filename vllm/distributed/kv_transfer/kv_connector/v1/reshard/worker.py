@@ -19,6 +19,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from .agent import NixlAgent, Transfer, TransferState
 from .compatibility import compatibility_factors
@@ -86,11 +87,16 @@ class ReshardWorker:
         self._rank = MeshRank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._tp_size = parallel.tensor_parallel_size
         self._name = f"{engine_id}/{self._rank}"
+        on_cpu = current_platform.device_type == "cpu"
         self._agent = NixlAgent(
             f"{self._name}/{uuid.uuid4()}",
-            memory="DRAM" if transfer_config.kv_buffer_device == "cpu" else "VRAM",
+            memory="DRAM" if on_cpu else "VRAM",
             backends=transfer_config.get_from_extra_config("backends", ["UCX"]),
             num_threads=transfer_config.get_from_extra_config("num_threads", 4),
+            # Where the model computes on the cores, none is to spare for a thread that spins.
+            progress_delay_us=transfer_config.get_from_extra_config(
+                "nixl_progress_delay_us", 100 if on_cpu else 0
+            ),
         )
         self._local_lists = LocalLists(self._agent)
         # Several, so that engines that do not answer hold up nobody else's handshake.
