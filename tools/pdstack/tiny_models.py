@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model directories of random weights: any architecture, in a second, for layouts to be tried with.
+
+The weights are large enough for attention to be sharp: an answer depends on words all over the
+prompt, and so on every block of the KV cache. They depend on nothing but sizes and seed.
+
+The tokenizer has one token for each character of ASCII text, so that a message of n characters is a
+prompt of n + 1 tokens; the first one begins the sequence. A greedy answer is as many characters
+long as it may be, because no special token is ever the likeliest.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .engine import ServedModel
+
+_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+_CHARACTERS = ("\n", *map(chr, range(ord(" "), ord("~") + 1)))
+_MAX_POSITIONS = 8192
+_CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+# Standard deviation of a weight, times the root of its inputs. With 1, attention is an average over
+# the prompt, in which no single token counts.
+_GAIN = 2.0
+
+
+def write_tiny_llama(
+    directory: Path,
+    *,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 32,
+    seed: int = 0,
+) -> ServedModel:
+    """Write a Llama, every layer of which attends to all tokens.
+
+    Args:
+        directory: Where to; made if it is not there.
+        head_size: One that the attention backend knows; for CPU 32, 64, 80, 96, 112 or 128.
+        seed: Other weights for another number.
+    """
+    import transformers
+
+    config = transformers.LlamaConfig(**_common(num_layers, num_heads, num_kv_heads, head_size))
+    return _write(directory, transformers.LlamaForCausalLM(config), seed)
+
+
+def write_tiny_gemma3(
+    directory: Path,
+    *,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 32,
+    sliding_window: int = 256,
+    full_attention_every: int = 2,
+    seed: int = 0,
+) -> ServedModel:
+    """Write a text-only Gemma 3, which mixes sliding windows with full attention.
+
+    Args:
+        directory: Where to; made if it is not there.
+        head_size: One that the attention backend knows; for CPU 32, 64, 80, 96, 112 or 128.
+        sliding_window: In tokens.
+        full_attention_every: One layer in so many attends to all tokens, the others to a window.
+        seed: Other weights for another number.
+    """
+    import transformers
+
+    config = transformers.Gemma3TextConfig(
+        **_common(num_layers, num_heads, num_kv_heads, head_size),
+        sliding_window=sliding_window,
+        layer_types=[
+            "sliding_attention" if (layer + 1) % full_attention_every else "full_attention"
+            for layer in range(num_layers)
+        ],
+        # Queries and keys are normalised: only this makes attention sharp.
+        query_pre_attn_scalar=2,
+    )
+    return _write(directory, transformers.Gemma3ForCausalLM(config), seed)
+
+
+def _common(num_layers: int, num_heads: int, num_kv_heads: int, head_size: int) -> dict[str, Any]:
+    """What all architectures call by the same name."""
+    return {
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_size,
+        "hidden_size": num_heads * head_size,
+        "intermediate_size": 2 * num_heads * head_size,
+        "vocab_size": len(_SPECIAL_TOKENS) + len(_CHARACTERS),
+        "max_position_embeddings": _MAX_POSITIONS,
+        "tie_word_embeddings": False,
+        "bos_token_id": _SPECIAL_TOKENS.index("<s>"),
+        "eos_token_id": _SPECIAL_TOKENS.index("</s>"),
+        "pad_token_id": None,
+    }
+
+
+def _write(directory: Path, model: Any, seed: int) -> ServedModel:
+    """Draw the weights, and write everything that vLLM looks for."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            # The others are those of norms, and good as they are.
+            if weight.dim() == 2:
+                weight.normal_(0.0, _GAIN * weight.shape[1] ** -0.5, generator=generator)
+        model.lm_head.weight[: len(_SPECIAL_TOKENS)] = 0.0
+    model.save_pretrained(directory)
+    _write_tokenizer(directory)
+    return ServedModel(directory, directory.name)
+
+
+def _write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer that takes characters one by one."""
+    import tokenizers
+    import transformers
+
+    tokens = [*_SPECIAL_TOKENS, *_CHARACTERS]
+    characters = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {token: number for number, token in enumerate(tokens)}, [], unk_token="<unk>"
+        )
+    )
+    characters.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=_MAX_POSITIONS,
+    )
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
