@@ -27,7 +27,10 @@ PARAMS = {
 def request(params, num_prompt_tokens: int = 40):
     """A request with the given parameters."""
     return SimpleNamespace(
-        request_id="d-a", kv_transfer_params=params, num_prompt_tokens=num_prompt_tokens
+        request_id="d-a",
+        kv_transfer_params=params,
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=num_prompt_tokens,
     )
 
 

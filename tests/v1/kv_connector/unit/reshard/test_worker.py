@@ -14,7 +14,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank, ParallelMesh
@@ -65,6 +70,7 @@ class Engine:
         partition: list[int] | None = None,
         lease_s: float = 30.0,
         dtype: torch.dtype = torch.float32,
+        window_tokens: int | None = None,
     ) -> None:
         self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
         self.mesh = ParallelMesh(pp, tp)
@@ -81,7 +87,7 @@ class Engine:
                 get_head_size=lambda: HEAD_SIZE,
             ),
             cache_config=SimpleNamespace(cache_dtype="auto"),
-            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
             parallel_config=SimpleNamespace(tensor_parallel_size=tp, data_parallel_rank=0),
             kv_transfer_config=SimpleNamespace(
                 kv_buffer_device="cpu",
@@ -102,6 +108,12 @@ class Engine:
             names = list(shard.heads_by_layer)
             shape = backend.get_kv_cache_shape(NUM_BLOCKS, block_tokens, num_heads, HEAD_SIZE)
             caches = {name: torch.zeros(shape, dtype=dtype) for name in names}
+            groups = [KVCacheGroupSpec(names, spec)]
+            if window_tokens:
+                groups = split(names, spec, window_tokens)
+                # One tensor for a layer of each group, as vLLM's hybrid allocator has it.
+                for full, sliding in zip(*(group.layer_names for group in groups), strict=False):
+                    caches[sliding] = caches[full]
             with pytest.MonkeyPatch.context() as patch:
                 for group, number in (
                     ("get_pp_group", shard.rank.pp_rank),
@@ -113,7 +125,6 @@ class Engine:
                 patch.setattr(
                     ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
                 )
-                groups = [KVCacheGroupSpec(names, spec)]
                 worker = ReshardWorker(config, engine_id, KVCacheConfig(NUM_BLOCKS, [], groups))
                 worker.register_kv_caches(caches)
             self.workers[shard.rank], self.caches[shard.rank] = worker, caches
@@ -154,6 +165,20 @@ class Engine:
             worker.close()
         if self.server is not None:
             self.server.close()
+
+
+def split(names: list[str], spec: FullAttentionSpec, window_tokens: int) -> list[KVCacheGroupSpec]:
+    """Two groups: every other layer has a sliding window."""
+    sliding = SlidingWindowSpec(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        sliding_window=window_tokens,
+    )
+    odd = [name for name in names if int(name.removeprefix("layers.")) % 2]
+    even = [name for name in names if name not in odd]
+    return [KVCacheGroupSpec(even, spec), KVCacheGroupSpec(odd, sliding)]
 
 
 @pytest.fixture
@@ -323,7 +348,7 @@ def test_requests_are_independent(engines):
     for number, p in enumerate(ps):
         address = p.serve()
         for which, d in enumerate(ds):
-            request, block = f"{p.engine_id}-{d.engine_id}", 4 * which
+            request, block = f"{p.engine_id}-{d.engine_id}", 4 * which + 1
             wholes[request] = fill(p, [block, block + 1, block + 2], seed=2 * number + which)
             p.offer(request)
             local = [4 * number + offset for offset in (2, 0, 1)]
@@ -392,6 +417,7 @@ def test_other_dtype_is_refused_at_the_handshake(engines, caplog_vllm):
         ([5, 2, NUM_BLOCKS], 48, f"names block {NUM_BLOCKS} but"),
         ([5, 2, -1], 48, "names block 5 but"),
         ([2, 9], 48, "needs tokens [0, 48)"),
+        ([0, 2, 9], 48, "those of tokens [16, 48)"),
     ],
 )
 def test_blocks_that_cannot_be_are_refused(engines, caplog_vllm, remote, tokens, message):

@@ -24,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as upstream
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from .errors import LocalLayoutError
 from .messages import ReshardConnectorMetadata
@@ -142,12 +141,8 @@ class NixlConnector(upstream.NixlConnector):
 def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why this engine must be left to upstream's connector; None where it need not."""
     assert vllm_config.kv_transfer_config is not None
-    groups = kv_cache_config.kv_cache_groups
-    if any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups):
+    if kv_cache_config.has_mamba_layers:
         return "the model keeps Mamba state"
-    if len(groups) > 1:
-        # vLLM's scheduler cannot take back blocks of several groups when a read has failed.
-        return "the model has several KV-cache groups"
     if (
         current_platform.device_type != "cpu"
         and vllm_config.kv_transfer_config.kv_buffer_device == "cpu"

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -28,6 +30,10 @@ from .shards import Layer
 _PROBE_BLOCKS, _PROBE_HEADS = 1009, 7
 _PACKING_BACKENDS = frozenset({"CPU_ATTN"})
 """Backends that arrange the tokens of a block for the instruction set."""
+
+
+_WINDOW_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""What has blocks for the last tokens of a sequence only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,13 @@ def memory_regions(kv_caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int
     return list(regions.values())
 
 
+def window_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """The KV-cache groups that keep the last tokens of a sequence only."""
+    return frozenset(
+        group for spec, group in _specs(kv_cache_config).values() if isinstance(spec, _WINDOW_SPECS)
+    )
+
+
 def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]:
     """The specification and the group of every layer."""
     specs: dict[str, tuple[KVCacheSpec, int]] = {}
@@ -106,10 +119,15 @@ def _planes(
     name: str, tensor: torch.Tensor, spec: KVCacheSpec, backend: type[AttentionBackend]
 ) -> tuple[Plane, ...]:
     """The planes of one layer."""
-    if not isinstance(spec, AttentionSpec):
+    if not isinstance(spec, (FullAttentionSpec, *_WINDOW_SPECS)):
         raise LocalLayoutError(
-            f"layer {name} keeps {type(spec).__name__} state, which is not attention: use "
+            f"layer {name} keeps {type(spec).__name__} state, which is not decoder attention: use "
             "upstream's connector for this model"
+        )
+    if spec.storage_block_size != spec.block_size:
+        raise LocalLayoutError(
+            f"layer {name} stores {spec.block_size} tokens in {spec.storage_block_size} slots, "
+            "which cannot be told apart: use upstream's connector for this model"
         )
     axes = _axes(backend)
     item_bytes = tensor.element_size()

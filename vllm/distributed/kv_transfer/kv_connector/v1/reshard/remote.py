@@ -6,7 +6,7 @@ All of this belongs to the engine's thread of the worker that reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,12 +31,12 @@ class Reader:
     Attributes:
         rank: Its rank.
         cache: Its KV cache.
-        windows: The sliding window of each KV-cache group in tokens; None where all tokens count.
+        window_groups: The KV-cache groups that keep the last tokens of a sequence only.
     """
 
     rank: MeshRank
     cache: RankCache
-    windows: Sequence[int | None]
+    window_groups: Set[int]
 
 
 class LocalLists:
@@ -102,7 +102,7 @@ class PreparedLeg:
             reader.cache.blocks_per_id,
         )
         for (src_group, dst_group), _ in self.leg.head_runs_by_groups:
-            self._check(receive, src, src_group, dst[dst_group], reader.windows[dst_group])
+            self._check(receive, src, src_group, dst[dst_group])
         src_indices, dst_indices = self.leg.indices(src, dst)
         return dst_indices, src_indices
 
@@ -112,9 +112,12 @@ class PreparedLeg:
         src: Sequence[BlockSpan],
         src_group: int,
         dst: BlockSpan,
-        window: int | None,
     ) -> None:
-        """See that a group's remote blocks exist and hold what the local ones need."""
+        """See that a group's remote blocks exist and hold what the local ones need.
+
+        That is all of the tokens of every local block, also those before a window: once a block is
+        full, requests with other windows find it in the prefix cache.
+        """
         if src_group >= len(src):
             raise RemoteLayoutError(
                 f"request {receive.remote_request_id} names blocks of {len(src)} KV-cache groups "
@@ -138,15 +141,16 @@ class PreparedLeg:
             )
         if not len(dst.block_ids):
             return
-        first = dst.start_token
-        if window is not None:
-            first = max(first, receive.local_tokens - window)
+        # Where a window has moved on, the null block stands in for what was freed.
+        null = np.flatnonzero(span.block_ids < self.remote_blocks_per_id)
+        num_gone = int(null[-1]) + 1 if len(null) else 0
+        start = span.start_token + num_gone * self.leg.src.block_tokens
         stop = span.start_token + len(span.block_ids) * self.leg.src.block_tokens
-        if span.start_token > first or stop < receive.local_tokens:
+        if start > dst.start_token or stop < receive.local_tokens:
             raise RemoteLayoutError(
-                f"request {receive.remote_request_id} needs tokens [{first}, "
+                f"request {receive.remote_request_id} needs tokens [{dst.start_token}, "
                 f"{receive.local_tokens}) but the blocks that {receive.source.engine_id} holds "
-                f"are those of tokens [{span.start_token}, {stop}): send the request to the "
+                f"are those of tokens [{start}, {stop}): send the request to the "
                 "engine that computed it"
             )
 
@@ -187,6 +191,7 @@ class RemoteEngine:
                 description = descriptions[read.src_rank]
                 peer = self._connect(description)
                 for leg in lower_read(read, description.cache, reader.cache):
+                    _check_windows(leg, reader)
                     local = local_lists.get(leg.dst.rows)
                     remote = agent.prepare(leg.src.rows, peer)
                     self.legs.append(
@@ -214,6 +219,18 @@ class RemoteEngine:
         if rank not in self._peers:
             self._peers[rank] = self._agent.connect(description.agent_metadata)
         return self._peers[rank]
+
+
+def _check_windows(leg: Leg, reader: Reader) -> None:
+    """See that blocks which hold a window there can fill blocks that hold a window here."""
+    if leg.src.block_tokens % leg.dst.block_tokens == 0:
+        return
+    if any(dst_group in reader.window_groups for (_, dst_group), _ in leg.head_runs_by_groups):
+        raise RemoteLayoutError(
+            f"blocks of {leg.src.block_tokens} tokens at the source that hold a sliding window "
+            f"may not fill blocks of {leg.dst.block_tokens} tokens here: use one --block-size on "
+            "both engines, or a multiple of this one there"
+        )
 
 
 def _spans(

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 from vllm.logger import init_logger
 
+from .geometry import window_groups
 from .messages import (
     BlockIds,
     Heartbeats,
@@ -57,6 +58,22 @@ class ReshardScheduler(NixlConnectorScheduler):
             self.side_channel_host, self.side_channel_port, encode_reply(handshakes)
         )
         self._server.start()
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """As upstream's, but for a prompt's last token where layers have windows.
+
+        vLLM computes that token anew, for its logits. Had it been counted as computed, the blocks
+        that only its own window reaches back to would not be there any more.
+        """
+        count: int
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if window_groups(self.kv_cache_config) and (
+            0 < count == request.num_tokens - num_computed_tokens
+        ):
+            count -= 1
+        return count, is_async and count > 0
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """What the workers are asked to do in this step."""
@@ -134,6 +151,7 @@ def _receive(request: Request, local_block_ids: BlockIds) -> Receive:
         params.remote_request_id,
         local_block_ids,
         params.remote_block_ids or (),
-        local_tokens=min(remote_tokens, request.num_prompt_tokens),
+        # What is being read counts as computed.
+        local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,
     )

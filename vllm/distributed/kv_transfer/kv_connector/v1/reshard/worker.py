@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from .agent import NixlAgent, Transfer, TransferState
 from .compatibility import compatibility_factors
 from .errors import RemoteLayoutError, ReshardError, TransferError
-from .geometry import describe_cache, memory_regions
+from .geometry import describe_cache, memory_regions, window_groups
 from .mesh import MeshRank
 from .messages import (
     Done,
@@ -128,11 +128,7 @@ class ReshardWorker:
         shard = self._shard(cache.layers)
         self._engine_shards = _gather(shard)
         self._agent.register(memory_regions(kv_caches))
-        windows = [
-            getattr(group.kv_cache_spec, "sliding_window", None)
-            for group in self._kv_cache_config.kv_cache_groups
-        ]
-        self._reader = Reader(self._rank, cache, windows)
+        self._reader = Reader(self._rank, cache, window_groups(self._kv_cache_config))
         self._factors = compatibility_factors(
             self._vllm_config, sorted({backend.get_name() for backend in backends.values()})
         )
