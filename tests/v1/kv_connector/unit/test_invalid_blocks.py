@@ -215,6 +215,27 @@ def test_failed_load_of_a_running_request_ends_it_with_policy_fail(make_steps):
     assert steps.step() == {"running": 1, "again": PROMPT_TOKENS}
 
 
+@pytest.mark.parametrize("num_tokens", range(24, 32))
+def test_a_finished_request_keeps_its_last_tokens_window(make_steps, monkeypatch, num_tokens):
+    """Wherever the window begins, its blocks are there for the engine that goes on."""
+    handed_over: list[Blocks] = []
+
+    def finished(connector, request, block_ids):
+        handed_over.extend(block_ids)
+        return False, None
+
+    monkeypatch.setattr(LoadingConnector, "request_finished_all_groups", finished)
+    monkeypatch.setattr(f"{__name__}.PROMPT_TOKENS", num_tokens)
+    steps = make_steps("fail")
+    steps.add("prefilled").max_tokens = 1
+    steps.step()
+    assert steps.finished == {"prefilled": FinishReason.LENGTH}
+    full, sliding = handed_over
+    assert 0 not in full
+    first_kept = next(position for position, block in enumerate(sliding) if block)
+    assert first_kept == (num_tokens - WINDOW_TOKENS) // BLOCK_TOKENS
+
+
 groups = st.lists(st.lists(st.integers(1, 40), unique=True), min_size=2, max_size=4)
 
 
