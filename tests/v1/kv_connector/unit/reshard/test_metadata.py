@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteIncompatibleError,
     RemoteRefusedError,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.leases import LeaseTableAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.metadata import (
     CONNECTOR_NAME,
@@ -55,6 +56,7 @@ def describe(
         engine_id,
         Shard(MeshRank(*rank), dict.fromkeys(names, HeadInterval(0, 2))),
         RankCache(8, 0, dict.fromkeys(names, LayerCache(planes, 0))),
+        LeaseTableAddress(1 << 20, 4),
         b"agent",
     )
 
@@ -103,8 +105,9 @@ def descriptions(draw: st.DrawFn) -> WorkerDescription:
     )
     rank = MeshRank(draw(st.integers(0, 100)), draw(st.integers(0, 100)))
     engine_id = draw(st.text(min_size=1, max_size=40))
+    table = LeaseTableAddress(draw(st.integers(0, 1 << 60)), draw(st.integers(1, 1 << 20)))
     return WorkerDescription(
-        engine_id, Shard(rank, heads_by_layer), cache, draw(st.binary(max_size=100))
+        engine_id, Shard(rank, heads_by_layer), cache, table, draw(st.binary(max_size=100))
     )
 
 
@@ -209,7 +212,7 @@ def wire(**changes: object) -> bytes:
     names = ("engine_id", "pp_rank", "tp_rank", "num_blocks", "blocks_per_id", "device_id")
     fields = dict(
         zip(
-            (*names, "agent_metadata", "layers"),
+            (*names, "lease_address", "num_lease_buckets", "agent_metadata", "layers"),
             msgspec.msgpack.decode(encode_worker(describe())),
             strict=True,
         )
@@ -229,6 +232,7 @@ FAULTS: dict[str, tuple[dict, str]] = {
     "no engine": (dict(engine_id=""), "not understood"),
     "negative rank": (dict(pp_rank=-1), "not understood"),
     "no blocks": (dict(num_blocks=0), "not understood"),
+    "no room for leases": (dict(num_lease_buckets=0), "not understood"),
     "too many blocks": (dict(num_blocks=1 << 31), "not understood"),
     "no blocks to an id": (dict(blocks_per_id=0), "not understood"),
     "blocks that do not divide": (dict(blocks_per_id=3), "8 blocks, 3 to a block id"),

@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteRefusedError,
     RemoteUnreachableError,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.leases import LeaseTableAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.metadata import (
     WorkerDescription,
@@ -67,6 +68,7 @@ def describe(tp_rank: int, engine_id: str) -> WorkerDescription:
         engine_id,
         Shard(MeshRank(0, tp_rank), {"a": HeadInterval(tp_rank, tp_rank + 1)}),
         RankCache(8, 0, {"a": LayerCache((plane, plane), 0)}),
+        LeaseTableAddress(1 << 20, 4),
         b"agent",
     )
 

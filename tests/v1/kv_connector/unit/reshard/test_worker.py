@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.lease_check import LeaseChecker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import (
     Heartbeats,
@@ -461,20 +462,6 @@ def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
         assert len(worker._peers) == 0
 
 
-def test_request_that_waited_longer_than_the_lease_fails(engines, monkeypatch, caplog_vllm):
-    """Nobody renewed its lease: what its blocks hold now may be another request's."""
-    now_s = 1000.0
-    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    p, d = engines("prefill", lease_s=10.0), engines("decode", lease_s=10.0)
-    address = p.serve()
-    fill(p, [5, 2, 9])
-    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
-    now_s += 10.0
-    Progress(d).until(d, received="d-a")
-    assert "but leases last 10 s" in caplog_vllm.text
-    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
-
-
 def test_restarted_engine_is_served_again(engines):
     """A prefill engine with a new id at the old address needs no restart of the decode engine."""
     d = engines("decode")
@@ -532,9 +519,9 @@ def lease_end(worker: ReshardWorker) -> float:
     return worker._producer._held["p-a"].expires_at_s
 
 
-def test_late_reader_is_told_in_the_log(engines, caplog_vllm):
-    """A read after the lease ran out is an error of the producer's log."""
-    p, d = engines("prefill"), engines("decode")
+def test_late_reader_fails(engines, caplog_vllm):
+    """Blocks that are read after their lease ran out count as invalid, and both logs say why."""
+    p, d = engines("prefill", tp=2), engines("decode")
     address = p.serve()
     fill(p, [5, 2, 9])
     p.offer("p-a", lease_s=0.0)
@@ -542,7 +529,32 @@ def test_late_reader_is_told_in_the_log(engines, caplog_vllm):
     progress.until(p, sent="p-a")
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
     progress.until(d, received="d-a")
+    assert "had run out when all was read" in caplog_vllm.text
+    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
     deadline = time.monotonic() + DEADLINE_S
     while "which this worker does not hold any more" not in caplog_vllm.text:
         assert time.monotonic() < deadline
         progress.step()
+
+
+@pytest.mark.parametrize("source_rank", [0, 1])
+def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, source_rank):
+    """Bytes may be another request's where one of the holders let go before all was read."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    p.offer("p-a", "p-b")
+    want = LeaseChecker.want
+
+    def want_after_expiry(self, request_id, remote_request_id, at):
+        if remote_request_id == "p-a":
+            p.workers[MeshRank(0, source_rank)]._lease_table.strike("p-a")
+        want(self, request_id, remote_request_id, at)
+
+    monkeypatch.setattr(LeaseChecker, "want", want_after_expiry)
+    other = receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9]), "d-b": other})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    progress.until(d, received="d-b")
+    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}

@@ -7,8 +7,9 @@ whatever was acquired is released.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -23,6 +24,9 @@ from .lowering import Indices, Rows
 logger = init_logger(__name__)
 
 _LOCAL = "NIXL_INIT_AGENT"
+
+Memory = Literal["DRAM", "VRAM"]
+"""Memory of the host, or of the device."""
 
 
 class TransferState(Enum):
@@ -67,11 +71,12 @@ class NixlAgent:
 
     Args:
         name: Unique among all agents that may meet.
-        memory: Kind of the memory that is read and written: host or device.
+        memory: Where the KV cache lies.
         backends: NIXL backends, in the order of preference.
         num_threads: Threads of the UCX backend; each takes resources of the network card.
         progress_delay_us: How long NIXL's progress thread rests when it found nothing to do. 0 for
             not at all: the least latency, for one core.
+        cores: Where NIXL's threads may run; None for where the calling thread may.
 
     Raises:
         LocalLayoutError: NIXL is not installed.
@@ -81,10 +86,11 @@ class NixlAgent:
         self,
         name: str,
         *,
-        memory: Literal["DRAM", "VRAM"] = "DRAM",
+        memory: Memory = "DRAM",
         backends: Sequence[str] = ("UCX",),
         num_threads: int = 4,
         progress_delay_us: int = 0,
+        cores: Collection[int] | None = None,
     ) -> None:
         if NixlWrapper is None or nixl_agent_config is None:
             raise LocalLayoutError(
@@ -96,17 +102,22 @@ class NixlAgent:
         config = nixl_agent_config(
             num_threads=num_threads, backends=self._backends, capture_telemetry=True
         )
-        with _progress_delay(progress_delay_us):
+        with _progress_delay(progress_delay_us), _running_on(cores):
             self._agent = NixlWrapper(name, config)
         self._registered: list[Any] = []
 
-    def register(self, regions: Sequence[tuple[int, int, int]]) -> None:
+    def register(
+        self, regions: Sequence[tuple[int, int, int]], memory: Memory | None = None
+    ) -> None:
         """Make memory known to NIXL, so that it can be read and written.
 
         Args:
             regions: Address, size in bytes and device id of each region.
+            memory: Where they lie; None for where the KV cache does.
         """
-        descriptors = self._agent.get_reg_descs([(*region, "") for region in regions], self._memory)
+        descriptors = self._agent.get_reg_descs(
+            [(*region, "") for region in regions], memory or self._memory
+        )
         self._agent.register_memory(descriptors, backends=self._backends)
         self._registered.append(descriptors)
 
@@ -130,18 +141,21 @@ class NixlAgent:
         """Forget a peer. Lists prepared for it must be released before."""
         self._give_back(f"peer {peer}", self._agent.remove_remote_agent, peer)
 
-    def prepare(self, rows: Rows, peer: str | None = None) -> Prepared:
+    def prepare(
+        self, rows: Rows, peer: str | None = None, memory: Memory | None = None
+    ) -> Prepared:
         """Prepare strided descriptors, of a peer's memory or of our own.
 
         Args:
             rows: Shape (rows, 5), as in `lowering`.
             peer: Whose memory; None for our own.
+            memory: Where it lies; None for where the KV cache does.
 
         Raises:
             TransferError: The memory is not registered, or the peer is not connected.
         """
         try:
-            handle = self._agent.prep_xfer_dlist(peer or _LOCAL, rows, self._memory)
+            handle = self._agent.prep_xfer_dlist(peer or _LOCAL, rows, memory or self._memory)
         except Exception as error:
             raise TransferError(
                 f"NIXL cannot prepare {len(rows)} rows of {_whose(peer)} memory: {error}"
@@ -261,11 +275,11 @@ def _progress_delay(delay_us: int) -> Iterator[None]:
 
     class Settings(settings):  # type: ignore[misc, valid-type]
         @property
-        def pthrDelay(self) -> int:  # noqa: N802
+        def pthrDelay(self) -> int:
             return int(settings.pthrDelay.__get__(self))
 
         @pthrDelay.setter
-        def pthrDelay(self, _: int) -> None:  # noqa: N802
+        def pthrDelay(self, _: int) -> None:
             settings.pthrDelay.__set__(self, delay_us)
 
     bindings.nixlAgentConfig = Settings
@@ -273,3 +287,17 @@ def _progress_delay(delay_us: int) -> Iterator[None]:
         yield
     finally:
         bindings.nixlAgentConfig = settings
+
+
+@contextmanager
+def _running_on(cores: Collection[int] | None) -> Iterator[None]:
+    """Let this thread, and threads that it starts within, run on some cores."""
+    if cores is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)

@@ -32,6 +32,7 @@ from .errors import (
     RemoteRefusedError,
     ReshardError,
 )
+from .leases import LeaseTableAddress
 from .mesh import MeshRank
 from .shards import HeadInterval, Layer, Shard
 
@@ -55,6 +56,7 @@ _SlotBytes: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 32)]
 _Head: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 12)]
 _Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
 _Blocks: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 31)]
+_LeaseBuckets: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
 _LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
 _LayerName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
@@ -72,12 +74,14 @@ class WorkerDescription:
         engine_id: The engine that it belongs to; another one after a restart.
         shard: Its place, and the layers and heads that it holds.
         cache: Where their bytes lie; the same layers.
+        lease_table: Where it says which requests it holds.
         agent_metadata: What NIXL needs to connect to it.
     """
 
     engine_id: str
     shard: Shard
     cache: RankCache
+    lease_table: LeaseTableAddress
     agent_metadata: bytes
 
 
@@ -126,6 +130,8 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: _Blocks
     blocks_per_id: _Blocks
     device_id: _Rank
+    lease_address: _Address
+    num_lease_buckets: _LeaseBuckets
     agent_metadata: _AgentMetadata
     layers: Annotated[list[_WireLayer], Meta(min_length=1, max_length=1 << 12)]
 
@@ -189,6 +195,8 @@ def encode_worker(description: WorkerDescription) -> bytes:
             cache.num_blocks,
             cache.blocks_per_id,
             cache.device_id,
+            description.lease_table.address,
+            description.lease_table.num_buckets,
             description.agent_metadata,
             [
                 _wire_layer(layer, heads, cache.layers[layer])
@@ -375,6 +383,7 @@ def _read_worker(data: bytes, error: type[ReshardError], what: str) -> WorkerDes
         wire.engine_id,
         Shard(rank, heads_by_layer),
         RankCache(wire.num_blocks, wire.device_id, layers, wire.blocks_per_id),
+        LeaseTableAddress(wire.lease_address, wire.num_lease_buckets),
         wire.agent_metadata,
     )
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from .agent import NixlAgent, Prepared
 from .cache import RankCache
 from .errors import RemoteLayoutError
+from .lease_check import PreparedTable, prepare_table
 from .lowering import BlockSpan, Indices, Leg, Rows, lower_read
 from .mesh import MeshRank
 from .messages import BlockIds, Receive
@@ -167,6 +168,7 @@ class RemoteEngine:
 
     Attributes:
         legs: What to read for every request.
+        lease_tables: The table of each of its workers that is read from, by the agent's name.
         releases: Whom to notify when a request was read, with the number of its notifiers.
 
     Raises:
@@ -185,11 +187,15 @@ class RemoteEngine:
         self._agent = agent
         self._peers: dict[MeshRank, str] = {}
         self.legs: list[PreparedLeg] = []
+        self.lease_tables: dict[str, PreparedTable] = {}
         self.releases: list[tuple[str, int]] = []
         try:
             for read in plan.reads_of(reader.rank):
                 description = descriptions[read.src_rank]
                 peer = self._connect(description)
+                if peer not in self.lease_tables:
+                    table = prepare_table(agent, description.lease_table, peer)
+                    self.lease_tables[peer] = table
                 for leg in lower_read(read, description.cache, reader.cache):
                     _check_windows(leg, reader)
                     local = local_lists.get(leg.dst.rows)
@@ -209,6 +215,9 @@ class RemoteEngine:
         for leg in self.legs:
             self._agent.release_prepared(leg.remote)
         self.legs.clear()
+        for table in self.lease_tables.values():
+            self._agent.release_prepared(table.buckets)
+        self.lease_tables.clear()
         self.releases.clear()
         for peer in self._peers.values():
             self._agent.disconnect(peer)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 
 from .geometry import window_groups
 from .messages import (
@@ -25,6 +25,7 @@ from .messages import (
     ReshardConnectorMetadata,
 )
 from .metadata import WorkerHandshake, encode_reply
+from .params import remote_blocks, sound
 from .side_channel import HandshakeServer
 
 if TYPE_CHECKING:
@@ -58,6 +59,15 @@ class ReshardScheduler(NixlConnectorScheduler):
             self.side_channel_host, self.side_channel_port, encode_reply(handshakes)
         )
         self._server.start()
+
+    def on_new_request(self, request: Request) -> None:
+        """As upstream's, with parameters that it can believe."""
+        request.kv_transfer_params = sound(
+            request.request_id,
+            request.kv_transfer_params,
+            reads_back=self.is_bidirectional_kv_xfer_enabled,
+        )
+        super().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -105,7 +115,15 @@ class ReshardScheduler(NixlConnectorScheduler):
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As upstream's; the parameters for the next engine say how many stages there are."""
+        """As upstream's; the parameters for the next engine say how many stages there are.
+
+        Blocks that were allocated for more tokens than were computed, as for those of a draft
+        model, are none of the next engine's.
+        """
+        block_ids = tuple(
+            ids[: cdiv(request.num_computed_tokens, group.kv_cache_spec.block_size)]
+            for ids, group in zip(block_ids, self.kv_cache_config.kv_cache_groups, strict=True)
+        )
         delay_free, params = super().request_finished(request, block_ids)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
@@ -119,38 +137,18 @@ class ReshardScheduler(NixlConnectorScheduler):
         super().shutdown()
 
 
-class _Params(msgspec.Struct):
-    """What a router passes on from the engine that holds a request's blocks."""
-
-    remote_engine_id: str
-    remote_request_id: str
-    remote_host: str
-    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    remote_block_ids: list[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]]] | None = None
-    remote_num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-
-
 def _receive(request: Request, local_block_ids: BlockIds) -> Receive:
     """What to read for a request; with a fault where its parameters do not say so."""
-    try:
-        params = msgspec.convert(request.kv_transfer_params or {}, _Params)
-    except msgspec.ValidationError as error:
-        return Receive(
-            RemoteEngineAddress("unknown", "unknown", 0),
-            request.request_id,
-            local_block_ids,
-            remote_block_ids=(),
-            local_tokens=0,
-            remote_tokens=0,
-            fault=f"its kv_transfer_params are malformed ({error}): the router must pass them on "
-            "unchanged",
-        )
-    remote_tokens = params.remote_num_tokens or request.num_prompt_tokens
+    source = remote_blocks(request.kv_transfer_params or {})
+    if isinstance(source, str):
+        nowhere = RemoteEngineAddress("unknown", "unknown", 0)
+        return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
+    remote_tokens = source.remote_num_tokens or request.num_prompt_tokens
     return Receive(
-        RemoteEngineAddress(params.remote_engine_id, params.remote_host, params.remote_port),
-        params.remote_request_id,
+        RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port),
+        source.remote_request_id,
         local_block_ids,
-        params.remote_block_ids or (),
+        source.remote_block_ids,
         # What is being read counts as computed.
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,

@@ -8,9 +8,10 @@ future, and touches nothing else.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from .agent import NixlAgent, Transfer, TransferState
 from .compatibility import compatibility_factors
 from .errors import RemoteLayoutError, ReshardError, TransferError
 from .geometry import describe_cache, memory_regions, window_groups
+from .lease_check import LeaseChecker, PreparedTable
+from .leases import LeaseTable
 from .mesh import MeshRank
 from .messages import (
     Done,
@@ -57,10 +60,18 @@ logger = init_logger(__name__)
 
 @dataclass(slots=True)
 class _Reading:
-    """A request being read."""
+    """A request being read.
+
+    Attributes:
+        receive: What to read.
+        peer: From where.
+        lease_tables: Where to see, after that, that it was still held.
+        transfers: Reads in flight.
+    """
 
     receive: Receive
     peer: Peer
+    lease_tables: Sequence[PreparedTable] = ()
     transfers: dict[int, Transfer] = field(default_factory=dict)
 
 
@@ -97,15 +108,21 @@ class ReshardWorker:
             progress_delay_us=transfer_config.get_from_extra_config(
                 "nixl_progress_delay_us", 100 if on_cpu else 0
             ),
+            # There this thread is bound to cores of its own, which NIXL's would have to share with
+            # it; and where it waits for them, it does not let them run.
+            cores=_parents_cores() if on_cpu else None,
         )
         self._local_lists = LocalLists(self._agent)
         # Several, so that engines that do not answer hold up nobody else's handshake.
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="reshard-handshake")
         self._producer = ProducerLedger()
+        self._lease_table = LeaseTable()
+        table = self._lease_table.address
+        self._agent.register([(table.address, table.size_bytes, 0)], "DRAM")
+        self._lease_checker = LeaseChecker(self._agent)
         self._consumer: ConsumerLedger[int] = ConsumerLedger()
         self._peers = PeerTable(self._threads, self._fetch, self._connect)
         self._reading: dict[RequestId, _Reading] = {}
-        self._wanted_since_s: dict[RequestId, float] = {}
         self._invalid_block_ids: set[int] = set()
         self._stats = NixlKVConnectorStats()
         # Known once the caches are registered.
@@ -132,21 +149,30 @@ class ReshardWorker:
         self._factors = compatibility_factors(
             self._vllm_config, sorted({backend.get_name() for backend in backends.values()})
         )
-        description = WorkerDescription(self._engine_id, shard, cache, self._agent.metadata())
+        description = WorkerDescription(
+            self._engine_id, shard, cache, self._lease_table.address, self._agent.metadata()
+        )
         self.handshake = WorkerHandshake(self._factors, encode_worker(description))
 
     def start_load_kv(self, metadata: ReshardConnectorMetadata) -> None:
         """Take up what the scheduler asks for in this step; blocks on nothing."""
         now_s = time.monotonic()
         self._producer.admit(metadata.admitted)
+        for request_id in metadata.admitted:
+            if not self._lease_table.enter(request_id):
+                logger.warning(
+                    "Request %s will not be read: too many requests are held for other engines.",
+                    request_id,
+                )
         self._producer.withdraw(metadata.withdrawn)
+        for request_id in metadata.withdrawn:
+            self._lease_table.strike(request_id)
         for request_id, lease_s in metadata.offered.items():
             self._producer.offer(request_id, now_s + lease_s)
         for request_id, receive in metadata.receive.items():
             if receive.fault is not None:
                 self._fail_unread(request_id, receive, Peer(receive.source, now_s), receive.fault)
                 continue
-            self._wanted_since_s[request_id] = now_s
             self._peers.want(receive.source, now_s).waiting.append((request_id, receive))
         for heartbeats in metadata.heartbeats:
             self._send_heartbeats(heartbeats, now_s)
@@ -161,6 +187,7 @@ class ReshardWorker:
         now_s = time.monotonic()
         self._advance_peers(now_s)
         self._poll_reads()
+        self._check_leases()
         sent = self._hear_notifications(now_s)
         for expiry in self._producer.expire(now_s):
             self._stats.record_kv_expired_req()
@@ -172,6 +199,8 @@ class ReshardWorker:
                 "an unknown number of" if expiry.awaited is None else expiry.awaited,
             )
             sent.add(expiry.request_id)
+        for request_id in sent:
+            self._lease_table.strike(request_id)
         return sent, self._take_received()
 
     def take_invalid_block_ids(self) -> set[int]:
@@ -191,6 +220,7 @@ class ReshardWorker:
                 self._agent.release(transfer)
             reading.peer.in_flight -= 1
         self._reading.clear()
+        self._lease_checker.close()
         self._peers.close()
         self._local_lists.close()
         self._agent.close()
@@ -220,8 +250,7 @@ class ReshardWorker:
             if error is None:
                 assert peer.engine is not None
                 for request_id, receive in peer.take_waiting():
-                    waited_s = now_s - self._wanted_since_s.pop(request_id)
-                    self._begin(request_id, receive, peer, peer.engine, waited_s)
+                    self._begin(request_id, receive, peer, peer.engine)
                 continue
             address = peer.address
             logger.error(
@@ -232,7 +261,6 @@ class ReshardWorker:
                 error,
             )
             for request_id, receive in peer.take_waiting():
-                del self._wanted_since_s[request_id]
                 self._fail_unread(request_id, receive, peer, f"handshake failed: {error}")
 
     def _fetch(self, address: RemoteEngineAddress) -> tuple[WorkerDescription, ...]:
@@ -279,33 +307,21 @@ class ReshardWorker:
         return engine
 
     def _begin(
-        self,
-        request_id: RequestId,
-        receive: Receive,
-        peer: Peer,
-        engine: RemoteEngine,
-        waited_s: float,
+        self, request_id: RequestId, receive: Receive, peer: Peer, engine: RemoteEngine
     ) -> None:
         """Post all reads of a request, or say that there is nothing to read."""
         if not any(receive.local_block_ids):
             self._release(receive, engine)
             return
         assert self._reader is not None
-        if waited_s >= self._lease_s:
-            # No heartbeat went out meanwhile: its blocks may be another request's by now.
-            self._fail_unread(
-                request_id,
-                receive,
-                peer,
-                f"it waited {waited_s:.0f} s for the engine, but leases last {self._lease_s:.0f} s",
-            )
-            return
         try:
             legs = [(leg, *leg.indices(receive, self._reader)) for leg in engine.legs]
         except ReshardError as error:
             self._fail_unread(request_id, receive, peer, str(error))
             return
-        reading = self._account(request_id, receive, peer, len(legs))
+        read_from = {leg.remote.peer for leg, local_indices, _ in legs if len(local_indices)}
+        tables = [table for name, table in engine.lease_tables.items() if name in read_from]
+        reading = self._account(request_id, receive, peer, len(legs), tables)
         for key, (leg, local_indices, remote_indices) in enumerate(legs):
             if not len(local_indices):
                 self._consumer.leg_done(request_id, key)
@@ -320,12 +336,17 @@ class ReshardWorker:
                 self._consumer.leg_failed(request_id, key, str(error))
 
     def _account(
-        self, request_id: RequestId, receive: Receive, peer: Peer, num_legs: int
+        self,
+        request_id: RequestId,
+        receive: Receive,
+        peer: Peer,
+        num_legs: int,
+        lease_tables: Sequence[PreparedTable] = (),
     ) -> _Reading:
         """Take a request into account until it is reported."""
-        reading = self._reading[request_id] = _Reading(receive, peer)
+        reading = self._reading[request_id] = _Reading(receive, peer, lease_tables)
         peer.in_flight += 1
-        self._consumer.begin(request_id, range(num_legs))
+        self._consumer.begin(request_id, range(num_legs), following_steps=len(lease_tables))
         return reading
 
     def _poll_reads(self) -> None:
@@ -339,13 +360,24 @@ class ReshardWorker:
                 if state is TransferState.DONE:
                     if (telemetry := self._agent.telemetry(transfer)) is not None:
                         self._stats.record_transfer(telemetry)
-                    self._consumer.leg_done(request_id, key)
+                    if self._consumer.leg_done(request_id, key):
+                        for table in reading.lease_tables:
+                            remote_request_id = reading.receive.remote_request_id
+                            self._lease_checker.want(request_id, remote_request_id, table)
                 else:
                     reading.peer.broken = True
                     self._consumer.leg_failed(
                         request_id, key, f"NIXL could not read from {transfer.peer}"
                     )
                 self._agent.release(transfer)
+
+    def _check_leases(self) -> None:
+        """See that what was read was still held."""
+        for verdict in self._lease_checker.advance():
+            if verdict.fault is not None:
+                self._consumer.fail(verdict.request_id, verdict.fault)
+                self._reading[verdict.request_id].peer.broken |= verdict.peer_broken
+            self._consumer.step_done(verdict.request_id)
 
     def _take_received(self) -> set[RequestId]:
         """Requests that have ended, well or not; their holders are told in both cases."""
@@ -418,14 +450,22 @@ class ReshardWorker:
             if receipt is Receipt.RELEASED:
                 released.add(notification.request_id)
             elif receipt is Receipt.UNKNOWN:
-                logger.error(
-                    "%s has read blocks of request %s, which this worker does not hold any more: "
-                    "it may have read another request's. Give readers longer with "
-                    "kv_lease_duration.",
+                logger.warning(
+                    "%s was too late for the blocks of request %s, which this worker does not hold "
+                    "any more. Give readers longer with kv_lease_duration.",
                     notification.notifier,
                     notification.request_id,
                 )
         return released
+
+
+def _parents_cores() -> set[int] | None:
+    """The cores of the process that has started this one, which nobody has bound since."""
+    try:
+        return os.sched_getaffinity(os.getppid())
+    except (AttributeError, OSError):
+        # There is no such thing on this system, or no such process any more.
+        return None
 
 
 def _gather(shard: Shard) -> tuple[Shard, ...]:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kv_transfer_params of a request: what a router passes on from one engine to the next.
+
+They come from outside, by way of a client, so nothing of them is used before it has been checked.
+Upstream's scheduler takes them as they are; what it gets to see is made `sound` first.
+
+    from a prefill engine, do_remote_prefill   where a prompt's blocks are, which have to be read
+    from a decode engine, do_remote_decode     where blocks of the last turn are, if read at all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+Params = dict[str, Any]
+
+_FAULT = "_fault"
+_REMOTE_PREFIX = "remote_"
+
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1 << 10)]
+_BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class RemoteBlocks(msgspec.Struct, frozen=True):
+    """Where another engine holds blocks of a request.
+
+    Attributes:
+        remote_engine_id: The engine.
+        remote_request_id: What the request is called there.
+        remote_host: Host of its side channel.
+        remote_port: TCP port of its side channel.
+        remote_block_ids: The blocks, for each KV-cache group, the last ones of the request's.
+        remote_num_tokens: Tokens of the request up to the last one in these blocks; None or 0 where
+            it is the prompt's.
+    """
+
+    remote_engine_id: _Text
+    remote_request_id: _Text
+    remote_host: _Text
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    remote_block_ids: Annotated[list[list[_BlockId]], msgspec.Meta(min_length=1)]
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+def sound(request_id: str, params: Params | None, *, reads_back: bool) -> Params | None:
+    """Make parameters fit for a scheduler that believes them.
+
+    Args:
+        request_id: The request.
+        params: What came with it.
+        reads_back: Whether this engine reads blocks of the last turn from a decode engine.
+
+    Returns:
+        The parameters as they are; or, where a prompt's blocks should be read and nobody can tell
+        where from, some that lead to `remote_blocks` returning the fault, so that the request
+        fails or is computed here, as `kv_load_failure_policy` has it; or, where blocks of the last
+        turn need not or cannot be read, the same without them.
+    """
+    if not params:
+        return params
+    if params.get("do_remote_prefill"):
+        fault = _fault(params)
+        return params if fault is None else _faulty(fault)
+    if not params.get("remote_block_ids"):
+        return params
+    if reads_back and (fault := _fault(params)) is not None:
+        logger.warning("Computing all of request %s: %s", request_id, fault)
+    elif reads_back:
+        return params
+    return {name: value for name, value in params.items() if not name.startswith(_REMOTE_PREFIX)}
+
+
+def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:
+    """Where to read from, out of `sound` parameters, or why nobody can tell."""
+    fault = params.get(_FAULT)
+    return fault if isinstance(fault, str) else msgspec.convert(params, RemoteBlocks)
+
+
+def _fault(params: Params) -> str | None:
+    """What is wrong with parameters that should say where blocks are."""
+    try:
+        msgspec.convert(params, RemoteBlocks)
+    except (msgspec.ValidationError, RecursionError) as error:
+        return (
+            f"its kv_transfer_params are malformed ({error}): the router must pass on unchanged "
+            "those that the other engine returned"
+        )
+    return None
+
+
+def _faulty(fault: str) -> Params:
+    """Parameters that make upstream's scheduler ask for a read, which is then refused."""
+    address: Params = {"remote_engine_id": "", "remote_request_id": "", "remote_host": ""}
+    return {
+        "do_remote_prefill": True,
+        "remote_port": 0,
+        "remote_block_ids": [[0]],
+        _FAULT: fault,
+        **address,
+    }
