@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that hold source ranks, each with NIXL of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from tests.v1.kv_connector.unit.reshard.transport.ranks import Format, Rank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import NixlAgent
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cache import RankCache
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.lowering import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import (
+    HeadInterval,
+    Layer,
+    Shard,
+)
+
+_ANSWER_S = 120.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a reader needs of a source rank."""
+
+    rank: MeshRank
+    cache: RankCache
+    agent_metadata: bytes
+
+
+class SourceProcess:
+    """A process that holds one source rank at a time."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._pipe, child = context.Pipe()
+        self.process = context.Process(target=_serve, args=(child,), daemon=True)
+        self.process.start()
+        child.close()
+
+    def hold(
+        self, shard: Shard, form: Format, sequence: np.ndarray, blocks: list[BlockSpan]
+    ) -> Source:
+        """Let it hold a rank with the KV of a sequence, instead of what it held before."""
+        layers = [(layer, heads.start, heads.stop) for layer, heads in shard.heads_by_layer.items()]
+        self._pipe.send(("hold", shard.rank, layers, form, sequence, blocks))
+        planes, metadata = self._answer()
+        num_blocks, device_id, layer_caches = planes
+        return Source(shard.rank, RankCache(num_blocks, device_id, layer_caches), metadata)
+
+    def unchanged(self) -> bool:
+        """Whether its cache is still what it was filled with."""
+        self._pipe.send(("unchanged",))
+        return bool(self._answer())
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """What its agent has heard since the last call."""
+        self._pipe.send(("notifications",))
+        return list(self._answer())
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self.process.kill()
+        self.process.join()
+
+    def stop(self) -> None:
+        """End it."""
+        if self.process.is_alive():
+            self._pipe.send(("stop",))
+            self.process.join(_ANSWER_S)
+        self._pipe.close()
+
+    def _answer(self) -> Any:
+        assert self._pipe.poll(_ANSWER_S), "the source process does not answer"
+        return self._pipe.recv()
+
+
+def _serve(pipe: Connection) -> None:
+    """The process: one agent and rank after the other."""
+    held: Rank | None = None
+    filled = np.empty(0)
+    agent: NixlAgent | None = None
+    while True:
+        match pipe.recv():
+            case ("hold", rank, layers, form, sequence, blocks):
+                if agent is not None:
+                    agent.close()
+                agent = NixlAgent(f"source-{uuid.uuid4()}", num_threads=1, progress_delay_us=100)
+                held = Rank(Shard(rank, _heads(layers)), form, agent)
+                held.fill(sequence, blocks)
+                filled = held.bytes().copy()
+                cache = (held.cache.num_blocks, held.cache.device_id, dict(held.cache.layers))
+                pipe.send((cache, agent.metadata()))
+            case ("unchanged",):
+                assert held is not None
+                pipe.send(np.array_equal(held.bytes(), filled))
+            case ("notifications",):
+                assert agent is not None
+                pipe.send(agent.take_notifications())
+            case _:
+                return
+
+
+def _heads(layers: Sequence[tuple[Layer, int, int]]) -> dict[Layer, HeadInterval]:
+    return {layer: HeadInterval(start, stop) for layer, start, stop in layers}

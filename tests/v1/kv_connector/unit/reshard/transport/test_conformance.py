@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans carried out byte for byte, by every transport.
+
+Real NIXL reads from source ranks in processes of their own. The agent of the tests' own memory is
+held to the same, so that tests may use it where they decide what happens when.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
+from tests.v1.kv_connector.unit.reshard.transport.ranks import (
+    NUM_LAYERS,
+    Format,
+    Rank,
+    blocks_of,
+    sequence_of,
+)
+from tests.v1.kv_connector.unit.reshard.transport.sources import Source, SourceProcess
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import NixlAgent, TransferState
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.lowering import BlockSpan, lower_read
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import Read, plan_reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.verify import verify_plan
+
+DEADLINE_S = 120.0
+MAX_SOURCES = 8
+
+Agent = NixlAgent | MemoryAgent
+Hold = Callable[[Sequence[Shard], Format, np.ndarray, list[BlockSpan]], "Sources"]
+
+NHD = dict(token_major=True)
+MLA = dict(planes=1)
+HYBRID = dict(groups=2)
+
+# name: source (pp, tp), destination (pp, tp), KV heads, and what else is not as usual
+LAYOUTS: dict[str, tuple[tuple[int, int], tuple[int, int], int, dict]] = {
+    "the same": ((1, 1), (1, 1), 2, {}),
+    "the same mesh": ((2, 2), (2, 2), 4, {}),
+    "TP4 to TP2": ((1, 4), (1, 2), 8, {}),
+    "TP8 to TP1": ((1, 8), (1, 1), 8, {}),
+    "TP1 to TP4": ((1, 1), (1, 4), 8, {}),
+    "TP2 to TP8": ((1, 2), (1, 8), 8, {}),
+    "TP3 to TP2": ((1, 3), (1, 2), 6, {}),
+    "TP2 to TP3": ((1, 2), (1, 3), 6, {}),
+    "TP8 replicated to TP2": ((1, 8), (1, 2), 2, {}),
+    "TP2 to TP8 replicated": ((1, 2), (1, 8), 2, {}),
+    "TP8 to TP4, both replicated": ((1, 8), (1, 4), 2, {}),
+    "TP4 to TP6, both replicated": ((1, 4), (1, 6), 2, {}),
+    "PP2 to PP1": ((2, 1), (1, 1), 2, {}),
+    "PP1 to PP2": ((1, 1), (2, 1), 2, {}),
+    "PP2 to PP3": ((2, 1), (3, 1), 2, {}),
+    "PP4 to PP2": ((4, 1), (2, 1), 2, {}),
+    "PP8 to TP8": ((8, 1), (1, 8), 8, {}),
+    "TP8 to PP8": ((1, 8), (8, 1), 8, {}),
+    "PP2 TP3 to PP3 TP2": ((2, 3), (3, 2), 6, {}),
+    "PP4 TP2 to PP2 TP4": ((4, 2), (2, 4), 4, {}),
+    "uneven stages": ((3, 1), (2, 1), 2, dict(src_stages=[1, 5, 2], dst_stages=[7, 1])),
+    "uneven stages and TP": ((2, 2), (1, 4), 4, dict(src_stages=[3, 5])),
+    "MLA TP8 to TP1": ((1, 8), (1, 1), 1, dict(both=MLA)),
+    "MLA TP8 to TP4": ((1, 8), (1, 4), 1, dict(both=MLA)),
+    "MLA PP2 TP4 to PP1": ((2, 4), (1, 1), 1, dict(both=MLA)),
+    "MLA TP1 to PP2 TP2": ((1, 1), (2, 2), 1, dict(both=MLA)),
+    "hybrid TP4 to TP1": ((1, 4), (1, 1), 4, dict(both=HYBRID)),
+    "hybrid PP2 TP2 to TP4": ((2, 2), (1, 4), 4, dict(both=HYBRID)),
+    "hybrid PP2 to PP3": ((2, 1), (3, 1), 2, dict(both=HYBRID)),
+    "blocks twice as large": ((1, 2), (1, 1), 2, dict(dst=dict(block_tokens=16))),
+    "blocks half as large": ((1, 2), (1, 1), 2, dict(src=dict(block_tokens=16))),
+    "blocks of 8 to 12 tokens": ((2, 1), (1, 2), 2, dict(dst=dict(block_tokens=12))),
+    "HND to NHD": ((1, 2), (1, 1), 4, dict(dst=NHD)),
+    "NHD to HND": ((1, 1), (1, 2), 4, dict(src=NHD)),
+    "NHD to NHD": ((1, 2), (1, 1), 4, dict(both=NHD)),
+    "NHD to NHD, PP2 to PP1": ((2, 1), (1, 1), 4, dict(both=NHD)),
+}
+
+
+class Sources:
+    """The source ranks of one test."""
+
+    def __init__(self, sources: list[Source], unchanged: Callable[[], bool]) -> None:
+        self.by_rank = {source.rank: source for source in sources}
+        self.unchanged = unchanged
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[SourceProcess]]:
+    """Source processes; started when a test needs so many, and shared by all."""
+    started: list[SourceProcess] = []
+    yield started
+    for each in started:
+        each.stop()
+
+
+def hold_in_processes(processes: list[SourceProcess]) -> Hold:
+    """Source ranks with real NIXL, each in a process of its own."""
+
+    def hold(shards, form, sequence, blocks):
+        while len(processes) < len(shards):
+            processes.append(SourceProcess())
+        used = processes[: len(shards)]
+        sources = [
+            each.hold(shard, form, sequence, blocks)
+            for each, shard in zip(used, shards, strict=True)
+        ]
+        return Sources(sources, lambda: all(each.unchanged() for each in used))
+
+    return hold
+
+
+def hold_here(make_agent: Callable[[], Agent]) -> Hold:
+    """Source ranks in this process."""
+
+    def hold(shards, form, sequence, blocks):
+        ranks = [Rank(shard, form, make_agent()) for shard in shards]
+        for rank in ranks:
+            rank.fill(sequence, blocks)
+        sources = [Source(rank.shard.rank, rank.cache, rank.agent.metadata()) for rank in ranks]
+        return Sources(
+            sources,
+            lambda: all(
+                np.array_equal(rank.bytes(), rank.expected(sequence, blocks)) for rank in ranks
+            ),
+        )
+
+    return hold
+
+
+def make_memory_agent() -> MemoryAgent:
+    """An agent of the tests' own."""
+    return MemoryAgent(str(uuid.uuid4()))
+
+
+def make_nixl_agent() -> NixlAgent:
+    """A real agent for host memory."""
+    return NixlAgent(str(uuid.uuid4()), num_threads=1, progress_delay_us=100)
+
+
+def make_device_agent() -> NixlAgent:
+    """A real agent for device memory."""
+    return NixlAgent(str(uuid.uuid4()), num_threads=1, memory="VRAM")
+
+
+@pytest.fixture(params=["memory", "nixl", "device"])
+def transport(request, processes) -> tuple[Callable[[], Agent], Hold, str]:
+    """How to make agents, where source ranks live, and on which device."""
+    if request.param == "memory":
+        return make_memory_agent, hold_here(make_memory_agent), "cpu"
+    if request.param == "nixl":
+        return make_nixl_agent, hold_in_processes(processes), "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return make_device_agent, hold_here(make_device_agent), "cuda"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_kv_arrives_byte_for_byte(transport, layout):
+    """Each rank has the bytes of its own layers and heads; all others are what they were."""
+    make_agent, hold, device = transport
+    src_mesh, dst_mesh, num_heads, extra = layout
+    src_form, dst_form = (
+        replace(Format(device=device), **extra.get("both", {}), **extra.get(side, {}))
+        for side in ("src", "dst")
+    )
+    src, dst = (
+        shard_model(ParallelMesh(*mesh), NUM_LAYERS, num_heads, extra.get(stages))
+        for mesh, stages in ((src_mesh, "src_stages"), (dst_mesh, "dst_stages"))
+    )
+    assert len(src) <= MAX_SOURCES
+    src_blocks, dst_blocks = blocks_of(src_form, seed=1), blocks_of(dst_form, seed=2)
+    sequence = sequence_of(num_heads, src_form.planes)
+    sources = hold(src, src_form, sequence, src_blocks)
+    plan = plan_reshard(src, dst)
+    assert verify_plan(src, dst, plan) == []
+    for shard in dst:
+        rank = Rank(shard, dst_form, make_agent())
+        run_reads(plan.reads_of(shard.rank), rank, sources, src_blocks, dst_blocks)
+        np.testing.assert_array_equal(rank.bytes(), rank.expected(sequence, dst_blocks))
+        rank.agent.close()
+    assert sources.unchanged()
+
+
+def run_reads(
+    reads: Sequence[Read],
+    rank: Rank,
+    sources: Sources,
+    src_blocks: list[BlockSpan],
+    dst_blocks: list[BlockSpan],
+) -> None:
+    """Post all reads of a rank, wait for them, and give everything back."""
+    agent = rank.agent
+    names = {
+        source: agent.connect(sources.by_rank[source].agent_metadata)
+        for source in {read.src_rank for read in reads}
+    }
+    lists, transfers = [], []
+    for read in reads:
+        for leg in lower_read(read, sources.by_rank[read.src_rank].cache, rank.cache):
+            src_indices, dst_indices = leg.indices(src_blocks, dst_blocks)
+            local, remote = (
+                agent.prepare(leg.dst.rows),
+                agent.prepare(leg.src.rows, names[read.src_rank]),
+            )
+            lists += [local, remote]
+            transfers.append(agent.read(local, dst_indices, remote, src_indices))
+    for transfer in transfers:
+        wait_until(lambda t=transfer: agent.poll(t) is not TransferState.IN_FLIGHT)
+        assert agent.poll(transfer) is TransferState.DONE
+        agent.release(transfer)
+    for prepared in lists:
+        agent.release_prepared(prepared)
+    for name in names.values():
+        agent.disconnect(name)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Poll until a condition holds; fail after a deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+
+
+@pytest.fixture(params=[make_memory_agent, make_nixl_agent], ids=["memory", "nixl"])
+def agents(request) -> tuple[Agent, Agent]:
+    """Two agents that have nothing registered."""
+    return request.param(), request.param()
+
+
+def test_notifications_name_their_sender(agents):
+    """A message arrives as it was sent, once."""
+    one, other = agents
+    peer = one.connect(other.metadata())
+    assert peer == other.name
+    one.notify(peer, b"done: request 1")
+    received: list[tuple[str, bytes]] = []
+    wait_until(lambda: received.extend(other.take_notifications()) or received)
+    assert received == [(one.name, b"done: request 1")]
+    assert other.take_notifications() == []
+
+
+def test_memory_that_is_not_registered_is_refused(agents):
+    """Nothing is prepared that could not be read."""
+    rows = np.array([[4096, 64, 0, 64, 2]], dtype=np.uint64)
+    with pytest.raises(TransferError):
+        agents[0].prepare(rows)
+
+
+def test_unknown_peer_is_refused(agents):
+    """Lists and messages for a peer that never shook hands are errors, not crashes."""
+    with pytest.raises(TransferError):
+        agents[0].prepare(np.array([[4096, 64, 0, 64, 2]], dtype=np.uint64), "nobody")
+    with pytest.raises(TransferError, match="cannot notify"):
+        agents[0].notify("nobody", b"")
+
+
+def test_garbage_is_no_peer(agents):
+    """Metadata that no agent wrote is refused with a typed error."""
+    with pytest.raises(TransferError, match="accept"):
+        agents[0].connect(b"garbage")
+
+
+def test_lists_of_different_length_are_refused(agents):
+    """A read whose ends do not correspond is not posted."""
+    one, other = agents
+    memory = np.zeros((2, 4, 64), np.uint8)
+    for agent, own in zip(agents, memory, strict=True):
+        agent.register([(own.ctypes.data, own.nbytes, 0)])
+    peer = one.connect(other.metadata())
+    local, remote = (
+        one.prepare(np.array([[own.ctypes.data, 64, 0, 64, 4]], dtype=np.uint64), whose)
+        for own, whose in zip(memory, (None, peer), strict=True)
+    )
+    with pytest.raises(TransferError):
+        one.read(local, np.arange(2, dtype=np.int32), remote, np.arange(3, dtype=np.int32))
+
+
+def test_source_that_dies_during_a_read_is_noticed():
+    """The read fails soon, instead of being in flight for ever, and so does the next one."""
+    source, agent = SourceProcess(), make_nixl_agent()
+    shard = shard_model(ParallelMesh(1, 1), NUM_LAYERS, 1)[0]
+    form = Format()
+    held = source.hold(shard, form, sequence_of(1, 2), blocks_of(form, seed=1))
+    plane = held.cache.layers[0].planes[0]
+    landing = np.zeros(1 << 22, np.uint8)
+    agent.register([(landing.ctypes.data, landing.nbytes, 0)])
+    peer = agent.connect(held.agent_metadata)
+    # The same few bytes over and over: no two adjoin, so that it takes long enough.
+    count = 1 << 18
+    local = agent.prepare(np.array([[landing.ctypes.data, 8, 0, 16, count]], dtype=np.uint64))
+    remote = agent.prepare(np.array([[plane.address, 8, 0, 16, 4]], dtype=np.uint64), peer)
+    indices = np.arange(count, dtype=np.int32)
+    transfer = agent.read(local, indices, remote, indices % 4)
+    source.kill()
+    wait_until(lambda: agent.poll(transfer) is not TransferState.IN_FLIGHT)
+    assert agent.poll(transfer) is TransferState.FAILED
+    agent.release(transfer)
+    with pytest.raises(TransferError, match="cannot read"):
+        agent.read(local, indices, remote, indices % 4)
+    source.stop()
