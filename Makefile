@@ -1,7 +1,7 @@
 # Everything runs in .venv, which `make setup` creates. `make help` lists the targets.
 
 PYTHON ?= python3
-PREFILL ?= tp1pp1
+PREFILL ?= tp1pp2
 DECODE ?= tp1pp1
 PYTEST_ARGS ?=
 
@@ -58,7 +58,7 @@ tree: $(VENV)/.installed  ## Write the whole patched vLLM as a git repository to
 wheel: $(VENV)/.installed  ## Build the wheel for VLLM_TARGET_DEVICE into dist/
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
-demo: setup  ## Prefill, decode and router for real: PREFILL=tp1pp1 DECODE=tp1pp1
+demo: setup  ## Prefill, decode and router for real: PREFILL=tp1pp2 DECODE=tp1pp1
 	$(BIN)/python -m tools.pdstack demo --prefill $(PREFILL) --decode $(DECODE)
 
 serve: setup  ## The same stack, left running until Ctrl-C

@@ -26,6 +26,7 @@ from .router import RouterSpec
 from .stack import Engine, PDStack, Router, Server, run_directory
 
 _WATCH_S = 0.5
+_DEFAULT_LAYOUTS = {"prefill": "tp1pp2", "decode": "tp1pp1"}
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -36,13 +37,13 @@ def _build_parser() -> argparse.ArgumentParser:
         "130 after Ctrl-C, 143 after SIGTERM. `serve` ends with 0 after Ctrl-C.",
     )
     common = argparse.ArgumentParser(add_help=False)
-    for role in ("prefill", "decode"):
+    for role, layout in _DEFAULT_LAYOUTS.items():
         common.add_argument(
             f"--{role}",
             action="append",
             metavar="LAYOUT",
-            help=f"layout of a {role} engine, for example tp2pp1; repeat it for several engines "
-            "(default: one of tp1pp1)",
+            help=f"layout of a {role} engine, for example tp3pp1; repeat it for several engines "
+            f"(default: one of {layout})",
         )
     common.add_argument(
         "--model", type=Path, metavar="DIR", help="a model directory (default: SmolLM2-135M)"
@@ -86,8 +87,10 @@ class _Run:
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self.args = args
         self.console = console
-        self.prefill = [parse_layout(text) for text in args.prefill or ["tp1pp1"]]
-        self.decode = [parse_layout(text) for text in args.decode or ["tp1pp1"]]
+        self.prefill, self.decode = (
+            [parse_layout(text) for text in given or [_DEFAULT_LAYOUTS[role]]]
+            for role, given in (("prefill", args.prefill), ("decode", args.decode))
+        )
         self.layouts = demo.describe_layouts(self.prefill, self.decode)
         self.engine_args: list[str] = shlex.split(args.engine_args)
         if args.log_dir is not None and not args.log_dir.is_dir():

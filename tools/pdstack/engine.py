@@ -63,11 +63,18 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class KVTransfer:
-    """The connector of an engine; ``extra_config`` is passed through to it."""
+    """The connector of an engine.
+
+    Attributes:
+        connector: its class name.
+        extra_config: passed through to it.
+        module_path: where the class is imported from; by default where vLLM has it registered.
+    """
 
     connector: str = "NixlConnector"
     role: str = "kv_both"
     extra_config: Mapping[str, Any] = field(default_factory=dict)
+    module_path: str | None = None
 
     def to_json(self, device: Device) -> str:
         """Return the value of ``--kv-transfer-config``."""
@@ -76,6 +83,8 @@ class KVTransfer:
             "kv_role": self.role,
             "kv_buffer_device": device.value,
         }
+        if self.module_path is not None:
+            config["kv_connector_module_path"] = self.module_path
         if self.extra_config:
             config["kv_connector_extra_config"] = dict(self.extra_config)
         return json.dumps(config)

@@ -64,7 +64,7 @@ def test_equal_answers_and_moved_bytes_are_success(
     status, out, err = _finish(start("demo"))
     assert (status, err) == (0, "")
     assert out.count("all is well") == 6
-    assert "tp1pp1 -> tp1pp1" in out
+    assert "tp1pp2 -> tp1pp1" in out
     assert "1.00 KiB" in out
     assert "3.00 KiB" in out
     assert "All answers are equal" in out

@@ -64,6 +64,13 @@ def test_the_connector_is_configured_for_the_device(device: Device) -> None:
     }
 
 
+def test_a_connector_can_be_taken_from_a_module() -> None:
+    """A module path reaches the transfer config under vLLM's name for it, and is not made up."""
+    named = json.loads(KVTransfer(module_path="a.b").to_json(Device.CPU))
+    assert named["kv_connector_module_path"] == "a.b"
+    assert "kv_connector_module_path" not in json.loads(KVTransfer().to_json(Device.CPU))
+
+
 def test_an_engine_alone_has_no_connector() -> None:
     """Without a connector nothing is said about transfers."""
     assert "--kv-transfer-config" not in _command(EngineSpec("e", kv_transfer=None))
