@@ -16,15 +16,18 @@ SHELL = (
     "compatibility",
     "connector",
     "geometry",
+    "lease_check",
     "messages",
     "metadata",
+    "params",
     "peers",
     "remote",
     "scheduler",
+    "settings",
     "side_channel",
     "worker",
 )
-CORE = ("cache", "errors", "lowering", "mesh", "plan", "protocol", "shards", "verify")
+CORE = ("cache", "errors", "leases", "lowering", "mesh", "plan", "protocol", "shards", "verify")
 LIBRARIES = sys.stdlib_module_names | {"numpy"}
 PACKAGE = Path(reshard.__file__).parent
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import RequestStatus
 
@@ -113,15 +114,15 @@ def scheduler(*, bidirectional: bool = False, block_size: int = 16) -> ReshardSc
     spec = FullAttentionSpec(
         block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32
     )
-    extra = {"bidirectional_kv_xfer": bidirectional}
     config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=block_size),
         parallel_config=SimpleNamespace(
             data_parallel_index=0, tensor_parallel_size=2, pipeline_parallel_size=3
         ),
-        kv_transfer_config=SimpleNamespace(
-            kv_buffer_device="cpu",
-            get_from_extra_config=lambda name, default: extra.get(name, default),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="NixlConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"bidirectional_kv_xfer": bidirectional},
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
     )

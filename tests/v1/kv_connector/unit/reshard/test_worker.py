@@ -14,14 +14,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     SlidingWindowSpec,
 )
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.lease_check import LeaseChecker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import (
@@ -55,6 +58,11 @@ class Backend:
             return num_blocks, block_size, head_size
         return 2, num_blocks, num_kv_heads, block_size, head_size
 
+    def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
+        """Memory of all layers together: blocks, heads, layers, planes, tokens, size."""
+        assert include_num_layers_dimension
+        return 2, 3, 0, 1, 4, 5
+
 
 class Engine:
     """All workers of an engine, and the side channel that its scheduler would serve."""
@@ -72,8 +80,15 @@ class Engine:
         lease_s: float = 30.0,
         dtype: torch.dtype = torch.float32,
         window_tokens: int | None = None,
+        cache_dtype: str = "auto",
+        blocks_per_id: int = 1,
+        token_major: bool = False,
+        cross_layers: bool = False,
+        replica: int = 0,
+        **extra_config,
     ) -> None:
         self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
+        self.dtype = dtype
         self.mesh = ParallelMesh(pp, tp)
         self.shards = tuple(
             Shard(s.rank, {f"layers.{n}": heads for n, heads in s.heads_by_layer.items()})
@@ -87,15 +102,20 @@ class Engine:
                 get_total_num_hidden_layers=lambda: NUM_LAYERS,
                 get_head_size=lambda: HEAD_SIZE,
             ),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
+            cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
-            parallel_config=SimpleNamespace(tensor_parallel_size=tp, data_parallel_rank=0),
-            kv_transfer_config=SimpleNamespace(
-                kv_buffer_device="cpu",
-                get_from_extra_config=lambda name, default: {
+            # A dense model's replicas all have rank 0.
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=tp, data_parallel_rank=0, data_parallel_index=replica
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="NixlConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config={
                     "kv_lease_duration": lease_s,
                     "num_threads": 1,
-                }.get(name, default),
+                    **extra_config,
+                },
             ),
         )
         self.workers: dict[MeshRank, ReshardWorker] = {}
@@ -104,11 +124,22 @@ class Engine:
         for shard in self.shards:
             num_heads = len(next(iter(shard.heads_by_layer.values())))
             spec = FullAttentionSpec(
-                block_size=block_tokens, num_kv_heads=num_heads, head_size=HEAD_SIZE, dtype=dtype
+                block_size=block_tokens * blocks_per_id,
+                num_kv_heads=num_heads,
+                head_size=HEAD_SIZE,
+                dtype=dtype,
             )
             names = list(shard.heads_by_layer)
-            shape = backend.get_kv_cache_shape(NUM_BLOCKS, block_tokens, num_heads, HEAD_SIZE)
+            num_blocks = NUM_BLOCKS * blocks_per_id
+            shape = backend.get_kv_cache_shape(num_blocks, block_tokens, num_heads, HEAD_SIZE)
             caches = {name: torch.zeros(shape, dtype=dtype) for name in names}
+            if token_major:
+                caches = {
+                    name: torch.zeros(
+                        2, num_blocks, block_tokens, num_heads, HEAD_SIZE, dtype=dtype
+                    ).transpose(2, 3)
+                    for name in names
+                }
             groups = [KVCacheGroupSpec(names, spec)]
             if window_tokens:
                 groups = split(names, spec, window_tokens)
@@ -126,8 +157,13 @@ class Engine:
                 patch.setattr(
                     ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
                 )
-                worker = ReshardWorker(config, engine_id, KVCacheConfig(NUM_BLOCKS, [], groups))
-                worker.register_kv_caches(caches)
+                tensors = [KVCacheTensor(NUM_BLOCKS * spec.page_size_bytes, [n]) for n in names]
+                cache_config = KVCacheConfig(NUM_BLOCKS, tensors, groups)
+                worker = ReshardWorker(config, engine_id, cache_config)
+                if cross_layers:
+                    caches = register_together(worker, cache_config, shape, dtype, backend)
+                else:
+                    worker.register_kv_caches(caches)
             self.workers[shard.rank], self.caches[shard.rank] = worker, caches
         self.server: HandshakeServer | None = None
 
@@ -166,6 +202,20 @@ class Engine:
             worker.close()
         if self.server is not None:
             self.server.close()
+
+
+def register_together(worker, cache_config, shape, dtype, backend) -> dict[str, torch.Tensor]:
+    """Give a worker all layers in one tensor, by way of its connector; returns each layer's."""
+    planes, blocks, heads, tokens, size = shape
+    num_layers = len(cache_config.kv_cache_tensors)
+    together = torch.zeros(blocks, heads, num_layers, planes, tokens, size, dtype=dtype)
+    connector = object.__new__(NixlConnector)
+    connector.connector_worker, connector.kv_cache_config = worker, cache_config
+    connector.register_cross_layers_kv_cache(together, backend)
+    return {
+        tensor.shared_by[0]: together[:, :, layer].permute(2, 0, 1, 3, 4)
+        for layer, tensor in enumerate(cache_config.kv_cache_tensors)
+    }
 
 
 def split(names: list[str], spec: FullAttentionSpec, window_tokens: int) -> list[KVCacheGroupSpec]:
@@ -243,7 +293,11 @@ def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
         interval.stop for shard in engine.shards for interval in shard.heads_by_layer.values()
     )
     shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, HEAD_SIZE)
-    whole = np.random.default_rng(seed).random(shape, np.float32)
+    random = np.random.default_rng(seed)
+    if engine.dtype == torch.uint8:
+        whole = random.integers(0, 256, shape, np.uint8)
+    else:
+        whole = random.random(shape, np.float32)
     for shard in engine.shards:
         for layer, interval in shard.heads_by_layer.items():
             cache = engine.caches[shard.rank][layer].numpy()

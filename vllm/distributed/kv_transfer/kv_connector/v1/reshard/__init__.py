@@ -14,6 +14,7 @@ The core computes with values alone; it imports neither vLLM nor torch:
 
 The shell around it talks to the world:
 
+    settings, params                what engines are configured to do, and what requests ask for
     geometry                        tensors -> cache
     compatibility, metadata         what engines tell each other when they shake hands
     side_channel                    how it travels

@@ -26,6 +26,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from .errors import LocalLayoutError
+from .geometry import split_layers
 from .messages import ReshardConnectorMetadata
 from .scheduler import ReshardScheduler
 from .worker import ReshardWorker
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
@@ -82,11 +84,6 @@ class NixlConnector(upstream.NixlConnector):
         else:
             self.connector_worker = ReshardWorker(vllm_config, self.engine_id, kv_cache_config)
 
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """Blocks of single layers: only these can be given to stages that hold other layers."""
-        return False
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -101,6 +98,12 @@ class NixlConnector(upstream.NixlConnector):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Make this worker's KV caches known."""
         self._worker.register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]
+    ) -> None:
+        """Make this worker's KV caches known, which lie in one tensor."""
+        self._worker.register_kv_caches(split_layers(kv_cache, self.kv_cache_config, attn_backend))
 
     def set_host_xfer_buffer_ops(self, copy_operation: object) -> None:
         """There is no host buffer to copy from or to."""

@@ -97,6 +97,27 @@ def memory_regions(kv_caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int
     return list(regions.values())
 
 
+def split_layers(
+    kv_cache: torch.Tensor,
+    kv_cache_config: KVCacheConfig,
+    backend: type[AttentionBackend],
+) -> dict[str, torch.Tensor]:
+    """The cache of each layer, where one tensor holds the blocks of all.
+
+    Args:
+        kv_cache: The tensor, its axes in the order in which they lie in memory.
+        kv_cache_config: Its tensors are the layers, in the order in which they lie there.
+        backend: Says which axis of memory is which of a cache's, the layers before all others.
+    """
+    in_memory = backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    by_layer = kv_cache.permute([in_memory.index(axis) for axis in range(kv_cache.ndim)])
+    return {
+        name: layer
+        for layer, tensor in zip(by_layer, kv_cache_config.kv_cache_tensors, strict=True)
+        for name in tensor.shared_by
+    }
+
+
 def window_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
     """The KV-cache groups that keep the last tokens of a sequence only."""
     return frozenset(

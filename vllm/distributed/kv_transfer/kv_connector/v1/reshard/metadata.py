@@ -286,12 +286,14 @@ def encode_refusal_for_upstream() -> bytes:
     )
 
 
-def decode_reply(data: bytes, local_factors: Mapping[str, str]) -> tuple[WorkerDescription, ...]:
+def decode_reply(
+    data: bytes, local_factors: Mapping[str, str] | None
+) -> tuple[WorkerDescription, ...]:
     """Read the reply of an engine.
 
     Args:
         data: The reply.
-        local_factors: What must be equal at both engines, as it is here.
+        local_factors: What must be equal at both engines, as it is here; None to take any.
 
     Returns:
         What each worker says, in the order of ranks; at least one.
@@ -304,7 +306,8 @@ def decode_reply(data: bytes, local_factors: Mapping[str, str]) -> tuple[WorkerD
     greeting = _decode(_GREETING_DECODER, data, RemoteHandshakeError, "the answer")
     _check_greeting(greeting)
     reply = _decode(_REPLY_DECODER, data, RemoteHandshakeError, "the answer")
-    check_compatibility(local_factors, reply.factors)
+    if local_factors is not None:
+        check_compatibility(local_factors, reply.factors)
     workers = sorted(map(decode_worker, reply.workers), key=lambda worker: worker.shard.rank)
     ranks = [worker.shard.rank for worker in workers]
     for rank, following in pairwise(ranks):

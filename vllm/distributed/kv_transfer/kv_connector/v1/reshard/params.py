@@ -21,6 +21,10 @@ logger = init_logger(__name__)
 Params = dict[str, Any]
 
 _FAULT = "_fault"
+_ASKED = "_remote_blocks_processed"
+"""Upstream's: the workers have been told to read, or that there is nothing to read."""
+_OURS = frozenset({_FAULT, _ASKED, "_p_side_truncated"})
+"""What the schedulers note down, and no client may."""
 _REMOTE_PREFIX = "remote_"
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1 << 10)]
@@ -57,13 +61,16 @@ def sound(request_id: str, params: Params | None, *, reads_back: bool) -> Params
         reads_back: Whether this engine reads blocks of the last turn from a decode engine.
 
     Returns:
-        The parameters as they are; or, where a prompt's blocks should be read and nobody can tell
-        where from, some that lead to `remote_blocks` returning the fault, so that the request
-        fails or is computed here, as `kv_load_failure_policy` has it; or, where blocks of the last
-        turn need not or cannot be read, the same without them.
+        The parameters as they are, but for names that only schedulers may use; or, where a prompt's
+        blocks should be read and nobody can tell where from, some that lead to `remote_blocks`
+        returning the fault, so that the request fails or is computed here, as
+        `kv_load_failure_policy` has it; or, where blocks of the last turn need not or cannot be
+        read, the same without them.
     """
     if not params:
         return params
+    if _OURS & params.keys():
+        params = {name: value for name, value in params.items() if name not in _OURS}
     if params.get("do_remote_prefill"):
         fault = _fault(params)
         return params if fault is None else _faulty(fault)
@@ -74,6 +81,18 @@ def sound(request_id: str, params: Params | None, *, reads_back: bool) -> Params
     elif reads_back:
         return params
     return {name: value for name, value in params.items() if not name.startswith(_REMOTE_PREFIX)}
+
+
+def asked_before(params: Params | None) -> bool:
+    """Whether the workers were told of a request's remote blocks already."""
+    params = params or {}
+    return bool(params.get(_ASKED)) and not params.get("do_remote_prefill")
+
+
+def concerns_us(params: Params | None) -> bool:
+    """Whether a request's blocks came from another engine, or may go to one."""
+    params = params or {}
+    return any(params.get(name) for name in ("do_remote_prefill", "do_remote_decode", _ASKED))
 
 
 def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:

@@ -19,17 +19,21 @@ from vllm.utils.math_utils import cdiv
 from .geometry import window_groups
 from .messages import (
     BlockIds,
+    EngineId,
     Heartbeats,
     Receive,
     RemoteEngineAddress,
     ReshardConnectorMetadata,
 )
 from .metadata import WorkerHandshake, encode_reply
-from .params import remote_blocks, sound
+from .params import asked_before, concerns_us, remote_blocks, sound
+from .settings import remarks
 from .side_channel import HandshakeServer
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -39,6 +43,14 @@ class ReshardScheduler(NixlConnectorScheduler):
     """Upstream's scheduler with a handshake for all stages. Belongs to the scheduler's thread."""
 
     _server: HandshakeServer | None = None
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_id: EngineId, kv_cache_config: KVCacheConfig
+    ) -> None:
+        assert vllm_config.kv_transfer_config is not None
+        for remark in remarks(vllm_config.kv_transfer_config):
+            logger.warning("%s.", remark)
+        super().__init__(vllm_config, engine_id, kv_cache_config)
 
     def serve_handshake(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -76,7 +88,12 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         vLLM computes that token anew, for its logits. Had it been counted as computed, the blocks
         that only its own window reaches back to would not be there any more.
+
+        Nothing is read twice: a request that starts over, because it was preempted or because its
+        blocks did not arrive, would wait for ever for a read that nobody posts.
         """
+        if asked_before(request.kv_transfer_params):
+            return 0, False
         count: int
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if window_groups(self.kv_cache_config) and (
@@ -118,8 +135,11 @@ class ReshardScheduler(NixlConnectorScheduler):
         """As upstream's; the parameters for the next engine say how many stages there are.
 
         Blocks that were allocated for more tokens than were computed, as for those of a draft
-        model, are none of the next engine's.
+        model, are none of the next engine's. Nor are those of a request that no engine was asked
+        about: workers would never report them as sent.
         """
+        if not concerns_us(request.kv_transfer_params):
+            return False, None
         block_ids = tuple(
             ids[: cdiv(request.num_computed_tokens, group.kv_cache_spec.block_size)]
             for ids, group in zip(block_ids, self.kv_cache_config.kv_cache_groups, strict=True)

@@ -261,7 +261,7 @@ class _Running:
 def fetch_handshake(
     host: str,
     port: int,
-    local_factors: Mapping[str, str],
+    local_factors: Mapping[str, str] | None,
     *,
     expected_engine_id: str,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -273,7 +273,7 @@ def fetch_handshake(
     Args:
         host: Where its side channel listens.
         port: TCP port.
-        local_factors: What must be equal at both engines, as it is here.
+        local_factors: What must be equal at both engines, as it is here; None to take any.
         expected_engine_id: Who should answer.
         timeout_s: How long to wait, in all.
 

@@ -46,6 +46,7 @@ from .peers import Peer, PeerTable
 from .plan import plan_reshard
 from .protocol import ConsumerLedger, ProducerLedger, Receipt, RequestId
 from .remote import LocalLists, Reader, RemoteEngine
+from .settings import Settings, read_settings
 from .shards import Layer, Shard, heads_of_rank
 from .side_channel import fetch_handshake
 from .verify import verify_plan
@@ -92,9 +93,10 @@ class ReshardWorker:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._engine_id = engine_id
-        self._lease_s = float(transfer_config.get_from_extra_config("kv_lease_duration", 30))
+        self._settings = read_settings(transfer_config)
         parallel = vllm_config.parallel_config
-        self._spread = parallel.data_parallel_rank
+        # Not the rank, which is 0 in every replica of a dense model.
+        self._spread = parallel.data_parallel_index
         self._rank = MeshRank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._tp_size = parallel.tensor_parallel_size
         self._name = f"{engine_id}/{self._rank}"
@@ -102,12 +104,9 @@ class ReshardWorker:
         self._agent = NixlAgent(
             f"{self._name}/{uuid.uuid4()}",
             memory="DRAM" if on_cpu else "VRAM",
-            backends=transfer_config.get_from_extra_config("backends", ["UCX"]),
-            num_threads=transfer_config.get_from_extra_config("num_threads", 4),
-            # Where the model computes on the cores, none is to spare for a thread that spins.
-            progress_delay_us=transfer_config.get_from_extra_config(
-                "nixl_progress_delay_us", 100 if on_cpu else 0
-            ),
+            backends=self._settings.backends,
+            num_threads=self._settings.num_threads,
+            progress_delay_us=_progress_delay_us(self._settings, on_cpu=on_cpu),
             # There this thread is bound to cores of its own, which NIXL's would have to share with
             # it; and where it waits for them, it does not let them run.
             cores=_parents_cores() if on_cpu else None,
@@ -266,7 +265,10 @@ class ReshardWorker:
     def _fetch(self, address: RemoteEngineAddress) -> tuple[WorkerDescription, ...]:
         """Ask an engine for its workers. Called by another thread: reads what never changes."""
         return fetch_handshake(
-            address.host, address.port, self._factors, expected_engine_id=address.engine_id
+            address.host,
+            address.port,
+            self._factors if self._settings.enforce_handshake_compat else None,
+            expected_engine_id=address.engine_id,
         )
 
     def _connect(self, descriptions: tuple[WorkerDescription, ...]) -> RemoteEngine:
@@ -442,7 +444,7 @@ class ReshardWorker:
                 logger.warning("From %s: %s", sender, error)
                 continue
             if isinstance(notification, Renew):
-                self._producer.renew(notification.request_ids, now_s + self._lease_s)
+                self._producer.renew(notification.request_ids, now_s + self._settings.lease_s)
                 continue
             receipt = self._producer.hear(
                 notification.request_id, notification.notifier, notification.num_notifiers
@@ -457,6 +459,14 @@ class ReshardWorker:
                     notification.request_id,
                 )
         return released
+
+
+def _progress_delay_us(settings: Settings, *, on_cpu: bool) -> int:
+    """How long NIXL's progress thread rests."""
+    if settings.nixl_progress_delay_us is not None:
+        return settings.nixl_progress_delay_us
+    # Where the model computes on the cores, none is to spare for a thread that spins.
+    return 100 if on_cpu else 0
 
 
 def _parents_cores() -> set[int] | None:
