@@ -37,7 +37,7 @@ class TransferState(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """A prepared descriptor list.
 
@@ -50,7 +50,7 @@ class Prepared:
     handle: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
     """A posted read.
 
