@@ -29,6 +29,7 @@ from .errors import LocalLayoutError
 from .geometry import split_layers
 from .messages import ReshardConnectorMetadata
 from .scheduler import ReshardScheduler
+from .settings import read_settings
 from .worker import ReshardWorker
 
 if TYPE_CHECKING:
@@ -83,6 +84,12 @@ class NixlConnector(upstream.NixlConnector):
             )
         else:
             self.connector_worker = ReshardWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """As upstream's, which asks for the attention backend also where nobody wants this."""
+        wanted = read_settings(self.kv_transfer_config).enable_cross_layers_blocks
+        return wanted and bool(super().prefer_cross_layer_blocks)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -1,0 +1,583 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a request in vLLM's own schedulers, with the connector that they create by name.
+
+Workers are played by the tests, but for the last ones, in which two schedulers and the workers of
+both engines serve a request together over real NIXL.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.v1.kv_connector.unit.reshard.test_worker import (
+    DEADLINE_S,
+    NUM_BLOCKS,
+    Engine,
+    Progress,
+    assert_received,
+    engines,
+    fill,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import ReshardConnectorMetadata
+
+__all__ = ["engines"]
+
+BLOCK_TOKENS, PROMPT_TOKENS = 16, 40
+REMOTE_BLOCKS = [[5, 2, 9]]
+
+
+class Serving:
+    """An engine's scheduler, driven as the engine does, with a model that always says token 7."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.finished: dict[str, FinishReason] = {}
+        self.handed_over: dict[str, dict] = {}
+        self.told = ReshardConnectorMetadata()
+
+    def add(
+        self,
+        request_id: str,
+        params: dict | None = None,
+        *,
+        max_tokens: int = 1,
+        num_tokens: int = PROMPT_TOKENS,
+        first_token: int = 0,
+    ) -> Request:
+        """Add a request; those of one first token have one prompt."""
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        sampling.update_from_generation_config({})
+        sampling.extra_args = None if params is None else {"kv_transfer_params": params}
+        request = Request(
+            request_id,
+            [first_token + position for position in range(num_tokens)],
+            sampling,
+            None,
+            block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, *, received=(), sent=(), invalid=()) -> dict[str, int]:
+        """One step; returns the tokens scheduled.
+
+        Args:
+            received: Requests that all workers report as received.
+            sent: Requests that all workers report as sent.
+            invalid: Blocks that workers report as invalid.
+        """
+        scheduled = self.scheduler.schedule()
+        self.told = scheduled.kv_connector_metadata
+        request_ids = list(scheduled.num_scheduled_tokens)
+        outputs = self.scheduler.update_from_output(
+            scheduled,
+            ModelRunnerOutput(
+                request_ids,
+                {request_id: position for position, request_id in enumerate(request_ids)},
+                [[7]] * len(request_ids),
+                kv_connector_output=KVConnectorOutput(
+                    finished_sending=set(sent),
+                    finished_recving=set(received),
+                    invalid_block_ids=set(invalid),
+                ),
+            ),
+        )
+        for by_client in outputs.values():
+            for output in by_client.outputs:
+                if output.finish_reason is not None:
+                    self.finished[output.request_id] = output.finish_reason
+                if output.kv_transfer_params is not None:
+                    self.handed_over[output.request_id] = output.kv_transfer_params
+        return dict(scheduled.num_scheduled_tokens)
+
+    def abort(self, request_id: str) -> None:
+        """The client has gone."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def num_used_blocks(self) -> int:
+        """Blocks that somebody holds; the null block is nobody's."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return NUM_BLOCKS - 1 - pool.get_num_free_blocks()
+
+    def is_through(self) -> bool:
+        """Nothing is left of any request."""
+        return not self.scheduler.requests and not self.num_used_blocks()
+
+
+@pytest.fixture
+def serving(make_config):
+    """Makes an engine's scheduler, with its connector."""
+    init_none_hash(sha256)
+    made: list[Serving] = []
+
+    def make(policy: str = "fail", **extra_config) -> Serving:
+        config = make_config("NixlConnector", extra_config=extra_config)
+        config.kv_transfer_config.kv_load_failure_policy = policy
+        config.kv_transfer_config.engine_id = f"engine-{len(made)}"
+        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        config.cache_config.enable_prefix_caching = True
+        spec = FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32
+        )
+        scheduler = Scheduler(
+            config,
+            KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layers.0"], spec)]),
+            StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+        )
+        made.append(Serving(scheduler))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.scheduler.connector.shutdown()
+
+
+def from_prefill(**changes) -> dict:
+    """What a prefill engine says of a prompt's blocks, as a router passes it on."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "prefill",
+        "remote_request_id": "p-a",
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "remote_block_ids": REMOTE_BLOCKS,
+        "remote_num_tokens": PROMPT_TOKENS,
+        "tp_size": 1,
+        "pp_size": 2,
+        **changes,
+    }
+
+
+def from_decode(**changes) -> dict:
+    """What a decode engine says of the last turn's blocks, as a router passes it on."""
+    return from_prefill(do_remote_prefill=False, do_remote_decode=True, **changes)
+
+
+def test_prefill_holds_blocks_until_they_are_sent(serving):
+    """The next engine is told where they are; they are freed when all workers report so."""
+    p = serving()
+    p.add("p-a", {"do_remote_decode": True})
+    assert p.step() == {"p-a": PROMPT_TOKENS}
+    assert p.told.admitted == {"p-a"}
+    params = p.handed_over["p-a"]
+    assert params["do_remote_prefill"] and not params["do_remote_decode"]
+    assert (params["remote_request_id"], params["remote_engine_id"]) == ("p-a", "engine-0")
+    assert (params["remote_num_tokens"], params["tp_size"], params["pp_size"]) == (40, 1, 1)
+    (block_ids,) = params["remote_block_ids"]
+    assert len(block_ids) == p.num_used_blocks() == 3
+    p.step()
+    assert 0 < p.told.offered["p-a"] <= 30
+    p.step()
+    assert p.num_used_blocks() == 3
+    p.step(sent=["p-a"])
+    assert p.is_through()
+
+
+def test_prefill_aborted_while_it_runs_is_withdrawn(serving):
+    """Its blocks are free at once, and workers forget it."""
+    p = serving()
+    p.add("p-a", {"do_remote_decode": True}, max_tokens=8)
+    p.step()
+    p.abort("p-a")
+    assert p.is_through()
+    p.step()
+    assert p.told.withdrawn == {"p-a"}
+    assert not p.told.offered
+
+
+def test_prefill_aborted_before_it_ran_leaves_nothing(serving):
+    """No engine was told of it, and none waits."""
+    p = serving()
+    p.add("p-a", {"do_remote_decode": True})
+    p.abort("p-a")
+    assert p.is_through()
+    p.step()
+    assert not p.told.offered and not p.told.admitted
+
+
+def test_decode_waits_for_its_blocks_and_goes_on(serving):
+    """The prompt is read, not computed; heartbeats end with the read."""
+    d = serving()
+    request = d.add("d-a", from_prefill(), max_tokens=2)
+    assert d.step() == {}
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    (receive,) = d.told.receive.values()
+    assert receive.remote_block_ids == REMOTE_BLOCKS
+    assert [len(ids) for ids in receive.local_block_ids] == [3]
+    assert (receive.local_tokens, receive.remote_tokens) == (40, 40)
+    assert [heartbeats.request_ids for heartbeats in d.told.heartbeats] == [{"p-a"}]
+    assert d.step() == {}
+    assert not d.told.receive
+    d.step(received=["d-a"])
+    assert d.step() == {"d-a": 1}
+    assert not d.told.heartbeats
+    d.step()
+    assert d.finished == {"d-a": FinishReason.LENGTH}
+    assert d.is_through()
+
+
+def test_heartbeats_go_on_while_requests_wait(serving):
+    """Also for those that are not scheduled yet, in every interval."""
+    d = serving(kv_lease_duration=0.5)
+    d.add("d-a", from_prefill())
+    for _ in range(3):
+        d.step()
+        assert [heartbeats.request_ids for heartbeats in d.told.heartbeats] == [{"p-a"}]
+
+
+def test_cached_prefix_is_not_read(serving):
+    """Only the blocks after what an earlier request left in the cache are filled."""
+    d = serving()
+    d.add("before", num_tokens=2 * BLOCK_TOKENS)
+    d.step()
+    d.add("d-a", from_prefill())
+    d.step()
+    (receive,) = d.told.receive.values()
+    assert [len(ids) for ids in receive.local_block_ids] == [1]
+    assert receive.remote_block_ids == REMOTE_BLOCKS
+    d.step(received=["d-a"])
+    assert d.step() == {"d-a": 1}
+    assert d.is_through()
+
+
+def test_wholly_cached_prompt_is_not_read_and_its_holder_is_told(serving):
+    """A prompt that is all there runs at once, and the other engine may free its blocks."""
+    p = serving(bidirectional_kv_xfer=True, kv_recompute_threshold=0)
+    p.add("before", num_tokens=2 * BLOCK_TOKENS)
+    p.step()
+    remote = from_decode(remote_num_tokens=2 * BLOCK_TOKENS, remote_block_ids=[[5, 2]])
+    p.add("p-a", remote)
+    assert p.step() == {"p-a": PROMPT_TOKENS - 2 * BLOCK_TOKENS}
+    (receive,) = p.told.receive.values()
+    assert not any(receive.local_block_ids)
+    assert receive.source.engine_id == "prefill"
+
+
+def test_decode_aborted_before_it_was_scheduled_tells_the_holder(serving):
+    """A read of nothing releases the blocks there; the engine has a step to do for it."""
+    d = serving()
+    d.add("d-a", from_prefill())
+    d.abort("d-a")
+    assert d.is_through()
+    assert d.scheduler.has_requests()
+    d.step()
+    (receive,) = d.told.receive.values()
+    assert not any(receive.local_block_ids)
+    assert receive.remote_request_id == "p-a"
+    assert not d.told.heartbeats
+    d.step()
+    assert not d.told.receive
+
+
+def test_decode_aborted_while_it_is_read_keeps_its_blocks_until_then(serving):
+    """Nobody else gets blocks that NIXL may still write into."""
+    d = serving()
+    d.add("d-a", from_prefill())
+    d.step()
+    d.abort("d-a")
+    d.step()
+    assert d.num_used_blocks() == 3
+    assert not d.told.heartbeats
+    d.step(received=["d-a"])
+    assert d.is_through()
+
+
+@pytest.mark.parametrize("cached", [0, 2])
+def test_failed_read_with_policy_fail_is_an_error_of_its_request(serving, cached):
+    """The request ends with an error, and another one goes on."""
+    d = serving("fail")
+    if cached:
+        d.add("before", num_tokens=cached * BLOCK_TOKENS)
+        d.step()
+    d.add("running", first_token=100, max_tokens=4)
+    d.add("d-a", from_prefill())
+    d.step()
+    (receive,) = d.told.receive.values()
+    (blocks,) = receive.local_block_ids
+    d.step(received=["d-a"], invalid=blocks)
+    assert d.finished["d-a"] == FinishReason.ERROR
+    assert "running" not in d.finished
+    for _ in range(2):
+        d.step()
+    assert d.finished["running"] == FinishReason.LENGTH
+    assert d.is_through()
+
+
+@pytest.mark.parametrize("cached", [0, 2])
+def test_failed_read_with_policy_recompute_is_computed(serving, cached):
+    """What was not read is computed, what was cached is kept, and nothing is read again."""
+    d = serving("recompute")
+    if cached:
+        d.add("before", num_tokens=cached * BLOCK_TOKENS)
+        d.step()
+    d.add("d-a", from_prefill())
+    d.step()
+    (receive,) = d.told.receive.values()
+    (blocks,) = receive.local_block_ids
+    d.step(received=["d-a"], invalid=blocks)
+    assert d.step() == {"d-a": PROMPT_TOKENS - cached * BLOCK_TOKENS}
+    assert not d.told.receive
+    assert d.finished["d-a"] == FinishReason.LENGTH
+    assert d.is_through()
+
+
+MALFORMED = {
+    "no blocks": dict(remote_block_ids=None),
+    "no address": dict(remote_host=None, remote_port="x"),
+    "blocks of no group": dict(remote_block_ids=[1, 2]),
+    "names that are no names": dict(remote_engine_id=["a"], remote_request_id={"a": 1}),
+    "tokens that are no number": dict(remote_num_tokens="many"),
+    "what only schedulers may say": dict(remote_host=7, _remote_blocks_processed=True),
+}
+
+
+@pytest.mark.parametrize("changes", MALFORMED.values(), ids=MALFORMED.keys())
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_malformed_parameters_cost_their_request_only(serving, policy, changes):
+    """It fails or is computed, as configured; the others go on, and nothing raises."""
+    d = serving(policy)
+    d.add("running", first_token=100, max_tokens=4)
+    d.add("d-a", from_prefill(**changes))
+    d.step()
+    receive = d.told.receive["d-a"]
+    assert "malformed" in receive.fault
+    (blocks,) = receive.local_block_ids
+    d.step(received=["d-a"], invalid=blocks)
+    for _ in range(3):
+        d.step()
+    expected = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
+    assert d.finished == {"d-a": expected, "running": FinishReason.LENGTH}
+    assert d.is_through()
+
+
+def test_malformed_parameters_of_an_aborted_request_harm_nobody(serving):
+    """There is nobody to tell, and the step goes on."""
+    d = serving()
+    d.add("d-a", from_prefill(remote_host=None))
+    d.abort("d-a")
+    d.step()
+    assert "malformed" in d.told.receive["d-a"].fault
+    assert d.is_through()
+
+
+def test_decode_offers_its_blocks_for_the_next_turn(serving):
+    """With transfer in both directions, they are held for as long as configured."""
+    d = serving(bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=60)
+    d.add("d-a", from_prefill(), max_tokens=2)
+    d.step()
+    assert d.told.admitted == {"d-a"}
+    d.step(received=["d-a"])
+    d.step()
+    d.step()
+    params = d.handed_over["d-a"]
+    assert params["do_remote_decode"] and not params["do_remote_prefill"]
+    assert params["remote_num_tokens"] == PROMPT_TOKENS + 1
+    d.step()
+    assert 30 < d.told.offered["d-a"] <= 60
+    assert d.num_used_blocks() == 3
+    d.step(sent=["d-a"])
+    assert d.is_through()
+
+
+def test_prefill_reads_the_last_turn_back(serving):
+    """It waits for the decode engine's blocks, computes the rest, and offers all of it."""
+    p = serving(bidirectional_kv_xfer=True, kv_recompute_threshold=8)
+    request = p.add("p-a", from_decode(remote_num_tokens=33))
+    assert p.step() == {}
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    (receive,) = p.told.receive.values()
+    assert (receive.local_tokens, receive.remote_tokens) == (33, 33)
+    p.step(received=["p-a"])
+    assert p.step() == {"p-a": PROMPT_TOKENS - 33}
+    assert p.handed_over["p-a"]["remote_num_tokens"] == PROMPT_TOKENS
+    p.step(sent=["p-a"])
+    assert p.is_through()
+
+
+def test_too_little_is_not_read_back(serving):
+    """It is computed instead, and the decode engine may free its blocks."""
+    p = serving(bidirectional_kv_xfer=True, kv_recompute_threshold=34)
+    p.add("p-a", from_decode(remote_num_tokens=33))
+    assert p.step() == {"p-a": PROMPT_TOKENS}
+    (receive,) = p.told.receive.values()
+    assert not any(receive.local_block_ids)
+
+
+def test_failed_read_of_the_last_turn_is_computed_anew(serving):
+    """The request does not wait again for a read that nobody posts."""
+    p = serving("recompute", bidirectional_kv_xfer=True, kv_recompute_threshold=8)
+    p.add("p-a", from_decode(remote_num_tokens=33))
+    p.step()
+    (receive,) = p.told.receive.values()
+    (blocks,) = receive.local_block_ids
+    p.step(received=["p-a"], invalid=blocks)
+    assert p.step() == {"p-a": PROMPT_TOKENS}
+    assert "p-a" in p.handed_over
+
+
+def test_preempted_reader_of_the_last_turn_is_computed_anew(serving):
+    """What it had read is gone, and is not waited for."""
+    p = serving(bidirectional_kv_xfer=True, kv_recompute_threshold=8)
+    p.add("p-a", from_decode(remote_num_tokens=33), max_tokens=3)
+    p.step()
+    p.step(received=["p-a"])
+    assert p.step() == {"p-a": PROMPT_TOKENS - 33}
+    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    p.step()
+    assert p.step() == {"p-a": 1} or "p-a" in p.finished
+
+
+@pytest.mark.parametrize("params", [{"hint": 1}, {"_remote_blocks_processed": True}])
+def test_blocks_that_no_engine_asked_about_are_not_held(serving, params):
+    """Parameters of somebody else's do not make a decode engine offer a request's blocks."""
+    d = serving(bidirectional_kv_xfer=True)
+    d.add("d-a", params)
+    d.step()
+    assert "d-a" not in d.handed_over
+    d.step()
+    assert not d.told.offered
+    assert d.is_through()
+
+
+class Whole:
+    """A scheduler with its engine's workers."""
+
+    def __init__(self, serving: Serving, engine: Engine) -> None:
+        self.serving, self.engine = serving, engine
+        self.progress = Progress(engine)
+        self.invalid: set[int] = set()
+
+    def step(self) -> dict[str, int]:
+        """One step: workers report what they saw before it, and hear what it asks for."""
+        self.progress.step()
+        reports = {}
+        for name, seen in (("sent", self.progress.sent), ("received", self.progress.received)):
+            by_all = set.intersection(*seen.values())
+            reports[name] = by_all
+            for of_worker in seen.values():
+                of_worker -= by_all
+        for worker in self.engine.workers.values():
+            self.invalid |= worker.take_invalid_block_ids()
+        invalid, self.invalid = self.invalid, set()
+        scheduled = self.serving.step(**reports, invalid=invalid)
+        for worker in self.engine.workers.values():
+            worker.start_load_kv(self.serving.told)
+        return scheduled
+
+
+@pytest.fixture
+def wholes(serving, engines):
+    """Makes engines of a scheduler and its workers, with side channels that answer."""
+
+    def make(engine_id: str, layout: dict, **extra_config) -> Whole:
+        owner, engine = serving(**extra_config), engines(engine_id, **layout)
+        connector_scheduler = owner.scheduler.connector.connector_scheduler
+        connector_scheduler.engine_id = engine_id
+        connector_scheduler.side_channel_host = "127.0.0.1"
+        connector_scheduler.side_channel_port = engine.serve().port
+        return Whole(owner, engine)
+
+    return make
+
+
+def until(condition, *wholes: Whole) -> None:
+    """Step engines until something is so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        for whole in wholes:
+            whole.step()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (dict(tp=2), dict()),
+        (dict(pp=2), dict(tp=2)),
+        (dict(mla=True, tp=4), dict(mla=True, pp=2)),
+    ],
+    ids=["TP2 to TP1", "PP2 to TP2", "MLA TP4 to PP2"],
+)
+def test_request_passes_from_engine_to_engine(wholes, prefill, decode):
+    """Prefilled here, read there, decoded there, and nothing is left anywhere."""
+    p, d = wholes("prefill", prefill), wholes("decode", decode)
+    p.serving.add("p-a", {"do_remote_decode": True})
+    p.step()
+    params = p.serving.handed_over["p-a"]
+    (src_blocks,) = params["remote_block_ids"]
+    whole = fill(p.engine, src_blocks)
+    d.serving.add("d-a", params, max_tokens=2)
+    assert d.step() == {}
+    ((dst_blocks,),) = [receive.local_block_ids for receive in d.serving.told.receive.values()]
+    until(lambda: "d-a" in d.serving.finished, p, d)
+    assert d.serving.finished == {"d-a": FinishReason.LENGTH}
+    assert_received(d.engine, dst_blocks, whole)
+    until(p.serving.is_through, p, d)
+    assert d.serving.is_through()
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_aborted_reader_releases_the_holder(wholes, caplog_vllm, scheduled):
+    """Before it is scheduled and while it is read: blocks there are freed, and not by a lease."""
+    p, d = wholes("prefill", dict(tp=2)), wholes("decode", dict(pp=2))
+    p.serving.add("p-a", {"do_remote_decode": True})
+    p.step()
+    d.serving.add("d-a", p.serving.handed_over["p-a"])
+    if scheduled:
+        d.step()
+    d.serving.abort("d-a")
+    until(lambda: p.serving.is_through() and d.serving.is_through(), p, d)
+    assert not d.serving.finished
+    assert "lease ran out" not in caplog_vllm.text
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_engine_that_has_gone_costs_its_requests_only(wholes, policy):
+    """Their blocks cannot be read: they fail or are computed, and the others are served."""
+    p, d = wholes("prefill", dict(tp=2)), wholes("decode", dict(pp=2), policy=policy)
+    # Another engine, its own, answers there now.
+    port = d.serving.scheduler.connector.connector_scheduler.side_channel_port
+    d.serving.add("lost", from_prefill(remote_engine_id="gone", remote_port=port))
+    p.serving.add("p-a", {"do_remote_decode": True}, first_token=50)
+    p.step()
+    d.serving.add("d-a", p.serving.handed_over["p-a"], first_token=50)
+    until(lambda: {"lost", "d-a"} <= d.serving.finished.keys(), p, d)
+    expected = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
+    assert d.serving.finished == {"lost": expected, "d-a": FinishReason.LENGTH}
+    until(lambda: p.serving.is_through() and d.serving.is_through(), p, d)
+
+
+def test_turns_go_to_and_fro(wholes):
+    """The next turn's prefill reads what the decode engine holds of the last one."""
+    both = dict(bidirectional_kv_xfer=True, kv_recompute_threshold=8)
+    p, d = wholes("prefill", dict(tp=2), **both), wholes("decode", dict(pp=2), **both)
+    p.serving.add("p-a", {"do_remote_decode": True}, num_tokens=20)
+    p.step()
+    d.serving.add("d-a", p.serving.handed_over["p-a"], max_tokens=14, num_tokens=20)
+    until(lambda: "d-a" in d.serving.handed_over, p, d)
+    params = d.serving.handed_over["d-a"]
+    (src_blocks,) = params["remote_block_ids"]
+    assert params["remote_num_tokens"] == 33
+    whole = fill(d.engine, src_blocks, seed=5)
+    # A prompt of other tokens: nothing of it is in the cache here.
+    p.serving.add("p-b", params, first_token=50)
+    p.step()
+    (receive,) = p.serving.told.receive.values()
+    (dst_blocks,) = receive.local_block_ids
+    until(lambda: "p-b" in p.serving.handed_over, p, d)
+    assert_received(p.engine, dst_blocks, whole)
+    until(d.serving.is_through, p, d)

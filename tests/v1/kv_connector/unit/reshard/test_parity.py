@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What upstream's connector does for attention models: cache formats, roles and fleets.
+
+Whole workers over real NIXL, as in `test_worker`; docs/parity.md lists what is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig, VllmConfig
+
+from tests.v1.kv_connector.unit.reshard.test_worker import (
+    Engine,
+    Progress,
+    assert_received,
+    engines,
+    fill,
+    receive,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank
+
+__all__ = ["engines"]
+
+FP8 = dict(dtype=torch.uint8, cache_dtype="fp8")
+
+FORMATS = {
+    "fp8": (dict(**FP8, tp=2), dict(**FP8)),
+    "fp8, blocks three times as large": (dict(**FP8), dict(**FP8, tp=2, block_tokens=48)),
+    "HND to NHD": (dict(), dict(token_major=True)),
+    "HND to NHD with half of the heads": (dict(), dict(token_major=True, tp=2)),
+    "NHD to HND with half of the heads": (dict(token_major=True, tp=2), dict()),
+    "NHD to HND, fp8": (dict(**FP8, token_major=True), dict(**FP8, tp=2)),
+    "NHD on both sides": (dict(token_major=True, tp=2), dict(token_major=True)),
+    "all layers in one tensor": (dict(cross_layers=True), dict(cross_layers=True)),
+    "all layers in one tensor, other heads": (
+        dict(cross_layers=True, tp=2, heads=4),
+        dict(cross_layers=True, heads=4),
+    ),
+    "all layers in one tensor, two stages": (dict(cross_layers=True, pp=2), dict(tp=2)),
+    "into one tensor of all layers": (dict(pp=2), dict(cross_layers=True, tp=2)),
+}
+
+
+@pytest.mark.parametrize(("prefill", "decode"), FORMATS.values(), ids=FORMATS.keys())
+def test_cache_formats(engines, prefill, decode):
+    """Whatever the cache looks like on either side, every byte arrives where it belongs."""
+    p, d = engines("prefill", **prefill), engines("decode", **decode)
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    p.offer("p-a")
+    local = [3, 4, 1][: 48 // d.block_tokens]
+    d.start(receive={"d-a": receive(address, local, [5, 2, 9])})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    progress.until(p, sent="p-a")
+    assert_received(d, local, whole)
+    for worker in d.workers.values():
+        assert worker.take_invalid_block_ids() == set()
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (dict(block_tokens=8, blocks_per_id=2), dict(block_tokens=16)),
+        (dict(block_tokens=16), dict(block_tokens=8, blocks_per_id=2)),
+        (dict(block_tokens=8, blocks_per_id=2), dict(block_tokens=4, blocks_per_id=4)),
+        (dict(block_tokens=8, blocks_per_id=2), dict(block_tokens=16, blocks_per_id=3)),
+    ],
+    ids=["at the source", "at the destination", "on both sides", "and larger blocks"],
+)
+def test_blocks_of_the_kernel_are_smaller_than_the_schedulers(engines, src, dst):
+    """A block id stands for several blocks of the cache, and all of them are read."""
+    p, d = engines("prefill", tp=2, **src), engines("decode", **dst)
+    address = p.serve()
+    whole = fill(p, in_kernel_blocks([5, 2, 9], p, 16))
+    p.offer("p-a")
+    tokens_per_id = dst["block_tokens"] * dst.get("blocks_per_id", 1)
+    local = [3, 4, 1][: 48 // tokens_per_id]
+    d.start(receive={"d-a": receive(address, local, [5, 2, 9])})
+    Progress(p, d).until(d, received="d-a")
+    assert_received(d, in_kernel_blocks(local, d, tokens_per_id), whole)
+
+
+def in_kernel_blocks(ids, engine: Engine, tokens_per_id: int) -> list[int]:
+    """The blocks of the cache that some block ids stand for."""
+    blocks_per_id = tokens_per_id // engine.block_tokens
+    return [id_ * blocks_per_id + block for id_ in ids for block in range(blocks_per_id)]
+
+
+def test_fp8_and_another_format_do_not_meet(engines, caplog_vllm):
+    """Caches of one slot size that mean other numbers are refused at the handshake."""
+    p = engines("prefill", **FP8)
+    d = engines("decode", dtype=torch.uint8, cache_dtype="fp8_e5m2")
+    address = p.serve()
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [3], [5], tokens=16)})
+    Progress(d).until(d, received="d-a")
+    assert "kv_cache_dtype is fp8 there and fp8_e5m2 here" in caplog_vllm.text
+    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {3}
+
+
+def test_refusal_can_be_switched_off(engines):
+    """With enforce_handshake_compat off, an engine takes what another one calls by other names."""
+    p = engines("prefill", **FP8)
+    d = engines("decode", dtype=torch.uint8, cache_dtype="fp8_e4m3", enforce_handshake_compat=False)
+    address = p.serve()
+    whole = fill(p, [5])
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [3], [5], tokens=16)})
+    Progress(p, d).until(d, received="d-a")
+    assert_received(d, [3], whole)
+
+
+def test_engines_read_from_each_other(engines):
+    """Two engines hold blocks and read them in turn, in both directions at once."""
+    one, other = engines("one", tp=2), engines("other", pp=2)
+    progress = Progress(one, other)
+    addresses = {engine.engine_id: engine.serve() for engine in (one, other)}
+    wholes = {
+        engine.engine_id: fill(engine, [5, 2, 9], seed=seed)
+        for seed, engine in enumerate((one, other))
+    }
+    for turn in range(2):
+        name = f"turn {turn}"
+        for engine in (one, other):
+            engine.offer(name)
+        for reader, holder in ((one, other), (other, one)):
+            request = receive(
+                addresses[holder.engine_id], [3, 4, 1], [5, 2, 9], remote_request_id=name
+            )
+            reader.start(receive={f"{name} read": request})
+        for reader, holder in ((one, other), (other, one)):
+            progress.until(reader, received=f"{name} read")
+            progress.until(holder, sent=name)
+            assert_received(reader, [3, 4, 1], wholes[holder.engine_id])
+
+
+def test_data_parallel_replicas_share_the_holders(engines):
+    """Decode engines of one group read what all prefill ranks hold, each from another rank."""
+    p = engines("prefill", tp=4, mla=True)
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    names = []
+    for replica in range(4):
+        d = engines(f"decode_dp{replica}", mla=True, replica=replica)
+        request = f"p-{replica}"
+        p.offer(request)
+        wanted = receive(address, [3, 4, 1], [5, 2, 9], remote_request_id=request)
+        d.start(receive={"d-a": wanted})
+        progress = Progress(p, d)
+        progress.until(d, received="d-a")
+        progress.until(p, sent=request)
+        assert_received(d, [3, 4, 1], whole)
+        (peer,) = d.workers[MeshRank(0, 0)]._peers._peers.values()
+        names += peer.engine.lease_tables
+    assert len(set(names)) == 4
+
+
+def test_replicas_come_and_go(engines):
+    """Engines that join serve and are served at once; one that leaves costs nobody else."""
+    p, d = engines("prefill-0", tp=2), engines("decode-0")
+    first, whole = p.serve(), fill(p, [5, 2, 9], seed=1)
+    p.offer("p-a", "p-b")
+    d.start(receive={"d-a": receive(first, [3, 4, 1], [5, 2, 9])})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    assert_received(d, [3, 4, 1], whole)
+
+    joined = engines("decode-1", pp=2)
+    d.close()
+    joined.start(receive={"d-b": receive(first, [6, 7, 8], [5, 2, 9], remote_request_id="p-b")})
+    progress = Progress(p, joined)
+    progress.until(joined, received="d-b")
+    progress.until(p, sent="p-b")
+    assert_received(joined, [6, 7, 8], whole)
+
+    p.close()
+    other = engines("prefill-1", pp=2)
+    second, whole = other.serve(), fill(other, [5, 2, 9], seed=2)
+    other.offer("p-a")
+    joined.start(
+        receive={
+            "lost": receive(first, [9, 10, 11], [5, 2, 9]),
+            "d-a": receive(second, [3, 4, 1], [5, 2, 9]),
+        }
+    )
+    progress = Progress(other, joined)
+    progress.until(joined, received="d-a")
+    assert_received(joined, [3, 4, 1], whole)
+    progress.until(joined, received="lost")
+    for worker in joined.workers.values():
+        assert worker.take_invalid_block_ids() == {9, 10, 11}
+
+
+def test_stats_reach_prometheus(engines):
+    """What all workers measured is summed up and counted under upstream's names."""
+    p, d = engines("prefill", tp=2), engines("decode", tp=2)
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    Progress(p, d).until(d, received="d-a")
+    total = NixlConnector.build_kv_connector_stats()
+    for worker in d.workers.values():
+        total.aggregate(worker.take_stats())
+    assert sum(total.data["bytes_transferred"]) == whole.nbytes
+    assert total.reduce()["Num successful transfers"] == len(total.data["bytes_transferred"])
+
+    class Recording:
+        """A metric that notes what it is told."""
+
+        seen: ClassVar[dict[str, list[float]]] = {}
+
+        def __init__(self, name: str, **_) -> None:
+            self.name = name
+
+        def labels(self, *_):
+            """The same for all labels."""
+            return self
+
+        def observe(self, value) -> None:
+            """Note a value."""
+            self.seen.setdefault(self.name, []).append(value)
+
+        inc = observe
+
+    kinds = dict.fromkeys((Counter, Gauge, Histogram), Recording)
+    config = VllmConfig(
+        kv_transfer_config=KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+    )
+    metrics = NixlConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
+    metrics.observe(total.data, 0)
+    assert sum(Recording.seen["vllm:nixl_bytes_transferred"]) == whole.nbytes
