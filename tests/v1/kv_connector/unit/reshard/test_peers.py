@@ -36,14 +36,16 @@ class Network:
         self.handshakes: list[Future] = []
         self.engines: list[Engine] = []
         self.refusal: Exception | None = None
+        self.began_s: list[float] = []
 
     def submit(self, function, *arguments) -> Future:
         """Begin a handshake, which ends when the test says so."""
         self.handshakes.append(Future())
         return self.handshakes[-1]
 
-    def connect(self, descriptions) -> Engine:
+    def connect(self, descriptions, began_s) -> Engine:
         """Connect, or refuse."""
+        self.began_s.append(began_s)
         if self.refusal is not None:
             raise self.refusal
         self.engines.append(Engine())
@@ -104,6 +106,19 @@ def test_connected_engine_is_used_at_once(table, network):
     table.want(ADDRESS, 1.0).waiting.append(("a", None))
     assert outcomes(table.advance(1.0)) == [("engine", None)]
     assert len(network.handshakes) == 1
+
+
+def test_handshake_is_timed_from_when_it_began(table, network):
+    """Not from when the engine was wanted during the back-off, nor from an attempt that failed."""
+    table.want(ADDRESS, 0.0)
+    table.advance(0.0)
+    network.fail()
+    table.advance(0.5)
+    table.want(ADDRESS, 1.0)
+    table.advance(5.0)
+    network.answer()
+    table.advance(7.0)
+    assert network.began_s == [5.0]
 
 
 def test_failed_handshake_is_told_and_tried_again_later(table, network):

@@ -27,7 +27,18 @@ SHELL = (
     "side_channel",
     "worker",
 )
-CORE = ("cache", "errors", "leases", "lowering", "mesh", "plan", "protocol", "shards", "verify")
+CORE = (
+    "cache",
+    "errors",
+    "leases",
+    "lowering",
+    "mesh",
+    "plan",
+    "protocol",
+    "shards",
+    "summary",
+    "verify",
+)
 LIBRARIES = sys.stdlib_module_names | {"numpy"}
 PACKAGE = Path(reshard.__file__).parent
 

@@ -7,6 +7,7 @@ Every worker has its own KV cache, agent and ledgers; what vLLM's engine would d
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -433,6 +434,25 @@ def test_second_replica_prepares_no_local_lists(engines):
         assert len(worker._local_lists) == 2
 
 
+def test_handshake_is_told_in_one_line(engines, caplog_vllm):
+    """The engine's log says once, however many requests there are, what is read from whom."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    progress = Progress(p, d)
+    caplog_vllm.set_level("INFO")
+    for request in ("a", "b"):
+        fill(p, [5, 2, 9])
+        p.offer("p-a")
+        d.start(receive={request: receive(address, [3, 4, 1], [5, 2, 9])})
+        progress.until(d, received=request)
+    (line,) = [text for text in caplog_vllm.messages if "From engine" in text]
+    assert re.fullmatch(
+        r"From engine prefill of 2 ranks, rank pp0tp0 reads layers 0-\d+, heads \[0, \d+\) from "
+        r"pp0tp0; layers 0-\d+, heads \[\d+, \d+\) from pp0tp1\. The handshake took [\d.]+ ms\.",
+        line,
+    )
+
+
 def test_unreachable_engine_fails_its_requests_only(engines):
     """Blocks are reported invalid, the reason is logged, and others are served."""
     p, d = engines("prefill"), engines("decode")
@@ -549,19 +569,27 @@ def test_lease_runs_out_without_readers(engines, caplog_vllm):
 
 def test_heartbeats_keep_a_request_alive(engines, monkeypatch):
     """Renewed leases outlive their first term, on every prefill worker; then they end."""
-    now_s = 1000.0
-    clock = SimpleNamespace(monotonic=lambda: now_s)
-    monkeypatch.setattr(worker_module, "time", clock)
     p, d = engines("prefill", tp=4, mla=True, lease_s=10.0), engines("decode", mla=True)
     address = p.serve()
+    progress, (reader,) = Progress(p, d), d.workers.values()
+    heartbeat = Heartbeats(address, frozenset({"p-a"}))
+    deadline = time.monotonic() + DEADLINE_S
+    # With the real clock, so that a handshake may be tried again.
+    while not any(peer.engine for peer in reader._peers._peers.values()):
+        assert time.monotonic() < deadline
+        d.start(heartbeats=[heartbeat])
+        progress.step()
+
+    now_s = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(worker_module, "time", clock)
     p.offer("p-a", lease_s=10.0)
-    progress = Progress(p, d)
     for _ in range(3):
         now_s += 9.0
         deadline = time.monotonic() + DEADLINE_S
         while any(lease_end(worker) < now_s + 10.0 for worker in p.workers.values()):
             assert time.monotonic() < deadline
-            d.start(heartbeats=[Heartbeats(address, frozenset({"p-a"}))])
+            d.start(heartbeats=[heartbeat])
             progress.step()
     assert not any(progress.sent.values())
     now_s += 10.0
@@ -612,3 +640,34 @@ def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, so
     progress.until(d, received="d-a")
     progress.until(d, received="d-b")
     assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+
+
+def test_what_happened_is_counted(engines):
+    """Both ends report held blocks, handshakes, notifications and failures, each kind once."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    p.start(admitted={"p-a"})
+    p.start(offered={"p-a": 30.0}, offered_blocks={"p-a": 3})
+    progress = Progress(p, d)
+    progress.step()
+    (reader,) = d.workers.values()
+    for holder in p.workers.values():
+        assert holder.take_stats().data["held_blocks"] == [3]
+    d.start(
+        receive={
+            "whole": receive(address, [3, 4, 1], [5, 2, 9]),
+            "expired": receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b"),
+        }
+    )
+    for request_id in ("whole", "expired"):
+        progress.until(d, received=request_id)
+    progress.until(p, sent="p-a")
+    counted = reader.take_stats().data
+    assert len(counted["handshake_seconds"]) == 1
+    assert counted["read_failures"] == ["lease"]
+    assert counted["read_strategies"] == ["direct"] * 4
+    assert counted["notifications_sent"] == [4]
+    for holder in p.workers.values():
+        assert holder.take_stats().data["held_blocks"] == [0]
+        assert holder.take_stats() is None

@@ -10,6 +10,7 @@ The core computes with values alone; it imports neither vLLM nor torch:
     mesh, shards    who holds what
     plan, verify    who reads what from whom and who releases whom, and a check by other means
     cache, lowering where the bytes lie, and how reads become descriptors and indices
+    summary         what a plan costs, and how it is told to people
     protocol        what each side knows of its requests
 
 The shell around it talks to the world:

@@ -30,11 +30,16 @@ from .geometry import split_layers
 from .messages import ReshardConnectorMetadata
 from .scheduler import ReshardScheduler
 from .settings import read_settings
+from .stats import ReshardPromMetrics, ReshardStats
 from .worker import ReshardWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -134,6 +139,22 @@ class NixlConnector(upstream.NixlConnector):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this worker measured; None on the scheduler's side."""
         return None if self.connector_worker is None else self.connector_worker.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ReshardStats:
+        """Values as they came from a worker; none without."""
+        return ReshardStats() if data is None else ReshardStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ReshardPromMetrics:
+        """What Prometheus shows."""
+        return ReshardPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Give everything back."""

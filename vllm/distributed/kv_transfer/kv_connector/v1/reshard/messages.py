@@ -82,6 +82,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         withdrawn: Requests that will not be offered.
         offered: Requests whose blocks are held for another engine, and for how many seconds from
             now: a duration, because workers on other hosts have other clocks.
+        offered_blocks: How many blocks each of these has, of all KV-cache groups.
         heartbeats: Leases to renew.
     """
 
@@ -89,6 +90,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     admitted: set[RequestId] = field(default_factory=set)
     withdrawn: set[RequestId] = field(default_factory=set)
     offered: dict[RequestId, float] = field(default_factory=dict)
+    offered_blocks: dict[RequestId, int] = field(default_factory=dict)
     heartbeats: list[Heartbeats] = field(default_factory=list)
 
 

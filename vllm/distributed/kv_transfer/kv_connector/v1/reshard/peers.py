@@ -23,7 +23,7 @@ IDLE_LIMIT_S = 600.0
 """An engine that was not wanted for this long is forgotten."""
 
 Fetch = Callable[[RemoteEngineAddress], tuple[WorkerDescription, ...]]
-Connect = Callable[[tuple[WorkerDescription, ...]], RemoteEngine]
+Connect = Callable[[tuple[WorkerDescription, ...], float], RemoteEngine]
 
 
 @dataclass(slots=True)
@@ -38,6 +38,7 @@ class Peer:
             connected anew once nothing is in flight.
         engine: What was prepared for it, while it is connected.
         handshake: The handshake that is under way.
+        began_s: When the last handshake began.
         waiting: Requests to begin once it is connected.
         in_flight: Requests being read from it.
         failures: Handshakes that failed one after another.
@@ -50,6 +51,7 @@ class Peer:
     broken: bool = False
     engine: RemoteEngine | None = None
     handshake: Future[tuple[WorkerDescription, ...]] | None = None
+    began_s: float = 0.0
     waiting: list[tuple[RequestId, Receive]] = field(default_factory=list)
     in_flight: int = 0
     failures: int = 0
@@ -82,7 +84,7 @@ class PeerTable:
     Args:
         executor: Runs handshakes.
         fetch: Asks an engine for its workers; called in the executor's threads.
-        connect: Prepares everything for an engine that has answered.
+        connect: Prepares everything for an engine that has answered, given when it was asked.
     """
 
     def __init__(self, executor: Executor, fetch: Fetch, connect: Connect) -> None:
@@ -132,6 +134,7 @@ class PeerTable:
             if peer.engine is None:
                 if peer.wanted and peer.handshake is None and now_s >= peer.retry_at_s:
                     peer.wanted = False
+                    peer.began_s = now_s
                     peer.handshake = self._executor.submit(self._fetch, peer.address)
             elif peer.waiting and not peer.broken:
                 news.append((peer, None))
@@ -149,7 +152,7 @@ class PeerTable:
         """Connect with an engine that has answered; returns why that failed, if it did."""
         peer.handshake = None
         try:
-            peer.engine = self._connect(handshake.result())
+            peer.engine = self._connect(handshake.result(), peer.began_s)
         except Exception as error:
             # Whatever it is, it is this peer's handshake that has failed, and nothing else.
             peer.failures += 1

@@ -51,6 +51,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         for remark in remarks(vllm_config.kv_transfer_config):
             logger.warning("%s.", remark)
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._offered_blocks: dict[str, int] = {}
 
     def serve_handshake(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -115,6 +116,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 request_id: max(expires_at_s - now_s, 0.0)
                 for request_id, expires_at_s in upstream.reqs_to_send.items()
             },
+            offered_blocks=self._offered_blocks,
             heartbeats=[
                 Heartbeats(
                     RemoteEngineAddress(engine_id, info.host, info.port),
@@ -123,6 +125,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 for engine_id, info in upstream.heartbeat_by_engine.items()
             ],
         )
+        self._offered_blocks = {}
         metadata.receive = {
             request_id: _receive(request, block_ids)
             for request_id, (request, block_ids) in wanted.items()
@@ -145,6 +148,8 @@ class ReshardScheduler(NixlConnectorScheduler):
             for ids, group in zip(block_ids, self.kv_cache_config.kv_cache_groups, strict=True)
         )
         delay_free, params = super().request_finished(request, block_ids)
+        if delay_free:
+            self._offered_blocks[request.request_id] = sum(map(len, block_ids))
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -49,6 +48,8 @@ from .remote import LocalLists, Reader, RemoteEngine
 from .settings import Settings, read_settings
 from .shards import Layer, Shard, heads_of_rank
 from .side_channel import fetch_handshake
+from .stats import ReadFailure, ReshardStats
+from .summary import describe_reads
 from .verify import verify_plan
 
 if TYPE_CHECKING:
@@ -68,12 +69,14 @@ class _Reading:
         peer: From where.
         lease_tables: Where to see, after that, that it was still held.
         transfers: Reads in flight.
+        failure: What went wrong first.
     """
 
     receive: Receive
     peer: Peer
     lease_tables: Sequence[PreparedTable] = ()
     transfers: dict[int, Transfer] = field(default_factory=dict)
+    failure: ReadFailure | None = None
 
 
 class ReshardWorker:
@@ -123,7 +126,9 @@ class ReshardWorker:
         self._peers = PeerTable(self._threads, self._fetch, self._connect)
         self._reading: dict[RequestId, _Reading] = {}
         self._invalid_block_ids: set[int] = set()
-        self._stats = NixlKVConnectorStats()
+        self._stats = ReshardStats()
+        self._held_blocks: dict[RequestId, int] = {}
+        self._reported_held_blocks = 0
         # Known once the caches are registered.
         self._factors: dict[str, str] = {}
         self._engine_shards: tuple[Shard, ...] = ()
@@ -167,10 +172,13 @@ class ReshardWorker:
         for request_id in metadata.withdrawn:
             self._lease_table.strike(request_id)
         for request_id, lease_s in metadata.offered.items():
-            self._producer.offer(request_id, now_s + lease_s)
+            if self._producer.offer(request_id, now_s + lease_s):
+                self._held_blocks[request_id] = metadata.offered_blocks.get(request_id, 0)
         for request_id, receive in metadata.receive.items():
             if receive.fault is not None:
-                self._fail_unread(request_id, receive, Peer(receive.source, now_s), receive.fault)
+                nobody = Peer(receive.source, now_s)
+                failure = ReadFailure.PARAMETERS
+                self._fail_unread(request_id, receive, nobody, receive.fault, failure)
                 continue
             self._peers.want(receive.source, now_s).waiting.append((request_id, receive))
         for heartbeats in metadata.heartbeats:
@@ -200,6 +208,8 @@ class ReshardWorker:
             sent.add(expiry.request_id)
         for request_id in sent:
             self._lease_table.strike(request_id)
+            self._held_blocks.pop(request_id, None)
+        self._report_held_blocks()
         return sent, self._take_received()
 
     def take_invalid_block_ids(self) -> set[int]:
@@ -207,7 +217,7 @@ class ReshardWorker:
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
-    def take_stats(self) -> NixlKVConnectorStats | None:
+    def take_stats(self) -> ReshardStats | None:
         """What was measured since the last call."""
         return None if self._stats.is_empty() else self._stats.clone_and_reset()
 
@@ -259,8 +269,10 @@ class ReshardWorker:
                 address.port,
                 error,
             )
+            self._stats.record_failed_handshake(error)
             for request_id, receive in peer.take_waiting():
-                self._fail_unread(request_id, receive, peer, f"handshake failed: {error}")
+                reason = f"handshake failed: {error}"
+                self._fail_unread(request_id, receive, peer, reason, ReadFailure.HANDSHAKE)
 
     def _fetch(self, address: RemoteEngineAddress) -> tuple[WorkerDescription, ...]:
         """Ask an engine for its workers. Called by another thread: reads what never changes."""
@@ -271,15 +283,14 @@ class ReshardWorker:
             expected_engine_id=address.engine_id,
         )
 
-    def _connect(self, descriptions: tuple[WorkerDescription, ...]) -> RemoteEngine:
-        """Plan for an engine and prepare all lists.
+    def _connect(self, descriptions: tuple[WorkerDescription, ...], began_s: float) -> RemoteEngine:
+        """Plan for an engine that was first asked at `began_s`, and prepare all lists.
 
         Raises:
             ReshardError: Its layout does not fit ours.
             TransferError: NIXL does not accept it.
         """
         assert self._reader is not None
-        started_s = time.monotonic()
         shards = [description.shard for description in descriptions]
         plan = plan_reshard(shards, self._engine_shards, spread=self._spread)
         if __debug__ and (faults := verify_plan(shards, self._engine_shards, plan)):
@@ -294,17 +305,15 @@ class ReshardWorker:
             self._reader,
             self._local_lists,
         )
-        reads = plan.reads_of(self._rank)
+        duration_s = time.monotonic() - began_s
+        self._stats.record_handshake(duration_s)
         logger.info(
-            "Rank %s reads from %d of %d ranks of engine %s: %s. Prepared in %.1f ms.",
-            self._rank,
-            len({read.src_rank for read in reads}),
-            len(descriptions),
+            "From engine %s of %d ranks, rank %s %s. The handshake took %.1f ms.",
             descriptions[0].engine_id,
-            "; ".join(
-                f"{read.src_rank} {len(read.layers)} layers, heads {read.heads}" for read in reads
-            ),
-            1e3 * (time.monotonic() - started_s),
+            len(descriptions),
+            self._rank,
+            describe_reads(plan, self._rank),
+            1e3 * duration_s,
         )
         return engine
 
@@ -319,7 +328,7 @@ class ReshardWorker:
         try:
             legs = [(leg, *leg.indices(receive, self._reader)) for leg in engine.legs]
         except ReshardError as error:
-            self._fail_unread(request_id, receive, peer, str(error))
+            self._fail_unread(request_id, receive, peer, str(error), ReadFailure.PARAMETERS)
             return
         read_from = {leg.remote.peer for leg, local_indices, _ in legs if len(local_indices)}
         tables = [table for name, table in engine.lease_tables.items() if name in read_from]
@@ -334,6 +343,7 @@ class ReshardWorker:
                 )
             except TransferError as error:
                 peer.broken = True
+                reading.failure = reading.failure or ReadFailure.TRANSFER
                 # What is in flight is left to end by itself: nobody else gets the blocks before.
                 self._consumer.leg_failed(request_id, key, str(error))
 
@@ -368,6 +378,7 @@ class ReshardWorker:
                             self._lease_checker.want(request_id, remote_request_id, table)
                 else:
                     reading.peer.broken = True
+                    reading.failure = reading.failure or ReadFailure.TRANSFER
                     self._consumer.leg_failed(
                         request_id, key, f"NIXL could not read from {transfer.peer}"
                     )
@@ -378,7 +389,10 @@ class ReshardWorker:
         for verdict in self._lease_checker.advance():
             if verdict.fault is not None:
                 self._consumer.fail(verdict.request_id, verdict.fault)
-                self._reading[verdict.request_id].peer.broken |= verdict.peer_broken
+                reading = self._reading[verdict.request_id]
+                reading.peer.broken |= verdict.peer_broken
+                kind = ReadFailure.TRANSFER if verdict.peer_broken else ReadFailure.LEASE
+                reading.failure = reading.failure or kind
             self._consumer.step_done(verdict.request_id)
 
     def _take_received(self) -> set[RequestId]:
@@ -389,7 +403,8 @@ class ReshardWorker:
             receive, peer = reading.receive, reading.peer
             peer.in_flight -= 1
             if outcome.failure is not None:
-                self._stats.record_failed_transfer()
+                assert reading.failure is not None
+                self._stats.record_failed_read(reading.failure)
                 for group in receive.local_block_ids:
                     self._invalid_block_ids.update(group)
                 logger.error(
@@ -404,13 +419,25 @@ class ReshardWorker:
         return received
 
     def _fail_unread(
-        self, request_id: RequestId, receive: Receive, peer: Peer, reason: str
+        self,
+        request_id: RequestId,
+        receive: Receive,
+        peer: Peer,
+        reason: str,
+        failure: ReadFailure,
     ) -> None:
         """Fail a request before any of its reads was posted, if anything was to be read."""
         if not any(receive.local_block_ids):
             return
-        self._account(request_id, receive, peer, 1)
+        self._account(request_id, receive, peer, 1).failure = failure
         self._consumer.leg_failed(request_id, 0, reason)
+
+    def _report_held_blocks(self) -> None:
+        """Count the blocks that are held for other engines, if they are others than before."""
+        held_blocks = sum(self._held_blocks.values())
+        if held_blocks != self._reported_held_blocks:
+            self._reported_held_blocks = held_blocks
+            self._stats.record_held_blocks(held_blocks)
 
     def _release(self, receive: Receive, engine: RemoteEngine) -> None:
         """Tell the holders of a request's blocks that this worker is through with them."""
@@ -429,6 +456,7 @@ class ReshardWorker:
     def _notify(self, peer: str, message: bytes) -> None:
         try:
             self._agent.notify(peer, message)
+            self._stats.record_notification()
         except TransferError as error:
             # The holder frees the blocks when their lease runs out.
             self._stats.record_failed_notification()
