@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of engines that serve a tiny model: ask them, and see in their metrics what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.tools.pdstack.helpers import wait_until
+from tools.pdstack.metrics import NixlCounters
+from tools.pdstack.stack import Engine, Router, Server
+
+BLOCK_TOKENS = 128
+ANSWER_TOKENS = 24
+REQUEST_LIMIT_S = 120.0
+# Shorter than the lease of blocks: none of them is given back because of that.
+REPORT_LIMIT_S = 20.0
+
+
+def text_of(label: str, tokens: int) -> str:
+    """Return a text that is a prompt of so many tokens.
+
+    Args:
+        label: what it begins with; no block of it is that of a text with another label.
+        tokens: of the prompt, including the one before the text.
+    """
+    sentences = (f"{label}: on day {day} it planted {day * 3} tulips. " for day in range(tokens))
+    return "".join(sentences)[: tokens - 1]
+
+
+def ask(server: Server, model: str, text: str, **fields: Any) -> str:
+    """Return the greedy answer to one message.
+
+    Args:
+        fields: what else the request says.
+
+    Raises:
+        httpx.HTTPError: the server failed, or was silent for too long.
+    """
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0.0,
+        "max_tokens": ANSWER_TOKENS,
+        **fields,
+    }
+    url = f"{server.url}/v1/chat/completions"
+    reply = httpx.post(url, json=body, timeout=REQUEST_LIMIT_S, trust_env=False)
+    reply.raise_for_status()
+    answer: str = reply.json()["choices"][0]["message"]["content"]
+    return answer
+
+
+def ask_unaided(engine: Engine, model: str, text: str) -> str:
+    """Return an engine's answer for which it reads nothing and uses no block of other requests."""
+    # Blocks that were computed under a salt are found by nobody who does not know it.
+    return ask(engine, model, text, cache_salt="unaided")
+
+
+def metric(engine: Engine, name: str) -> float:
+    """Return the sum of an engine's metric over its labels; 0 where it has none."""
+    page = httpx.get(f"{engine.url}/metrics", timeout=REPORT_LIMIT_S, trust_env=False)
+    page.raise_for_status()
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page.text)
+        for sample in family.samples
+        if sample.name == name
+    )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill engine and a decode engine, with a router in front of them.
+
+    Attributes:
+        model: name of what they serve.
+    """
+
+    model: str
+    prefill: Engine
+    decode: Engine
+    router: Router
+
+    def ask(self, text: str) -> str:
+        """Return the pair's answer to a message."""
+        return ask(self.router, self.model, text)
+
+    def ask_at_once(self, texts: Sequence[str]) -> list[str]:
+        """Return the pair's answers to messages that are sent at the same time."""
+        with ThreadPoolExecutor(len(texts)) as pool:
+            return list(pool.map(partial(ask, self.router, self.model), texts))
+
+    def read_since(self, before: NixlCounters, transfers: int) -> NixlCounters:
+        """Return what the decode engine has read since then, once it tells of enough transfers.
+
+        Its ranks report with one of their next steps, each by itself.
+        """
+
+        def read() -> NixlCounters:
+            return self.decode.nixl_counters() - before
+
+        what = f"the report of {transfers} transfers"
+        wait_until(lambda: read().transfers >= transfers, what, REPORT_LIMIT_S)
+        return read()
+
+    def wait_until_free(self) -> None:
+        """Wait until no block of the prefill engine is in use."""
+
+        def free() -> bool:
+            # An engine hears that its blocks were read when it computes its next step.
+            ask(self.prefill, self.model, "next", max_tokens=1)
+            return metric(self.prefill, "vllm:kv_cache_usage_perc") == 0.0
+
+        wait_until(free, "the return of all blocks", REPORT_LIMIT_S)

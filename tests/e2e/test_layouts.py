@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of different layouts hand requests to one another, and answer as one engine would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from tests.e2e.pairs import BLOCK_TOKENS, REPORT_LIMIT_S, Pair, ask_unaided, metric, text_of
+from tests.tools.pdstack.helpers import wait_until
+from tools.pdstack.engine import EngineSpec
+from tools.pdstack.layout import Layout, read_model_shape
+from tools.pdstack.metrics import NixlCounters
+from tools.pdstack.stack import Engine, PDStack
+from tools.pdstack.tiny_models import write_tiny_llama
+
+pytestmark = pytest.mark.e2e
+
+FLOAT32_BYTES = 4
+ONE, STAGES, RANKS, BOTH = Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(2, 2)
+# Stages of three layers and of one, so that they are not those of the other engine with stages.
+UNEVEN = {"VLLM_PP_LAYER_PARTITION": "3,1"}
+# A part of a block, exactly one, one token more, and several with a part.
+PROMPT_TOKENS = (12, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS + 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair of layouts, and the number of reads that fill the decode engine's blocks."""
+
+    prefill: Layout
+    decode: Layout
+    reads: int
+
+    def __str__(self) -> str:
+        return f"{self.prefill}-{self.decode}"
+
+
+CASES = (
+    Case(STAGES, ONE, reads=2),
+    Case(ONE, STAGES, reads=2),
+    Case(BOTH, ONE, reads=4),
+    Case(ONE, RANKS, reads=2),
+    # The second stage, layers 2 and 3, is read from both: three reads for each half of the heads.
+    Case(STAGES, BOTH, reads=6),
+)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """One running engine of each layout."""
+
+    stack: PDStack
+    by_layout: dict[Layout, Engine]
+    block_bytes: int
+
+    @contextmanager
+    def pair(self, case: Case) -> Iterator[Pair]:
+        """Put a router in front of two of them for a while."""
+        prefill, decode = self.by_layout[case.prefill], self.by_layout[case.decode]
+        router = self.stack.start_router([prefill], [decode])
+        yield Pair(self.stack.model.name, prefill, decode, router)
+        self.stack.stop(router)
+
+    def right_answer(self, text: str) -> str:
+        """Return what one engine of one rank answers."""
+        return ask_unaided(self.by_layout[ONE], self.stack.model.name, text)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Start them all; which of them work together is settled when they first do."""
+    model = write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
+    per_token = read_model_shape(model.directory).kv_bytes_per_token(FLOAT32_BYTES)
+    specs = [
+        EngineSpec(
+            str(layout),
+            layout,
+            env=UNEVEN if layout == STAGES else {},
+            extra_args=("--num-gpu-blocks-override", "64"),
+            max_model_len=1024,
+        )
+        for layout in (ONE, STAGES, RANKS, BOTH)
+    ]
+    with PDStack(model, tmp_path_factory.mktemp("run")) as stack:
+        running = stack.start_engines(*specs)
+        by_layout = {each.spec.layout: each for each in running}
+        yield Engines(stack, by_layout, per_token * BLOCK_TOKENS)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    """One pair of layouts after the other."""
+    found: Case = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(engines: Engines, case: Case) -> Iterator[Pair]:
+    """The two engines of a case, behind a router."""
+    with engines.pair(case) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("tokens", PROMPT_TOKENS)
+def test_an_answer_equals_one_engines(
+    engines: Engines, case: Case, pair: Pair, tokens: int
+) -> None:
+    """The first answer is right with all blocks read, the second with those that were not kept."""
+    text = text_of(f"{tokens} {case}", tokens)
+    right = engines.right_answer(text)
+    before = pair.decode.nixl_counters()
+    assert pair.ask(text) == right
+    blocks = -(-tokens // BLOCK_TOKENS)
+    assert pair.read_since(before, case.reads) == NixlCounters(
+        bytes_moved=blocks * engines.block_bytes, transfers=case.reads
+    )
+
+    before = pair.decode.nixl_counters()
+    hits = metric(pair.decode, "vllm:prefix_cache_hits_total")
+    assert pair.ask(text) == right
+    assert pair.read_since(before, case.reads) == NixlCounters(
+        bytes_moved=engines.block_bytes, transfers=case.reads
+    )
+    # The last token is computed again in any case, and with it comes its block.
+    kept = hits + (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    wait_until(
+        lambda: metric(pair.decode, "vllm:prefix_cache_hits_total") == kept,
+        f"{kept} tokens found in the prefix cache",
+        REPORT_LIMIT_S,
+    )
+
+
+def test_requests_at_once_do_not_mix(engines: Engines, case: Case, pair: Pair) -> None:
+    """Six requests that begin differently and go on alike get six answers, each the right one."""
+    texts = [text_of(f"{number} {case}", 60 * number) for number in range(1, 7)]
+    answers = pair.ask_at_once(texts)
+    assert answers == [engines.right_answer(text) for text in texts]
+    assert len(set(answers)) == len(texts)
+
+
+def test_all_blocks_come_back(pair: Pair) -> None:
+    """Once its requests were read, no block of the prefill engine is in use, and none expired."""
+    pair.wait_until_free()
+    assert pair.prefill.nixl_counters().expired_requests == 0
+    counters = pair.decode.nixl_counters()
+    assert (counters.failed_transfers, counters.failed_notifications) == (0, 0)
