@@ -16,6 +16,7 @@ SHELL = (
     "compatibility",
     "connector",
     "geometry",
+    "holder",
     "lease_check",
     "messages",
     "metadata",
@@ -25,6 +26,7 @@ SHELL = (
     "scheduler",
     "settings",
     "side_channel",
+    "stats",
     "worker",
 )
 CORE = (

@@ -598,7 +598,7 @@ def test_heartbeats_keep_a_request_alive(engines, monkeypatch):
 
 def lease_end(worker: ReshardWorker) -> float:
     """When a worker would let go of the request."""
-    return worker._producer._held["p-a"].expires_at_s
+    return worker._holder._ledger._held["p-a"].expires_at_s
 
 
 def test_late_reader_fails(engines, caplog_vllm):
@@ -630,7 +630,7 @@ def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, so
 
     def want_after_expiry(self, request_id, remote_request_id, at):
         if remote_request_id == "p-a":
-            p.workers[MeshRank(0, source_rank)]._lease_table.strike("p-a")
+            p.workers[MeshRank(0, source_rank)]._holder._table.strike("p-a")
         want(self, request_id, remote_request_id, at)
 
     monkeypatch.setattr(LeaseChecker, "want", want_after_expiry)

@@ -12,6 +12,7 @@ The core computes with values alone; it imports neither vLLM nor torch:
     cache, lowering where the bytes lie, and how reads become descriptors and indices
     summary         what a plan costs, and how it is told to people
     protocol        what each side knows of its requests
+    leases          which requests a worker holds, where readers can see it
 
 The shell around it talks to the world:
 
@@ -22,5 +23,7 @@ The shell around it talks to the world:
     agent                           NIXL
     messages                        what travels afterwards
     remote, peers                   engines that are connected
+    holder, lease_check             what is held for them, and whether they held what was read
+    stats                           what is counted
     worker, scheduler, connector    vLLM's side
 """

@@ -25,8 +25,8 @@ from .agent import NixlAgent, Transfer, TransferState
 from .compatibility import compatibility_factors
 from .errors import RemoteLayoutError, ReshardError, TransferError
 from .geometry import describe_cache, memory_regions, window_groups
+from .holder import Holder
 from .lease_check import LeaseChecker, PreparedTable
-from .leases import LeaseTable
 from .mesh import MeshRank
 from .messages import (
     Done,
@@ -34,16 +34,14 @@ from .messages import (
     Heartbeats,
     Receive,
     RemoteEngineAddress,
-    Renew,
     ReshardConnectorMetadata,
-    decode_notification,
     encode_notification,
     renewals,
 )
 from .metadata import WorkerDescription, WorkerHandshake, encode_worker
 from .peers import Peer, PeerTable
 from .plan import plan_reshard
-from .protocol import ConsumerLedger, ProducerLedger, Receipt, RequestId
+from .protocol import ConsumerLedger, RequestId
 from .remote import LocalLists, Reader, RemoteEngine
 from .settings import Settings, read_settings
 from .shards import Layer, Shard, heads_of_rank
@@ -117,18 +115,13 @@ class ReshardWorker:
         self._local_lists = LocalLists(self._agent)
         # Several, so that engines that do not answer hold up nobody else's handshake.
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="reshard-handshake")
-        self._producer = ProducerLedger()
-        self._lease_table = LeaseTable()
-        table = self._lease_table.address
-        self._agent.register([(table.address, table.size_bytes, 0)], "DRAM")
+        self._stats = ReshardStats()
+        self._holder = Holder(self._agent, self._settings.lease_s, self._stats)
         self._lease_checker = LeaseChecker(self._agent)
         self._consumer: ConsumerLedger[int] = ConsumerLedger()
         self._peers = PeerTable(self._threads, self._fetch, self._connect)
         self._reading: dict[RequestId, _Reading] = {}
         self._invalid_block_ids: set[int] = set()
-        self._stats = ReshardStats()
-        self._held_blocks: dict[RequestId, int] = {}
-        self._reported_held_blocks = 0
         # Known once the caches are registered.
         self._factors: dict[str, str] = {}
         self._engine_shards: tuple[Shard, ...] = ()
@@ -154,26 +147,14 @@ class ReshardWorker:
             self._vllm_config, sorted({backend.get_name() for backend in backends.values()})
         )
         description = WorkerDescription(
-            self._engine_id, shard, cache, self._lease_table.address, self._agent.metadata()
+            self._engine_id, shard, cache, self._holder.table_address, self._agent.metadata()
         )
         self.handshake = WorkerHandshake(self._factors, encode_worker(description))
 
     def start_load_kv(self, metadata: ReshardConnectorMetadata) -> None:
         """Take up what the scheduler asks for in this step; blocks on nothing."""
         now_s = time.monotonic()
-        self._producer.admit(metadata.admitted)
-        for request_id in metadata.admitted:
-            if not self._lease_table.enter(request_id):
-                logger.warning(
-                    "Request %s will not be read: too many requests are held for other engines.",
-                    request_id,
-                )
-        self._producer.withdraw(metadata.withdrawn)
-        for request_id in metadata.withdrawn:
-            self._lease_table.strike(request_id)
-        for request_id, lease_s in metadata.offered.items():
-            if self._producer.offer(request_id, now_s + lease_s):
-                self._held_blocks[request_id] = metadata.offered_blocks.get(request_id, 0)
+        self._holder.take_up(metadata, now_s)
         for request_id, receive in metadata.receive.items():
             if receive.fault is not None:
                 nobody = Peer(receive.source, now_s)
@@ -195,22 +176,7 @@ class ReshardWorker:
         self._advance_peers(now_s)
         self._poll_reads()
         self._check_leases()
-        sent = self._hear_notifications(now_s)
-        for expiry in self._producer.expire(now_s):
-            self._stats.record_kv_expired_req()
-            logger.warning(
-                "Freeing the blocks of request %s: its lease ran out after %d of %s readers were "
-                "through. Give readers longer with kv_lease_duration, if they are alive.",
-                expiry.request_id,
-                expiry.heard,
-                "an unknown number of" if expiry.awaited is None else expiry.awaited,
-            )
-            sent.add(expiry.request_id)
-        for request_id in sent:
-            self._lease_table.strike(request_id)
-            self._held_blocks.pop(request_id, None)
-        self._report_held_blocks()
-        return sent, self._take_received()
+        return self._holder.let_go(now_s), self._take_received()
 
     def take_invalid_block_ids(self) -> set[int]:
         """Blocks that were to be filled since the last call, and were not."""
@@ -432,13 +398,6 @@ class ReshardWorker:
         self._account(request_id, receive, peer, 1).failure = failure
         self._consumer.leg_failed(request_id, 0, reason)
 
-    def _report_held_blocks(self) -> None:
-        """Count the blocks that are held for other engines, if they are others than before."""
-        held_blocks = sum(self._held_blocks.values())
-        if held_blocks != self._reported_held_blocks:
-            self._reported_held_blocks = held_blocks
-            self._stats.record_held_blocks(held_blocks)
-
     def _release(self, receive: Receive, engine: RemoteEngine) -> None:
         """Tell the holders of a request's blocks that this worker is through with them."""
         for peer, num_notifiers in engine.releases:
@@ -461,32 +420,6 @@ class ReshardWorker:
             # The holder frees the blocks when their lease runs out.
             self._stats.record_failed_notification()
             logger.warning("%s", error)
-
-    def _hear_notifications(self, now_s: float) -> set[RequestId]:
-        """Take note of what other engines' workers say; returns the requests they release."""
-        released = set()
-        for sender, message in self._agent.take_notifications():
-            try:
-                notification = decode_notification(message)
-            except ReshardError as error:
-                logger.warning("From %s: %s", sender, error)
-                continue
-            if isinstance(notification, Renew):
-                self._producer.renew(notification.request_ids, now_s + self._settings.lease_s)
-                continue
-            receipt = self._producer.hear(
-                notification.request_id, notification.notifier, notification.num_notifiers
-            )
-            if receipt is Receipt.RELEASED:
-                released.add(notification.request_id)
-            elif receipt is Receipt.UNKNOWN:
-                logger.warning(
-                    "%s was too late for the blocks of request %s, which this worker does not hold "
-                    "any more. Give readers longer with kv_lease_duration.",
-                    notification.notifier,
-                    notification.request_id,
-                )
-        return released
 
 
 def _progress_delay_us(settings: Settings, *, on_cpu: bool) -> int:
