@@ -95,6 +95,18 @@ def test_wrong_options_keep_the_engine_from_starting(create):
         create(extra_config={"kv_lease_duration": "30"})
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_scales_of_an_engines_own_are_refused(make_config, dtype):
+    """What one engine writes with its scales, another would read with others."""
+    config = make_config("NixlConnector")
+    config.cache_config.calculate_kv_scales = True
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
+    KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache).shutdown()
+    config.cache_config.cache_dtype = dtype
+    with pytest.raises(LocalLayoutError, match=f"calculate-kv-scales.*{dtype} .*leave it out"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+
+
 def test_options_that_do_nothing_are_mentioned(create, caplog_vllm):
     """The engine starts, and its log says what was in vain."""
     create(extra_config={"lease": 3})

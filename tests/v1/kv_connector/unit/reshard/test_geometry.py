@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -10,14 +12,17 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.geometry import (
     describe_cache,
     memory_regions,
+    split_layers,
 )
 
 BLOCKS, HEADS, TOKENS, SIZE = 6, 3, 16, 8
@@ -140,3 +145,40 @@ def test_worker_without_layers_is_refused():
     """There is nothing to transfer."""
     with pytest.raises(LocalLayoutError, match="no layer"):
         describe_cache({}, config("layer"), {})
+
+
+@pytest.mark.parametrize("order", [(2, 4, 0, 1, 3, 5), (2, 0, 1, 3, 4, 5), (1, 3, 0, 2, 4, 5)])
+def test_layers_of_one_tensor_are_those_of_the_model_runner(order):
+    """Each layer is the very memory that vLLM's runner gives to it, whatever the order of axes."""
+
+    class Together(Backend):
+        """A backend whose layers lie together, in the given order of axes."""
+
+        def get_kv_cache_shape(self, *sizes, cache_dtype_str="auto", **named):
+            """The shape, in the order of the axes."""
+            names = ("num_blocks", "block_size", "num_kv_heads", "head_size")
+            return super().get_kv_cache_shape(**dict(zip(names, sizes, strict=False)), **named)
+
+        def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
+            """Which axis comes when, in memory."""
+            return order
+
+    spec = FullAttentionSpec(**SIZES, dtype=torch.float32)
+    names = ["b", "a", "c"]
+    tensors = [KVCacheTensor(BLOCKS * spec.page_size_bytes, [name]) for name in names]
+    kv_cache_config = KVCacheConfig(BLOCKS, tensors, [KVCacheGroupSpec(names, spec)])
+    backend = Together("bpths")
+    runners, together, _ = KVConnectorModelRunnerMixin.allocate_uniform_kv_caches(
+        kv_cache_config,
+        [[SimpleNamespace(kv_cache_spec=spec, backend=backend)]],
+        "auto",
+        torch.device("cpu"),
+        [TOKENS],
+    )
+    layers = split_layers(together, kv_cache_config, backend)
+    assert layers.keys() == runners.keys()
+    for name, layer in layers.items():
+        expected = runners[name]
+        assert layer.data_ptr() == expected.data_ptr()
+        assert (layer.shape, layer.stride()) == (expected.shape, expected.stride())
+    assert len(memory_regions(layers)) == 1

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as upstream
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .errors import LocalLayoutError
 from .geometry import split_layers
@@ -83,6 +84,13 @@ class NixlConnector(upstream.NixlConnector):
         self.kv_transfer_config = vllm_config.kv_transfer_config
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler = self.connector_worker = None
+        cache_config = vllm_config.cache_config
+        if cache_config.calculate_kv_scales and is_quantized_kv_cache(cache_config.cache_dtype):
+            raise LocalLayoutError(
+                f"--calculate-kv-scales with --kv-cache-dtype {cache_config.cache_dtype} gives "
+                "every engine scales of its own, so that one's KV cache means something else to "
+                "another: leave it out, for the scales of the checkpoint"
+            )
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = ReshardScheduler(
                 vllm_config, self.engine_id, kv_cache_config
