@@ -11,6 +11,8 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.cli.types import CLISubcommand
@@ -20,13 +22,33 @@ if TYPE_CHECKING:
 
     from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank, ParallelMesh
     from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import ReshardPlan
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import CacheFormat
+    from vllm.entrypoints.cli.kv_plan_model import ModelSizes
 
 NAME = "kv-plan"
 
 _DESCRIPTION = """Show which decode rank reads which layers and KV heads from which prefill rank.
 
   vllm kv-plan --prefill tp=4,pp=2 --decode tp=2 --num-layers 32 --num-kv-heads 8
+  vllm kv-plan --prefill tp=4,pp=2 --decode tp=2 --model DIR --svg plan.svg
 """
+
+_DEFAULT_BLOCK_TOKENS = 16
+_MAX_PROMPT_TOKENS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A plan, and what it was made from: meshes, shards by role, and the model's sizes."""
+
+    meshes: dict[str, ParallelMesh]
+    shards: dict[str, tuple[Shard, ...]]
+    plan: ReshardPlan
+    num_layers: int
+    num_kv_heads: int
+    is_mla: bool
+    model: ModelSizes | None
 
 
 def reserve_stdout(arguments: Sequence[str]) -> None:
@@ -54,11 +76,16 @@ class KVPlanSubcommand(CLISubcommand):
     def cmd(args: argparse.Namespace) -> None:
         """Print the plan; exit with 2 and one line for a layout that vLLM could not run."""
         try:
-            document = _plan_document(args)
+            planned = _plan(args)
+            if args.svg is not None:
+                _write_svg(planned, args.svg)
+            if args.json:
+                print(json.dumps(_document(planned, args.num_kv_heads)))
+            else:
+                _print_text(planned, args)
         except ValueError as error:
             print(f"vllm {NAME}: error: {error}", file=sys.stderr)
             sys.exit(2)
-        print(json.dumps(document) if args.json else _as_text(document))
 
     def subparser_init(
         self, subparsers: argparse._SubParsersAction[FlexibleArgumentParser]
@@ -83,14 +110,47 @@ class KVPlanSubcommand(CLISubcommand):
                 metavar="N,N,...",
                 help=f"layers of each {role} stage, as in VLLM_PP_LAYER_PARTITION",
             )
-        parser.add_argument("--num-layers", type=int, required=True, help="layers of the model")
+        parser.add_argument(
+            "--model",
+            type=Path,
+            metavar="DIR",
+            help="directory with the model's config.json; options below take its place",
+        )
+        parser.add_argument("--num-layers", type=int, help="layers of the model")
         parser.add_argument(
             "--num-kv-heads", type=int, help="KV heads of each layer; not needed with --mla"
         )
         parser.add_argument(
             "--mla", action="store_true", help="the model has one latent KV head (MLA)"
         )
+        parser.add_argument(
+            "--head-size", type=int, help="elements of a head of a token; of the latent with --mla"
+        )
+        parser.add_argument("--dtype", help="type of the KV cache's elements; bfloat16 by default")
+        parser.add_argument(
+            "--block-size",
+            type=int,
+            default=_DEFAULT_BLOCK_TOKENS,
+            help="tokens in a block (default: %(default)s)",
+        )
+        for role in ("prefill", "decode"):
+            parser.add_argument(
+                f"--{role}-block-size", type=int, help=f"the same, of the {role} engine alone"
+            )
+        parser.add_argument(
+            "--no-disable-hybrid-kv-cache-manager",
+            dest="hybrid",
+            action="store_true",
+            help="as given to both engines: layers with windows keep and read their windows only",
+        )
+        parser.add_argument(
+            "--prompt-tokens",
+            type=int,
+            default=1024,
+            help="length of the prompt of a request (default: %(default)s)",
+        )
         parser.add_argument("--json", action="store_true", help="print one JSON object")
+        parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan too")
         return parser
 
 
@@ -99,7 +159,7 @@ def cmd_init() -> list[CLISubcommand]:
     return [KVPlanSubcommand()]
 
 
-def _plan_document(args: argparse.Namespace) -> dict[str, Any]:
+def _plan(args: argparse.Namespace) -> _Planned:
     """Plan what the arguments describe.
 
     Raises:
@@ -109,30 +169,163 @@ def _plan_document(args: argparse.Namespace) -> dict[str, Any]:
     from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import plan_reshard
     from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import shard_model
     from vllm.distributed.kv_transfer.kv_connector.v1.reshard.verify import verify_plan
+    from vllm.entrypoints.cli.kv_plan_model import read_model
 
-    if args.num_layers < 1:
-        raise ValueError(f"--num-layers is {args.num_layers} but must be at least 1")
-    if args.num_kv_heads is None and not args.mla:
+    model = None if args.model is None else read_model(args.model)
+    is_mla = args.mla or (model is not None and model.is_mla and args.num_kv_heads is None)
+    num_layers, num_kv_heads = args.num_layers, args.num_kv_heads
+    if model is not None:
+        num_layers = model.num_layers if num_layers is None else num_layers
+        num_kv_heads = model.num_kv_heads if num_kv_heads is None else num_kv_heads
+    if num_layers is None:
+        raise ValueError("--num-layers is missing: give the model's layers, or --model")
+    if num_layers < 1:
+        raise ValueError(f"--num-layers is {num_layers} but must be at least 1")
+    if num_kv_heads is None and not is_mla:
         raise ValueError("--num-kv-heads is missing: give the model's KV heads, or --mla")
-    num_kv_heads = 1 if args.mla else args.num_kv_heads
+    num_kv_heads = 1 if is_mla else num_kv_heads
     meshes, shards = {}, {}
     for role in ("prefill", "decode"):
         partition = _parse_partition(role, getattr(args, f"{role}_layer_partition"))
         try:
             meshes[role] = _parse_mesh(getattr(args, role))
-            shards[role] = shard_model(meshes[role], args.num_layers, num_kv_heads, partition)
+            shards[role] = shard_model(meshes[role], num_layers, num_kv_heads, partition)
         except ValueError as error:
             raise ValueError(f"--{role} {getattr(args, role)}: {error}") from error
     plan = plan_reshard(shards["prefill"], shards["decode"])
     faults = verify_plan(shards["prefill"], shards["decode"], plan)
     assert not faults, faults
+    return _Planned(meshes, shards, plan, num_layers, num_kv_heads, is_mla, model)
+
+
+def _document(planned: _Planned, given_kv_heads: int | None) -> dict[str, Any]:
+    """The plan as JSON, with the number of KV heads that was given where one was."""
     return {
-        **{role: _mesh_document(mesh) for role, mesh in meshes.items()},
-        "num_layers": args.num_layers,
-        "num_kv_heads": num_kv_heads if args.num_kv_heads is None else args.num_kv_heads,
-        "mla": args.mla,
-        **_reads_and_notifiers(plan),
+        **{role: _mesh_document(mesh) for role, mesh in planned.meshes.items()},
+        "num_layers": planned.num_layers,
+        "num_kv_heads": planned.num_kv_heads if given_kv_heads is None else given_kv_heads,
+        "mla": planned.is_mla,
+        **_reads_and_notifiers(planned.plan),
     }
+
+
+def _print_text(planned: _Planned, args: argparse.Namespace) -> None:
+    """Print the plan for people, and what it costs."""
+    from rich.console import Console
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import measure_plan
+    from vllm.entrypoints.cli.kv_plan_text import PlanReport, print_report
+
+    if not 1 <= args.prompt_tokens <= _MAX_PROMPT_TOKENS:
+        raise ValueError(
+            f"--prompt-tokens is {args.prompt_tokens} but must be between 1 and "
+            f"{_MAX_PROMPT_TOKENS}"
+        )
+    head_size, dtype = _element(planned, args)
+    cache_format = _cache_format(planned, args, head_size, dtype)
+    src, dst = planned.shards["prefill"], planned.shards["decode"]
+    print_report(
+        PlanReport(
+            prefill=planned.meshes["prefill"],
+            decode=planned.meshes["decode"],
+            src=src,
+            dst=dst,
+            plan=planned.plan,
+            figures=measure_plan(planned.plan, src, dst, cache_format, args.prompt_tokens),
+            model=_model_text(planned, args, head_size, dtype),
+            is_mla=planned.is_mla,
+            cache_format=cache_format,
+            knows_bytes=head_size is not None,
+            prompt_tokens=args.prompt_tokens,
+        ),
+        Console(),
+    )
+
+
+def _element(planned: _Planned, args: argparse.Namespace) -> tuple[int | None, str]:
+    """The elements of a head of a token, where they are known, and their type."""
+    model = planned.model
+    head_size = args.head_size
+    if head_size is None and model is not None and model.is_mla == planned.is_mla:
+        head_size = model.slot_elements
+    if head_size is not None and head_size < 1:
+        raise ValueError(f"--head-size is {head_size} but must be at least 1")
+    return head_size, args.dtype or (model and model.dtype) or "bfloat16"
+
+
+def _cache_format(
+    planned: _Planned, args: argparse.Namespace, head_size: int | None, dtype: str
+) -> CacheFormat:
+    """How the caches lie in memory; of one byte a slot where its size is not known."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import CacheFormat
+    from vllm.entrypoints.cli.kv_plan_model import element_bytes
+
+    block_tokens = []
+    for role in ("prefill", "decode"):
+        own = getattr(args, f"{role}_block_size")
+        name = "--block-size" if own is None else f"--{role}-block-size"
+        block_tokens.append(args.block_size if own is None else own)
+        if block_tokens[-1] < 1:
+            raise ValueError(f"{name} is {block_tokens[-1]} but must be at least 1")
+    return CacheFormat(
+        slot_bytes=element_bytes(dtype) * (1 if head_size is None else head_size),
+        num_planes=1 if planned.is_mla else 2,
+        src_block_tokens=block_tokens[0],
+        dst_block_tokens=block_tokens[1],
+        window_tokens_by_layer=(
+            {
+                layer: tokens
+                for layer, tokens in planned.model.window_tokens_by_layer.items()
+                if layer < planned.num_layers
+            }
+            if args.hybrid and planned.model is not None
+            else {}
+        ),
+    )
+
+
+def _model_text(
+    planned: _Planned, args: argparse.Namespace, head_size: int | None, dtype: str
+) -> str:
+    """The model in words: 32 layers, 8 KV heads of 128 bfloat16."""
+    heads = (
+        "one latent (MLA)"
+        if planned.is_mla
+        else f"{planned.num_kv_heads} KV head{'s' * (planned.num_kv_heads != 1)}"
+    )
+    text = f"{planned.num_layers} layer{'s' * (planned.num_layers != 1)}, {heads}"
+    if head_size is not None:
+        text += f" of {head_size} {dtype.removeprefix('torch.')}"
+    windows = {} if planned.model is None else planned.model.window_tokens_by_layer
+    if windows:
+        sizes = ", ".join(map(str, sorted(set(windows.values()))))
+        kept = "read alone" if args.hybrid else "read in full by default"
+        text += f"; windows of {sizes} tokens in {len(windows)} layers, {kept}"
+    return text
+
+
+def _write_svg(planned: _Planned, path: Path) -> None:
+    """Draw the plan.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    from vllm.entrypoints.cli.kv_plan_svg import draw_plan
+
+    drawing = draw_plan(
+        planned.meshes["prefill"],
+        planned.meshes["decode"],
+        planned.shards["prefill"],
+        planned.shards["decode"],
+        planned.plan,
+    )
+    try:
+        path.write_text(drawing, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--svg {path} cannot be written ({error.strerror}): name a file in a directory that "
+            "exists and is yours"
+        ) from error
 
 
 def _parse_mesh(text: str) -> ParallelMesh:
@@ -191,40 +384,3 @@ def _reads_and_notifiers(plan: ReshardPlan) -> dict[str, list[dict[str, Any]]]:
             for release in plan.releases
         ],
     }
-
-
-def _as_text(document: dict[str, Any]) -> str:
-    """The same plan for people: one line a read, one line a released rank."""
-    lines = [
-        "{role}: PP{pp_size} x TP{tp_size}".format(role=role, **document[role])
-        for role in ("prefill", "decode")
-    ]
-    lines.append("reads:")
-    for read in document["reads"]:
-        start, stop = read["global_heads"]
-        lines.append(
-            f"  decode {_rank_text(read['decode_rank'])} <- prefill "
-            f"{_rank_text(read['prefill_rank'])}: layers {_ranges_text(read['layers'])}, "
-            f"heads [{start}, {stop}), offset {read['src_head_offset']} -> "
-            f"{read['dst_head_offset']}"
-        )
-    lines.append("released by:")
-    for entry in document["notifiers"]:
-        ranks = ", ".join(_rank_text(rank) for rank in entry["decode_ranks"])
-        lines.append(f"  prefill {_rank_text(entry['prefill_rank'])}: decode {ranks}")
-    return "\n".join(lines)
-
-
-def _rank_text(rank: dict[str, int]) -> str:
-    return f"pp{rank['pp']}tp{rank['tp']}"
-
-
-def _ranges_text(layers: Sequence[int]) -> str:
-    """Write ascending indices as ranges: 0-9, 20-31."""
-    ranges: list[list[int]] = []
-    for layer in layers:
-        if ranges and ranges[-1][1] == layer - 1:
-            ranges[-1][1] = layer
-        else:
-            ranges.append([layer, layer])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's `config.json` says of its KV cache: layers, heads, and what each layer keeps.
+
+It is read as plain JSON: no code of the model is run, and nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Where models of several modalities keep the sizes of their decoder."""
+
+_ELEMENT_BYTES = {
+    "float32": 4,
+    "float": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "half": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
+_FULL = frozenset({"full_attention", "attention", "global_attention"})
+_WINDOWED = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6}
+"""One layer in so many keeps all tokens, where a model's configuration leaves it to its code."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The sizes that decide what a KV cache is like.
+
+    Attributes:
+        num_layers: Layers with a KV cache.
+        num_kv_heads: KV heads of each layer; 1 for MLA.
+        slot_elements: Elements of one head of one token in one plane: the head size, or the latent
+            of MLA with its rotary part.
+        is_mla: One latent takes the place of keys and values.
+        dtype: Name of the elements' type; None where the model does not say.
+        window_tokens_by_layer: The layers that keep the last tokens of a sequence only, and how
+            many.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    slot_elements: int
+    is_mla: bool
+    dtype: str | None
+    window_tokens_by_layer: Mapping[int, int]
+
+
+def read_model(directory: Path) -> ModelSizes:
+    """Read the sizes of a model from the `config.json` in its directory.
+
+    Raises:
+        ValueError: There is none, or it does not describe decoder attention.
+    """
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): give the directory of a model"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): download the model again") from error
+    try:
+        return _sizes(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def element_bytes(dtype: str) -> int:
+    """Size of one element of a KV cache.
+
+    Raises:
+        ValueError: The type is not known.
+    """
+    try:
+        return _ELEMENT_BYTES[dtype.removeprefix("torch.")]
+    except KeyError:
+        raise ValueError(
+            f"dtype {dtype!r} is not known: give --dtype, one of {', '.join(_ELEMENT_BYTES)}"
+        ) from None
+
+
+def _sizes(whole: object) -> ModelSizes:
+    """The sizes in a configuration, which may keep them in one of its parts."""
+    if not isinstance(whole, dict):
+        raise ValueError("it is no JSON object: give the directory of a model")
+    parts = (whole.get(name) for name in _TEXT_PARTS)
+    config: dict[str, Any] = next((part for part in parts if isinstance(part, dict)), whole)
+    if isinstance(inner := config.get("text_config"), dict):
+        config = inner
+    num_layers = _size(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    dtype = next(
+        (
+            source[name]
+            for source in (config, whole)
+            for name in ("dtype", "torch_dtype")
+            if isinstance(source.get(name), str)
+        ),
+        None,
+    )
+    windows = _windows(config, num_layers)
+    if config.get("kv_lora_rank"):
+        latent = _size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim")
+        return ModelSizes(num_layers, 1, latent, True, dtype, windows)
+    num_heads = _size(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
+    if config.get("multi_query"):
+        num_kv_heads = 1
+    else:
+        names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+        num_kv_heads = _size(config, *names, default=num_heads)
+    head_size = _size(
+        config,
+        *("head_dim", "attention_head_dim", "kv_channels"),
+        default=_size(config, "hidden_size", "n_embd", "d_model", default=0) // num_heads,
+    )
+    if head_size < 1:
+        raise ValueError("neither head_dim nor hidden_size is given: give --head-size and no model")
+    return ModelSizes(num_layers, num_kv_heads, head_size, False, dtype, windows)
+
+
+def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """The first of some entries that is given, which has several names among models."""
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(
+                f"{name} is {value!r} but must be a number of at least 1: give --num-layers, "
+                "--num-kv-heads and --head-size instead of the model"
+            )
+        return value
+    if default is None:
+        raise ValueError(
+            f"{names[0]} is missing: give --num-layers, --num-kv-heads and --head-size instead of "
+            "the model"
+        )
+    return default
+
+
+def _windows(config: Mapping[str, Any], num_layers: int) -> dict[int, int]:
+    """The layers that keep a window only, and its tokens."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = _kinds_by_pattern(config, num_layers)
+    if not isinstance(kinds, list) or len(kinds) < num_layers:
+        raise ValueError(
+            f"layer_types does not name a kind for each of {num_layers} layers: correct config.json"
+        )
+    strangers = sorted({str(kind) for kind in kinds} - _FULL - _WINDOWED)
+    if strangers or any(name.startswith(("mamba_", "ssm_")) for name in config):
+        raise ValueError(
+            f"layers of {', '.join(strangers) or 'Mamba'} keep no KV cache, which is not planned "
+            "for: use upstream's connector for this model"
+        )
+    return {
+        layer: _size(config, "attention_chunk_size", "sliding_window")
+        if kind == "chunked_attention"
+        else _size(config, "sliding_window", "attention_chunk_size")
+        for layer, kind in enumerate(kinds[:num_layers])
+        if kind in _WINDOWED
+    }
+
+
+def _kinds_by_pattern(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """What each layer keeps, where it is told by a rule and not by a list."""
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return ["full_attention"] * num_layers
+    pattern = config.get("sliding_window_pattern") or _PATTERNS.get(
+        str(config.get("model_type")), 0
+    )
+    if not isinstance(pattern, int):
+        raise ValueError(
+            f"sliding_window_pattern is {pattern!r} but must be a number: correct config.json"
+        )
+    return [
+        "full_attention" if pattern and not (layer + 1) % pattern else "sliding_attention"
+        for layer in range(num_layers)
+    ]

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as tables for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import ReshardPlan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import (
+    CacheFormat,
+    PlanFigures,
+    ranges_text,
+    ranks_text,
+)
+from vllm.entrypoints.cli.kv_plan_advice import advise, bytes_text
+
+_UNKNOWN = "?"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """All that is told about a plan.
+
+    Attributes:
+        prefill: The mesh that is read from.
+        decode: The mesh that reads.
+        src: The shards of the prefill engine.
+        dst: The shards of the decode engine.
+        plan: The plan.
+        figures: What it costs.
+        model: The model in words.
+        is_mla: The model keeps one latent in place of heads.
+        cache_format: How the caches lie in memory.
+        knows_bytes: Sizes in bytes are known; else only descriptors can be counted.
+        prompt_tokens: Length of the prompt that a request is counted with.
+    """
+
+    prefill: ParallelMesh
+    decode: ParallelMesh
+    src: Sequence[Shard]
+    dst: Sequence[Shard]
+    plan: ReshardPlan
+    figures: PlanFigures
+    model: str
+    is_mla: bool
+    cache_format: CacheFormat
+    knows_bytes: bool
+    prompt_tokens: int
+
+
+def print_report(report: PlanReport, console: Console) -> None:
+    """Print meshes, reads, what they cost each rank, and warnings."""
+    _print_heading(report, console)
+    for table in (_reads(report), _decode_ranks(report), _prefill_ranks(report)):
+        console.print()
+        console.print(table)
+    cache_format = report.cache_format if report.knows_bytes else None
+    warnings = list(
+        advise(report.figures, report.src, report.dst, cache_format, is_mla=report.is_mla)
+    )
+    if not report.knows_bytes:
+        console.print(
+            "\nSizes in bytes are unknown: give --model DIR, or --head-size and --dtype.",
+            highlight=False,
+        )
+    if warnings:
+        console.print()
+        console.print(Text("Warnings", style="bold yellow"))
+        items = Table.grid(padding=(0, 1))
+        for warning in warnings:
+            items.add_row(Text("-"), Text(f"{warning}."))
+        console.print(items)
+
+
+def _print_heading(report: PlanReport, console: Console) -> None:
+    cache_format = report.cache_format
+    src_tokens, dst_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+    blocks = (
+        f"blocks of {src_tokens} tokens"
+        if src_tokens == dst_tokens
+        else f"blocks of {src_tokens} tokens at prefill and {dst_tokens} at decode"
+    )
+    grid = Table.grid(padding=(0, 2))
+    for name, text in (
+        ("prefill", f"{report.prefill}, {_count(report.prefill.world_size, 'rank')}"),
+        ("decode", f"{report.decode}, {_count(report.decode.world_size, 'rank')}"),
+        ("model", report.model),
+        ("cache", f"{blocks}, heads before tokens within a block (HND)"),
+    ):
+        grid.add_row(Text(name, style="bold"), Text(text))
+    console.print(grid)
+
+
+def _reads(report: PlanReport) -> Table:
+    table = _table("Reads, all of them direct")
+    for name in ("decode", "reads from", "layers", "heads", "offsets"):
+        table.add_column(name)
+    for name in ("a token", "descriptors\nper 1k tokens", "of size"):
+        table.add_column(name, justify="right")
+    for reader in report.figures.readers:
+        for position, figures in enumerate(reader.reads):
+            read = figures.read
+            table.add_row(
+                *_cells(
+                    "" if position else str(reader.rank),
+                    str(read.src_rank),
+                    ranges_text([int(layer) for layer in read.layers]),
+                    str(read.heads),
+                    f"{read.src_head_offset} -> {read.dst_head_offset}",
+                    _bytes(report, figures.token_bytes),
+                    f"{figures.descriptors:,}",
+                    _bytes(report, figures.descriptor_bytes),
+                ),
+                end_section=position == len(reader.reads) - 1,
+            )
+    return table
+
+
+def _decode_ranks(report: PlanReport) -> Table:
+    table = _table("Decode ranks")
+    table.add_column("rank")
+    request = f"a request of\n{report.prompt_tokens:,} tokens"
+    for name in ("fan-in", "reads", "a token", request, "descriptors\nper 1k tokens"):
+        table.add_column(name, justify="right")
+    table.add_column("only notifies")
+    for reader in report.figures.readers:
+        table.add_row(
+            *_cells(
+                str(reader.rank),
+                str(reader.fan_in),
+                str(len(reader.reads)),
+                _bytes(report, reader.token_bytes),
+                _bytes(report, reader.request_bytes),
+                f"{reader.descriptors:,}",
+                ranks_text(reader.only_notifies) or "-",
+            )
+        )
+    if len(report.figures.readers) > 1:
+        readers = report.figures.readers
+        table.add_section()
+        table.add_row(
+            *_cells(
+                "all",
+                "",
+                str(sum(len(reader.reads) for reader in readers)),
+                _bytes(report, sum(reader.token_bytes for reader in readers)),
+                _bytes(report, sum(reader.request_bytes for reader in readers)),
+                f"{sum(reader.descriptors for reader in readers):,}",
+                "",
+            )
+        )
+    return table
+
+
+def _prefill_ranks(report: PlanReport) -> Table:
+    num_reads = Counter(read.src_rank for read in report.plan.reads)
+    table = _table("Prefill ranks")
+    table.add_column("rank")
+    for name in ("fan-out", "reads", "a token"):
+        table.add_column(name, justify="right")
+    for name in ("how", "released by"):
+        table.add_column(name)
+    for source in report.figures.sources:
+        table.add_row(
+            *_cells(
+                str(source.rank),
+                str(source.fan_out),
+                str(num_reads[source.rank]),
+                _bytes(report, source.token_bytes) if source.fan_out else "-",
+                "direct" if source.fan_out else "only notified",
+                ranks_text(source.notifiers),
+            ),
+            style=None if source.fan_out else "dim",
+        )
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="cyan",
+    )
+
+
+def _cells(*texts: str) -> list[Text]:
+    """Cells that are shown as they are: `[0, 4)` is no markup."""
+    return [Text(text) for text in texts]
+
+
+def _bytes(report: PlanReport, num_bytes: int) -> str:
+    return bytes_text(num_bytes) if report.knows_bytes else _UNKNOWN
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
