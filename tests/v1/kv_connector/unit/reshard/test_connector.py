@@ -123,6 +123,13 @@ def test_layers_lie_together_where_that_is_wanted(create, monkeypatch, option, e
     assert connector.prefer_cross_layer_blocks is expected
 
 
+def test_data_parallel_ranks_have_side_channels_of_their_own(create, monkeypatch):
+    """Engines of one group on one machine do not answer for one another."""
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "7000")
+    schedulers = [create(data_parallel_index=rank).connector_scheduler for rank in range(3)]
+    assert [scheduler.side_channel_port for scheduler in schedulers] == [7000, 7001, 7002]
+
+
 CHILDREN = [
     {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
     {"kv_connector": "StageAwareConnector", "kv_role": "kv_both"},
