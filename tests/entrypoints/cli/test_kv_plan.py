@@ -95,12 +95,126 @@ def test_mla_needs_no_heads(kv_plan):
     assert len(document["notifiers"]) == 4
 
 
+def rows(text):
+    """The lines, with one space between words."""
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
 def test_text_names_ranks_layers_and_heads(kv_plan):
-    """Without --json each read and each release is a readable line."""
-    status, out, _ = kv_plan("--prefill", "tp=3,pp=2", "--decode", "tp=2", *SIZES)
+    """Without --json each read, each decode rank and each prefill rank is a readable line."""
+    layouts = ("--prefill", "tp=3,pp=2", "--decode", "tp=2")
+    status, out, err = kv_plan(*layouts, *SIZES, "--head-size", "64", "--dtype", "float16")
+    assert (status, err) == (0, "")
+    assert "pp1tp1 2-3 [3, 4) 1 -> 0 512 B 256 2 KiB" in rows(out)
+    # 6 heads in half, 4 layers, keys and values, 64 elements of 2 bytes.
+    assert "pp0tp1 4 4 3 KiB 3 MiB 1,024 -" in rows(out)
+    assert "pp1tp1 2 2 1 KiB direct pp0tp0-1" in rows(out)
+    assert "\x1b" not in out
+
+
+def test_text_counts_descriptors_without_sizes_in_bytes(kv_plan):
+    """What can be told without the size of a head is told, and what is missing is named."""
+    status, out, _ = kv_plan("--prefill", "tp=2", "--decode", "tp=2", *SIZES)
     assert status == 0
-    assert "  decode pp0tp1 <- prefill pp1tp1: layers 2-3, heads [3, 4), offset 1 -> 0" in out
-    assert "  prefill pp1tp1: decode pp0tp0, pp0tp1" in out
+    assert "pp0tp0 pp0tp0 0-3 [0, 3) 0 -> 0 ? 512 ?" in rows(out)
+    assert "--model DIR, or --head-size" in out
+
+
+def test_text_names_ranks_that_are_only_notified(kv_plan):
+    """Replicas of the MLA latent that nobody reads are told apart, and warned of."""
+    layouts = ("--prefill", "tp=4", "--decode", "tp=1")
+    _, out, _ = kv_plan(*layouts, "--num-layers", "2", "--mla", "--head-size", "576")
+    assert "pp0tp3 0 0 - only notified pp0tp0" in rows(out)
+    assert "pp0tp1-3" in out
+    assert "Warnings" in out
+
+
+def test_sizes_of_blocks_may_differ(kv_plan):
+    """Each engine's own block size counts before the common one."""
+    layouts = ("--prefill", "tp=1", "--decode", "tp=1", *SIZES, "--head-size", "64")
+    _, out, _ = kv_plan(*layouts, "--block-size", "32", "--decode-block-size", "64")
+    assert "blocks of 32 tokens at prefill and 64 at decode" in " ".join(out.split())
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The directory of a model with windows in every other layer."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 6,
+        "head_dim": 64,
+        "dtype": "float32",
+        "sliding_window": 128,
+        "layer_types": kinds,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_model_gives_the_sizes(kv_plan, model):
+    """The same plan as with explicit sizes, as JSON and in bytes."""
+    layouts = ("--prefill", "tp=3", "--decode", "tp=2")
+    explicit = kv_plan(*layouts, *SIZES, "--json")
+    assert kv_plan(*layouts, "--model", model, "--json") == explicit
+    _, out, _ = kv_plan(*layouts, "--model", model)
+    _, same, _ = kv_plan(*layouts, *SIZES, "--head-size", "64", "--dtype", "float32")
+    tables, same_tables = (text[text.index("Reads") :] for text in (out, same))
+    assert tables == same_tables
+
+
+def test_explicit_sizes_take_the_place_of_the_models(kv_plan, model):
+    """A number that is given counts, and the others are the model's."""
+    layouts = ("--prefill", "tp=1", "--decode", "tp=1", "--model", model)
+    _, out, _ = kv_plan(*layouts, "--num-layers", "2", "--dtype", "fp8")
+    assert "2 layers, 6 KV heads of 64 fp8" in out
+
+
+def test_windows_are_read_alone_where_engines_keep_windows(kv_plan, model):
+    """Two layers of four are read in 8 blocks of 64 instead of all."""
+    layouts = ("--prefill", "tp=1", "--decode", "tp=1", "--model", model)
+    _, whole, _ = kv_plan(*layouts)
+    _, windows, _ = kv_plan(*layouts, "--no-disable-hybrid-kv-cache-manager")
+    assert "pp0tp0 1 1 12 KiB 12 MiB 512 -" in rows(whole)
+    assert "pp0tp0 1 1 12 KiB 6.75 MiB 288 -" in rows(windows)
+
+
+def test_svg_is_written_beside_the_text(kv_plan, tmp_path):
+    """The drawing goes to its file, and the text is the same."""
+    layouts = ("--prefill", "tp=3", "--decode", "tp=2", *SIZES)
+    path = tmp_path / "plan.svg"
+    assert kv_plan(*layouts, "--svg", str(path)) == kv_plan(*layouts)
+    assert path.read_text().startswith("<svg")
+
+
+def test_svg_that_cannot_be_written_is_one_line_and_status_2(kv_plan, tmp_path):
+    """A directory that does not exist is named, and nothing else is printed."""
+    path = str(tmp_path / "missing" / "plan.svg")
+    status, out, err = kv_plan("--prefill", "tp=1", "--decode", "tp=1", *SIZES, "--svg", path)
+    assert (status, out) == (2, "")
+    assert path in err and "cannot be written" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--head-size", "0"), "--head-size is 0"),
+        (("--dtype", "int3"), "dtype 'int3' is not known"),
+        (("--block-size", "0"), "--block-size is 0"),
+        (("--decode-block-size", "-1"), "--decode-block-size is -1"),
+        (("--prompt-tokens", "0"), "--prompt-tokens is 0"),
+        (("--prompt-tokens", "9999999"), "--prompt-tokens is 9999999"),
+        (("--model", "/missing"), "/missing/config.json cannot be read"),
+    ],
+)
+def test_impossible_options_of_the_text_are_one_line_and_status_2(kv_plan, options, message):
+    """What no engine could have is refused with the option and the value."""
+    status, out, err = kv_plan("--prefill", "tp=1", "--decode", "tp=1", *SIZES, *options)
+    assert (status, out) == (2, "")
+    assert err.startswith("vllm kv-plan: error: ") and message in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -135,6 +249,7 @@ def test_impossible_layout_is_one_line_and_status_2(kv_plan, arguments, message)
     [
         (("--num-layers", "0", "--num-kv-heads", "6"), "--num-layers is 0"),
         (("--num-layers", "4"), "--num-kv-heads is missing"),
+        (("--num-kv-heads", "6"), "--num-layers is missing"),
         (("--num-layers", "4", "--num-kv-heads", "0"), "num_kv_heads is 0"),
     ],
 )

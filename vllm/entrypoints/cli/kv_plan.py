@@ -96,7 +96,8 @@ class KVPlanSubcommand(CLISubcommand):
             help="Plan KV-cache transfer between two parallel layouts.",
             description=_DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage=f"vllm {NAME} --prefill tp=N,pp=N --decode tp=N,pp=N --num-layers N [options]",
+            usage=f"vllm {NAME} --prefill tp=N,pp=N --decode tp=N,pp=N "
+            "(--model DIR | --num-layers N --num-kv-heads N) [options]",
         )
         for role in ("prefill", "decode"):
             parser.add_argument(
