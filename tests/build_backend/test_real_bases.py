@@ -78,10 +78,11 @@ def test_identity(product: Product, built: BaseWheel) -> None:
 
 
 def test_requirements_can_be_satisfied(built: BaseWheel) -> None:
-    """One pin of torch without a local version, NIXL, and nothing that only a build needs."""
+    """One pin of torch without a local version, what we import, and no needs of a build."""
     metadata = Metadata.from_email(built.read_dist_info("METADATA"))
     requirements = [r for r in metadata.requires_dist or [] if "extra" not in str(r.marker)]
     assert Requirement("nixl>=1.5") in requirements
+    assert Requirement("rich>=13") in requirements
     assert Requirement("setuptools==77.0.3") not in requirements
     assert [str(r) for r in requirements if r.name in {"torch", "torchvision", "torchaudio"}]
     assert {str(r) for r in requirements if r.name == "torch"} == {"torch==2.11.0"}
