@@ -671,3 +671,20 @@ def test_what_happened_is_counted(engines):
     for holder in p.workers.values():
         assert holder.take_stats().data["held_blocks"] == [0]
         assert holder.take_stats() is None
+
+
+def test_running_request_is_nobodys_to_release(engines):
+    """Who says that he has read what is still being computed does not make its holder free it."""
+    p, d = engines("prefill"), engines("decode")
+    address = p.serve()
+    p.start(admitted={"p-a"})
+    progress = Progress(p, d)
+    d.start(receive={"d-a": receive(address, [], [])})
+    (holder,) = p.workers.values()
+    deadline = time.monotonic() + DEADLINE_S
+    while not holder._holder._ledger._held["p-a"].heard:
+        assert time.monotonic() < deadline
+        progress.step()
+    assert not any(progress.sent.values())
+    p.start(offered={"p-a": 30.0})
+    progress.until(p, sent="p-a")

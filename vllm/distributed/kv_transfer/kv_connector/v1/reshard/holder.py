@@ -61,7 +61,7 @@ class Holder:
 
     def let_go(self, now_s: float) -> set[RequestId]:
         """Requests whose blocks may be used for something else, and are held no more."""
-        gone = self._hear(now_s)
+        gone = self._hear(now_s) | set(self._ledger.take_released())
         for expiry in self._ledger.expire(now_s):
             self._stats.record_kv_expired_req()
             logger.warning(

@@ -16,7 +16,8 @@ A producer's request goes through these states:
                                 (unknown)
 
 The decode side may be faster than the producer's own scheduler: notifications are counted from
-admission on, and a request that everybody has read is released without ever being offered.
+admission on. But a request that is still being computed is nobody's to release, whoever says that he
+has read it: one that everybody was through with before is released when it is offered.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Receipt(Enum):
     """One of several notifiers was heard for the first time."""
 
     RELEASED = "released"
-    """The last notifier was heard: the request's blocks may be freed."""
+    """The last notifier of an offered request was heard: its blocks may be freed."""
 
     REPEATED = "repeated"
     """The notifier had been heard before; nothing changed."""
@@ -81,6 +82,7 @@ class ProducerLedger:
 
     def __init__(self) -> None:
         self._held: dict[RequestId, _Held] = {}
+        self._released_by_offer: list[RequestId] = []
 
     def __len__(self) -> int:
         return len(self._held)
@@ -103,14 +105,23 @@ class ProducerLedger:
             expires_at_s: When the lease runs out.
 
         Returns:
-            Whether the request is held. False means that its readers are through already, or that
-            it was withdrawn.
+            Whether the request is held. False means that its readers are through already, which
+            `take_released` tells, or that it was withdrawn.
         """
         held = self._held.get(request_id)
         if held is None:
             return False
+        if held.complete:
+            del self._held[request_id]
+            self._released_by_offer.append(request_id)
+            return False
         held.expires_at_s = expires_at_s
         return True
+
+    def take_released(self) -> list[RequestId]:
+        """The requests offered since the last call that all readers were through with already."""
+        released, self._released_by_offer = self._released_by_offer, []
+        return released
 
     def renew(self, request_ids: Iterable[RequestId], expires_at_s: float) -> int:
         """Move the leases of offered requests to a later time; never to an earlier one.
@@ -144,7 +155,7 @@ class ProducerLedger:
             return Receipt.REPEATED
         held.heard.add(notifier)
         held.awaited = max(num_notifiers, held.awaited or 1)
-        if not held.complete:
+        if held.expires_at_s is None or not held.complete:
             return Receipt.COUNTED
         del self._held[request_id]
         return Receipt.RELEASED
