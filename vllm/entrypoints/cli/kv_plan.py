@@ -300,7 +300,8 @@ def _model_text(
     windows = {} if planned.model is None else planned.model.window_tokens_by_layer
     if windows:
         sizes = ", ".join(map(str, sorted(set(windows.values()))))
-        kept = "read alone" if args.hybrid else "read in full by default"
+        option = "--no-disable-hybrid-kv-cache-manager"
+        kept = "no more is read" if args.hybrid else f"read in full without {option}"
         text += f"; windows of {sizes} tokens in {len(windows)} layers, {kept}"
     return text
 
