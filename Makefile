@@ -4,6 +4,7 @@ PYTHON ?= python3
 PREFILL ?= tp1pp2
 DECODE ?= tp1pp1
 PYTEST_ARGS ?=
+SWEEP_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +13,7 @@ TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 .DEFAULT_GOAL := help
 .PHONY: help setup rebuild lint format test test-fast patches-check patches-import patches-export \
-        tree wheel demo serve clean
+        tree wheel demo serve sweep clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +64,9 @@ demo: setup  ## Prefill, decode and router for real: PREFILL=tp1pp2 DECODE=tp1pp
 
 serve: setup  ## The same stack, left running until Ctrl-C
 	$(BIN)/python -m tools.pdstack serve --prefill $(PREFILL) --decode $(DECODE)
+
+sweep: setup  ## Compare many pairs of layouts with one engine, and print a table
+	$(BIN)/python -m tools.pdstack sweep $(SWEEP_ARGS)
 
 clean:  ## Remove .venv and everything that was built
 	rm -rf $(VENV) build dist

@@ -15,7 +15,7 @@ import httpx
 from rich.console import Console
 from rich.text import Text
 
-from . import demo, report
+from . import demo, report, sweep_cli
 from .engine import ServedModel
 from .errors import PDStackError, UsageError
 from .layout import check_layout, parse_layout, read_model_shape
@@ -71,7 +71,53 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     serve = commands.add_parser("serve", parents=[common], help="stay up until Ctrl-C")
     serve.add_argument("--port", type=int, help="port of the router (default: a free one)")
+    _add_sweep(commands)
     return parser
+
+
+def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``sweep``, which compares many pairs of layouts, and ``accuracy``, which compares one."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--requests",
+        type=_count,
+        default=64,
+        metavar="N",
+        help="prompts of 8 to 900 tokens for each pair (default: %(default)d)",
+    )
+    common.add_argument(
+        "--startup-timeout",
+        type=_positive,
+        default=900.0,
+        metavar="SECONDS",
+        help="how long a server may take to become ready (default: %(default).0f)",
+    )
+    common.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="make the directory of the logs in here"
+    )
+    common.add_argument("--keep-logs", action="store_true", help="keep them also after success")
+    many = commands.add_parser(
+        "sweep", parents=[common], help="compare pairs of layouts with one engine, tiny models"
+    )
+    many.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="this family; repeat it"
+    )
+    many.add_argument("--list", action="store_true", help="print the families and end")
+    one = commands.add_parser(
+        "accuracy", parents=[common], help="compare one pair of layouts with one engine"
+    )
+    one.add_argument("--model", type=Path, metavar="DIR", help="default: SmolLM2-135M")
+    for role in ("prefill", "decode"):
+        one.add_argument(f"--{role}", default="tp1pp1", metavar="LAYOUT", help="of each engine")
+        one.add_argument(f"--num-{role}", type=_count, default=1, metavar="N", help="how many")
+        one.add_argument(f"--{role}-args", default="", metavar="ARGS", help="for `vllm serve`")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
 
 
 def _positive(text: str) -> float:
@@ -244,6 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _build_parser().parse_args(argv)
     with sigterm_raises():
         try:
+            if args.command in ("sweep", "accuracy"):
+                return sweep_cli.execute(args, Console(), _StackProgress(Console()))
             return _execute(_Run(args, Console()))
         except UsageError as error:
             report.print_error(Console(stderr=True), error, None)

@@ -164,7 +164,7 @@ def summary_table(exchanges: Sequence[Exchange], layouts: str) -> Table:
             f"{each.disaggregated.ttft_s:.2f} s",
             f"{each.single.ttft_s:.2f} s",
             format_bytes(each.bytes_moved),
-            _yes_no(each.equal),
+            yes_no(each.equal),
         )
     table.add_section()
     table.add_row(
@@ -173,12 +173,13 @@ def summary_table(exchanges: Sequence[Exchange], layouts: str) -> Table:
         "",
         "",
         format_bytes(sum(each.bytes_moved for each in exchanges)),
-        _yes_no(all(each.equal for each in exchanges)),
+        yes_no(all(each.equal for each in exchanges)),
     )
     return table
 
 
-def _yes_no(value: bool) -> Text:
+def yes_no(value: bool) -> Text:
+    """Return the word, such that the bad one is seen."""
     return Text("yes", style="green") if value else Text("NO", style="bold red")
 
 

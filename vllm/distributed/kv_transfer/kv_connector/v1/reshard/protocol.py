@@ -16,8 +16,8 @@ A producer's request goes through these states:
                                 (unknown)
 
 The decode side may be faster than the producer's own scheduler: notifications are counted from
-admission on. But a request that is still being computed is nobody's to release, whoever says that he
-has read it: one that everybody was through with before is released when it is offered.
+admission on. But a request that is still being computed is nobody's to release, whoever says that
+he has read it: one that everybody was through with before is released when it is offered.
 """
 
 from __future__ import annotations

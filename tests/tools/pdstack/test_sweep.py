@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which families there are, what they start, and when they have passed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from tools.pdstack import cli
+from tools.pdstack.accuracy import Accuracy
+from tools.pdstack.engine import Device
+from tools.pdstack.errors import UsageError
+from tools.pdstack.layout import Layout, check_layout, read_model_shape
+from tools.pdstack.metrics import NixlCounters
+from tools.pdstack.sweep import (
+    FAMILIES,
+    MAX_WORKERS,
+    MODELS,
+    Family,
+    Result,
+    Side,
+    _numbered,
+    _spec,
+    choose,
+    judge,
+    result_table,
+)
+
+GOOD = Accuracy(64, 64, 1.0, 1e-5, 0.3, 0.2)
+MOVED = NixlCounters(bytes_moved=1 << 20, transfers=4)
+FAMILY = Family("any", next(iter(MODELS)), Side(Layout(1, 2)), Side())
+
+
+def test_every_family_can_run(tmp_path):
+    """Each model can be split as its families ask, and no family wants too many workers."""
+    shapes = {
+        name: read_model_shape(make(tmp_path / name).directory) for name, make in MODELS.items()
+    }
+    for family in FAMILIES:
+        for side in (family.prefill, family.decode):
+            check_layout(side.layout, shapes[family.model])
+        workers = sum(
+            side.count * side.layout.world_size for side in (family.prefill, family.decode)
+        )
+        assert workers + 1 <= MAX_WORKERS
+    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+
+
+def test_engines_of_a_sweep_have_names_of_their_own():
+    """Two engines that differ in anything write different logs."""
+    specs = {
+        (side.layout, side.env, side.args, side.connector, family.args, first): _spec(
+            replace(side, count=1), family.args, first
+        ).name
+        for family in FAMILIES
+        for side, first in _numbered(family)
+    }
+    assert len(set(specs.values())) == len(specs)
+    assert all("/" not in name and " " not in name for name in specs.values())
+
+
+def test_equal_sides_are_two_engines():
+    """A pair of one layout does not read from itself."""
+    alike = replace(FAMILY, prefill=Side(count=2), decode=Side(count=2))
+    assert [first for _, first in _numbered(alike)] == [0, 2]
+    assert [first for _, first in _numbered(FAMILY)] == [0, 0]
+
+
+def test_multi_connector_has_ours_as_its_child():
+    """The engine is told of MultiConnector with NixlConnector in it."""
+    spec = _spec(Side(connector="MultiConnector"), (), 0)
+    config = spec.kv_transfer.to_json(Device.CPU)
+    assert '"kv_connector": "MultiConnector"' in config
+    assert '"connectors": [{"kv_connector": "NixlConnector"' in config
+
+
+@pytest.mark.parametrize(
+    ("found", "counters", "exact", "fault"),
+    [
+        (GOOD, MOVED, True, None),
+        (replace(GOOD, equal=63), MOVED, True, "1 answers differ"),
+        (replace(GOOD, logprob_gap=0.1), MOVED, True, "log-probabilities differ by 0.1"),
+        (replace(GOOD, equal=40, agreement=0.8, logprob_gap=0.1), MOVED, False, None),
+        (replace(GOOD, equal=0, agreement=0.2), MOVED, False, "only 20% of the tokens agree"),
+        (GOOD, NixlCounters(), True, "nothing was moved over NIXL"),
+        (GOOD, replace(MOVED, failed_transfers=2), True, "2 reads failed"),
+    ],
+)
+def test_what_passes(found, counters, exact, fault):
+    """Right answers count only if the KV cache was moved, and all of it arrived."""
+    assert judge(replace(FAMILY, exact=exact), found, counters) == fault
+
+
+def test_families_are_chosen_by_name():
+    """Names are matched whatever their case; unknown ones are told apart."""
+    assert [family.name for family in choose(["pp ON p"])] == ["PP on P"]
+    assert choose([]) == list(FAMILIES)
+    with pytest.raises(UsageError, match="no family 'nope'; there are 'pp on p'"):
+        choose(["nope"])
+
+
+def test_the_table_tells_what_did_not_pass():
+    """A family without answers has a row, too."""
+    stream = StringIO()
+    results = [Result(FAMILY, GOOD, 1 << 20, None), Result(FAMILY, None, 0, "it died")]
+    Console(file=stream, width=160).print(result_table(results))
+    text = stream.getvalue()
+    assert "1.00 MiB" in text
+    assert "NO" in text
+
+
+def test_the_list_needs_no_engine(capsys):
+    """`sweep --list` names every family and ends well."""
+    assert cli.main(["sweep", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(family.name in printed for family in FAMILIES)
+
+
+def test_a_layout_that_cannot_be_is_refused_before_anything_starts(capsys):
+    """`accuracy` checks its layouts first."""
+    assert cli.main(["accuracy", "--prefill", "tp0pp1"]) == 2
+    assert "tp0pp1" in capsys.readouterr().err

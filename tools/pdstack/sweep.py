@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of layouts, one after the other, each compared with one engine.
+
+Engines are started once and kept for as long as later pairs want them and memory allows: which of
+them work together is settled by their first handshake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from . import accuracy
+from .accuracy import Accuracy, Completion
+from .engine import EngineSpec, KVTransfer, ServedModel
+from .errors import PDStackError, UsageError
+from .layout import Layout
+from .metrics import NixlCounters
+from .report import format_bytes, yes_no
+from .stack import Engine, PDStack
+from .tiny_models import write_tiny_gemma3, write_tiny_llama
+
+MAX_WORKERS = 8
+"""Worker processes that are kept alive at the same time."""
+
+BF16_AGREEMENT = 0.5
+"""Share of tokens that must agree where layouts round differently."""
+
+_ONE = Layout(1, 1)
+
+
+@dataclass(frozen=True)
+class Side:
+    """The engines of one role.
+
+    Attributes:
+        layout: of each.
+        count: how many.
+        args: more of the command line.
+        env: more of the environment, as pairs.
+        connector: what moves the KV cache.
+    """
+
+    layout: Layout = _ONE
+    count: int = 1
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    connector: str = "NixlConnector"
+
+    def __str__(self) -> str:
+        times = f"{self.count} x " if self.count > 1 else ""
+        stages = dict(self.env).get("VLLM_PP_LAYER_PARTITION")
+        return f"{times}{self.layout}" + (f" ({stages})" if stages else "")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A pair of layouts.
+
+    Attributes:
+        name: what is special about it.
+        model: name of what is served.
+        prefill: the prefill engines.
+        decode: the decode engines.
+        exact: whether answers have to be equal; where not, as at bfloat16, most tokens have to.
+        args: more of every engine's command line.
+    """
+
+    name: str
+    model: str
+    prefill: Side
+    decode: Side
+    exact: bool = True
+    args: tuple[str, ...] = ()
+
+
+MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
+    "llama, 6 KV heads": lambda directory: write_tiny_llama(
+        directory, num_layers=6, num_heads=6, num_kv_heads=6
+    ),
+    "llama, 2 KV heads": lambda directory: write_tiny_llama(
+        directory, num_layers=4, num_heads=4, num_kv_heads=2
+    ),
+    "gemma 3": write_tiny_gemma3,
+}
+
+_SIX, _TWO, _GEMMA = MODELS
+_HYBRID = ("--no-disable-hybrid-kv-cache-manager",)
+_BF16 = ("--dtype", "bfloat16")
+_RAY = ("--distributed-executor-backend", "ray")
+_STAGES = Layout(1, 2)
+
+FAMILIES: tuple[Family, ...] = (
+    Family("PP on P", _SIX, Side(_STAGES), Side()),
+    Family("PP on D", _SIX, Side(), Side(_STAGES)),
+    Family("TP down", _SIX, Side(Layout(2, 1)), Side()),
+    Family("TP up", _SIX, Side(), Side(Layout(2, 1))),
+    Family("TP not divisible", _SIX, Side(Layout(3, 1)), Side(Layout(2, 1))),
+    Family("TP and PP on both", _SIX, Side(Layout(3, 1)), Side(_STAGES)),
+    Family("PP3 to PP2", _SIX, Side(Layout(1, 3)), Side(_STAGES)),
+    Family(
+        "uneven stages",
+        _SIX,
+        Side(_STAGES, env=(("VLLM_PP_LAYER_PARTITION", "5,1"),)),
+        Side(_STAGES),
+    ),
+    Family("2 P and 2 D", _SIX, Side(_STAGES, count=2), Side(count=2)),
+    Family("MultiConnector", _SIX, Side(_STAGES, connector="MultiConnector"), Side()),
+    Family("P on Ray", _SIX, Side(_STAGES, args=_RAY), Side()),
+    Family("replicated heads", _TWO, Side(Layout(4, 1)), Side()),
+    Family("sliding windows", _GEMMA, Side(_STAGES), Side(), args=_HYBRID),
+    Family("bfloat16", _TWO, Side(_STAGES), Side(Layout(2, 1)), exact=False, args=_BF16),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a family.
+
+    Attributes:
+        accuracy: how its answers compare; ``None`` where there were none.
+        bytes_moved: what its decode engines read.
+        fault: why it did not pass; ``None`` where it did.
+    """
+
+    family: Family
+    accuracy: Accuracy | None
+    bytes_moved: int
+    fault: str | None
+
+
+def choose(names: Iterable[str]) -> list[Family]:
+    """Return the families of these names; all without any.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    wanted = list(names)
+    known = {family.name.lower(): family for family in FAMILIES}
+    for name in wanted:
+        if name.lower() not in known:
+            raise UsageError(f"no family {name!r}; there are {', '.join(map(repr, known))}")
+    return [known[name.lower()] for name in wanted] or list(FAMILIES)
+
+
+def judge(family: Family, found: Accuracy, counters: NixlCounters) -> str | None:
+    """Return why a family has not passed; ``None`` where it has."""
+    if counters.failed_transfers or counters.failed_notifications:
+        return f"{counters.failed_transfers} reads failed"
+    if not counters.bytes_moved:
+        return "nothing was moved over NIXL"
+    if family.exact and found.equal < found.requests:
+        return f"{found.requests - found.equal} answers differ"
+    if family.exact and found.logprob_gap > accuracy.LOGPROB_BOUND:
+        return f"log-probabilities differ by {found.logprob_gap:.2g}"
+    if found.agreement < BF16_AGREEMENT:
+        return f"only {found.agreement:.0%} of the tokens agree"
+    return None
+
+
+class Sweep:
+    """Runs families of one model after the other.
+
+    Args:
+        run_dir: where models and logs go.
+        num_requests: prompts of each family.
+        startup_timeout_s: how long a server may take to become ready.
+        on_wait: as `PDStack`'s.
+        say: told what is going on.
+        models: how to make the models that families name.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        num_requests: int,
+        startup_timeout_s: float,
+        on_wait: Callable[..., None],
+        say: Callable[[str], None],
+        models: Mapping[str, Callable[[Path], ServedModel]] = MODELS,
+    ) -> None:
+        self._run_dir = run_dir
+        self._num_requests = num_requests
+        self._startup_timeout_s = startup_timeout_s
+        self._on_wait = on_wait
+        self._say = say
+        self._models = models
+
+    def run(self, families: Sequence[Family]) -> list[Result]:
+        """Run them, and return what became of each, in the order of models."""
+        results: list[Result] = []
+        for name in dict.fromkeys(family.model for family in families):
+            model = self._models[name](self._run_dir / f"model-{len(results)}")
+            with PDStack(
+                model,
+                self._run_dir,
+                startup_timeout_s=self._startup_timeout_s,
+                on_wait=self._on_wait,
+            ) as stack:
+                group = _Group(stack, self._num_requests)
+                for family in families:
+                    if family.model == name:
+                        results.append(self._run_one(group, family))
+        return results
+
+    def _run_one(self, group: _Group, family: Family) -> Result:
+        self._say(f"{family.name}: {family.prefill} -> {family.decode}, {family.model}")
+        result = group.run(family)
+        self._say(f"  {result.fault or 'passed'}")
+        return result
+
+
+@dataclass
+class _Group:
+    """The engines of one model."""
+
+    stack: PDStack
+    num_requests: int
+    _engines: dict[tuple[Side, tuple[str, ...], int], Engine] = field(default_factory=dict)
+    _references: dict[tuple[str, ...], list[Completion]] = field(default_factory=dict)
+
+    def run(self, family: Family) -> Result:
+        """Compare one family's answers with those of one engine."""
+        name = self.stack.model.name
+        size = accuracy.vocabulary_size(self.stack.model.directory)
+        prompts = accuracy.make_prompts(size, self.num_requests)
+        prefill, decode = self._start(family)
+        references = self._reference(family, prompts)
+        before = sum((each.nixl_counters() for each in decode), NixlCounters())
+        router = self.stack.start_router(prefill, decode)
+        try:
+            answers = accuracy.complete_all(router.url, name, prompts, salt=family.name)
+        except Exception as error:
+            return Result(family, None, 0, str(self.stack.explain(error)))
+        finally:
+            with suppress(PDStackError):
+                self.stack.stop(router)
+        counters = sum((each.nixl_counters() for each in decode), NixlCounters()) - before
+        found = accuracy.compare(references, answers)
+        return Result(family, found, counters.bytes_moved, judge(family, found, counters))
+
+    def _reference(self, family: Family, prompts: list[list[int]]) -> list[Completion]:
+        """What one engine answers; any that is one rank, alone and under another salt."""
+        if family.args not in self._references:
+            key = (Side(), family.args, 0)
+            one = self._engines.get(key) or self._start_engines([key])[0]
+            name = self.stack.model.name
+            self._references[family.args] = accuracy.complete_all(
+                one.url, name, prompts, salt="reference"
+            )
+        return self._references[family.args]
+
+    def _start(self, family: Family) -> tuple[list[Engine], list[Engine]]:
+        """The engines of a family; those that are in the way are stopped first."""
+        keys = [
+            [(_one_of(side), family.args, first + number) for number in range(side.count)]
+            for side, first in _numbered(family)
+        ]
+        wanted = [key for side in keys for key in side]
+        missing = [key for key in wanted if key not in self._engines]
+        idle = [key for key in self._engines if key not in wanted]
+        while idle and _workers([*self._engines, *missing]) > MAX_WORKERS:
+            self.stack.stop(self._engines.pop(idle.pop(0)))
+        self._start_engines(missing)
+        prefill, decode = ([self._engines[key] for key in side] for side in keys)
+        return prefill, decode
+
+    def _start_engines(self, keys: Sequence[tuple[Side, tuple[str, ...], int]]) -> list[Engine]:
+        specs = [_spec(*key) for key in keys]
+        engines = self.stack.start_engines(*specs) if specs else []
+        self._engines.update(zip(keys, engines, strict=True))
+        return engines
+
+
+def _one_of(side: Side) -> Side:
+    return Side(side.layout, 1, side.args, side.env, side.connector)
+
+
+def _numbered(family: Family) -> list[tuple[Side, int]]:
+    """Both sides, with the number of the first engine: equal engines on both sides are two."""
+    same = _one_of(family.prefill) == _one_of(family.decode)
+    return [(family.prefill, 0), (family.decode, family.prefill.count if same else 0)]
+
+
+def _workers(keys: Iterable[tuple[Side, tuple[str, ...], int]]) -> int:
+    return sum(side.layout.world_size for side, _, _ in keys)
+
+
+def _spec(side: Side, args: tuple[str, ...], number: int) -> EngineSpec:
+    """How an engine is started."""
+    kv_transfer = KVTransfer()
+    if side.connector == "MultiConnector":
+        child = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+        kv_transfer = KVTransfer("MultiConnector", extra_config={"connectors": [child]})
+    stages = dict(side.env).get("VLLM_PP_LAYER_PARTITION", "").replace(",", "-")
+    parts = [str(side.layout), stages, side.connector, *side.args, *args, str(number)]
+    name = "-".join(part.strip("-") for part in parts if part)
+    return EngineSpec(
+        name,
+        side.layout,
+        kv_transfer,
+        extra_args=("--num-gpu-blocks-override", "128", *side.args, *args),
+        env=dict(side.env),
+        max_model_len=1024,
+    )
+
+
+def result_table(results: Sequence[Result]) -> Table:
+    """Return the table that a sweep ends with."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("family", "prefill", "decode", "model"):
+        table.add_column(title)
+    for title in (
+        "requests",
+        "equal",
+        "logprob gap",
+        "KV moved",
+        "TTFT p50",
+        "one engine",
+        "passed",
+    ):
+        table.add_column(title, justify="right")
+    for result in results:
+        found, family = result.accuracy, result.family
+        measured = (
+            ["-"] * 6
+            if found is None
+            else [
+                str(found.requests),
+                str(found.equal),
+                f"{found.logprob_gap:.1e}",
+                format_bytes(result.bytes_moved),
+                f"{found.ttft_p50_s:.2f} s",
+                f"{found.reference_ttft_p50_s:.2f} s",
+            ]
+        )
+        sides = str(family.prefill), str(family.decode)
+        table.add_row(family.name, *sides, family.model, *measured, yes_no(result.fault is None))
+    return table
