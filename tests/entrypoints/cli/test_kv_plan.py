@@ -10,6 +10,7 @@ import sys
 from argparse import ArgumentParser
 
 import pytest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm.entrypoints.cli.kv_plan import cmd_init, reserve_stdout
 
@@ -279,3 +280,13 @@ def test_real_command_prints_nothing_but_json():
         [*command, *layouts], capture_output=True, text=True, timeout=120, check=True
     )
     assert json.loads(result.stdout)["prefill"] == {"tp_size": 2, "pp_size": 2}
+
+
+def test_help_lists_every_option():
+    """`--help` says what each option is for, also with vLLM's parser, which would list groups."""
+    (command,) = cmd_init()
+    parser = FlexibleArgumentParser().add_subparsers(parser_class=FlexibleArgumentParser)
+    text = command.subparser_init(parser).format_help()
+    for option in ("--prefill", "--decode", "--model", "--svg", "--json"):
+        assert f"{option} " in text
+    assert "Config Groups" not in text

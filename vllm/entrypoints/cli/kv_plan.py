@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.cli.types import CLISubcommand
@@ -152,6 +153,8 @@ class KVPlanSubcommand(CLISubcommand):
         )
         parser.add_argument("--json", action="store_true", help="print one JSON object")
         parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan too")
+        # vLLM's own parser lists groups of options, for commands with hundreds of them.
+        parser.format_help = MethodType(argparse.ArgumentParser.format_help, parser)
         return parser
 
 
