@@ -18,7 +18,7 @@ from tools.pdstack.stack import Engine, Router, Server
 
 BLOCK_TOKENS = 128
 ANSWER_TOKENS = 24
-REQUEST_LIMIT_S = 120.0
+REQUEST_LIMIT_S = 300.0
 # Shorter than the lease of blocks: none of them is given back because of that.
 REPORT_LIMIT_S = 20.0
 
