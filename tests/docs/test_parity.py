@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UNIT = "tests/v1/kv_connector/unit/reshard"
-STATES = {"yes", "partly", "upstream", "not needed"}
+STATES = {"yes", "partly", "upstream", "not needed", "refused"}
 
 
 def test_every_row_has_a_state_and_tests_that_exist():

@@ -73,7 +73,8 @@ class KVTransfer:
 
     connector: str = "NixlConnector"
     role: str = "kv_both"
-    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    # A lease outlives the moments in which many workers on few cores keep each other from running.
+    extra_config: Mapping[str, Any] = field(default_factory=lambda: {"kv_lease_duration": 120})
     module_path: str | None = None
 
     def to_json(self, device: Device) -> str:

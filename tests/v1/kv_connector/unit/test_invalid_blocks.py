@@ -251,9 +251,9 @@ def test_an_invalid_block_of_any_group_leaves_nothing_valid(blocks, invalid):
         assert ordered == []
 
 
-@given(blocks=st.lists(st.integers(0, 40)), invalid=st.sets(st.integers(0, 40)), in_place=...)
+@given(blocks=st.lists(st.integers(1, 40)), invalid=st.sets(st.integers(1, 40)), in_place=...)
 def test_one_group_is_walked_through_as_it_is(blocks: list[int], invalid: set[int], in_place: bool):
-    """Nothing changes for models with one KV-cache group."""
+    """Nothing changes for models with one KV-cache group that keeps all blocks."""
     assert (
         blocks_in_order_of_validity("a", [blocks], invalid, continues_in_place=in_place) is blocks
     )
@@ -264,3 +264,11 @@ def test_recomputing_a_running_request_in_place_is_refused():
     with pytest.raises(RunningRequestError, match=r"blocks \[5\] of running request a .* to fail"):
         blocks_in_order_of_validity("a", [[3, 4], [0, 5]], {5}, continues_in_place=True)
     assert blocks_in_order_of_validity("b", [[6], [0, 7]], {5}, continues_in_place=True) == []
+
+
+def test_window_of_a_single_group_starts_over():
+    """What stands behind null blocks cannot be computed in place: they hold no prefix."""
+    ordered = blocks_in_order_of_validity("a", [[0, 0, 7, 8]], {7, 8}, continues_in_place=False)
+    assert ordered[0] in (7, 8)
+    with pytest.raises(RunningRequestError):
+        blocks_in_order_of_validity("a", [[0, 0, 7, 8]], {8}, continues_in_place=True)

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+_NULL_BLOCK = 0
+"""What stands for a block that a window has left behind."""
+
 
 class RunningRequestError(RuntimeError):
     """A running request lost blocks, and cannot be taken back."""
@@ -35,14 +38,14 @@ def blocks_in_order_of_validity(
             has; others give theirs back first.
 
     Returns:
-        With one group its blocks, as they are. With several all blocks, an invalid one first, and
-        none at all where all are valid.
+        With one group that has all of its blocks, these as they are. Else all blocks, an invalid
+        one first, and none at all where all are valid.
 
     Raises:
-        RunningRequestError: The request has several groups and is to start over in its own blocks,
-            of which those before a window are the null block.
+        RunningRequestError: The request is to start over in its own blocks, of which those before a
+            window are the null block.
     """
-    if len(block_ids_by_group) == 1:
+    if len(block_ids_by_group) == 1 and _NULL_BLOCK not in block_ids_by_group[0]:
         return block_ids_by_group[0]
     blocks = [block for group in block_ids_by_group for block in group]
     invalid = [block for block in blocks if block in invalid_block_ids]

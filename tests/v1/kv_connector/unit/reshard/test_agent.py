@@ -77,3 +77,16 @@ def test_nixls_threads_may_run_where_they_are_told(monkeypatch):
         assert os.sched_getaffinity(0) == one_core
     finally:
         os.sched_setaffinity(0, own)
+
+
+def test_a_peer_is_forgotten_when_nobody_has_it_any_more(agents):
+    """Whoever pretends to be another engine's worker does not cut its connection."""
+    one, other = agents
+    metadata = other.metadata()
+    peer = one.connect(metadata)
+    assert one.connect(metadata) == peer
+    one.disconnect(peer)
+    one.notify(peer, b"still there")
+    one.disconnect(peer)
+    with pytest.raises(TransferError):
+        one.notify(peer, b"gone")

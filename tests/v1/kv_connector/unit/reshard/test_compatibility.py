@@ -24,13 +24,18 @@ def config(**changes) -> SimpleNamespace:
     values = dict(
         layers=4, kv_heads=2, head_size=64, mla=False, dtype=torch.bfloat16, model="here/model"
     )
-    values.update(cache_dtype="auto", no_hybrid=False, tp_size=1, pp_size=1, block_size=16)
+    values.update(
+        vocabulary=99, cache_dtype="auto", no_hybrid=False, tp_size=1, pp_size=1, block_size=16
+    )
     values.update(changes)
     return SimpleNamespace(
         model_config=SimpleNamespace(
             model=values["model"],
             dtype=values["dtype"],
             use_mla=values["mla"],
+            hf_text_config=SimpleNamespace(
+                model_type="llama", vocab_size=values["vocabulary"], rope_theta=1e4
+            ),
             get_total_num_hidden_layers=lambda: values["layers"],
             get_total_num_kv_heads=lambda: values["kv_heads"],
             get_head_size=lambda: values["head_size"],
@@ -63,6 +68,9 @@ def test_factors_of_a_real_configuration(tmp_path):
     real = vllm.config.VllmConfig(model_config=model)
     factors = compatibility_factors(real, ["CPU_ATTN", "CPU_ATTN"])
     assert factors.pop("vllm_version")
+    architecture = factors.pop("model")
+    assert architecture.startswith("model_type llama, hidden_size 96, intermediate_size 11008, ")
+    assert "rope_theta" in architecture
     assert factors == {
         "num_hidden_layers": "5",
         "num_kv_heads": "3",

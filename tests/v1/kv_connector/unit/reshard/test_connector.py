@@ -107,6 +107,16 @@ def test_scales_of_an_engines_own_are_refused(make_config, dtype):
         KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
 
 
+@pytest.mark.parametrize("axis", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused(make_config, axis):
+    """Ranks that hold other tokens of a block must not be taken for replicas."""
+    config = make_config("NixlConnector")
+    setattr(config.parallel_config, axis, 2)
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
+    with pytest.raises(LocalLayoutError, match=f"--{axis.replace('_', '-')} 2 .* use 1"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+
+
 def test_options_that_do_nothing_are_mentioned(create, caplog_vllm):
     """The engine starts, and its log says what was in vain."""
     create(extra_config={"lease": 3})

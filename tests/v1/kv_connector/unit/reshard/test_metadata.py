@@ -233,6 +233,11 @@ FAULTS: dict[str, tuple[dict, str]] = {
     "negative rank": (dict(pp_rank=-1), "not understood"),
     "no blocks": (dict(num_blocks=0), "not understood"),
     "no room for leases": (dict(num_lease_buckets=0), "not understood"),
+    "blocks of too many tokens": (
+        dict(layers=[layer(tokens=(1 << 14) + 1)]),
+        "not understood",
+    ),
+    "too many blocks to an id": (dict(blocks_per_id=1 << 11, num_blocks=1 << 11), "not understood"),
     "too many blocks": (dict(num_blocks=1 << 31), "not understood"),
     "no blocks to an id": (dict(blocks_per_id=0), "not understood"),
     "blocks that do not divide": (dict(blocks_per_id=3), "8 blocks, 3 to a block id"),

@@ -243,3 +243,29 @@ def test_closing_gives_everything_back(table, network):
     table.close()
     assert network.engines[0].closed
     assert len(table) == 0
+
+
+def test_wrong_address_costs_nobody_else(table, network):
+    """A request that names another host for an engine fails alone; the engine is used as before."""
+    elsewhere = RemoteEngineAddress(ADDRESS.engine_id, "elsewhere.example", 5600)
+    table.want(elsewhere, 0.0).waiting.append(("wrong", None))
+    table.want(ADDRESS, 0.0).waiting.append(("right", None))
+    table.advance(0.0)
+    network.handshakes[0].set_exception(RemoteLayoutError("unreachable"))
+    network.handshakes[1].set_result(())
+    (wrong, error), (right, nothing) = table.advance(0.1)
+    assert [request_id for request_id, _ in wrong.take_waiting()] == ["wrong"]
+    assert [request_id for request_id, _ in right.take_waiting()] == ["right"]
+    assert (str(error), nothing) == ("unreachable", None)
+
+
+def test_invented_engine_does_not_replace_a_real_one(table, network):
+    """Another id at an engine's address is believed only once it has answered."""
+    real = connected(table, network)
+    table.want(RemoteEngineAddress("invented", ADDRESS.host, ADDRESS.port), 1.0)
+    table.advance(1.0)
+    network.fail()
+    table.advance(1.1)
+    assert not real.broken
+    assert real.engine is network.engines[0]
+    assert not real.engine.closed

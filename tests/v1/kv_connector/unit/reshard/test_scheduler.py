@@ -194,3 +194,26 @@ def test_only_computed_blocks_are_offered(computed, blocks):
     assert delay_free
     assert params["remote_block_ids"] == ([7, 3, 5, 2][:blocks],)
     assert (params["tp_size"], params["pp_size"]) == (2, 3)
+
+
+def test_one_request_reads_and_its_siblings_compute():
+    """Several answers to one prompt do not take each other's blocks away; later ones may read."""
+    owner = scheduler()
+    first, second = arrive(owner, dict(PARAMS)), request(dict(PARAMS))
+    second.request_id = "d-b"
+    second.prompt_token_ids, second.num_tokens = [1] * 40, 40
+    owner.on_new_request(second)
+    assert owner.get_num_new_matched_tokens(first, 0) == (40, True)
+    assert owner.get_num_new_matched_tokens(second, 0) == (0, False)
+    for finished in (second, first):
+        finished.status = RequestStatus.FINISHED_STOPPED
+        owner.request_finished(finished, ([7, 3, 5],))
+    assert not owner._readers
+    assert owner.get_num_new_matched_tokens(arrive(owner, dict(PARAMS)), 0) == (40, True)
+
+
+def test_heartbeats_need_no_size():
+    """A router that does not pass on `tp_size` does not cost a request its lease."""
+    owner = scheduler()
+    arrive(owner, {name: value for name, value in PARAMS.items() if name != "tp_size"})
+    assert owner._heartbeat_by_engine["prefill"].req_ids == {"p-a"}

@@ -98,6 +98,7 @@ class Engine:
         config = SimpleNamespace(
             model_config=SimpleNamespace(
                 use_mla=mla,
+                hf_text_config=SimpleNamespace(model_type="llama"),
                 dtype=dtype,
                 get_total_num_kv_heads=lambda: heads,
                 get_total_num_hidden_layers=lambda: NUM_LAYERS,
@@ -592,8 +593,12 @@ def test_heartbeats_keep_a_request_alive(engines, monkeypatch):
             d.start(heartbeats=[heartbeat])
             progress.step()
     assert not any(progress.sent.values())
-    now_s += 10.0
-    progress.until(p, sent="p-a")
+    deadline = time.monotonic() + DEADLINE_S
+    while not all("p-a" in progress.sent["prefill", rank] for rank in p.workers):
+        assert time.monotonic() < deadline
+        # More than once: a heartbeat may still be on its way.
+        now_s += 10.0
+        progress.step()
 
 
 def lease_end(worker: ReshardWorker) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class NixlAgent:
         num_threads: Threads of the UCX backend; each takes resources of the network card.
         progress_delay_us: How long NIXL's progress thread rests when it found nothing to do. 0 for
             not at all: the least latency, for one core.
-        cores: Where NIXL's threads may run; None for where the calling thread may.
+        cores: Where NIXL's threads may run, and this one while it waits for a peer; None for where
+            the calling thread may.
 
     Raises:
         LocalLayoutError: NIXL is not installed.
@@ -104,7 +106,9 @@ class NixlAgent:
         )
         with _progress_delay(progress_delay_us), _running_on(cores):
             self._agent = NixlWrapper(name, config)
+        self._cores = cores
         self._registered: list[Any] = []
+        self._connections: Counter[str] = Counter()
 
     def register(
         self, regions: Sequence[tuple[int, int, int]], memory: Memory | None = None
@@ -132,14 +136,26 @@ class NixlAgent:
             TransferError: The metadata is not that of an agent that this one can reach.
         """
         try:
-            peer = self._agent.add_remote_agent(metadata)
+            # NIXL yields in a loop until the peer has answered. Where two workers that share a core
+            # do so, neither lets the other's threads run.
+            with _running_on(self._cores):
+                peer = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise TransferError(f"NIXL does not accept a peer's metadata: {error}") from error
-        return peer.decode() if isinstance(peer, bytes) else str(peer)
+        name = peer.decode() if isinstance(peer, bytes) else str(peer)
+        self._connections[name] += 1
+        return name
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer. Lists prepared for it must be released before."""
-        self._give_back(f"peer {peer}", self._agent.remove_remote_agent, peer)
+        """Forget a peer, once for each time that it was connected.
+
+        Lists prepared for it must be released before. Two engines may have the same peer: one that
+        is known at two addresses, or one that pretends to be another.
+        """
+        self._connections[peer] -= 1
+        if not self._connections[peer]:
+            del self._connections[peer]
+            self._give_back(f"peer {peer}", self._agent.remove_remote_agent, peer)
 
     def prepare(
         self, rows: Rows, peer: str | None = None, memory: Memory | None = None
@@ -239,11 +255,13 @@ class NixlAgent:
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Messages that arrived since the last call, each with the name of its sender."""
-        return [
-            (peer, message)
-            for peer, messages in self._agent.get_new_notifs().items()
-            for message in messages
-        ]
+        try:
+            arrived = self._agent.get_new_notifs()
+        except Exception as error:
+            # Whatever a peer sent, it is not this engine's end.
+            logger.warning("NIXL cannot tell what notifications arrived: %s", error)
+            return []
+        return [(peer, message) for peer, messages in arrived.items() for message in messages]
 
     def close(self) -> None:
         """Deregister all memory. Peers, lists and reads must have been given back before."""

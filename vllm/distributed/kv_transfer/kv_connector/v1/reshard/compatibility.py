@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _REMEDIES = {
     "vllm_version": "install the same version of vLLM",
+    "model": "serve the same model, with the same --hf-overrides",
     "num_hidden_layers": "serve the same model",
     "num_kv_heads": "serve the same model",
     "head_size": "serve the same model",
@@ -28,6 +29,18 @@ _REMEDIES = {
     "attention_backends": "give the same --attention-backend",
     "hybrid_kv_cache_manager": "give --disable-hybrid-kv-cache-manager on both or on neither",
 }
+
+_ARCHITECTURE = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "sliding_window",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+)
 
 
 def compatibility_factors(
@@ -49,6 +62,7 @@ def compatibility_factors(
         # What follows a `+` names the build, not the source: an engine on CPU and one on a GPU, or
         # two releases of a fork, differ there.
         "vllm_version": vllm_version.partition("+")[0],
+        "model": _architecture(model.hf_text_config),
         "num_hidden_layers": str(model.get_total_num_hidden_layers()),
         "num_kv_heads": str(model.get_total_num_kv_heads()),
         "head_size": str(model.get_head_size()),
@@ -91,6 +105,15 @@ def quote(text: str | None) -> str:
         return "unset"
     printable = text if text.isprintable() else ascii(text)
     return printable if len(printable) <= 200 else f"{printable[:200]}..."
+
+
+def _architecture(text_config: object) -> str:
+    """What tells one architecture from another, and its positions from others.
+
+    Two trainings of one architecture cannot be told apart by this.
+    """
+    values = [f"{name} {getattr(text_config, name, None)}" for name in _ARCHITECTURE]
+    return ", ".join(value for value in values if not value.endswith(" None"))
 
 
 def _dtype_name(dtype: object) -> str:

@@ -84,6 +84,13 @@ class NixlConnector(upstream.NixlConnector):
         self.kv_transfer_config = vllm_config.kv_transfer_config
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler = self.connector_worker = None
+        parallel = vllm_config.parallel_config
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if (size := getattr(parallel, name)) > 1:
+                raise LocalLayoutError(
+                    f"--{name.replace('_', '-')} {size} spreads the tokens of a block over ranks, "
+                    "which this connector cannot read: use 1"
+                )
         cache_config = vllm_config.cache_config
         if cache_config.calculate_kv_scales and is_quantized_kv_cache(cache_config.cache_dtype):
             raise LocalLayoutError(

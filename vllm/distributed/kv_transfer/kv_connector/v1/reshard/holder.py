@@ -9,6 +9,7 @@ from __future__ import annotations
 from vllm.logger import init_logger
 
 from .agent import NixlAgent
+from .compatibility import quote
 from .errors import ReshardError
 from .leases import LeaseTable, LeaseTableAddress
 from .messages import Done, Renew, ReshardConnectorMetadata, decode_notification
@@ -45,6 +46,10 @@ class Holder:
 
     def take_up(self, metadata: ReshardConnectorMetadata, now_s: float) -> None:
         """Do what the scheduler asks for in a step."""
+        # First what has ended: a name may be used again in the same step.
+        self._ledger.withdraw(metadata.withdrawn)
+        for request_id in metadata.withdrawn:
+            self._table.strike(request_id)
         self._ledger.admit(metadata.admitted)
         for request_id in metadata.admitted:
             if not self._table.enter(request_id):
@@ -52,9 +57,6 @@ class Holder:
                     "Request %s will not be read: too many requests are held for other engines.",
                     request_id,
                 )
-        self._ledger.withdraw(metadata.withdrawn)
-        for request_id in metadata.withdrawn:
-            self._table.strike(request_id)
         for request_id, lease_s in metadata.offered.items():
             if self._ledger.offer(request_id, now_s + lease_s):
                 self._num_blocks[request_id] = metadata.offered_blocks.get(request_id, 0)
@@ -86,7 +88,7 @@ class Holder:
             try:
                 notification = decode_notification(message)
             except ReshardError as error:
-                logger.warning("From %s: %s", sender, error)
+                logger.warning("From %s: %s", quote(sender), error)
                 continue
             if isinstance(notification, Renew):
                 self._ledger.renew(notification.request_ids, now_s + self._renewal_s)
@@ -101,8 +103,8 @@ class Holder:
             logger.warning(
                 "%s was too late for the blocks of request %s, which this worker does not hold any "
                 "more. Give readers longer with kv_lease_duration.",
-                done.notifier,
-                done.request_id,
+                quote(done.notifier),
+                quote(done.request_id),
             )
         return receipt is Receipt.RELEASED
 

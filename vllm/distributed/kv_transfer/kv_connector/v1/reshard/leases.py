@@ -7,7 +7,7 @@ the bytes. So each worker of the holder keeps a table of the requests that it ho
 that peers can read as they read the cache:
 
     holder   enters a request before its first block is computed, and strikes it out *before* it
-             says that the blocks may be freed
+             says that the blocks may be freed; one that was aborted was never offered to readers
     reader   reads the blocks, and *then* the table: the request still stands in it, or the bytes
              may be another request's
 

@@ -44,6 +44,8 @@ Indices: TypeAlias = npt.NDArray[np.int32]
 """Descriptor indices of one end, shape (descriptors,)."""
 
 _MAX_DESCRIPTORS = int(np.iinfo(np.int32).max)
+_MAX_ROWS = 1 << 20
+"""Rows of one list: more than any model has runs in a block, and few enough to be written down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +240,13 @@ def _end(
 ) -> LegEnd:
     """Write the strided rows of one end."""
     block_tokens = planes[0].block_tokens
+    num_rows = len(planes) * (num_heads // run.num_heads) * (block_tokens // run.num_tokens)
+    if num_rows > _MAX_ROWS or num_rows * cache.num_blocks > _MAX_DESCRIPTORS:
+        raise LocalLayoutError(
+            f"{num_rows} runs in each of {cache.num_blocks} blocks are more descriptors than one "
+            f"transfer list can hold, {_MAX_ROWS} runs and {_MAX_DESCRIPTORS} in all: use a larger "
+            "--block-size, the same on both engines, or fewer blocks"
+        )
     rows = [
         (
             plane.address + plane.offset_bytes(head, token),
@@ -250,12 +259,6 @@ def _end(
         for head in range(head_offset, head_offset + num_heads, run.num_heads)
         for token in range(0, block_tokens, run.num_tokens)
     ]
-    if len(rows) * cache.num_blocks > _MAX_DESCRIPTORS:
-        raise LocalLayoutError(
-            f"{len(rows)} runs in each of {cache.num_blocks} blocks are more descriptors than the "
-            f"{_MAX_DESCRIPTORS} that one transfer list can index: use a larger --block-size, the "
-            "same on both engines, or fewer blocks"
-        )
     return LegEnd(
         np.array(rows, dtype=np.uint64),
         cache.num_blocks,

@@ -54,8 +54,9 @@ _Address: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Stride: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _SlotBytes: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 32)]
 _Head: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 12)]
-_Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
+_Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 14)]
 _Blocks: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 31)]
+_BlocksPerId: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 10)]
 _LeaseBuckets: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
 _LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
@@ -128,7 +129,7 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True):
     pp_rank: _Rank
     tp_rank: _Rank
     num_blocks: _Blocks
-    blocks_per_id: _Blocks
+    blocks_per_id: _BlocksPerId
     device_id: _Rank
     lease_address: _Address
     num_lease_buckets: _LeaseBuckets

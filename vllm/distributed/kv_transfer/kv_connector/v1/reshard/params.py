@@ -49,7 +49,7 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
     remote_host: _Text
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_block_ids: Annotated[list[list[_BlockId]], msgspec.Meta(min_length=1)]
-    remote_num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
 
 
 def sound(request_id: str, params: Params | None, *, reads_back: bool) -> Params | None:
@@ -73,7 +73,8 @@ def sound(request_id: str, params: Params | None, *, reads_back: bool) -> Params
         params = {name: value for name, value in params.items() if name not in _OURS}
     if params.get("do_remote_prefill"):
         fault = _fault(params)
-        return params if fault is None else _faulty(fault)
+        # Upstream's scheduler sends no heartbeats to an engine whose size it is not told.
+        return {"tp_size": 1, **params} if fault is None else _faulty(fault)
     if not params.get("remote_block_ids"):
         return params
     if reads_back and (fault := _fault(params)) is not None:
@@ -93,6 +94,14 @@ def concerns_us(params: Params | None) -> bool:
     """Whether a request's blocks came from another engine, or may go to one."""
     params = params or {}
     return any(params.get(name) for name in ("do_remote_prefill", "do_remote_decode", _ASKED))
+
+
+def remote_request(params: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The engine and the request, as it is called there, whose blocks are to be read, if any."""
+    source = remote_blocks(params) if params.get("remote_block_ids") else _FAULT
+    if isinstance(source, str):
+        return None
+    return source.remote_engine_id, source.remote_request_id
 
 
 def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:

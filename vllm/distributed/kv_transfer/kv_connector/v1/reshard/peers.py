@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
-from .messages import EngineId, Receive, RemoteEngineAddress
+from .messages import Receive, RemoteEngineAddress
 from .metadata import WorkerDescription
 from .protocol import RequestId
 from .remote import RemoteEngine
@@ -79,7 +79,10 @@ class Peer:
 
 
 class PeerTable:
-    """All engines that a worker knows, by their id.
+    """All engines that a worker knows, by their address and id.
+
+    What a request says of an engine may be wrong: another address for the same id, or another id at
+    the same address, is a peer of its own until it has answered.
 
     Args:
         executor: Runs handshakes.
@@ -91,22 +94,16 @@ class PeerTable:
         self._executor = executor
         self._fetch = fetch
         self._connect = connect
-        self._peers: dict[EngineId, Peer] = {}
+        self._peers: dict[RemoteEngineAddress, Peer] = {}
 
     def __len__(self) -> int:
         return len(self._peers)
 
     def want(self, address: RemoteEngineAddress, now_s: float) -> Peer:
-        """The engine at an address; from now on it is in use.
-
-        Another engine that was known at the same address is gone: it has restarted under a new id.
-        """
-        peer = self._peers.get(address.engine_id)
+        """The engine at an address; from now on it is in use."""
+        peer = self._peers.get(address)
         if peer is None:
-            for other in self._peers.values():
-                if (other.address.host, other.address.port) == (address.host, address.port):
-                    other.broken = True
-            peer = self._peers[address.engine_id] = Peer(address, now_s)
+            peer = self._peers[address] = Peer(address, now_s)
         peer.last_wanted_s = now_s
         peer.wanted = True
         return peer
@@ -124,7 +121,7 @@ class PeerTable:
                 peer.disconnect()
             if peer.is_over(now_s):
                 peer.disconnect()
-                del self._peers[peer.address.engine_id]
+                del self._peers[peer.address]
                 continue
             if peer.handshake is not None and peer.handshake.done():
                 error = self._end_handshake(peer, peer.handshake, now_s)
@@ -160,4 +157,12 @@ class PeerTable:
             peer.broken = True
             return error
         peer.failures, peer.broken = 0, False
+        for other in self._peers.values():
+            at_its_place = (other.address.host, other.address.port) == (
+                peer.address.host,
+                peer.address.port,
+            )
+            if at_its_place and other is not peer:
+                # It has restarted under a new id.
+                other.broken = True
         return None

@@ -26,7 +26,7 @@ from .messages import (
     ReshardConnectorMetadata,
 )
 from .metadata import WorkerHandshake, encode_reply
-from .params import asked_before, concerns_us, remote_blocks, sound
+from .params import asked_before, concerns_us, remote_blocks, remote_request, sound
 from .settings import remarks
 from .side_channel import HandshakeServer
 
@@ -52,6 +52,8 @@ class ReshardScheduler(NixlConnectorScheduler):
             logger.warning("%s.", remark)
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._offered_blocks: dict[str, int] = {}
+        # Which request reads the blocks of another engine's request.
+        self._readers: dict[tuple[str, str], str] = {}
 
     def serve_handshake(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -74,12 +76,21 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._server.start()
 
     def on_new_request(self, request: Request) -> None:
-        """As upstream's, with parameters that it can believe."""
-        request.kv_transfer_params = sound(
+        """As upstream's, with parameters that it can believe.
+
+        Blocks are read by one request: their holder lets go when it was heard. Where one prompt has
+        several answers (`n`), the others compute it.
+        """
+        params = sound(
             request.request_id,
             request.kv_transfer_params,
             reads_back=self.is_bidirectional_kv_xfer_enabled,
         )
+        remote = remote_request(params or {})
+        if remote is not None:
+            reader = self._readers.setdefault(remote, request.request_id)
+            params = params if reader == request.request_id else None
+        request.kv_transfer_params = params
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -143,6 +154,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         """
         if not concerns_us(request.kv_transfer_params):
             return False, None
+        remote = remote_request(request.kv_transfer_params or {})
+        if remote is not None and self._readers.get(remote) == request.request_id:
+            del self._readers[remote]
         block_ids = tuple(
             ids[: cdiv(request.num_computed_tokens, group.kv_cache_spec.block_size)]
             for ids, group in zip(block_ids, self.kv_cache_config.kv_cache_groups, strict=True)

@@ -113,8 +113,8 @@ class ReshardWorker:
             cores=_parents_cores() if on_cpu else None,
         )
         self._local_lists = LocalLists(self._agent)
-        # Several, so that engines that do not answer hold up nobody else's handshake.
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="reshard-handshake")
+        # As many engines may leave us waiting before they hold up others' handshakes.
+        self._threads = ThreadPoolExecutor(32, thread_name_prefix="reshard-handshake")
         self._stats = ReshardStats()
         self._holder = Holder(self._agent, self._settings.lease_s, self._stats)
         self._lease_checker = LeaseChecker(self._agent)
