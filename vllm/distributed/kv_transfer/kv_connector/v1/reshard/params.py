@@ -97,11 +97,10 @@ def concerns_us(params: Params | None) -> bool:
 
 
 def remote_request(params: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The engine and the request, as it is called there, whose blocks are to be read, if any."""
-    source = remote_blocks(params) if params.get("remote_block_ids") else _FAULT
-    if isinstance(source, str):
+    """The engine and the request, as it is called there, whose blocks `sound` parameters name."""
+    if _FAULT in params or not params.get("remote_block_ids"):
         return None
-    return source.remote_engine_id, source.remote_request_id
+    return params["remote_engine_id"], params["remote_request_id"]
 
 
 def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:

@@ -81,8 +81,7 @@ _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
     (TransferError, HandshakeFailure.TRANSFER),
 )
 
-_HANDSHAKE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_READ_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 def handshake_failure(error: Exception) -> HandshakeFailure:
@@ -178,7 +177,7 @@ class ReshardPromMetrics(NixlPromMetrics):
         self._handshakes: Any = histogram(
             name="vllm:nixl_handshake_seconds",
             documentation="Time from asking another engine what it is until all is prepared.",
-            buckets=_HANDSHAKE_BUCKETS_S,
+            buckets=_BUCKETS_S,
             labelnames=labelnames,
         )
         self._handshake_failures: Any = counter(
@@ -194,7 +193,7 @@ class ReshardPromMetrics(NixlPromMetrics):
         self._reads: Any = histogram(
             name="vllm:nixl_read_seconds",
             documentation="Duration of reads from one rank of another engine.",
-            buckets=_READ_BUCKETS_S,
+            buckets=_BUCKETS_S,
             labelnames=[*labelnames, "strategy"],
         )
         self._read_bytes: Any = counter(
