@@ -217,3 +217,16 @@ def test_heartbeats_need_no_size():
     owner = scheduler()
     arrive(owner, {name: value for name, value in PARAMS.items() if name != "tp_size"})
     assert owner._heartbeat_by_engine["prefill"].req_ids == {"p-a"}
+
+
+def test_sibling_on_a_prefill_engine_is_still_held():
+    """A second answer that may not read back the last turn is computed, and then offered."""
+    owner = scheduler(bidirectional=True)
+    last_turn = PARAMS | {"do_remote_prefill": False, "do_remote_decode": True}
+    arrive(owner, last_turn | {"remote_num_tokens": 300}, 400)
+    second = request(last_turn | {"remote_num_tokens": 300}, 400)
+    second.request_id, second.status = "d-b", RequestStatus.FINISHED_LENGTH_CAPPED
+    owner.on_new_request(second)
+    second.prompt_token_ids, second.num_tokens = [1] * 400, 400
+    assert owner.get_num_new_matched_tokens(second, 0) == (0, False)
+    assert owner.request_finished(second, ([7, 3, 5],))[0]

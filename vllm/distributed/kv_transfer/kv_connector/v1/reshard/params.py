@@ -81,7 +81,19 @@ def sound(request_id: str, params: Params | None, *, reads_back: bool) -> Params
         logger.warning("Computing all of request %s: %s", request_id, fault)
     elif reads_back:
         return params
-    return {name: value for name, value in params.items() if not name.startswith(_REMOTE_PREFIX)}
+    return without_source(params)
+
+
+def without_source(params: Params) -> Params:
+    """The same, but with nothing to read: the prompt is computed here.
+
+    A prefill engine still holds what it computes for the next one.
+    """
+    return {
+        name: value
+        for name, value in params.items()
+        if name != "do_remote_prefill" and not name.startswith(_REMOTE_PREFIX)
+    }
 
 
 def asked_before(params: Params | None) -> bool:

@@ -26,7 +26,7 @@ from .messages import (
     ReshardConnectorMetadata,
 )
 from .metadata import WorkerHandshake, encode_reply
-from .params import asked_before, concerns_us, remote_blocks, remote_request, sound
+from .params import asked_before, concerns_us, remote_blocks, remote_request, sound, without_source
 from .settings import remarks
 from .side_channel import HandshakeServer
 
@@ -86,10 +86,9 @@ class ReshardScheduler(NixlConnectorScheduler):
             request.kv_transfer_params,
             reads_back=self.is_bidirectional_kv_xfer_enabled,
         )
-        remote = remote_request(params or {})
-        if remote is not None:
+        if params and (remote := remote_request(params)) is not None:
             reader = self._readers.setdefault(remote, request.request_id)
-            params = params if reader == request.request_id else None
+            params = params if reader == request.request_id else without_source(params)
         request.kv_transfer_params = params
         super().on_new_request(request)
 
