@@ -11,19 +11,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 from rich.console import Console
 from rich.text import Text
 
 from . import demo, report, sweep_cli
 from .engine import ServedModel
-from .errors import PDStackError, UsageError
+from .errors import UsageError
+from .invocation import StackProgress, add_options, check_options, invoke
 from .layout import check_layout, parse_layout, read_model_shape
 from .model import cache_dir, default_model_path, given_model, prepare_default_model
 from .process import ChildProcess, TerminatedError, sigterm_raises
 from .report import Progress, Step
 from .router import RouterSpec
-from .stack import Engine, PDStack, Router, Server, run_directory
+from .stack import Engine, PDStack, Router, Server
 
 _WATCH_S = 0.5
 _DEFAULT_LAYOUTS = {"prefill": "tp1pp2", "decode": "tp1pp1"}
@@ -54,77 +54,15 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="ARGS",
         help="appended to every `vllm serve`, in one string: --engine-args='--block-size 64'",
     )
-    common.add_argument(
-        "--startup-timeout",
-        type=_positive,
-        default=600.0,
-        metavar="SECONDS",
-        help="how long a server may take to become ready (default: %(default).0f)",
-    )
-    common.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="make the directory of the logs in here"
-    )
-    common.add_argument("--keep-logs", action="store_true", help="keep them also after success")
+    add_options(common, startup_timeout_s=600.0)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "demo", parents=[common], help="compare the answers with those of a single engine"
     )
     serve = commands.add_parser("serve", parents=[common], help="stay up until Ctrl-C")
     serve.add_argument("--port", type=int, help="port of the router (default: a free one)")
-    _add_sweep(commands)
+    sweep_cli.add_commands(commands)
     return parser
-
-
-def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``sweep``, which compares many pairs of layouts, and ``accuracy``, which compares one."""
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--requests",
-        type=_count,
-        default=64,
-        metavar="N",
-        help="prompts of 8 to 900 tokens for each pair (default: %(default)d)",
-    )
-    common.add_argument(
-        "--startup-timeout",
-        type=_positive,
-        default=900.0,
-        metavar="SECONDS",
-        help="how long a server may take to become ready (default: %(default).0f)",
-    )
-    common.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="make the directory of the logs in here"
-    )
-    common.add_argument("--keep-logs", action="store_true", help="keep them also after success")
-    many = commands.add_parser(
-        "sweep", parents=[common], help="compare pairs of layouts with one engine, tiny models"
-    )
-    many.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="this family; repeat it"
-    )
-    many.add_argument("--list", action="store_true", help="print the families and end")
-    one = commands.add_parser(
-        "accuracy", parents=[common], help="compare one pair of layouts with one engine"
-    )
-    one.add_argument("--model", type=Path, metavar="DIR", help="default: SmolLM2-135M")
-    for role in ("prefill", "decode"):
-        one.add_argument(f"--{role}", default="tp1pp1", metavar="LAYOUT", help="of each engine")
-        one.add_argument(f"--num-{role}", type=_count, default=1, metavar="N", help="how many")
-        one.add_argument(f"--{role}-args", default="", metavar="ARGS", help="for `vllm serve`")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
 
 
 class _Run:
@@ -139,8 +77,7 @@ class _Run:
         )
         self.layouts = demo.describe_layouts(self.prefill, self.decode)
         self.engine_args: list[str] = shlex.split(args.engine_args)
-        if args.log_dir is not None and not args.log_dir.is_dir():
-            raise UsageError(f"--log-dir {args.log_dir} is not a directory")
+        check_options(args)
         # What can be refused is refused before anything is started.
         self._given = None if args.model is None else given_model(args.model)
         if self._given is None:
@@ -185,27 +122,6 @@ class _Run:
             self.say(f"{server.name} is ready at {server.url} after {server.waited_s:.0f} s")
 
 
-class _StackProgress:
-    """Feeds the start-up of servers to a progress line that exists only while they start."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress: Progress | None = None
-
-    def __call__(self, servers: Sequence[Server]) -> None:
-        if all(server.ready_after_s is not None for server in servers):
-            self.close()
-            return
-        if self._progress is None:
-            self._progress = Progress(self._console).__enter__()
-        self._progress.update([Step(each.name, each.phase, each.waited_s) for each in servers])
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.__exit__()
-            self._progress = None
-
-
 def _demo(run: _Run, stack: PDStack) -> int:
     references = demo.reference_answers(stack, demo.DEMO_PROMPTS, run.engine_args)
     run.say("single has answered and is stopped again")
@@ -243,46 +159,26 @@ def _serve(run: _Run, stack: PDStack) -> int:
         return 0
 
 
-class _FailedError(Exception):
-    """The demo came to its end with a bad result: the logs have to stay."""
-
-
 def _execute(run: _Run) -> int:
     started = time.monotonic()
-    run_dir: Path | None = None
-    progress = _StackProgress(run.console)
-    try:
-        with run_directory(run.args.keep_logs, run.args.log_dir) as run_dir:
-            model = run.prepare_model(run_dir)
-            run.say(f"Model {model.name} in {model.directory}")
-            run.say(f"Layout {run.layouts}, logs in {run_dir}")
-            with PDStack(
-                model,
-                run_dir,
-                startup_timeout_s=run.args.startup_timeout,
-                on_wait=progress,
-            ) as stack:
-                status = _serve(run, stack) if run.args.command == "serve" else _demo(run, stack)
-            if status != 0:
-                raise _FailedError
+
+    def command(run_dir: Path, progress: StackProgress) -> bool:
+        model = run.prepare_model(run_dir)
+        run.say(f"Model {model.name} in {model.directory}")
+        run.say(f"Layout {run.layouts}, logs in {run_dir}")
+        with PDStack(
+            model,
+            run_dir,
+            startup_timeout_s=run.args.startup_timeout,
+            on_wait=progress,
+        ) as stack:
+            status = _serve(run, stack) if run.args.command == "serve" else _demo(run, stack)
+        return status == 0
+
+    status = invoke(run.args, run.console, command)
+    if status == 0:
         run.say(f"Everything is stopped; it took {time.monotonic() - started:.0f} s.")
-        return 0
-    except _FailedError:
-        run.say(f"Logs are kept in {run_dir}")
-        return 1
-    except (PDStackError, httpx.HTTPError) as error:
-        progress.close()
-        if not isinstance(error, PDStackError):
-            error = PDStackError(f"a server did not answer: {error}")
-        report.print_error(Console(stderr=True), error, run_dir)
-        return error.exit_status
-    except (KeyboardInterrupt, TerminatedError) as interruption:
-        progress.close()
-        by_user = isinstance(interruption, KeyboardInterrupt)
-        by = "Ctrl-C" if by_user else str(interruption)
-        run.say(f"interrupted by {by}; everything is stopped. Logs are kept in {run_dir}")
-        number = signal.SIGINT if by_user else signal.SIGTERM
-        return 128 + number
+    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -291,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with sigterm_raises():
         try:
             if args.command in ("sweep", "accuracy"):
-                return sweep_cli.execute(args, Console(), _StackProgress(Console()))
+                return sweep_cli.execute(args, Console())
             return _execute(_Run(args, Console()))
         except UsageError as error:
             report.print_error(Console(stderr=True), error, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich import box
@@ -259,7 +259,7 @@ class _Group:
     def _start(self, family: Family) -> tuple[list[Engine], list[Engine]]:
         """The engines of a family; those that are in the way are stopped first."""
         keys = [
-            [(_one_of(side), family.args, first + number) for number in range(side.count)]
+            [(replace(side, count=1), family.args, first + number) for number in range(side.count)]
             for side, first in _numbered(family)
         ]
         wanted = [key for side in keys for key in side]
@@ -278,13 +278,9 @@ class _Group:
         return engines
 
 
-def _one_of(side: Side) -> Side:
-    return Side(side.layout, 1, side.args, side.env, side.connector)
-
-
 def _numbered(family: Family) -> list[tuple[Side, int]]:
     """Both sides, with the number of the first engine: equal engines on both sides are two."""
-    same = _one_of(family.prefill) == _one_of(family.decode)
+    same = replace(family.prefill, count=1) == replace(family.decode, count=1)
     return [(family.prefill, 0), (family.decode, family.prefill.count if same else 0)]
 
 

@@ -5,39 +5,52 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-import httpx
 from rich.console import Console
 from rich.text import Text
 
-from . import report, sweep
+from . import sweep
 from .engine import ServedModel
-from .errors import PDStackError, UsageError
+from .invocation import StackProgress, add_options, check_options, invoke
 from .layout import check_layout, parse_layout, read_model_shape
 from .model import cache_dir, default_model_path, given_model, prepare_default_model
-from .process import TerminatedError
-from .stack import Server, run_directory
 
 _TABLE_COLUMNS = 160
 
 
-class StartupProgress(Protocol):
-    """What shows the start-up of servers."""
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``sweep``, which compares many pairs of layouts, and ``accuracy``, which compares one."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--requests",
+        type=_count,
+        default=64,
+        metavar="N",
+        help="prompts of 8 to 900 tokens for each pair (default: %(default)d)",
+    )
+    add_options(common, startup_timeout_s=900.0)
+    many = commands.add_parser(
+        "sweep", parents=[common], help="compare pairs of layouts with one engine, tiny models"
+    )
+    many.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="this family; repeat it"
+    )
+    many.add_argument("--list", action="store_true", help="print the families and end")
+    one = commands.add_parser(
+        "accuracy", parents=[common], help="compare one pair of layouts with one engine"
+    )
+    one.add_argument("--model", type=Path, metavar="DIR", help="default: SmolLM2-135M")
+    for role in ("prefill", "decode"):
+        one.add_argument(f"--{role}", default="tp1pp1", metavar="LAYOUT", help="of each engine")
+        one.add_argument(f"--num-{role}", type=_count, default=1, metavar="N", help="how many")
+        one.add_argument(f"--{role}-args", default="", metavar="ARGS", help="for `vllm serve`")
 
-    def __call__(self, servers: Sequence[Server]) -> None:
-        """Show where each stands."""
 
-    def close(self) -> None:
-        """Show nothing any more."""
-
-
-def execute(args: argparse.Namespace, console: Console, progress: StartupProgress) -> int:
+def execute(args: argparse.Namespace, console: Console) -> int:
     """Run what was asked for, and return the exit status.
 
     Raises:
@@ -52,43 +65,23 @@ def execute(args: argparse.Namespace, console: Console, progress: StartupProgres
             for family in families:
                 console.print(Text(f"{family.name}: {family.prefill} -> {family.decode}"))
             return 0
-    if args.log_dir is not None and not args.log_dir.is_dir():
-        raise UsageError(f"--log-dir {args.log_dir} is not a directory")
-    started, run_dir = time.monotonic(), None
-    try:
-        with run_directory(args.keep_logs, args.log_dir) as run_dir:
-            runner = sweep.Sweep(
-                run_dir,
-                num_requests=args.requests,
-                startup_timeout_s=args.startup_timeout,
-                on_wait=progress,
-                say=lambda text: console.print(Text(text), soft_wrap=True),
-                models=models,
-            )
-            results = runner.run(families)
-            _print_results(console, results, time.monotonic() - started)
-            if any(result.fault for result in results):
-                raise _FailedError
-        return 0
-    except _FailedError:
-        console.print(Text(f"Logs are kept in {run_dir}"), soft_wrap=True)
-        return 1
-    except (PDStackError, httpx.HTTPError) as error:
-        progress.close()
-        if not isinstance(error, PDStackError):
-            error = PDStackError(f"a server did not answer: {error}")
-        report.print_error(Console(stderr=True), error, run_dir)
-        return error.exit_status
-    except (KeyboardInterrupt, TerminatedError) as interruption:
-        progress.close()
-        by_user = isinstance(interruption, KeyboardInterrupt)
-        by = "Ctrl-C" if by_user else str(interruption)
-        console.print(Text(f"interrupted by {by}; everything is stopped"), soft_wrap=True)
-        return 128 + (signal.SIGINT if by_user else signal.SIGTERM)
+    check_options(args)
+    started = time.monotonic()
 
+    def command(run_dir: Path, progress: StackProgress) -> bool:
+        runner = sweep.Sweep(
+            run_dir,
+            num_requests=args.requests,
+            startup_timeout_s=args.startup_timeout,
+            on_wait=progress,
+            say=lambda text: console.print(Text(text), soft_wrap=True),
+            models=models,
+        )
+        results = runner.run(families)
+        _print_results(console, results, time.monotonic() - started)
+        return not any(result.fault for result in results)
 
-class _FailedError(Exception):
-    """A family has not passed: the logs have to stay."""
+    return invoke(args, console, command)
 
 
 def _print_results(console: Console, results: Sequence[sweep.Result], took_s: float) -> None:
@@ -128,3 +121,10 @@ def _one_pair(
 
     prefill, decode = sides
     return [sweep.Family("accuracy", name, prefill, decode)], {name: made}
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
