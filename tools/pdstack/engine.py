@@ -69,6 +69,8 @@ class KVTransfer:
         connector: its class name.
         extra_config: passed through to it.
         module_path: where the class is imported from; by default where vLLM has it registered.
+        load_failure_policy: what becomes of a request whose blocks cannot be read; by default
+            vLLM's choice.
     """
 
     connector: str = "NixlConnector"
@@ -76,6 +78,7 @@ class KVTransfer:
     # A lease outlives the moments in which many workers on few cores keep each other from running.
     extra_config: Mapping[str, Any] = field(default_factory=lambda: {"kv_lease_duration": 120})
     module_path: str | None = None
+    load_failure_policy: str | None = None
 
     def to_json(self, device: Device) -> str:
         """Return the value of ``--kv-transfer-config``."""
@@ -86,6 +89,8 @@ class KVTransfer:
         }
         if self.module_path is not None:
             config["kv_connector_module_path"] = self.module_path
+        if self.load_failure_policy is not None:
+            config["kv_load_failure_policy"] = self.load_failure_policy
         if self.extra_config:
             config["kv_connector_extra_config"] = dict(self.extra_config)
         return json.dumps(config)
@@ -102,6 +107,8 @@ class EngineSpec:
         extra_args: appended to the command line, so they win over what stands there already.
         env: laid over everything else in the environment.
         kv_cache_gib: size of the KV cache of each worker.
+        port: where it serves HTTP; ``None`` for a free port.
+        side_channel_port: where it serves handshakes; ``None`` for a free port.
     """
 
     name: str
@@ -111,6 +118,8 @@ class EngineSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     kv_cache_gib: int = 1
     max_model_len: int = 2048
+    port: int | None = None
+    side_channel_port: int | None = None
 
 
 def engine_command(

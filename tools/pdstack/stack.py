@@ -65,6 +65,7 @@ class Server:
 
     Attributes:
         start: starts its process, with new ports, and returns it and its port.
+        movable: whether it may be started again with other ports, where its own were lost.
         ready_after_s: how long its start-up took; ``None`` while it is not ready.
     """
 
@@ -72,6 +73,7 @@ class Server:
     start: Callable[[], tuple[ChildProcess, int]]
     child: ChildProcess
     port: int
+    movable: bool = True
     ready_after_s: float | None = None
     attempts: int = 1
 
@@ -160,6 +162,7 @@ class PDStack:
         """Start engines at the same time, and return when all of them are ready.
 
         Raises:
+            PDStackError: the port that one of them should serve at is taken.
             ProcessDiedError: one of them ended (or another server of the stack did).
             StartupTimeoutError: one of them was not ready in time.
         """
@@ -211,12 +214,13 @@ class PDStack:
 
     def _new_engine(self, spec: EngineSpec) -> Engine:
         vllm = find_script("vllm")
+        _check_free(spec.port)
         cores = self._cores.take(spec.layout.world_size)
 
         def start() -> tuple[ChildProcess, int]:
-            port = self._ports.take()
+            port = spec.port or self._ports.take()
             # Connectors add rank numbers to the first port.
-            side_channel_port = self._ports.take(spec.layout.world_size)
+            side_channel_port = spec.side_channel_port or self._ports.take(spec.layout.world_size)
             env = engine_env(
                 spec,
                 self._device,
@@ -228,14 +232,14 @@ class PDStack:
             return ChildProcess(spec.name, command, env, self.run_dir), port
 
         child, port = start()
-        return self._remember(Engine(spec.name, start, child, port, spec=spec))
+        movable = spec.port is None and spec.side_channel_port is None
+        return self._remember(Engine(spec.name, start, child, port, movable, spec=spec))
 
     def _new_router(
         self, prefill: Sequence[Engine], decode: Sequence[Engine], spec: RouterSpec
     ) -> Router:
         script = find_script("vllm-router")
-        if spec.port is not None and not can_bind(spec.port):
-            raise PDStackError(f"port {spec.port} on {HOST} is taken; choose another one")
+        _check_free(spec.port)
 
         def start() -> tuple[ChildProcess, int]:
             port = spec.port or self._ports.take()
@@ -250,7 +254,7 @@ class PDStack:
             return ChildProcess(spec.name, command, server_env(os.environ), self.run_dir), port
 
         child, port = start()
-        return self._remember(Router(spec.name, start, child, port, spec=spec))
+        return self._remember(Router(spec.name, start, child, port, spec.port is None, spec=spec))
 
     def _remember(self, server: _AnyServer) -> _AnyServer:
         self._servers.append(server)
@@ -284,6 +288,8 @@ class PDStack:
     def _restarted(server: Server) -> bool:
         if server.child.exit_status is None or server.attempts >= _START_ATTEMPTS:
             return False
+        if not server.movable:
+            return False
         if not any(text in line for line in server.child.log_tail(200) for text in _PORT_CLASH):
             return False
         server.attempts += 1
@@ -296,6 +302,12 @@ def _answers(server: Server, client: httpx.Client) -> bool:
         return client.get(f"{server.url}/health").status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
+
+
+def _check_free(port: int | None) -> None:
+    """See that a port that was chosen can be had."""
+    if port is not None and not can_bind(port):
+        raise PDStackError(f"port {port} on {HOST} is taken; choose another one")
 
 
 def _usable_cores() -> list[int]:

@@ -71,6 +71,13 @@ def test_a_connector_can_be_taken_from_a_module() -> None:
     assert "kv_connector_module_path" not in json.loads(KVTransfer().to_json(Device.CPU))
 
 
+def test_a_failure_policy_can_be_chosen() -> None:
+    """It reaches the transfer config under vLLM's name for it, and is not made up."""
+    named = json.loads(KVTransfer(load_failure_policy="recompute").to_json(Device.CPU))
+    assert named["kv_load_failure_policy"] == "recompute"
+    assert "kv_load_failure_policy" not in json.loads(KVTransfer().to_json(Device.CPU))
+
+
 def test_an_engine_alone_has_no_connector() -> None:
     """Without a connector nothing is said about transfers."""
     assert "--kv-transfer-config" not in _command(EngineSpec("e", kv_transfer=None))

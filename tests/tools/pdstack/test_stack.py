@@ -108,6 +108,31 @@ def test_a_taken_router_port_is_refused(make_stack: MakeStack) -> None:
             stack.start_router([engine], [engine], RouterSpec(port=engine.port))
 
 
+def test_a_taken_engine_port_is_refused(make_stack: MakeStack) -> None:
+    """So is the port of an engine, where the user chose it."""
+    with make_stack() as stack:
+        (engine,) = stack.start_engines(EngineSpec("e"))
+        with pytest.raises(PDStackError, match=f"port {engine.port} on 127.0.0.1 is taken"):
+            stack.start_engines(EngineSpec("other", port=engine.port))
+
+
+def test_an_engine_returns_to_its_ports(make_stack: MakeStack) -> None:
+    """One that is stopped can be started again where others look for it."""
+    with make_stack() as stack:
+        (engine,) = stack.start_engines(EngineSpec("e"))
+        stack.stop(engine)
+        (again,) = stack.start_engines(EngineSpec("again", port=engine.port))
+        assert again.url == engine.url
+        assert _get(f"{again.url}/health") == "ok"
+
+
+def test_a_chosen_side_channel_is_not_replaced(make_stack: MakeStack) -> None:
+    """An engine that finds its own port taken is not started again elsewhere."""
+    stack = make_stack()
+    with pytest.raises(ProcessDiedError, match="Address already in use"), stack:
+        stack.start_engines(EngineSpec("e", env={"FAKE_ENGINE": "clash"}, side_channel_port=15001))
+
+
 def test_a_later_death_is_noticed(make_stack: MakeStack, wait: Wait) -> None:
     """A killed engine turns a check into an error, and explains a failed request."""
     with make_stack() as stack:
