@@ -10,6 +10,8 @@ from pathlib import Path
 
 from .errors import UsageError
 
+_VOCABULARY_UNIT = 64
+"""vLLM pads vocabularies to multiples of it."""
 _LAYOUT = re.compile(r"tp([1-9][0-9]{0,3})pp([1-9][0-9]{0,3})", re.IGNORECASE | re.ASCII)
 
 
@@ -50,6 +52,7 @@ class ModelShape:
     num_kv_heads: int
     head_size: int
     intermediate_size: int | None = None
+    vocabulary_size: int | None = None
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of keys and values of one token, over all layers and heads."""
@@ -77,6 +80,7 @@ def read_model_shape(directory: Path) -> ModelShape:
             num_kv_heads=int(config.get("num_key_value_heads") or heads),
             head_size=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
             intermediate_size=config.get("intermediate_size"),
+            vocabulary_size=config.get("vocab_size"),
         )
     except KeyError as error:
         raise UsageError(f"{path} has no {error.args[0]}") from error
@@ -109,4 +113,8 @@ def _tp_refusal(tp_size: int, shape: ModelShape) -> str:
         return f"TP {tp_size} and {shape.num_kv_heads} KV heads: neither divides the other"
     if shape.intermediate_size is not None and shape.intermediate_size % tp_size:
         return f"TP {tp_size} does not divide the intermediate size {shape.intermediate_size}"
+    if shape.vocabulary_size is not None:
+        padded = -(-shape.vocabulary_size // _VOCABULARY_UNIT) * _VOCABULARY_UNIT
+        if padded % tp_size:
+            return f"TP {tp_size} does not divide the vocabulary of {padded} tokens, padded"
     return ""

@@ -156,7 +156,7 @@ class PDStack:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop(*self._servers)
+        self.stop_all()
 
     def start_engines(self, *specs: EngineSpec) -> list[Engine]:
         """Start engines at the same time, and return when all of them are ready.
@@ -189,6 +189,10 @@ class PDStack:
             stop_all([server.child for server in servers])
             stopped = {id(server) for server in servers}
             self._servers = [each for each in self._servers if id(each) not in stopped]
+
+    def stop_all(self) -> None:
+        """Stop every server, also one that has died or never became ready."""
+        self.stop(*self._servers)
 
     def check(self) -> None:
         """Do nothing while all servers live.

@@ -8,10 +8,10 @@ them work together is settled by their first handshake.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import httpx
 from rich import box
 from rich.table import Table
 
@@ -227,6 +227,17 @@ class _Group:
 
     def run(self, family: Family) -> Result:
         """Compare one family's answers with those of one engine."""
+        try:
+            return self._compare(family)
+        except (PDStackError, httpx.HTTPError) as error:
+            if not isinstance(error, PDStackError):
+                error = self.stack.explain(error)
+            # Whatever died, the next family begins with servers of its own.
+            self.stack.stop_all()
+            self._engines.clear()
+            return Result(family, None, 0, str(error))
+
+    def _compare(self, family: Family) -> Result:
         name = self.stack.model.name
         size = accuracy.vocabulary_size(self.stack.model.directory)
         prompts = accuracy.make_prompts(size, self.num_requests)
@@ -234,13 +245,8 @@ class _Group:
         references = self._reference(family, prompts)
         before = sum((each.nixl_counters() for each in decode), NixlCounters())
         router = self.stack.start_router(prefill, decode)
-        try:
-            answers = accuracy.complete_all(router.url, name, prompts, salt=family.name)
-        except Exception as error:
-            return Result(family, None, 0, str(self.stack.explain(error)))
-        finally:
-            with suppress(PDStackError):
-                self.stack.stop(router)
+        answers = accuracy.complete_all(router.url, name, prompts, salt=family.name)
+        self.stack.stop(router)
         counters = sum((each.nixl_counters() for each in decode), NixlCounters()) - before
         found = accuracy.compare(references, answers)
         return Result(family, found, counters.bytes_moved, judge(family, found, counters))

@@ -6,7 +6,7 @@ prompt, and so on every block of the KV cache. They depend on nothing but sizes 
 
 The tokenizer has one token for each character of ASCII text, so that a message of n characters is a
 prompt of n + 1 tokens; the first one begins the sequence. A greedy answer is as many characters
-long as it may be, because no special token is ever the likeliest.
+long as it may be, because nothing but a character is ever the likeliest.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from .engine import ServedModel
 
 _SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 _CHARACTERS = ("\n", *map(chr, range(ord(" "), ord("~") + 1)))
+_VOCABULARY = 192
+"""Of the model; more than the tokenizer has, so that many TP sizes divide it, padded or not."""
 _MAX_POSITIONS = 8192
 _CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 # Standard deviation of a weight, times the root of its inputs. With 1, attention is an average over
@@ -91,7 +93,7 @@ def _common(num_layers: int, num_heads: int, num_kv_heads: int, head_size: int) 
         "head_dim": head_size,
         "hidden_size": num_heads * head_size,
         "intermediate_size": 2 * num_heads * head_size,
-        "vocab_size": len(_SPECIAL_TOKENS) + len(_CHARACTERS),
+        "vocab_size": _VOCABULARY,
         "max_position_embeddings": _MAX_POSITIONS,
         "tie_word_embeddings": False,
         "bos_token_id": _SPECIAL_TOKENS.index("<s>"),
@@ -111,6 +113,7 @@ def _write(directory: Path, model: Any, seed: int) -> ServedModel:
             if weight.dim() == 2:
                 weight.normal_(0.0, _GAIN * weight.shape[1] ** -0.5, generator=generator)
         model.lm_head.weight[: len(_SPECIAL_TOKENS)] = 0.0
+        model.lm_head.weight[len(_SPECIAL_TOKENS) + len(_CHARACTERS) :] = 0.0
     model.save_pretrained(directory)
     _write_tokenizer(directory)
     return ServedModel(directory, directory.name)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,10 @@ def test_a_directory_without_a_usable_config_is_refused(
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match=r"config\.json"):
         read_model_shape(tmp_path)
+
+
+def test_a_vocabulary_is_divided_after_padding():
+    """98 tokens are padded to 128, which three ranks cannot share, and 49152 they can."""
+    with pytest.raises(UsageError, match="TP 3 does not divide the vocabulary of 128 tokens"):
+        check_layout(Layout(3, 1), replace(SMOLLM2, vocabulary_size=98))
+    check_layout(Layout(3, 1), replace(SMOLLM2, vocabulary_size=49152))

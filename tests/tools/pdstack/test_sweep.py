@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
+from unittest.mock import create_autospec
 
 import pytest
 from rich.console import Console
@@ -12,9 +13,10 @@ from rich.console import Console
 from tools.pdstack import cli
 from tools.pdstack.accuracy import Accuracy
 from tools.pdstack.engine import Device
-from tools.pdstack.errors import UsageError
+from tools.pdstack.errors import ProcessDiedError, UsageError
 from tools.pdstack.layout import Layout, check_layout, read_model_shape
 from tools.pdstack.metrics import NixlCounters
+from tools.pdstack.stack import PDStack
 from tools.pdstack.sweep import (
     FAMILIES,
     MAX_WORKERS,
@@ -22,6 +24,7 @@ from tools.pdstack.sweep import (
     Family,
     Result,
     Side,
+    _Group,
     _numbered,
     _spec,
     choose,
@@ -75,6 +78,18 @@ def test_multi_connector_has_ours_as_its_child():
     config = spec.kv_transfer.to_json(Device.CPU)
     assert '"kv_connector": "MultiConnector"' in config
     assert '"connectors": [{"kv_connector": "NixlConnector"' in config
+
+
+def test_engines_that_do_not_start_cost_their_family_only(tmp_path):
+    """The fault names the engine, and what is left of it is stopped."""
+    stopped = []
+    stack = create_autospec(PDStack, instance=True)
+    stack.model = MODELS[FAMILY.model](tmp_path)
+    stack.start_engines.side_effect = ProcessDiedError("p", "ended", "no memory", [])
+    stack.stop_all.side_effect = lambda: stopped.append(True)
+    result = _Group(stack, 4).run(FAMILY)
+    assert result.accuracy is None and "p ended" in str(result.fault)
+    assert stopped
 
 
 @pytest.mark.parametrize(
