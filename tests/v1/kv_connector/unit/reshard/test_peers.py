@@ -166,6 +166,19 @@ def test_nobody_asks_for_an_engine_that_nobody_wants(table, network):
     assert len(table) == 0
 
 
+def test_heartbeats_during_a_handshake_that_fails_begin_no_other(table, network):
+    """They were sent for requests that have failed with it."""
+    peer = table.want(ADDRESS, 0.0)
+    peer.waiting.append(("a", None))
+    table.advance(0.0)
+    table.want(ADDRESS, 5.0)
+    network.fail()
+    table.advance(10.0)
+    peer.take_waiting()
+    table.advance(10.0 + LAST_RETRY_S)
+    assert len(network.handshakes) == 1
+
+
 def test_layout_that_does_not_fit_is_a_failure(table, network):
     """What the answer says may be refused."""
     network.refusal = RemoteLayoutError("no source rank holds heads")

@@ -7,6 +7,7 @@ Every worker has its own KV cache, agent and ledgers; what vLLM's engine would d
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Iterator
@@ -474,6 +475,21 @@ def test_unreachable_engine_fails_its_requests_only(engines):
     for worker in d.workers.values():
         assert worker.take_invalid_block_ids() == {6, 7, 8}
         assert worker.take_stats().data["num_failed_transfers"] == [1]
+
+
+def test_failed_handshake_is_told_once_for_all_that_waited(engines, caplog_vllm):
+    """One line names the engine, what is wrong, and the requests that it cost, but not too many."""
+    p, d = engines("prefill"), engines("decode")
+    gone = dataclasses.replace(p.serve(), engine_id="gone")
+    wanted = {f"d-{number}": receive(gone, [number], [number], tokens=16) for number in range(10)}
+    d.start(receive={**wanted, "cached": receive(gone, [], [], tokens=16)})
+    progress = Progress(d)
+    for request_id in wanted:
+        progress.until(d, received=request_id)
+    (line,) = (each.getMessage() for each in caplog_vllm.records if each.levelname == "ERROR")
+    named = ", ".join(f"d-{number}" for number in range(8))
+    assert f"failed, and with it requests {named} and 2 more: side channel" in line
+    assert line.endswith("send the request through prefill again")
 
 
 def test_other_dtype_is_refused_at_the_handshake(engines, caplog_vllm):

@@ -153,6 +153,8 @@ class PeerTable:
         except Exception as error:
             # Whatever it is, it is this peer's handshake that has failed, and nothing else.
             peer.failures += 1
+            # Who asked meanwhile, as heartbeats do, asked for requests that fail with it.
+            peer.wanted = False
             peer.retry_at_s = now_s + min(FIRST_RETRY_S * 2 ** (peer.failures - 1), LAST_RETRY_S)
             peer.broken = True
             return error

@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_NAMED_REQUESTS = 8
+"""As many requests are named in one line of the log."""
+
 
 @dataclass(slots=True)
 class _Reading:
@@ -227,16 +230,18 @@ class ReshardWorker:
                 for request_id, receive in peer.take_waiting():
                     self._begin(request_id, receive, peer, peer.engine)
                 continue
-            address = peer.address
+            self._stats.record_failed_handshake(error)
+            unread = [each for each in peer.take_waiting() if any(each[1].local_block_ids)]
+            # One line for all of them, which have one remedy.
             logger.error(
-                "Handshake with engine %s at %s:%d failed: %s",
-                address.engine_id,
-                address.host,
-                address.port,
+                "Handshake with engine %s at %s:%d failed%s: %s",
+                peer.address.engine_id,
+                peer.address.host,
+                peer.address.port,
+                _for_whom([request_id for request_id, _ in unread]),
                 error,
             )
-            self._stats.record_failed_handshake(error)
-            for request_id, receive in peer.take_waiting():
+            for request_id, receive in unread:
                 reason = f"handshake failed: {error}"
                 self._fail_unread(request_id, receive, peer, reason, ReadFailure.HANDSHAKE)
 
@@ -373,12 +378,14 @@ class ReshardWorker:
                 self._stats.record_failed_read(reading.failure)
                 for group in receive.local_block_ids:
                     self._invalid_block_ids.update(group)
-                logger.error(
-                    "KV cache of request %s could not be read from engine %s: %s",
-                    outcome.request_id,
-                    receive.source.engine_id,
-                    outcome.failure,
-                )
+                # A failed handshake was told, with the requests that it cost.
+                if reading.failure is not ReadFailure.HANDSHAKE:
+                    logger.error(
+                        "KV cache of request %s could not be read from engine %s: %s",
+                        outcome.request_id,
+                        receive.source.engine_id,
+                        outcome.failure,
+                    )
             if peer.engine is not None:
                 self._release(receive, peer.engine)
             received.add(outcome.request_id)
@@ -420,6 +427,15 @@ class ReshardWorker:
             # The holder frees the blocks when their lease runs out.
             self._stats.record_failed_notification()
             logger.warning("%s", error)
+
+
+def _for_whom(request_ids: Sequence[RequestId]) -> str:
+    """The requests that something was to be done for, fit for one line of a log."""
+    if not request_ids:
+        return ""
+    more = len(request_ids) - _NAMED_REQUESTS
+    named = ", ".join(request_ids[:_NAMED_REQUESTS]) + (f" and {more} more" if more > 0 else "")
+    return f", and with it request{'s' * (len(request_ids) > 1)} {named}"
 
 
 def _progress_delay_us(settings: Settings, *, on_cpu: bool) -> int:
