@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
+#
+# Servers as children of a script: each in a session of its own with a log of its own, waited for
+# with a deadline, and ended by its id when the script ends, for whatever reason but SIGKILL.
+#
+# To be sourced. Wants LOG_DIR; takes STARTUP_TIMEOUT_S and GRACE_S.
+
+STARTUP_TIMEOUT_S=${STARTUP_TIMEOUT_S:-900}
+GRACE_S=${GRACE_S:-30}
+
+# Process ids, each that of a session and its process group, too, and what messages and logs call
+# them. A script that sources another one that sources this keeps what it has started.
+children=("${children[@]}")
+child_names=("${child_names[@]}")
+
+fail() {
+  echo "error: $*" >&2
+  exit 1
+}
+
+need() {
+  local tool
+  for tool in "$@"; do
+    command -v "$tool" >/dev/null || fail "$tool is not installed, or not on PATH"
+  done
+}
+
+# start NAME COMMAND...
+start() {
+  local name=$1
+  shift
+  # A session of its own: Ctrl-C in the terminal reaches this script only, which then ends its
+  # children in order, and all that a child leaves behind can be named by one id.
+  setsid "$@" >"$LOG_DIR/$name.log" 2>&1 </dev/null &
+  children+=("$!")
+  child_names+=("$name")
+  echo "$name is starting; log: $LOG_DIR/$name.log"
+}
+
+lives() { jobs -pr | grep -qx "$1"; }
+
+# Ends the script when a child has ended, with the last lines of its log.
+check_children() {
+  local number
+  for number in "${!children[@]}"; do
+    lives "${children[number]}" && continue
+    local name=${child_names[number]} status=0
+    wait "${children[number]}" || status=$?
+    tail -n 20 "$LOG_DIR/$name.log" >&2
+    fail "$name has ended with status $status; its log is $LOG_DIR/$name.log"
+  done
+}
+
+answers() { curl --noproxy '*' --silent --fail --max-time 5 --output /dev/null "$1"; }
+
+# wait_until_ready NAME WHAT...: until the command WHAT succeeds.
+wait_until_ready() {
+  local name=$1 deadline=$((SECONDS + STARTUP_TIMEOUT_S))
+  shift
+  until "$@"; do
+    check_children
+    ((SECONDS < deadline)) || fail "$name was not ready after $STARTUP_TIMEOUT_S s; its log is" \
+      "$LOG_DIR/$name.log, and STARTUP_TIMEOUT_S gives it more time"
+    sleep 0.5
+  done
+  echo "$name is ready"
+}
+
+stop_children() {
+  local status=$? number
+  # What follows takes GRACE_S at most; a second Ctrl-C would leave processes behind.
+  trap '' INT TERM HUP
+  ((${#children[@]})) || return "$status"
+  echo "Stopping. Logs stay in $LOG_DIR"
+  # The last one first: the router stops sending before engines stop answering.
+  for ((number = ${#children[@]} - 1; number >= 0; number--)); do
+    kill -TERM "${children[number]}" 2>/dev/null || true
+  done
+  local deadline=$((SECONDS + GRACE_S))
+  for number in "${!children[@]}"; do
+    while lives "${children[number]}" && ((SECONDS < deadline)); do sleep 0.2; done
+    # Workers that their engine has not ended; nothing where it has.
+    kill -KILL -- "-${children[number]}" 2>/dev/null || true
+  done
+  return "$status"
+}
+
+trap stop_children EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP

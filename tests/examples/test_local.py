@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts that start a whole stack: what they start, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.examples.parsers import parse_ray_start, parse_vllm_router, parse_vllm_serve
+from tests.examples.stubs import Call, Stubs
+from tests.examples.test_scripts import EXAMPLES, check_kv_transfer
+from tests.tools.pdstack.helpers import living_in, read_until, wait_until
+from tools.pdstack.ports import PortAllocator
+
+LOCAL = EXAMPLES / "local/serve_pd.sh"
+RAY = EXAMPLES / "ray/single_machine.sh"
+LIMIT_S = 60.0
+
+
+def free_ports() -> dict[str, str]:
+    """Return free ports for all that the scripts start; side channels lie 500 above engines."""
+    ports = PortAllocator()
+    names = ("PORT", "PREFILL_PORT", "DECODE_PORT", "METRICS_PORT", "RAY_PORT")
+    return {name: str(ports.take()) for name in names}
+
+
+@contextmanager
+def started(
+    script: Path, *args: str, env: dict[str, str], directory: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a script in a directory; whatever lives there is killed in the end."""
+    logs = directory / "logs"
+    logs.mkdir()
+    process = subprocess.Popen(
+        [script, *args],
+        cwd=directory,
+        env={**env, "LOG_DIR": str(logs)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        for survivor in living_in(directory):
+            survivor.kill()
+        process.communicate()
+
+
+def run(script: Path, *args: str, env: dict[str, str], directory: Path) -> tuple[int, str]:
+    """Return the exit status of a script that ends by itself, and what it says to stderr."""
+    with started(script, *args, env=env, directory=directory) as process:
+        _, err = process.communicate(timeout=LIMIT_S)
+        wait_until(lambda: living_in(directory) == [], "the end of all processes", LIMIT_S)
+        return process.returncode, err
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Callable[..., tuple[Stubs, dict[str, str]]]:
+    """Return a function that makes stubs that serve, and an environment for a script."""
+
+    def make(num_gpus: int = 0, **variables: str) -> tuple[Stubs, dict[str, str]]:
+        stubs = Stubs(tmp_path / "bin", num_gpus)
+        serve = {"STUB_VLLM": "serve", "STUB_VLLM_ROUTER": "serve", "STUB_RAY": "hang"}
+        return stubs, stubs.env(**{**serve, **free_ports(), "GRACE_S": "5", **variables})
+
+    return make
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interruption_leaves_nothing(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path, number: signal.Signals
+) -> None:
+    """Servers are ended, and so are workers of theirs that do not end by themselves."""
+    _, env = serving()
+    with started(LOCAL, "m", env=env, directory=tmp_path) as process:
+        read_until(process, "Ready")
+        # The script; a server and a worker for each of the two engines and the router.
+        assert len(living_in(tmp_path)) >= 7
+        process.send_signal(number)
+        process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 128 + number
+        wait_until(lambda: living_in(tmp_path) == [], "the end of all processes", LIMIT_S)
+
+
+def test_an_interruption_during_start_up_leaves_nothing(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """Ctrl-C works as well while engines load."""
+    stubs, env = serving(STUB_VLLM="hang")
+    with started(LOCAL, "m", env=env, directory=tmp_path) as process:
+        wait_until(lambda: len(stubs.calls("vllm")) == 2, "the start of both engines", LIMIT_S)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 130
+        wait_until(lambda: living_in(tmp_path) == [], "the end of all processes", LIMIT_S)
+
+
+def _stop_when_ready(script: Path, *args: str, env: dict[str, str], directory: Path) -> None:
+    with started(script, *args, env=env, directory=directory) as process:
+        read_until(process, "Ready")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=LIMIT_S)
+
+
+def _engines(stubs: Stubs, env: dict[str, str]) -> list[Call]:
+    """Return how the prefill and the decode engine were started, which happens at the same time."""
+    by_port = {call.args[call.args.index("--port") + 1]: call for call in stubs.calls("vllm")}
+    assert set(by_port) == {env["PREFILL_PORT"], env["DECODE_PORT"]}
+    return [by_port[env["PREFILL_PORT"]], by_port[env["DECODE_PORT"]]]
+
+
+def test_what_is_started_locally(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """Two engines of the layouts asked for, on the loopback only, and a router that knows both."""
+    stubs, env = serving(DECODE_ARGS="--max-num-seqs 3 --enforce-eager")
+    _stop_when_ready(
+        LOCAL, "m", "tp3pp2", "tp2pp1", "--", "--max-model-len", "64", env=env, directory=tmp_path
+    )
+    calls = _engines(stubs, env)
+    engines = [parse_vllm_serve(call.args[1:]) for call in calls]
+    prefill, decode = engines
+    assert (prefill.tensor_parallel_size, prefill.pipeline_parallel_size) == (3, 2)
+    assert (decode.tensor_parallel_size, decode.pipeline_parallel_size) == (2, 1)
+    assert (decode.max_num_seqs, decode.enforce_eager) == (3, True)
+    assert (prefill.max_num_seqs, prefill.enforce_eager) == (None, False)
+    for args, call in zip(engines, calls, strict=True):
+        assert (args.model_tag, args.host, args.max_model_len) == ("m", "127.0.0.1", 64)
+        assert call.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+        assert call.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(args.port + 500)
+        assert args.kv_transfer_config.kv_buffer_device == "cpu"
+        check_kv_transfer(args.kv_transfer_config)
+    (call,) = stubs.calls("vllm-router")
+    router = parse_vllm_router(call.args)
+    assert router.host == router.prometheus_host == "127.0.0.1"
+    assert [url for url, _ in router.prefill_urls] == [f"http://127.0.0.1:{prefill.port}"]
+    assert router.decode_urls == [f"http://127.0.0.1:{decode.port}"]
+
+
+def test_workers_on_cpu_have_cores_of_their_own(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """Every worker gets a list of cores that it may use, and none gets more than another."""
+    stubs, env = serving()
+    _stop_when_ready(LOCAL, "m", "tp1pp2", "tp1pp1", env=env, directory=tmp_path)
+    bound = [call.env["VLLM_CPU_OMP_THREADS_BIND"].split("|") for call in _engines(stubs, env)]
+    assert [len(each) for each in bound] == [2, 1]
+    lists = [[int(core) for core in each.split(",")] for engine in bound for each in engine]
+    usable = sorted(os.sched_getaffinity(0))
+    assert {len(each) for each in lists} == {max(1, len(usable) // 3)}
+    given = [core for each in lists for core in each]
+    assert set(given) <= set(usable)
+    # Distinct where there are enough.
+    assert len(set(given)) == min(len(usable), len(given))
+
+
+@pytest.mark.parametrize("visible", [None, "4,5,6"])
+def test_engines_share_out_the_gpus(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path, visible: str | None
+) -> None:
+    """Each engine sees as many GPUs as it has ranks, of those that there are to be had."""
+    chosen = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    stubs, env = serving(num_gpus=8, **chosen)
+    _stop_when_ready(LOCAL, "m", "tp1pp2", "tp1pp1", env=env, directory=tmp_path)
+    seen = [call.env["CUDA_VISIBLE_DEVICES"] for call in _engines(stubs, env)]
+    assert seen == (["0,1", "2"] if visible is None else ["4,5", "6"])
+    for call in _engines(stubs, env):
+        args = parse_vllm_serve(call.args[1:])
+        assert args.kv_transfer_config.kv_buffer_device == "cuda"
+        check_kv_transfer(args.kv_transfer_config)
+
+
+def test_engines_may_share_a_gpu_that_is_named(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """Who says which GPUs engines use is believed."""
+    stubs, env = serving(num_gpus=1, PREFILL_DEVICES="0", DECODE_DEVICES="0")
+    _stop_when_ready(LOCAL, "m", "tp1pp1", "tp1pp1", env=env, directory=tmp_path)
+    assert [call.env["CUDA_VISIBLE_DEVICES"] for call in _engines(stubs, env)] == ["0", "0"]
+
+
+def test_too_few_gpus_are_noticed(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """Nothing is started where layouts need more GPUs than there are."""
+    stubs, env = serving(num_gpus=2)
+    status, err = run(LOCAL, "m", "tp1pp2", "tp1pp1", env=env, directory=tmp_path)
+    assert status == 1
+    assert "need 3 GPUs, and there are 2" in err
+    assert stubs.calls("vllm") == []
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), "usage: "),
+        (("--help",), "usage: "),
+        (("m", "tp1pp1", "tp1pp1", "tp1pp1"), "usage: "),
+        (("m", "tp0pp1"), "layout tp0pp1 is not understood"),
+        (("m", "tp1pp1", "2"), "layout 2 is not understood"),
+    ],
+)
+@pytest.mark.parametrize("script", [LOCAL, RAY], ids=["local", "ray"])
+def test_arguments_are_checked_first(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]],
+    tmp_path: Path,
+    script: Path,
+    args: tuple[str, ...],
+    words: str,
+) -> None:
+    """What is not understood starts no engine."""
+    stubs, env = serving()
+    status, err = run(script, *args, env=env, directory=tmp_path)
+    assert status == 2
+    assert words in err
+    assert stubs.calls("vllm") == []
+
+
+def test_the_death_of_a_server_ends_the_rest(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """The log of what has died is shown, and where it lies."""
+    _, env = serving(STUB_VLLM_ROUTER="die")
+    status, err = run(LOCAL, "m", env=env, directory=tmp_path)
+    assert status == 1
+    assert "vllm-router has no luck today" in err
+    assert f"router has ended with status 7; its log is {tmp_path}/logs/router.log" in err
+
+
+def test_a_server_that_dies_later_ends_the_rest(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """An engine that is gone after all was ready is noticed, too."""
+    _, env = serving()
+    with started(LOCAL, "m", env=env, directory=tmp_path) as process:
+        read_until(process, "Ready")
+        (decode,) = (
+            each
+            for each in living_in(tmp_path)
+            # The server, not its worker.
+            if env["DECODE_PORT"] in each.cmdline() and os.getsid(each.pid) == each.pid
+        )
+        decode.kill()
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 1
+        assert "decode has ended with status 137" in err
+        wait_until(lambda: living_in(tmp_path) == [], "the end of all processes", LIMIT_S)
+
+
+def test_a_server_that_is_never_ready_is_given_up(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """After the time that it was given, the script says so and ends."""
+    _, env = serving(STUB_VLLM="hang", STARTUP_TIMEOUT_S="1")
+    status, err = run(LOCAL, "m", env=env, directory=tmp_path)
+    assert status == 1
+    assert "prefill was not ready after 1 s" in err
+
+
+def test_what_is_started_with_ray(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """A node of its own, on which the stages of the prefill engine run, and of no other engine."""
+    stubs, env = serving()
+    _stop_when_ready(RAY, "m", env=env, directory=tmp_path)
+    (node,) = (
+        parse_ray_start(call.args[1:]) for call in stubs.calls("ray") if call.args[0] == "start"
+    )
+    assert node["head"] and node["block"]
+    prefill, decode = _engines(stubs, env)
+    assert prefill.env["RAY_ADDRESS"] == f"{node['node_ip_address']}:{node['port']}"
+    assert parse_vllm_serve(prefill.args[1:]).distributed_executor_backend == "ray"
+    assert parse_vllm_serve(prefill.args[1:]).pipeline_parallel_size == 2
+    assert parse_vllm_serve(decode.args[1:]).distributed_executor_backend is None
+    wait_until(lambda: living_in(tmp_path) == [], "the end of all processes", LIMIT_S)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every script is sound, and starts programs with options that they have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.parsers import parse_ray_start, parse_vllm_router, parse_vllm_serve
+from tests.examples.stubs import Stubs
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.settings import read_settings, remarks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("**/*.sh"))
+PROGRAMS = [script for script in SCRIPTS if script.parent.name != "lib"]
+LIMIT_S = 60.0
+
+# What has to be given, for scripts that are one command.
+COMMANDS = {
+    "two_nodes/prefill.sh": {"HOST_IP": "10.0.0.1"},
+    "two_nodes/decode.sh": {"HOST_IP": "10.0.0.2"},
+    "two_nodes/router.sh": {
+        "PREFILL_URLS": "http://10.0.0.1:8100 http://10.0.0.3:8100",
+        "DECODE_URLS": "http://10.0.0.2:8100",
+    },
+    "ray/head.sh": {"HOST_IP": "10.0.0.1"},
+    "ray/worker.sh": {"HOST_IP": "10.0.0.3", "HEAD_IP": "10.0.0.1"},
+    "ray/prefill.sh": {"HOST_IP": "10.0.0.1"},
+}
+ENGINES = {
+    "two_nodes/prefill.sh": (1, 2),
+    "two_nodes/decode.sh": (2, 1),
+    "ray/prefill.sh": (1, 2),
+}
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(EXAMPLES))
+
+
+def _run(name: str, env: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
+    command = [EXAMPLES / name, *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=_name)
+def test_bash_can_read_it(script: Path) -> None:
+    """Its syntax is right."""
+    subprocess.run(["bash", "-n", script], check=True, timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=_name)
+def test_shellcheck_finds_nothing(script: Path) -> None:
+    """Nor does what it sources have any finding, not even one of style."""
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    command = [shellcheck, "--external-sources", "--severity=style", script]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("script", PROGRAMS, ids=_name)
+def test_it_can_be_run_and_stops_at_the_first_error(script: Path) -> None:
+    """It is executable, and no failed command goes unnoticed."""
+    assert os.access(script, os.X_OK)
+    lines = script.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    first_command = next(line for line in lines if line and not line.startswith("#"))
+    assert first_command == "set -euo pipefail"
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_starts_with_what_vllm_knows(name: str, tmp_path: Path) -> None:
+    """All options are vLLM's, the layout is as documented, and the side channel is this node's."""
+    stubs = Stubs(tmp_path / "bin")
+    ran = _run(name, stubs.env(**COMMANDS[name]), "--enforce-eager")
+    assert ran.returncode == 0, ran.stderr
+    (call,) = stubs.calls("vllm")
+    assert call.args[0] == "serve"
+    args = parse_vllm_serve(call.args[1:])
+    assert (args.tensor_parallel_size, args.pipeline_parallel_size) == ENGINES[name]
+    assert args.enforce_eager
+    assert call.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == COMMANDS[name]["HOST_IP"] == args.host
+    assert call.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    check_kv_transfer(args.kv_transfer_config)
+
+
+def test_variables_choose_layout_model_and_ports(tmp_path: Path) -> None:
+    """What an engine's script documents as taken from the environment, it takes from there."""
+    stubs = Stubs(tmp_path / "bin")
+    chosen = {"MODEL": "m", "TP": "4", "PP": "3", "PORT": "9", "SIDE_CHANNEL_PORT": "11"}
+    for number, name in enumerate(ENGINES):
+        assert _run(name, stubs.env(**COMMANDS[name], **chosen)).returncode == 0
+        call = stubs.calls("vllm")[number]
+        args = parse_vllm_serve(call.args[1:])
+        assert (args.tensor_parallel_size, args.pipeline_parallel_size) == (4, 3)
+        assert (args.model_tag, args.port) == ("m", 9)
+        assert call.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "11"
+
+
+def test_the_engine_on_ray_joins_the_cluster_of_the_head(tmp_path: Path) -> None:
+    """The engine looks for Ray where the head listens, and its stages are Ray's."""
+    stubs = Stubs(tmp_path / "bin")
+    _run("ray/prefill.sh", stubs.env(**COMMANDS["ray/prefill.sh"], RAY_PORT="7000"))
+    (call,) = stubs.calls("vllm")
+    assert call.env["RAY_ADDRESS"] == "10.0.0.1:7000"
+    assert parse_vllm_serve(call.args[1:]).distributed_executor_backend == "ray"
+
+
+def test_ray_nodes_start_with_what_ray_knows(tmp_path: Path) -> None:
+    """Head and worker agree on the address, and both know under which address they are found."""
+    stubs = Stubs(tmp_path / "bin")
+    for name in ("ray/head.sh", "ray/worker.sh"):
+        assert _run(name, stubs.env(**COMMANDS[name], RAY_PORT="7000")).returncode == 0
+    head_call, worker_call = stubs.calls("ray")
+    assert (head_call.args[0], worker_call.args[0]) == ("start", "start")
+    head, worker = (parse_ray_start(call.args[1:]) for call in (head_call, worker_call))
+    assert head["head"] and head["block"] and worker["block"]
+    assert f"{head['node_ip_address']}:{head['port']}" == worker["address"] == "10.0.0.1:7000"
+    assert worker["node_ip_address"] == worker_call.env["VLLM_HOST_IP"] == "10.0.0.3"
+    assert head_call.env["VLLM_HOST_IP"] == "10.0.0.1"
+
+
+def test_the_router_starts_with_what_it_knows(tmp_path: Path) -> None:
+    """All options are the router's, and it is given every engine in its role."""
+    stubs = Stubs(tmp_path / "bin")
+    env = stubs.env(**COMMANDS["two_nodes/router.sh"])
+    assert _run("two_nodes/router.sh", env, "--log-level", "debug").returncode == 0
+    (call,) = stubs.calls("vllm-router")
+    args = parse_vllm_router(call.args)
+    assert args.vllm_pd_disaggregation and args.kv_connector == "nixl"
+    assert [url for url, _ in args.prefill_urls] == ["http://10.0.0.1:8100", "http://10.0.0.3:8100"]
+    assert args.decode_urls == ["http://10.0.0.2:8100"]
+    assert args.log_level == "debug"
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [(name, missing) for name in COMMANDS for missing in COMMANDS[name]]
+)
+def test_what_has_to_be_given_is_asked_for(name: str, missing: str, tmp_path: Path) -> None:
+    """Without a variable that has no default nothing is started, and a line says which."""
+    stubs = Stubs(tmp_path / "bin")
+    given = {key: value for key, value in COMMANDS[name].items() if key != missing}
+    ran = _run(name, stubs.env(**given))
+    assert ran.returncode != 0
+    assert f"{missing}: set it to" in ran.stderr
+    assert not any(stubs.calls(program) for program in ("vllm", "vllm-router", "ray"))
+
+
+def test_every_command_is_tried() -> None:
+    """No script is without a test of what it starts."""
+    started_elsewhere = {"local/serve_pd.sh", "ray/single_machine.sh"}
+    assert {_name(script) for script in PROGRAMS} == {*COMMANDS, *started_elsewhere}
+
+
+def check_kv_transfer(config: Any) -> None:
+    """Check that an engine's connector is ours, and that it understands all options."""
+    assert isinstance(config, KVTransferConfig)
+    assert (config.kv_connector, config.kv_role) == ("NixlConnector", "kv_both")
+    read_settings(config)
+    assert remarks(config) == []
