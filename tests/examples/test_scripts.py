@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 
 from tests.examples.parsers import parse_ray_start, parse_vllm_router, parse_vllm_serve
 from tests.examples.stubs import Stubs
-from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.settings import read_settings, remarks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
