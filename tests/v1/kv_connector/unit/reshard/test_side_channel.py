@@ -494,6 +494,18 @@ class TestStrangers:
             wait_until(lambda: len(warnings) == 2)
         assert "dropped=101" in warnings[1]
 
+    def test_one_complaint_hides_no_other(self, server, warnings):
+        """Peers that differ in other ways within a minute are all told of, once each."""
+        with open_socket(zmq.DEALER, server.port) as stranger:
+            for verb in (b"get_meta_msg", b"reshard/2", b"get_meta_msg", b"reshard/3"):
+                stranger.send_multipart([b"", msgspec.msgpack.encode((verb, 0))])
+            stranger.send_multipart([b"garbage"])
+            wait_until(lambda: server.counters == ServerCounters(refused=4, dropped=1))
+        upstream, version, garbage = warnings
+        assert "upstream's NixlConnector" in upstream
+        assert "request reshard/2 is unknown" in version
+        assert "is no request" in garbage
+
 
 class TestLifeOfAServer:
     """`start` and `close`."""

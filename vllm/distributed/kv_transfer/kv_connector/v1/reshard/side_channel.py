@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import msgspec
 import zmq
@@ -88,6 +89,15 @@ class ServerCounters:
     dropped: int = 0
 
 
+class _Complaint(Enum):
+    """What can be wrong with a request. One kind in the log does not hide another one."""
+
+    STRANGER = "no request"
+    UPSTREAM = "upstream's connector"
+    VERSION = "another version"
+    FAILURE = "a failure of our own"
+
+
 class HandshakeServer:
     """Serves an engine's reply to any peer.
 
@@ -106,7 +116,7 @@ class HandshakeServer:
         self._port = port
         self._reply = reply
         self._counters = ServerCounters()
-        self._complained_at_s = -_COMPLAINT_INTERVAL_S
+        self._complained_at_s: dict[_Complaint, float] = {}
         self._lock = threading.Lock()
         self._running: _Running | None = None
 
@@ -193,7 +203,7 @@ class HandshakeServer:
                 except Exception as error:
                     # Whatever it is, the next peer is to be served.
                     self._count(dropped=1)
-                    self._complain(f"a request failed: {error!r}")
+                    self._complain(_Complaint.FAILURE, f"a request failed: {error!r}")
         finally:
             listener.close(linger=0)
             wakened.close(linger=0)
@@ -204,7 +214,7 @@ class HandshakeServer:
         verb = _verb(frame) if envelope == [b""] else None
         if verb is None:
             self._count(dropped=1)
-            self._complain(f"a message of {len(frame)} bytes is no request")
+            self._complain(_Complaint.STRANGER, f"a message of {len(frame)} bytes is no request")
             return
         if verb == _OUR_VERB:
             answer = self._reply
@@ -214,12 +224,16 @@ class HandshakeServer:
             if verb == _UPSTREAM_VERB:
                 answer = encode_refusal_for_upstream()
                 self._complain(
+                    _Complaint.UPSTREAM,
                     "a peer runs upstream's NixlConnector: configure the same connector on both "
-                    "engines"
+                    "engines",
                 )
             else:
                 answer = encode_refusal(f"request {name} is unknown, {_OUR_VERB.decode()} is not")
-                self._complain(f"request {name} is unknown: run the same build on both engines")
+                self._complain(
+                    _Complaint.VERSION,
+                    f"request {name} is unknown: run the same build on both engines",
+                )
             self._count(refused=1)
         # A peer that does not read loses its answers, and holds up nobody.
         listener.send_multipart([sender, b"", answer], zmq.NOBLOCK)
@@ -233,12 +247,12 @@ class HandshakeServer:
             dropped=counters.dropped + dropped,
         )
 
-    def _complain(self, what: str) -> None:
-        """Log, but not more often than once in a while: others decide how often this happens."""
+    def _complain(self, kind: _Complaint, what: str) -> None:
+        """Log, but each kind once in a while only: others decide how often this happens."""
         now_s = time.monotonic()
-        if now_s - self._complained_at_s < _COMPLAINT_INTERVAL_S:
+        if now_s - self._complained_at_s.get(kind, -_COMPLAINT_INTERVAL_S) < _COMPLAINT_INTERVAL_S:
             return
-        self._complained_at_s = now_s
+        self._complained_at_s[kind] = now_s
         logger.warning(
             "Side channel %s:%d: %s. So far: %s. Further ones are only counted for %.0f s.",
             self._host,

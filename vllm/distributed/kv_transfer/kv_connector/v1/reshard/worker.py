@@ -60,6 +60,10 @@ logger = init_logger(__name__)
 _NAMED_REQUESTS = 8
 """As many requests are named in one line of the log."""
 
+_REMEDY = (
+    ": check that the engine runs and can be reached, and send the request through prefill again"
+)
+
 
 @dataclass(slots=True)
 class _Reading:
@@ -381,13 +385,16 @@ class ReshardWorker:
                 # A failed handshake was told, with the requests that it cost.
                 if reading.failure is not ReadFailure.HANDSHAKE:
                     logger.error(
-                        "KV cache of request %s could not be read from engine %s: %s",
+                        "KV cache of request %s could not be read from engine %s: %s%s",
                         outcome.request_id,
                         receive.source.engine_id,
                         outcome.failure,
+                        _REMEDY if reading.failure is ReadFailure.TRANSFER else "",
                     )
             if peer.engine is not None:
-                self._release(receive, peer.engine)
+                # Who cannot be read from may be gone; that he hears nothing is no news then.
+                known = reading.failure is ReadFailure.TRANSFER
+                self._release(receive, peer.engine, known_as_broken=known)
             received.add(outcome.request_id)
         return received
 
@@ -405,11 +412,13 @@ class ReshardWorker:
         self._account(request_id, receive, peer, 1).failure = failure
         self._consumer.leg_failed(request_id, 0, reason)
 
-    def _release(self, receive: Receive, engine: RemoteEngine) -> None:
+    def _release(
+        self, receive: Receive, engine: RemoteEngine, *, known_as_broken: bool = False
+    ) -> None:
         """Tell the holders of a request's blocks that this worker is through with them."""
         for peer, num_notifiers in engine.releases:
             done = Done(receive.remote_request_id, self._name, num_notifiers)
-            self._notify(peer, encode_notification(done))
+            self._notify(peer, encode_notification(done), known_as_broken=known_as_broken)
 
     def _send_heartbeats(self, heartbeats: Heartbeats, now_s: float) -> None:
         """Renew leases; an engine that is not connected yet is by the next time."""
@@ -419,14 +428,15 @@ class ReshardWorker:
             for name, _ in peer.engine.releases:
                 self._notify(name, message)
 
-    def _notify(self, peer: str, message: bytes) -> None:
+    def _notify(self, peer: str, message: bytes, *, known_as_broken: bool = False) -> None:
         try:
             self._agent.notify(peer, message)
             self._stats.record_notification()
         except TransferError as error:
             # The holder frees the blocks when their lease runs out.
             self._stats.record_failed_notification()
-            logger.warning("%s", error)
+            if not known_as_broken:
+                logger.warning("%s: its blocks are freed when their lease runs out", error)
 
 
 def _for_whom(request_ids: Sequence[RequestId]) -> str:

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reader whose peer's process is killed while it reads, over real NIXL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.v1.kv_connector.unit.reshard.test_worker import (
+    DEADLINE_S,
+    Engine,
+    Progress,
+    engines,
+    fill,
+    receive,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import RemoteEngineAddress
+
+__all__ = ["engines"]
+
+ROOT = Path(__file__).parents[5]
+BLOCKS = [5, 2, 9]
+HOLDS = f"""
+from tests.v1.kv_connector.unit.reshard import test_lost_holder
+test_lost_holder.hold({BLOCKS})
+"""
+
+
+def hold(block_ids: list[int]) -> None:
+    """Be an engine that holds two requests until somebody ends it."""
+    engine = Engine("prefill")
+    address = engine.serve()
+    fill(engine, block_ids)
+    engine.offer("p-a", "p-b", lease_s=DEADLINE_S)
+    print("\nserving", json.dumps([address.engine_id, address.host, address.port]), flush=True)
+    progress = Progress(engine)
+    while True:
+        progress.step()
+        time.sleep(1e-3)
+
+
+@pytest.fixture
+def holder() -> Iterator[tuple[subprocess.Popen[str], RemoteEngineAddress]]:
+    """Start a process that holds blocks; returns it, and where it serves."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS],
+        cwd=ROOT,
+        # A read of a process that has been stopped does not get on, whatever memory is shared.
+        env={**os.environ, "UCX_TLS": "tcp"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = next(line for line in process.stdout if line.startswith("serving "))
+    yield process, RemoteEngineAddress(*json.loads(said.removeprefix("serving ")))
+    process.kill()
+    process.communicate()
+
+
+def test_killed_holder_costs_its_request_and_is_told_once(
+    engines, holder, monkeypatch, caplog_vllm
+):
+    """The read in flight fails, and one line gives the remedy."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    process, address = holder
+    reader = engines("decode")
+    progress = Progress(reader)
+    reader.start(receive={"d-a": receive(address, [3, 4, 1], BLOCKS, remote_request_id="p-a")})
+    progress.until(reader, received="d-a")
+    (worker,) = reader.workers.values()
+    assert not worker.take_invalid_block_ids()
+
+    process.send_signal(signal.SIGSTOP)
+    reader.start(receive={"d-b": receive(address, [6, 7, 8], BLOCKS, remote_request_id="p-b")})
+    for _ in range(100):
+        progress.step()
+    assert not any("d-b" in seen for seen in progress.received.values())
+    process.kill()
+    progress.until(reader, received="d-b")
+    assert worker.take_invalid_block_ids() == {6, 7, 8}
+    (line,) = (each.getMessage() for each in caplog_vllm.records if each.levelno > 20)
+    assert line.startswith("KV cache of request d-b could not be read from engine prefill: NIXL ")
+    assert line.endswith(
+        ": check that the engine runs and can be reached, and send the request through prefill "
+        "again"
+    )
