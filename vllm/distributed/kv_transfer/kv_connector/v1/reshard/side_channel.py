@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, auto
 
 import msgspec
 import zmq
@@ -92,10 +92,10 @@ class ServerCounters:
 class _Complaint(Enum):
     """What can be wrong with a request. One kind in the log does not hide another one."""
 
-    STRANGER = "no request"
-    UPSTREAM = "upstream's connector"
-    VERSION = "another version"
-    FAILURE = "a failure of our own"
+    STRANGER = auto()
+    UPSTREAM = auto()
+    VERSION = auto()
+    FAILURE = auto()
 
 
 class HandshakeServer:
