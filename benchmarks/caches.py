@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV caches of a rank: reserved without being touched, filled with known bytes, and compared.
+
+Keys or values of a layer are a *plane*. In memory it is blocks x heads x bytes of a head, at every
+rank and with every attention backend used here.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .errors import BenchmarkError
+
+_MAP_NORESERVE = 0x4000
+UNWRITTEN = 0xFF
+
+
+def reserve(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Make a tensor; in host memory, of address space that is not backed until it is written."""
+    if device != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    size_bytes = math.prod(shape) * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, size_bytes, flags=flags)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)
+
+
+def reserve_bytes(shape: Sequence[int]) -> npt.NDArray[np.uint8]:
+    """Make an array of bytes in host memory."""
+    array: npt.NDArray[np.uint8] = reserve(shape, torch.uint8, "cpu").numpy()
+    return array
+
+
+class RankCaches:
+    """The caches of one rank.
+
+    Args:
+        tensors: By the index of their layer in the model; each as it lies in memory.
+        heads: Which of the model's KV heads the rank holds.
+        num_planes: 2 for keys and values, 1 for MLA.
+    """
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor], heads: range, num_planes: int) -> None:
+        self._tensors = tensors
+        self.heads = heads
+        self._num_planes = num_planes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of a block."""
+        return int(next(self._planes())[1].shape[-1])
+
+    def regions(self) -> list[tuple[int, int, int]]:
+        """Address, size in bytes and device id of each layer's tensor."""
+        return [
+            (tensor.data_ptr(), tensor.nbytes, max(tensor.get_device(), 0))
+            for tensor in self._tensors.values()
+        ]
+
+    def plane_addresses(self) -> list[int]:
+        """Where each plane begins."""
+        return [plane.data_ptr() for _, plane in self._planes()]
+
+    def clear(self) -> None:
+        """Give every byte a value that is no request's."""
+        for tensor in self._tensors.values():
+            tensor.view(torch.uint8).fill_(UNWRITTEN)
+
+    def fill(self) -> None:
+        """Give every block of every head bytes of its own."""
+        for _, plane, head, expected in self._content():
+            plane[:, head] = torch.from_numpy(expected).to(plane.device)
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Write some blocks."""
+        for _, plane in self._planes():
+            plane[torch.tensor(block_ids)] = UNWRITTEN
+
+    def check(self, block_ids: Sequence[int], source_block_ids: Sequence[int]) -> None:
+        """Compare blocks with those that they were read from.
+
+        Raises:
+            BenchmarkError: A byte is another one.
+        """
+        local = torch.tensor(block_ids)
+        for layer, plane, head, expected in self._content(1 + max(source_block_ids)):
+            found = plane[local.to(plane.device), head].cpu().numpy()
+            if not np.array_equal(found, expected[list(source_block_ids)]):
+                raise BenchmarkError(f"wrong bytes were read for layer {layer}: not measured")
+
+    def _content(
+        self, num_blocks: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, int, npt.NDArray[np.uint8]]]:
+        """What each head of each plane is filled with: layer, plane, local head, bytes.
+
+        The bytes of a block do not depend on how many blocks there are.
+        """
+        for (layer, number), plane in self._planes():
+            blocks, _, head_bytes = plane.shape
+            wanted = blocks if num_blocks is None else num_blocks
+            for local_head, head in enumerate(self.heads):
+                rng = np.random.Generator(np.random.SFC64([layer, number, head]))
+                words = rng.integers(0, 1 << 63, wanted * head_bytes // 8, dtype=np.int64)
+                yield layer, plane, local_head, words.view(np.uint8).reshape(wanted, head_bytes)
+
+    def _planes(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+        """Every plane as bytes: blocks, heads, bytes of a head; by layer and number in it."""
+        for layer, tensor in self._tensors.items():
+            num_blocks = tensor.shape[0] if self._num_planes == 1 else tensor.shape[1]
+            shape = (self._num_planes, num_blocks, len(self.heads), -1)
+            for number, plane in enumerate(tensor.reshape(-1).view(torch.uint8).view(shape)):
+                yield (layer, number), plane

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured: shapes of caches, pairs of layouts, requests. Values alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from tools.pdstack.layout import Layout, parse_layout
+
+from .tables import TableOrder
+
+ITEM_BYTES = 2
+"""Bytes of an element: bfloat16."""
+
+_MLA_SLOT = 576
+"""Elements of a token in an MLA cache: what DeepSeek models have."""
+
+_REQUEST_LIMIT_BYTES = 128 << 20
+"""Bytes of the largest request of a shape, by which its number of layers is chosen: more than any
+cache of the processor holds, and few enough for all lanes to be in memory at once."""
+
+_MOST_LAYERS = 32
+
+
+class Depth(Enum):
+    """How much is measured."""
+
+    QUICK = "quick"
+    DEFAULT = "default"
+    FULL = "full"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's KV cache, and a prefill and a decode layout for it.
+
+    Attributes:
+        prefill: Layout of the engine that is read.
+        decode: Layout of the engine that reads.
+        num_layers: Layers of the model.
+        num_heads: KV heads of the model; with MLA, 1.
+        head_size: Elements of a head of a token.
+        block_tokens: Tokens in a block.
+        mla: One latent vector instead of keys and values, on every rank.
+    """
+
+    prefill: Layout
+    decode: Layout
+    num_layers: int
+    num_heads: int
+    head_size: int
+    block_tokens: int
+    mla: bool = False
+
+    @property
+    def num_planes(self) -> int:
+        """Keys and values of all layers."""
+        return self.num_layers * (1 if self.mla else 2)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that are contiguous at both ends: some heads of a block."""
+        tp_size = 1 if self.mla else max(self.prefill.tp_size, self.decode.tp_size)
+        return self.num_heads // tp_size * self.block_tokens * self.head_size * ITEM_BYTES
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block in all layers and heads."""
+        return self.num_planes * self.num_heads * self.block_tokens * self.head_size * ITEM_BYTES
+
+    def bytes_read(self, tokens: int) -> int:
+        """Bytes that all decode ranks read together for a request."""
+        copies = self.decode.tp_size if self.mla else 1
+        return copies * self.num_blocks(tokens) * self.bytes_per_block
+
+    def num_chunks(self, tokens: int) -> int:
+        """Descriptors of one chunk each that a request takes."""
+        return self.bytes_read(tokens) // self.chunk_bytes
+
+    def num_blocks(self, tokens: int) -> int:
+        """Blocks that a request fills; the last one in full."""
+        return -(-tokens // self.block_tokens)
+
+    def __str__(self) -> str:
+        heads = "MLA" if self.mla else f"{self.chunk_bytes / 1024:g} KiB chunks"
+        return f"{_say(self.prefill)}->{_say(self.decode)}, blocks of {self.block_tokens}, {heads}"
+
+
+@dataclass(frozen=True)
+class HandshakeCase:
+    """A first request to an engine that nobody has asked before."""
+
+    shape: Shape
+    num_blocks: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables, and unique among all cases."""
+        layouts = f"{_say(self.shape.prefill)}->{_say(self.shape.decode)}"
+        return f"{layouts}, {self.shape.num_layers} layers x {_thousands(self.num_blocks)} blocks"
+
+
+@dataclass(frozen=True)
+class TransferCase:
+    """A request that is read."""
+
+    shape: Shape
+    tokens: int
+    order: TableOrder
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables, and unique among all cases."""
+        shape = self.shape
+        heads = "" if shape.mla else f", {shape.num_heads} heads of {shape.head_size}"
+        return f"{shape}{heads}, {_thousands(self.tokens)} tokens, {self.order.value}"
+
+
+@dataclass(frozen=True)
+class RequestPathCase:
+    """Requests that are asked for in one step."""
+
+    shape: Shape
+    num_requests: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables, and unique among all cases."""
+        layouts = f"{_say(self.shape.prefill)}->{_say(self.shape.decode)}"
+        return f"{layouts}, {self.num_requests} in flight"
+
+
+def handshake_cases(depth: Depth) -> list[HandshakeCase]:
+    """The handshakes to measure, in the order of their costs."""
+
+    def case(layouts: str, num_layers: int, num_blocks: int) -> HandshakeCase:
+        prefill, decode = _layouts(layouts)
+        shape = Shape(prefill, decode, num_layers, 8, 128, 16)
+        return HandshakeCase(shape, num_blocks)
+
+    if depth is Depth.QUICK:
+        return [case("tp1pp1 tp1pp1", 80, 1_000)]
+    cases = [
+        case("tp1pp1 tp1pp1", 32, 1_000),
+        case("tp2pp1 tp1pp1", 32, 1_000),
+        case("tp8pp1 tp1pp1", 32, 1_000),
+        case("tp2pp1 tp1pp1", 80, 10_000),
+        case("tp1pp2 tp1pp1", 80, 100_000),
+        case("tp2pp2 tp1pp2", 80, 100_000),
+        case("tp1pp1 tp1pp1", 80, 1_000),
+        case("tp1pp1 tp1pp1", 80, 10_000),
+        case("tp1pp1 tp1pp1", 80, 100_000),
+    ]
+    if depth is Depth.FULL:
+        layouts = ("tp1pp1 tp1pp1", "tp2pp1 tp1pp1", "tp8pp1 tp1pp1", "tp1pp2 tp1pp1")
+        whole = itertools.product(layouts, (32, 80), (1_000, 10_000, 100_000))
+        cases += [case(*sizes) for sizes in whole]
+    return list(dict.fromkeys(cases))
+
+
+def transfer_cases(depth: Depth) -> list[TransferCase]:
+    """The requests to read, those of one shape together."""
+    if depth is Depth.QUICK:
+        return list(_transfers("tp2pp1 tp1pp1", 16, 1, 64, [1024], TableOrder))
+    contiguous, reversed_, shuffled = TableOrder
+    every = (contiguous, reversed_, shuffled)
+    cases = [
+        *_transfers("tp1pp1 tp1pp1", 16, 1, 64, [1024, 8192, 32768], [contiguous]),
+        *_transfers("tp1pp1 tp1pp1", 16, 1, 64, [8192], [reversed_, shuffled], longest=32768),
+        *_transfers("tp1pp1 tp1pp1", 128, 8, 128, [8192], [contiguous, shuffled]),
+        *_transfers("tp2pp1 tp1pp1", 16, 1, 64, [1024, 8192, 32768], [contiguous]),
+        *_transfers("tp2pp1 tp1pp1", 16, 1, 64, [8192], [reversed_, shuffled], longest=32768),
+        *_transfers("tp2pp1 tp1pp1", 16, 2, 128, [8192], every),
+        *_transfers("tp2pp1 tp1pp1", 128, 8, 128, [8192], [contiguous]),
+        *_transfers("tp4pp1 tp1pp1", 16, 1, 64, [8192], every),
+        *_transfers("tp4pp1 tp1pp1", 16, 2, 128, [8192], every),
+        *_transfers("tp1pp1 tp2pp1", 16, 2, 128, [8192], [contiguous, shuffled]),
+        *_mla_transfers("tp2pp1 tp1pp1", 16, [8192], [contiguous, shuffled]),
+    ]
+    if depth is Depth.FULL:
+        for layouts in ("tp1pp1 tp1pp1", "tp2pp1 tp1pp1", "tp4pp1 tp1pp1", "tp1pp1 tp2pp1"):
+            sizes = itertools.product((16, 128), (1, 2, 8), (64, 128))
+            for block_tokens, heads, head_size in sizes:
+                tokens = [1024, 8192, 32768]
+                cases += _transfers(layouts, block_tokens, heads, head_size, tokens, every)
+        for block_tokens in (16, 128):
+            cases += _mla_transfers("tp2pp1 tp1pp1", block_tokens, [1024, 8192, 32768], every)
+    unique = dict.fromkeys(cases)
+    # One start of all processes serves all cases of a shape.
+    shapes = dict.fromkeys(case.shape for case in unique)
+    return [case for shape in shapes for case in unique if case.shape == shape]
+
+
+def request_path_cases(depth: Depth) -> list[RequestPathCase]:
+    """The numbers of requests to ask for at once."""
+    prefill, decode = _layouts("tp2pp1 tp1pp1")
+    shape = Shape(prefill, decode, 32, 2, 64, 16)
+    counts = (1, 16) if depth is Depth.QUICK else (1, 16, 256)
+    return [RequestPathCase(shape, count, 128) for count in counts]
+
+
+def _transfers(
+    layouts: str,
+    block_tokens: int,
+    heads_per_rank: int,
+    head_size: int,
+    tokens: Iterable[int],
+    orders: Iterable[TableOrder],
+    longest: int | None = None,
+) -> Iterator[TransferCase]:
+    """Requests of one shape.
+
+    Args:
+        layouts: Prefill and decode.
+        heads_per_rank: KV heads of each rank of the engine that has more of them.
+        longest: Tokens of the longest request of this shape; None for that of `tokens`.
+    """
+    prefill, decode = _layouts(layouts)
+    num_heads = heads_per_rank * max(prefill.tp_size, decode.tp_size)
+    shape = Shape(prefill, decode, 1, num_heads, head_size, block_tokens)
+    yield from _requests(shape, list(tokens), list(orders), longest)
+
+
+def _mla_transfers(
+    layouts: str, block_tokens: int, tokens: Iterable[int], orders: Iterable[TableOrder]
+) -> Iterator[TransferCase]:
+    """Requests of one shape, of a model with MLA."""
+    shape = Shape(*_layouts(layouts), 1, 1, _MLA_SLOT, block_tokens, mla=True)
+    yield from _requests(shape, list(tokens), list(orders), None)
+
+
+def _requests(
+    shape: Shape, tokens: list[int], orders: list[TableOrder], longest: int | None
+) -> Iterator[TransferCase]:
+    """Requests of a shape with one layer, given as many layers as are measured."""
+    fitting = _REQUEST_LIMIT_BYTES // shape.bytes_read(longest or max(tokens))
+    layers = max(1, min(_MOST_LAYERS, fitting))
+    deep = Shape(**{**vars(shape), "num_layers": layers})
+    for count, order in itertools.product(tokens, orders):
+        yield TransferCase(deep, count, order)
+
+
+def _layouts(text: str) -> tuple[Layout, Layout]:
+    prefill, decode = map(parse_layout, text.split())
+    return prefill, decode
+
+
+def _say(layout: Layout) -> str:
+    stages = f"xPP{layout.pp_size}" if layout.pp_size > 1 else ""
+    return f"TP{layout.tp_size}{stages}"
+
+
+def _thousands(count: int) -> str:
+    for base, unit in ((1024, "k"), (1000, "k")):
+        if count >= base and count % base == 0:
+            return f"{count // base}{unit}"
+    return str(count)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm bench serve` through the router, with each connector, and against one engine.
+
+Engines need memory and cores that two pairs of them do not have on a small machine, so that pairs
+are started one after another. What takes turns are whole rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.pdstack.engine import EngineSpec, KVTransfer, ServedModel, find_script, server_env
+from tools.pdstack.errors import PDStackError
+from tools.pdstack.model import cache_dir, prepare_default_model
+from tools.pdstack.process import ChildProcess
+from tools.pdstack.stack import PDStack, Server
+
+from .errors import BenchmarkError
+from .results import Metric, Part, Result
+from .turns import Plan
+
+SINGLE = "one engine"
+_UPSTREAM_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+_WARM_UPS = 2
+_LIMIT_S = 600.0
+_POLL_S = 0.3
+
+
+@dataclass(frozen=True)
+class Load:
+    """What clients ask for.
+
+    Attributes:
+        rate: Requests a second, as a Poisson process.
+        num_requests: How many.
+        input_tokens: Of each prompt, random.
+        output_tokens: Of each answer.
+    """
+
+    rate: float
+    num_requests: int = 16
+    input_tokens: int = 512
+    output_tokens: int = 32
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        return f"{self.input_tokens}+{self.output_tokens} tokens, {self.rate:g} requests/s"
+
+
+def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterator[Result]:
+    """Measure all loads with all stacks, so many times.
+
+    Raises:
+        BenchmarkError: A server or a client failed.
+    """
+    results = [Result(Part.END_TO_END, load.name, {"rate": load.rate}) for load in loads]
+    stacks: dict[str, KVTransfer | None] = {
+        "ours": KVTransfer(),
+        "upstream": KVTransfer(module_path=_UPSTREAM_MODULE),
+        SINGLE: None,
+    }
+    try:
+        model = prepare_default_model(cache_dir(), plan.directory)
+        for number in range(rounds):
+            for lane, connector in stacks.items():
+                directory = plan.directory / f"{lane.replace(' ', '-')}-{number}"
+                directory.mkdir()
+                measured = _serve(lane, connector, model, loads, directory, plan)
+                for result, values in zip(results, measured, strict=True):
+                    result.add(lane, values)
+    except PDStackError as error:
+        raise BenchmarkError(str(error)) from error
+    yield from results
+
+
+def _serve(
+    lane: str,
+    connector: KVTransfer | None,
+    model: ServedModel,
+    loads: Sequence[Load],
+    directory: Path,
+    plan: Plan,
+) -> list[dict[Metric, float]]:
+    """Start a stack, and put it under each load."""
+    plan.say(f"end to end: starting {lane}")
+    with PDStack(model, directory) as stack:
+        server: Server
+        if connector is None:
+            (server,) = stack.start_engines(EngineSpec("single", kv_transfer=None))
+        else:
+            prefill, decode = stack.start_engines(
+                EngineSpec("prefill", kv_transfer=connector),
+                EngineSpec("decode", kv_transfer=connector),
+            )
+            server = stack.start_router([prefill], [decode])
+        measured = []
+        for load in loads:
+            plan.say(f"end to end: {lane}, {load.name}")
+            measured.append(_bench(stack, server, model, load, directory))
+        return measured
+
+
+def _bench(
+    stack: PDStack, server: Server, model: ServedModel, load: Load, directory: Path
+) -> dict[Metric, float]:
+    """Run `vllm bench serve`."""
+    name = f"bench-{load.rate:g}"
+    command = bench_command(find_script("vllm"), server.url, model, load, directory, name)
+    client = ChildProcess(name, command, server_env(os.environ), directory)
+    try:
+        deadline_s = time.monotonic() + _LIMIT_S
+        while client.exit_status is None:
+            stack.check()
+            if time.monotonic() > deadline_s:
+                raise BenchmarkError(f"{name} did not end in {_LIMIT_S:.0f} s")
+            time.sleep(_POLL_S)
+        if client.exit_status != 0:
+            client.check()
+    finally:
+        client.stop()
+    path = directory / f"{name}.json"
+    return read_result(json.loads(path.read_text(encoding="utf-8")), load)
+
+
+def bench_command(
+    vllm: str, url: str, model: ServedModel, load: Load, directory: Path, name: str
+) -> list[str]:
+    """The command of a client, which writes `name`.json."""
+    return [
+        *(vllm, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
+        *("--base-url", url, "--model", model.name, "--tokenizer", str(model.directory)),
+        *("--dataset-name", "random", "--random-input-len", str(load.input_tokens)),
+        *("--random-output-len", str(load.output_tokens), "--ignore-eos", "--temperature", "0"),
+        *("--num-prompts", str(load.num_requests), "--request-rate", f"{load.rate:g}"),
+        *("--num-warmups", str(_WARM_UPS), "--seed", "0", "--disable-tqdm"),
+        *("--save-result", "--result-dir", str(directory), "--result-filename", f"{name}.json"),
+    ]
+
+
+def read_result(result: Mapping[str, Any], load: Load) -> dict[Metric, float]:
+    """Read what a client has written.
+
+    Raises:
+        BenchmarkError: Not all requests were answered.
+    """
+    if result["completed"] != load.num_requests:
+        raise BenchmarkError(
+            f"only {result['completed']} of {load.num_requests} requests were answered"
+        )
+    return {
+        Metric.TTFT_S: result["median_ttft_ms"] / 1e3,
+        Metric.ITL_S: result["median_itl_ms"] / 1e3,
+        Metric.TOKENS_PER_S: result["output_throughput"],
+    }

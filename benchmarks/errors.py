@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong in a benchmark."""
+
+from __future__ import annotations
+
+
+class BenchmarkError(Exception):
+    """A measurement could not be made, or made something wrong."""
+
+
+class NotEnoughMemoryError(BenchmarkError):
+    """A lane needs more memory than there is; the others may be measured without it."""

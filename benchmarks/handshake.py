@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it takes to read from an engine for the first time: from the request to the first read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import psutil
+
+from .cases import HandshakeCase
+from .errors import BenchmarkError, NotEnoughMemoryError
+from .lanes import ConnectorPair, Pair, Tables
+from .results import Metric, Part, Result
+from .specs import Lane
+from .turns import Plan, take_turns
+
+_UPSTREAM_LIST_BYTES = 170
+"""Of each descriptor in upstream's Python lists, which a worker keeps; measured."""
+_UPSTREAM_HANDLE_BYTES = 40
+"""Of each descriptor in NIXL's own lists."""
+_MARGIN = 0.85
+
+_SOURCE, _DESTINATION = 1, 2
+
+
+def measure_handshakes(cases: Sequence[HandshakeCase], plan: Plan) -> Iterator[Result]:
+    """Measure handshakes, each with a decode engine that was started for it."""
+    for case in cases:
+        plan.say(f"handshake: {case.name}")
+        yield _measure(case, plan)
+
+
+def _measure(case: HandshakeCase, plan: Plan) -> Result:
+    shape = case.shape
+    result = Result(
+        Part.HANDSHAKE,
+        case.name,
+        {"blocks": case.num_blocks, "planes": shape.num_planes, "layers": shape.num_layers},
+    )
+    pairs: list[Pair] = []
+    try:
+        for lane in plan.connectors():
+            try:
+                pairs.append(_started(lane, case, plan))
+            except BenchmarkError as error:
+                result.give_up(lane.name, str(error))
+        take_turns(pairs, plan.repetitions, result, _first_read)
+    finally:
+        for pair in pairs:
+            pair.end()
+    return result
+
+
+def _started(lane: Lane, case: HandshakeCase, plan: Plan) -> ConnectorPair:
+    """Start a pair; its decode engine is started anew for each measurement."""
+    refuse_upstream(lane, case, psutil.virtual_memory().available)
+    pair = ConnectorPair(lane, case.shape, case.num_blocks, plan.directory)
+    try:
+        pair.start_prefill()
+        pair.call_prefill("touch", [_SOURCE])
+        with pair.turn():
+            pass
+    except BaseException:
+        pair.end()
+        raise
+    return pair
+
+
+def refuse_upstream(lane: Lane, case: HandshakeCase, available_bytes: int) -> None:
+    """Refuse what upstream's connector cannot do, or not with the memory there is.
+
+    Raises:
+        NotEnoughMemoryError: Its lists would not fit.
+        BenchmarkError: It has no pipeline parallelism.
+    """
+    if lane.connector != "upstream":
+        return
+    shape = case.shape
+    if max(shape.prefill.pp_size, shape.decode.pp_size) > 1:
+        raise BenchmarkError("upstream's connector does not support pipeline parallelism")
+    descriptors = shape.num_planes * case.num_blocks
+    sources, readers = shape.prefill.tp_size, shape.decode.tp_size
+    # The lists that workers keep, one more while it is made, and NIXL's at the reader.
+    lists = _UPSTREAM_LIST_BYTES * (sources + 2 * readers)
+    handles = _UPSTREAM_HANDLE_BYTES * (sources + (1 + 2 * sources) * readers)
+    needed_bytes = descriptors * (lists + handles)
+    if needed_bytes > _MARGIN * available_bytes:
+        raise NotEnoughMemoryError(
+            f"{descriptors / 1e6:.1f} million descriptors a rank take upstream's connector about "
+            f"{needed_bytes / 1e9:.0f} GB, and {available_bytes / 1e9:.0f} GB are available"
+        )
+
+
+def _first_read(pair: Pair, repetition: int) -> Mapping[Metric, float]:
+    """Read a block from an engine that is new to the reader."""
+    assert isinstance(pair, ConnectorPair)
+    pair.restart_decode()
+    pair.call_decode("touch", [_DESTINATION])
+    tokens = pair.shape.block_tokens
+    readings = pair.read([Tables([_SOURCE], [_DESTINATION], tokens)], watch_memory=True)
+    began_s = min(reading.began_s for reading in readings)
+    return {
+        Metric.SECONDS: max(reading.posted_s for reading in readings) - began_s,
+        Metric.PEAK_BYTES: max(reading.peak_bytes for reading in readings),
+    }

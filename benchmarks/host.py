@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of an engine: its connector, driven as vLLM's worker would, and rank 0's scheduler too."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.nixl_utils import NixlWrapper
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tp_group,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import _progress_delay
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
+
+from .config import RankConfig, rank_config
+from .errors import BenchmarkError
+from .memory import PeakMemory
+from .specs import EngineSpec, Offer, Reading, RequestSpec
+
+_STEP_S = 50e-6
+"""How long to wait between two steps that found nothing finished, as for a forward pass that is
+very short: it yields the core to NIXL's threads."""
+
+_LIMIT_S = 540.0
+_REST_US = 100
+"""What NIXL's threads rest for with our connector on CPU."""
+
+
+class ConnectorHost:
+    """One rank.
+
+    Args:
+        spec: The engine.
+        rank: Its position in the engine's mesh, stages outermost.
+    """
+
+    def __init__(self, spec: EngineSpec, rank: int) -> None:
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(spec.port)
+        # Ranks with different ones share no memory, which would outlive them.
+        os.environ["VLLM_DIST_IDENT"] = f"{spec.engine_id}-{rank}"
+        pp_rank, tp_rank = divmod(rank, spec.layout.tp_size)
+        self._rank = pp_rank, tp_rank
+        self._config: RankConfig = rank_config(spec, pp_rank, tp_rank)
+        config, kv_cache_config = self._config.vllm_config, self._config.kv_cache_config
+        self._scheduler: KVConnectorBase_V1 | None = None
+        self._requests: dict[str, Request] = {}
+        with set_current_vllm_config(config):
+            meeting = Path(spec.meeting).as_uri()
+            init_distributed_environment(
+                spec.layout.world_size, rank, meeting, local_rank=0, backend="gloo"
+            )
+            initialize_model_parallel(spec.layout.tp_size, spec.layout.pp_size)
+            assert (get_pp_group().rank_in_group, get_tp_group().rank_in_group) == self._rank
+            with _at_rest() if spec.lane.at_rest else _as_shipped():
+                self._worker: KVConnectorBase_V1 = KVConnectorFactory.create_connector(
+                    config, KVConnectorRole.WORKER, kv_cache_config
+                )
+            if rank == 0:
+                self._scheduler = KVConnectorFactory.create_connector(
+                    config, KVConnectorRole.SCHEDULER, kv_cache_config
+                )
+            # Ours leaves some configurations to upstream's: then nothing would be compared.
+            assert isinstance(self._worker, NixlConnector) == (spec.lane.connector == "ours")
+            self._worker.register_kv_caches(self._config.tensors)
+        self._posts: list[_Post] = []
+        _watch_posts(self._posts)
+
+    def describe(self) -> tuple[tuple[int, int], Any]:
+        """This rank, and what it says of itself in handshakes."""
+        return self._rank, self._worker.get_handshake_metadata()
+
+    def serve(self, descriptions: Mapping[tuple[int, int], Any]) -> Any:
+        """Answer handshakes; returns what workers are told in a step without requests."""
+        assert self._scheduler is not None
+        self._scheduler.set_xfer_handshake_metadata_pp_aware(dict(descriptions))
+        return self._scheduler.build_connector_meta(SchedulerOutput.make_empty())
+
+    def fill(self) -> None:
+        """Give all blocks known bytes."""
+        self._config.caches.fill()
+
+    def clear(self) -> None:
+        """Give all blocks bytes that are no request's."""
+        self._config.caches.clear()
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Have some blocks backed by memory, so that they count as nobody's need."""
+        self._config.caches.touch(block_ids)
+
+    def check(self, block_ids: Sequence[int], source_block_ids: Sequence[int]) -> None:
+        """See that blocks hold what they were read from.
+
+        Raises:
+            BenchmarkError: They do not.
+        """
+        self._config.caches.check(block_ids, source_block_ids)
+
+    def offer(self, specs: Sequence[RequestSpec]) -> Offer:
+        """Prefill requests, as far as the scheduler sees it."""
+        assert self._scheduler is not None
+        params = {}
+        for spec in specs:
+            request = _request(spec, {"do_remote_decode": True})
+            self._scheduler.on_new_request(request)
+            self._scheduler.get_num_new_matched_tokens(request, 0)
+            self._scheduler.update_state_after_alloc(request, _blocks(spec), 0)
+            request.num_computed_tokens = spec.num_tokens
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            # The one that engines call depends on the number of groups; it is the same for one.
+            delayed, found = self._scheduler.request_finished(request, spec.block_ids)
+            assert delayed and found is not None
+            params[spec.request_id] = found
+        metadata = self._scheduler.build_connector_meta(SchedulerOutput.make_empty())
+        return Offer(metadata, params)
+
+    def ask(self, specs: Sequence[RequestSpec]) -> Any:
+        """Schedule requests that another engine has prefilled; returns what workers are told."""
+        assert self._scheduler is not None
+        for spec in specs:
+            request = _request(spec, spec.params or {})
+            self._requests[spec.request_id] = request
+            self._scheduler.on_new_request(request)
+            count, is_async = self._scheduler.get_num_new_matched_tokens(request, 0)
+            assert count == spec.num_tokens and is_async
+            self._scheduler.update_state_after_alloc(request, _blocks(spec), count)
+            request.num_computed_tokens = spec.num_tokens
+        return self._scheduler.build_connector_meta(SchedulerOutput.make_empty())
+
+    def hold(self, metadata: Any) -> None:
+        """Hold requests for other engines."""
+        self._step(metadata)
+
+    def read(
+        self, metadata: Any, idle: Any, request_ids: Sequence[str], watch_memory: bool = False
+    ) -> Reading:
+        """Read requests, step by step, and measure it.
+
+        Args:
+            metadata: For the first step.
+            idle: For the others.
+            request_ids: What is to be reported.
+            watch_memory: Measure how far resident memory rises.
+        """
+        self._posts.clear()
+        awaited, worker = set(request_ids), self._worker
+        start_cpu_s = finished_cpu_s = 0.0
+        steps = 0
+        gc.collect()
+        memory = PeakMemory() if watch_memory else None
+        began_s = time.monotonic()
+        while True:
+            worker.bind_connector_metadata(metadata)
+            at_first_s = time.thread_time()
+            worker.start_load_kv(None)
+            started_s = time.thread_time()
+            _, received = worker.get_finished(set())
+            finished_s = time.thread_time()
+            worker.clear_connector_metadata()
+            metadata, steps = idle, steps + 1
+            start_cpu_s += started_s - at_first_s
+            finished_cpu_s += finished_s - started_s
+            awaited -= received
+            if not awaited:
+                break
+            if time.monotonic() - began_s > _LIMIT_S:
+                raise BenchmarkError(f"{len(awaited)} requests were not read in {_LIMIT_S:.0f} s")
+            time.sleep(_STEP_S)
+        ended_s = time.monotonic()
+        peak_bytes = 0 if memory is None else memory.risen_bytes()
+        if faults := worker.get_block_ids_with_load_errors():
+            raise BenchmarkError(f"{len(faults)} blocks could not be read")
+        if not self._posts:
+            raise BenchmarkError("requests were reported that nothing was read for")
+        if self._scheduler is not None:
+            done = KVConnectorOutput(finished_recving=set(request_ids))
+            self._scheduler.update_connector_output(done)
+        worker.get_kv_connector_stats()
+        return Reading(
+            began_s,
+            ended_s,
+            self._posts[0].at_s,
+            start_cpu_s,
+            finished_cpu_s,
+            sum(post.cpu_s for post in self._posts),
+            steps,
+            peak_bytes,
+        )
+
+    def release(self, idle: Any, request_ids: Sequence[str]) -> None:
+        """Wait until other engines are through with requests.
+
+        Raises:
+            BenchmarkError: They do not say so.
+        """
+        awaited, deadline_s = set(request_ids), time.monotonic() + _LIMIT_S
+        while awaited:
+            sent, _ = self._step(idle)
+            awaited -= sent
+            if time.monotonic() > deadline_s:
+                raise BenchmarkError(f"{len(awaited)} requests were not released")
+            time.sleep(_STEP_S)
+        self._worker.get_kv_connector_stats()
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """End requests on the scheduler's side of a decode engine."""
+        assert self._scheduler is not None
+        for request_id in request_ids:
+            request = self._requests.pop(request_id)
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            self._scheduler.request_finished(request, [])
+
+    def _step(self, metadata: Any) -> tuple[set[str], set[str]]:
+        self._worker.bind_connector_metadata(metadata)
+        self._worker.start_load_kv(None)
+        sent, received = self._worker.get_finished(set())
+        self._worker.clear_connector_metadata()
+        return sent or set(), received or set()
+
+
+def _request(spec: RequestSpec, params: dict[str, Any]) -> Request:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": dict(params)})
+    return Request(spec.request_id, [0] * spec.num_tokens, sampling, None)
+
+
+def _blocks(spec: RequestSpec) -> KVCacheBlocks:
+    return KVCacheBlocks(([KVCacheBlock(block_id) for block_id in spec.block_ids],))
+
+
+@dataclass(frozen=True)
+class _Post:
+    """A read that was posted.
+
+    Attributes:
+        at_s: When NIXL had taken it.
+        cpu_s: What that took the calling thread, of which copying may be a part.
+    """
+
+    at_s: float
+    cpu_s: float
+
+
+def _watch_posts(posts: list[_Post]) -> None:
+    """Note when this process posts reads, whichever connector does."""
+    post = NixlWrapper.transfer
+
+    def transfer(agent: Any, *args: Any, **kwargs: Any) -> Any:
+        before_s = time.thread_time()
+        state = post(agent, *args, **kwargs)
+        posts.append(_Post(time.monotonic(), time.thread_time() - before_s))
+        return state
+
+    NixlWrapper.transfer = transfer
+
+
+@contextmanager
+def _as_shipped() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _at_rest() -> Iterator[None]:
+    """Let a connector's threads rest as ours do, and bind its process to no core."""
+    cores = os.sched_getaffinity(0)
+    with _progress_delay(_REST_US):
+        yield
+    os.sched_setaffinity(0, cores)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of engines, one for each lane, that take turns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.pdstack.layout import Layout
+from tools.pdstack.ports import PortAllocator
+
+from .cases import Shape
+from .children import Child, call_all
+from .model import write_model
+from .specs import EngineSpec, Lane, Reading, RequestSpec
+
+_PORTS = PortAllocator()
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Blocks of a request at both ends, as many.
+
+    Attributes:
+        source: Where it is read from.
+        destination: Where to.
+        num_tokens: Tokens of the request.
+    """
+
+    source: list[int]
+    destination: list[int]
+    num_tokens: int
+
+
+def duration_s(readings: Sequence[Reading]) -> float:
+    """How long it took until the last rank had read everything."""
+    return max(each.ended_s for each in readings) - min(each.began_s for each in readings)
+
+
+class Pair:
+    """Two engines: processes that are stopped but in their turn.
+
+    Args:
+        lane: What runs in them.
+        shape: The model and both layouts.
+        num_blocks: Blocks of each rank's cache.
+        directory: For logs and configurations.
+    """
+
+    factory: str
+
+    def __init__(self, lane: Lane, shape: Shape, num_blocks: int, directory: Path) -> None:
+        self.lane = lane
+        self.shape, self._num_blocks, self._directory = shape, num_blocks, directory
+        model = Path("model", f"{shape.num_layers}-{shape.num_heads}-{shape.head_size}")
+        self._model = write_model(shape, directory / model).resolve()
+        self.prefill: list[Child] = []
+        self.decode: list[Child] = []
+
+    def start(self) -> None:
+        """Start both engines, and let them meet."""
+        raise NotImplementedError
+
+    def read(self, requests: Sequence[Tables]) -> list[Reading]:
+        """Read requests that are asked for at once; what each decode rank has measured."""
+        raise NotImplementedError
+
+    def check(self, tables: Tables) -> None:
+        """Read a request into cleared caches, and see that the right bytes were read.
+
+        Raises:
+            BenchmarkError: Others were.
+        """
+        call_all(self.decode, "clear")
+        self.read([tables])
+        call_all(self.decode, "check", tables.destination, tables.source)
+
+    def fill(self) -> None:
+        """Give the prefill engine known bytes, and touch all memory of both."""
+        call_all(self.prefill, "fill")
+        call_all(self.decode, "clear")
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let it have the machine; afterwards its processes are stopped."""
+        for child in self.prefill + self.decode:
+            child.thaw()
+        yield
+        for child in self.prefill + self.decode:
+            child.freeze()
+
+    def end(self) -> None:
+        """End all processes at once."""
+        for child in self.prefill + self.decode:
+            child.end()
+        self.prefill, self.decode = [], []
+
+    def _start(self, role: str, layout: Layout) -> list[Child]:
+        """Start the ranks of an engine; each is ready once it has a first result."""
+        engine_id = f"{self.lane.name.replace(' ', '-')}-{role}-{next(_NUMBERS)}"
+        spec = EngineSpec(
+            self.lane,
+            engine_id,
+            layout,
+            self.shape,
+            self._num_blocks,
+            _PORTS.take(),
+            str(self._model),
+            str(self._directory.resolve() / f"{engine_id}.meeting"),
+        )
+        running = self.prefill if role == "prefill" else self.decode
+        running.clear()
+        for rank in range(layout.world_size):
+            running.append(Child(f"{engine_id}-{rank}", self._directory, self.factory, spec, rank))
+        return running
+
+
+class ConnectorPair(Pair):
+    """A prefill and a decode engine with a connector."""
+
+    factory = "benchmarks.host:ConnectorHost"
+    _idle: Any = None
+    _idle_decode: Any = None
+
+    def start(self) -> None:
+        """Start both engines, and let them answer handshakes."""
+        started = [
+            self._start("prefill", self.shape.prefill),
+            self._start("decode", self.shape.decode),
+        ]
+        self._idle, self._idle_decode = map(_ready, started)
+
+    def start_prefill(self) -> None:
+        """Start the prefill engine alone; `restart_decode` is to follow."""
+        self._idle = _ready(self._start("prefill", self.shape.prefill))
+
+    def restart_decode(self) -> None:
+        """Start a decode engine that knows nobody, in place of the one there was."""
+        for child in self.decode:
+            child.end()
+        self._idle_decode = _ready(self._start("decode", self.shape.decode))
+
+    def call_prefill(self, method: str, *args: object) -> None:
+        """Call a method in all ranks of the prefill engine."""
+        call_all(self.prefill, method, *args)
+
+    def call_decode(self, method: str, *args: object) -> None:
+        """Call a method in all ranks of the decode engine."""
+        call_all(self.decode, method, *args)
+
+    def read(self, requests: Sequence[Tables], watch_memory: bool = False) -> list[Reading]:
+        """Read requests that are asked for at once; what each decode rank has measured."""
+        names = [f"request-{next(_NUMBERS)}" for _ in requests]
+        pairs = list(zip(names, requests, strict=True))
+        offered = [RequestSpec(name, each.source, each.num_tokens) for name, each in pairs]
+        offer = call_all(self.prefill[:1], "offer", offered)[0]
+        call_all(self.prefill, "hold", offer.metadata)
+        wanted = [
+            RequestSpec(name, each.destination, each.num_tokens, offer.params[name])
+            for name, each in pairs
+        ]
+        metadata = call_all(self.decode[:1], "ask", wanted)[0]
+        readings: list[Reading] = call_all(
+            self.decode, "read", metadata, self._idle_decode, names, watch_memory
+        )
+        call_all(self.decode[:1], "forget", names)
+        call_all(self.prefill, "release", self._idle, names)
+        return readings
+
+
+class RawPair(Pair):
+    """Engines without a connector."""
+
+    factory = "benchmarks.raw:RawHost"
+
+    def start(self) -> None:
+        """Start both engines, and connect them."""
+        self._start("prefill", self.shape.prefill)
+        self._start("decode", self.shape.decode)
+        for child in self.prefill + self.decode:
+            child.result()
+        call_all(self.decode, "connect", call_all(self.prefill, "describe"))
+
+    def read(self, requests: Sequence[Tables]) -> list[Reading]:
+        """Read one request."""
+        (tables,) = requests
+        return call_all(self.decode, "read", tables.destination, tables.source)
+
+
+class MemcpyPair(Pair):
+    """One process that copies."""
+
+    factory = "benchmarks.raw:MemcpyHost"
+
+    def start(self) -> None:
+        """Start it."""
+        for child in self._start("decode", Layout(1, 1)):
+            child.result()
+
+    def fill(self) -> None:
+        """It has been, already."""
+
+    def read(self, requests: Sequence[Tables]) -> list[Reading]:
+        """Copy one request's bytes."""
+        (tables,) = requests
+        return call_all(self.decode, "read", tables.destination, tables.source)
+
+    def check(self, tables: Tables) -> None:
+        """There is nothing that could be wrong; only caches are warmed, as for others."""
+        self.read([tables])
+
+
+@contextmanager
+def started_pairs(
+    lanes: Sequence[Lane], shape: Shape, num_blocks: int, directory: Path
+) -> Iterator[list[Pair]]:
+    """Start a pair for each lane, fill its caches, and stop it until its turn.
+
+    One after another: threads that spin in one would slow down the start of the others.
+    """
+    kinds = {"raw": RawPair, "memcpy": MemcpyPair}
+    pairs: list[Pair] = []
+    try:
+        for lane in lanes:
+            pair = kinds.get(lane.connector, ConnectorPair)(lane, shape, num_blocks, directory)
+            pairs.append(pair)
+            pair.start()
+            pair.fill()
+            with pair.turn():
+                pass
+        yield pairs
+    finally:
+        for pair in pairs:
+            pair.end()
+
+
+def _ready(children: Sequence[Child]) -> Any:
+    """Wait for the ranks of an engine, and let it answer handshakes; what idle workers are told."""
+    for child in children:
+        child.result()
+    described = dict(call_all(children, "describe"))
+    return call_all(children[:1], "serve", described)[0]

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The limits: the same bytes by NIXL without a connector, and by memcpy."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import NixlAgent, TransferState
+
+from .caches import reserve_bytes
+from .config import RankConfig, memory_kind, rank_config
+from .errors import BenchmarkError
+from .specs import EngineSpec, Reading
+from .tables import runs
+
+_REST_US = 100
+_LIMIT_S = 120.0
+_STEP_S = 50e-6
+
+
+@dataclass(frozen=True)
+class RawRank:
+    """What a rank that is read says of itself.
+
+    Attributes:
+        metadata: NIXL's.
+        heads: Which of the model's heads it holds.
+        planes: Address of each plane.
+        head_bytes: Bytes of one head of a block.
+    """
+
+    metadata: bytes
+    heads: range
+    planes: list[int]
+    head_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in one plane."""
+        return len(self.heads) * self.head_bytes
+
+
+class RawHost:
+    """A rank without a connector. Engines have one stage.
+
+    Args:
+        spec: The engine.
+        rank: Its position in the engine.
+    """
+
+    def __init__(self, spec: EngineSpec, rank: int) -> None:
+        self._config: RankConfig = rank_config(spec, 0, rank)
+        self._rank = rank
+        self._agent = NixlAgent(
+            f"{spec.engine_id}/{rank}/{uuid.uuid4()}",
+            memory=memory_kind(),
+            progress_delay_us=_REST_US,
+        )
+        caches = self._config.caches
+        self._agent.register(caches.regions())
+        self._device = caches.regions()[0][2]
+        self._own = RawRank(b"", caches.heads, caches.plane_addresses(), caches.head_bytes)
+        self._sources: list[tuple[str, RawRank]] = []
+
+    def describe(self) -> RawRank:
+        """What readers need to know."""
+        return RawRank(
+            self._agent.metadata(), self._own.heads, self._own.planes, self._own.head_bytes
+        )
+
+    def connect(self, ranks: Sequence[RawRank]) -> None:
+        """Choose the ranks to read from: those that hold heads of this one's, each head once."""
+        missing = set(self._own.heads)
+        for rank in ranks:
+            if missing & set(rank.heads):
+                self._sources.append((self._agent.connect(rank.metadata), rank))
+                missing -= set(rank.heads)
+        assert not missing
+
+    def fill(self) -> None:
+        """Give all blocks known bytes."""
+        self._config.caches.fill()
+
+    def clear(self) -> None:
+        """Give all blocks bytes that are no request's."""
+        self._config.caches.clear()
+
+    def check(self, block_ids: Sequence[int], source_block_ids: Sequence[int]) -> None:
+        """See that blocks hold what they were read from."""
+        self._config.caches.check(block_ids, source_block_ids)
+
+    def read(self, block_ids: list[int], source_block_ids: list[int]) -> Reading:
+        """Read blocks with as few descriptors as there can be, which are made before."""
+        wanted = [
+            (peer, *self._descriptors(rank, block_ids, source_block_ids))
+            for peer, rank in self._sources
+        ]
+        lists = [
+            (self._agent.prepare(local), self._agent.prepare(remote, peer), len(local))
+            for peer, local, remote in wanted
+        ]
+        indices = [np.arange(count, dtype=np.int32) for _, _, count in lists]
+        began_s = time.monotonic()
+        transfers = [
+            self._agent.read(local, each, remote, each)
+            for (local, remote, _), each in zip(lists, indices, strict=True)
+        ]
+        posted_s = time.monotonic()
+        left = list(transfers)
+        while True:
+            states = [(transfer, self._agent.poll(transfer)) for transfer in left]
+            if any(state is TransferState.FAILED for _, state in states):
+                raise BenchmarkError("raw NIXL could not read")
+            left = [transfer for transfer, state in states if state is TransferState.IN_FLIGHT]
+            if not left:
+                break
+            if time.monotonic() - began_s > _LIMIT_S:
+                raise BenchmarkError(f"raw NIXL did not read in {_LIMIT_S:.0f} s")
+            time.sleep(_STEP_S)
+        ended_s = time.monotonic()
+        for transfer in transfers:
+            self._agent.release(transfer)
+        for local, remote, _ in lists:
+            self._agent.release_prepared(local)
+            self._agent.release_prepared(remote)
+        return Reading(began_s, ended_s, posted_s)
+
+    def _descriptors(
+        self, source: RawRank, block_ids: list[int], source_block_ids: list[int]
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Local and remote descriptors, as strided rows of one each."""
+        own = self._own
+        first = max(own.heads.start, source.heads.start)
+        num_heads = min(own.heads.stop, source.heads.stop) - first
+        whole = num_heads == len(own.heads) == len(source.heads)
+        if whole:
+            stretches = runs(block_ids, source_block_ids)
+        else:
+            stretches = [(position, 1) for position in range(len(block_ids))]
+        positions = np.array([start for start, _ in stretches])
+        sizes = np.array([count for _, count in stretches]) * num_heads * own.head_bytes
+        rows = []
+        for rank, ids in ((own, block_ids), (source, source_block_ids)):
+            offset = (first - rank.heads.start) * own.head_bytes
+            starts = np.array(ids)[positions] * rank.block_bytes + offset
+            addresses = (np.array(rank.planes)[:, None] + starts).reshape(-1)
+            lengths = np.tile(sizes, len(rank.planes))
+            table = np.zeros((len(addresses), 5), np.uint64)
+            table[:, 0], table[:, 1], table[:, 2] = addresses, lengths, self._device
+            table[:, 3], table[:, 4] = lengths, 1
+            rows.append(table)
+        return rows[0], rows[1]
+
+
+class MemcpyHost:
+    """Copies within one process, on one core.
+
+    Args:
+        spec: The engine that would read; the bytes of all ranks are copied, plane by plane.
+        rank: Of the process, which stands for all.
+    """
+
+    def __init__(self, spec: EngineSpec, rank: int) -> None:
+        shape = spec.shape
+        block_bytes = shape.bytes_read(shape.block_tokens) // shape.num_planes
+        size = (shape.num_planes, spec.num_blocks, block_bytes)
+        self._source, self._destination = (reserve_bytes(size) for _ in range(2))
+        self._source.fill(1)
+        self._destination.fill(0)
+
+    def read(self, block_ids: list[int], source_block_ids: list[int]) -> Reading:
+        """Copy as many blocks, from where the first would begin were they contiguous."""
+        count = len(block_ids)
+        here, there = (
+            min(min(ids), self._source.shape[1] - count) for ids in (block_ids, source_block_ids)
+        )
+        began_s = time.monotonic()
+        for source, destination in zip(self._source, self._destination, strict=True):
+            np.copyto(destination[here : here + count], source[there : there + count])
+        return Reading(began_s, time.monotonic(), began_s)

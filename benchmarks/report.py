@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from .results import Metric, Part, Result
+from .samples import Summary
+from .specs import OURS, UPSTREAM, UPSTREAM_AT_REST
+from .targets import Verdict
+
+FORMAT = 1
+"""Of the JSON; raised whenever readers would have to change."""
+
+NOTES = (
+    "Values are medians of the repetitions, with the least and the greatest in brackets. Ratios "
+    "are of the two values of one repetition.",
+    "upstream: the connector as it ships. On CPU it binds its process to the last core, and NIXL's "
+    "threads spin. upstream at rest: the same with NIXL's threads resting as long as ours do, and "
+    "bound to no core.",
+    "raw NIXL reads the same bytes with as few descriptors as there can be; memcpy copies them "
+    "within one process.",
+)
+
+_TITLES = {
+    Part.HANDSHAKE: "Handshake: from the first request to the first read",
+    Part.TRANSFER: "Transfer",
+    Part.REQUEST_PATH: "Request path: CPU time of the engine's thread",
+    Part.END_TO_END: "End to end: vllm bench serve",
+}
+
+
+def figures(summary: Summary | None, show: Callable[[float], str]) -> str:
+    """A median with its range."""
+    if summary is None:
+        return "-"
+    return f"{show(summary.median)} [{show(summary.min)}, {show(summary.max)}]"
+
+
+def seconds(value: float) -> str:
+    """A duration with a fitting unit."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value * 1e6:.3g} us"
+
+
+def size(value: float) -> str:
+    """Bytes in MB, or GB."""
+    return f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
+
+
+def times(value: float) -> str:
+    """A ratio."""
+    return f"{value:.3g}x"
+
+
+def speed(result: Result, lane: str) -> Summary | None:
+    """Bytes a second of a transfer, in GB/s."""
+    taken = result.summary(lane, Metric.SECONDS)
+    if taken is None:
+        return None
+    total = result.sizes["bytes"] / 1e9
+    return Summary(total / taken.median, total / taken.max, total / taken.min, taken.count)
+
+
+def per_chunk(result: Result, lane: str) -> Summary | None:
+    """Microseconds a descriptor of one chunk."""
+    taken = result.summary(lane, Metric.SECONDS)
+    if taken is None:
+        return None
+    chunks = result.sizes["chunks"] / 1e6
+    return taken.scaled(1.0 / chunks)
+
+
+def result_tables(results: Sequence[Result]) -> list[Table]:
+    """A table for each part that was measured."""
+    rows = {
+        Part.HANDSHAKE: _handshake_rows,
+        Part.TRANSFER: _transfer_rows,
+        Part.REQUEST_PATH: _request_path_rows,
+        Part.END_TO_END: _end_to_end_rows,
+    }
+    columns = {
+        Part.HANDSHAKE: ("time", "upstream / this", "peak memory", "upstream / this"),
+        Part.TRANSFER: ("GB/s", "of upstream's", "at rest", "us a chunk"),
+        Part.REQUEST_PATH: ("a request", "of upstream's", "a step", "outside NIXL's transfer"),
+        Part.END_TO_END: ("time to first token", "of upstream's", "between tokens", "tokens/s"),
+    }
+    tables = []
+    for part in Part:
+        measured = [result for result in results if result.part is part]
+        if not measured:
+            continue
+        table = Table(title=_TITLES[part], title_justify="left", box=box.SIMPLE_HEAD)
+        table.add_column("case", overflow="fold")
+        table.add_column("lane", no_wrap=True)
+        for column in columns[part]:
+            table.add_column(column, justify="right")
+        for result in measured:
+            lines = [(lane, *rows[part](result, lane)) for lane in result.samples]
+            lines += [(lane, "not measured") for lane in result.missing]
+            for number, line in enumerate(lines):
+                table.add_row(result.case if number == 0 else "", *map(escape, line))
+            table.add_section()
+        tables.append(table)
+    return tables
+
+
+def missing_lines(results: Iterable[Result]) -> list[str]:
+    """Why lanes were not measured, each reason once."""
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        for lane, reason in result.missing.items():
+            reasons.setdefault(f"{lane}: {reason}", []).append(result.case)
+    return [f"Not measured ({'; '.join(cases)}): {reason}" for reason, cases in reasons.items()]
+
+
+def _handshake_rows(result: Result, lane: str) -> list[str]:
+    cells = []
+    for metric, show in ((Metric.SECONDS, seconds), (Metric.PEAK_BYTES, size)):
+        cells.append(figures(result.summary(lane, metric), show))
+        ratio = None if lane == UPSTREAM.name else result.ratio(UPSTREAM.name, lane, metric)
+        cells.append(figures(ratio, times))
+    return cells
+
+
+def _transfer_rows(result: Result, lane: str) -> list[str]:
+    ratios = [
+        None if lane == other.name else result.ratio(other.name, lane, Metric.SECONDS)
+        for other in (UPSTREAM, UPSTREAM_AT_REST)
+    ]
+    return [
+        figures(speed(result, lane), lambda value: f"{value:.3g}"),
+        *(figures(ratio, times) for ratio in ratios),
+        figures(per_chunk(result, lane), lambda value: f"{value:.3g}"),
+    ]
+
+
+def _request_path_rows(result: Result, lane: str) -> list[str]:
+    ratio = None
+    if lane != UPSTREAM.name:
+        ratio = result.ratio(lane, UPSTREAM.name, Metric.REQUEST_CPU_S)
+    return [
+        figures(result.summary(lane, Metric.REQUEST_CPU_S), seconds),
+        figures(ratio, times),
+        figures(result.summary(lane, Metric.STEP_CPU_S), seconds),
+        figures(result.summary(lane, Metric.OWN_CPU_S), seconds),
+    ]
+
+
+def _end_to_end_rows(result: Result, lane: str) -> list[str]:
+    ratio = None
+    if lane != UPSTREAM.name:
+        ratio = result.ratio(lane, UPSTREAM.name, Metric.TTFT_S)
+    return [
+        figures(result.summary(lane, Metric.TTFT_S), seconds),
+        figures(ratio, times),
+        figures(result.summary(lane, Metric.ITL_S), seconds),
+        figures(result.summary(lane, Metric.TOKENS_PER_S), lambda value: f"{value:.3g}"),
+    ]
+
+
+def verdict_table(verdicts: Sequence[Verdict], at_rest: Sequence[Verdict]) -> Table:
+    """The targets, and whether they are met.
+
+    Args:
+        verdicts: Against upstream's connector as it ships.
+        at_rest: The same against that one at rest.
+    """
+    table = Table(title="Targets", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("target", "case"):
+        table.add_column(column, overflow="fold")
+    for column in ("wanted", "measured", "met", "against upstream at rest"):
+        table.add_column(column, justify="right")
+    beside = {(each.target, each.case): each.measured for each in at_rest}
+    for each in verdicts:
+        sign = "<=" if each.at_most else ">="
+        measured = figures(each.measured, times)
+        against = beside.get((each.target, each.case))
+        table.add_row(
+            escape(each.target),
+            escape(each.case),
+            f"{sign} {times(each.wanted)}",
+            escape(measured if each.measured else each.reason or "not measured"),
+            _met(each.met),
+            escape(figures(against, times) if against != each.measured else ""),
+        )
+    return table
+
+
+def _met(met: bool | None) -> Text:
+    if met is None:
+        return Text("-")
+    return Text("yes", style="green") if met else Text("NO", style="bold red")
+
+
+def to_json(
+    facts: Mapping[str, str],
+    settings: Mapping[str, Any],
+    results: Sequence[Result],
+    verdicts: Sequence[Verdict],
+    not_run: Sequence[str],
+) -> dict[str, Any]:
+    """Everything, with every sample."""
+    return {
+        "format": FORMAT,
+        "lanes": {"ours": OURS.name, "upstream": UPSTREAM.name, "at_rest": UPSTREAM_AT_REST.name},
+        "machine": dict(facts),
+        "settings": dict(settings),
+        "not_run": list(not_run),
+        "results": [
+            {
+                "part": result.part.value,
+                "case": result.case,
+                "sizes": dict(result.sizes),
+                "samples": {
+                    lane: {metric.value: values for metric, values in metrics.items()}
+                    for lane, metrics in result.samples.items()
+                },
+                "missing": dict(result.missing),
+            }
+            for result in results
+        ],
+        "targets": [
+            {
+                "target": each.target,
+                "case": each.case,
+                "wanted": each.wanted,
+                "at_most": each.at_most,
+                "median": None if each.measured is None else each.measured.median,
+                "min": None if each.measured is None else each.measured.min,
+                "max": None if each.measured is None else each.measured.max,
+                "met": each.met,
+            }
+            for each in verdicts
+        ],
+        "notes": list(NOTES),
+    }

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured: samples of each lane, repetition by repetition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .samples import Summary, paired_ratio, summarize
+
+
+class Part(Enum):
+    """A part of the benchmark."""
+
+    HANDSHAKE = "handshake"
+    TRANSFER = "transfer"
+    REQUEST_PATH = "request-path"
+    END_TO_END = "end-to-end"
+
+
+class Metric(Enum):
+    """What is measured, in its unit."""
+
+    SECONDS = "seconds"
+    PEAK_BYTES = "peak_bytes"
+    REQUEST_CPU_S = "cpu_s_per_request"
+    STEP_CPU_S = "cpu_s_per_step"
+    OWN_CPU_S = "cpu_s_per_request_outside_nixl_transfer"
+    TTFT_S = "time_to_first_token_s"
+    ITL_S = "inter_token_latency_s"
+    TOKENS_PER_S = "output_tokens_per_s"
+
+
+@dataclass
+class Result:
+    """One case, measured in several lanes that took turns.
+
+    Attributes:
+        part: Of what.
+        case: Its name, unique within the part.
+        sizes: What the case amounts to, with units in the names.
+        samples: Values by lane and metric, one for each repetition.
+        missing: Why lanes were not measured.
+    """
+
+    part: Part
+    case: str
+    sizes: Mapping[str, float] = field(default_factory=dict)
+    samples: dict[str, dict[Metric, list[float]]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def add(self, lane: str, values: Mapping[Metric, float]) -> None:
+        """Add a repetition of a lane."""
+        for metric, value in values.items():
+            self.samples.setdefault(lane, {}).setdefault(metric, []).append(value)
+
+    def give_up(self, lane: str, reason: str) -> None:
+        """Take a lane out, with what was measured of it."""
+        self.samples.pop(lane, None)
+        self.missing[lane] = reason
+
+    def summary(self, lane: str, metric: Metric) -> Summary | None:
+        """A lane's values; None where there are none."""
+        values = self.samples.get(lane, {}).get(metric)
+        return summarize(values) if values else None
+
+    def ratio(self, over: str, under: str, metric: Metric) -> Summary | None:
+        """Values of one lane over another's of the same repetitions; None without."""
+        values = [self.samples.get(lane, {}).get(metric, []) for lane in (over, under)]
+        if not all(values) or len(values[0]) != len(values[1]):
+            return None
+        return paired_ratio(*values)

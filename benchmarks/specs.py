@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks are told of themselves and of requests: values that travel between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.pdstack.layout import Layout
+
+from .cases import Shape
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Something that is measured beside others.
+
+    Attributes:
+        name: What it is called in tables.
+        connector: `ours`, `upstream`, `raw` or `memcpy`.
+        strategy: What our connector is told by `transfer_strategy`; None to leave it the choice.
+        at_rest: Upstream's with what ours does for CPUs: NIXL's threads rest for as long, and
+            nothing is bound to one core.
+    """
+
+    name: str
+    connector: str
+    strategy: str | None = None
+    at_rest: bool = False
+
+
+OURS = Lane("ours", "ours")
+UPSTREAM = Lane("upstream", "upstream")
+UPSTREAM_AT_REST = Lane("upstream at rest", "upstream", at_rest=True)
+RAW = Lane("raw NIXL", "raw")
+MEMCPY = Lane("memcpy", "memcpy")
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine, of which every rank is a process.
+
+    Attributes:
+        lane: What runs there.
+        engine_id: Unique.
+        layout: Its parallel sizes.
+        shape: The model's, and block size.
+        num_blocks: Blocks of each rank's cache.
+        port: Of its side channel.
+    """
+
+    lane: Lane
+    engine_id: str
+    layout: Layout
+    shape: Shape
+    num_blocks: int
+    port: int
+    model: str
+    meeting: str
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """A request, at one end.
+
+    Attributes:
+        request_id: What it is called there.
+        block_ids: Its blocks there.
+        num_tokens: Of its prompt.
+        params: What the prefill engine says of it to the decode engine; None at the former.
+    """
+
+    request_id: str
+    block_ids: list[int]
+    num_tokens: int
+    params: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one rank has measured of the requests that it has read.
+
+    Times are those of the machine's monotonic clock, the same in all processes.
+
+    Attributes:
+        began_s: When the first method was called.
+        ended_s: When the last request was reported.
+        posted_s: When the first read was posted.
+        start_cpu_s: CPU time in `start_load_kv`, of the calling thread, in all steps.
+        finished_cpu_s: The same in `get_finished`.
+        nixl_cpu_s: The part of both that was spent in NIXL's `transfer`.
+        steps: How often both were called.
+        peak_bytes: How far resident memory rose above what it was before.
+    """
+
+    began_s: float
+    ended_s: float
+    posted_s: float
+    start_cpu_s: float = 0.0
+    finished_cpu_s: float = 0.0
+    nixl_cpu_s: float = 0.0
+    steps: int = 1
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a prefill engine's scheduler has to say of its requests.
+
+    Attributes:
+        metadata: For its workers, in the connector's own type.
+        params: For the decode engine, by request.
+    """
+
+    metadata: Any
+    params: dict[str, dict[str, Any]] = field(default_factory=dict)
