@@ -24,7 +24,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.v1.kv_connector.unit.reshard.test_worker import Backend, Engine, Progress, engines
+from tests.v1.kv_connector.unit.reshard.test_worker import (
+    Backend,
+    Engine,
+    Progress,
+    engines,
+    every_strategy,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.geometry import (
     describe_cache,
@@ -86,6 +92,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("cached", [0, 5], ids=["nothing cached", "prefix cached"])
 @pytest.mark.parametrize(("prefill", "decode"), LAYOUTS.values(), ids=LAYOUTS.keys())
+@every_strategy
 def test_groups_are_read_block_by_block(engines, prefill, decode, cached):
     """Every layer's blocks arrive in its own group's blocks, and no other byte changes."""
     p = engines("prefill", window_tokens=WINDOW_TOKENS, **prefill)

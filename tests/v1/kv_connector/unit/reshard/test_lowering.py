@@ -100,7 +100,7 @@ def transfer(legs, src: Memory, dst: Memory, src_blocks, dst_blocks) -> int:
     """Copy every descriptor; returns how many there were."""
     copied = 0
     for leg in legs:
-        src_indices, dst_indices = leg.indices(src_blocks, dst_blocks)
+        src_indices, dst_indices = leg.indices(leg.select(src_blocks, dst_blocks))
         assert src_indices.dtype == dst_indices.dtype == np.int32
         for src_index, dst_index in zip(src_indices, dst_indices, strict=True):
             dst.bytes[descriptor(leg.dst, dst_index)] = src.bytes[descriptor(leg.src, src_index)]
@@ -223,7 +223,7 @@ def test_adjoining_blocks_stay_adjoining():
     """Descriptors follow the sequence within each plane, so that neighbours can be merged."""
     memory = Memory("HND", 2, 4)
     (leg,) = lower_read(read(2), memory.cache(), memory.cache())
-    src_indices, _ = leg.indices([span([3, 4, 5])], [span([7, 8, 9])])
+    src_indices, _ = leg.indices(leg.select([span([3, 4, 5])], [span([7, 8, 9])]))
     assert src_indices.tolist() == [
         row * NUM_BLOCKS + block for row in range(4) for block in (3, 4, 5)
     ]
@@ -233,7 +233,9 @@ def test_prefix_that_is_already_here_is_not_read():
     """Where the destination's blocks begin later, the source's earlier blocks are skipped."""
     src, dst = Memory("HND", 1, 4), Memory("HND", 1, 8)
     (leg,) = lower_read(read(1), src.cache(), dst.cache())
-    src_indices, dst_indices = leg.indices([span([0, 1, 2, 3, 4])], [span([6], start_token=8)])
+    src_indices, dst_indices = leg.indices(
+        leg.select([span([0, 1, 2, 3, 4])], [span([6], start_token=8)])
+    )
     assert sorted({int(index) % NUM_BLOCKS for index in src_indices}) == [2, 3]
     assert {int(index) % NUM_BLOCKS for index in dst_indices} == {6}
 
@@ -242,7 +244,7 @@ def test_nothing_in_common_is_nothing_to_read():
     """A full prefix-cache hit leaves no blocks to fill and no descriptors."""
     memory = Memory("HND", 1, 4)
     (leg,) = lower_read(read(1), memory.cache(), memory.cache())
-    for indices in leg.indices([span([1, 2])], [span([])]):
+    for indices in leg.indices(leg.select([span([1, 2])], [span([])])):
         assert indices.dtype == np.int32
         assert indices.size == 0
 

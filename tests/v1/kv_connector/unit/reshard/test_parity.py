@@ -18,6 +18,7 @@ from tests.v1.kv_connector.unit.reshard.test_worker import (
     Progress,
     assert_received,
     engines,
+    every_strategy,
     fill,
     receive,
 )
@@ -47,6 +48,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize(("prefill", "decode"), FORMATS.values(), ids=FORMATS.keys())
+@every_strategy
 def test_cache_formats(engines, prefill, decode):
     """Whatever the cache looks like on either side, every byte arrives where it belongs."""
     p, d = engines("prefill", **prefill), engines("decode", **decode)
@@ -73,6 +75,7 @@ def test_cache_formats(engines, prefill, decode):
     ],
     ids=["at the source", "at the destination", "on both sides", "and larger blocks"],
 )
+@every_strategy
 def test_blocks_of_the_kernel_are_smaller_than_the_schedulers(engines, src, dst):
     """A block id stands for several blocks of the cache, and all of them are read."""
     p, d = engines("prefill", tp=2, **src), engines("decode", **dst)
@@ -116,6 +119,7 @@ def test_refusal_can_be_switched_off(engines):
     assert_received(d, [3], whole)
 
 
+@every_strategy
 def test_engines_read_from_each_other(engines):
     """Two engines hold blocks and read them in turn, in both directions at once."""
     one, other = engines("one", tp=2), engines("other", pp=2)

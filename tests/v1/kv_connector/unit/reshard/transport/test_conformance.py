@@ -25,12 +25,31 @@ from tests.v1.kv_connector.unit.reshard.transport.ranks import (
     sequence_of,
 )
 from tests.v1.kv_connector.unit.reshard.transport.sources import Source, SourceProcess
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import NixlAgent, TransferState
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import (
+    NixlAgent,
+    Prepared,
+    TransferState,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.lowering import BlockSpan, lower_read
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.lowering import (
+    BlockSpan,
+    Rows,
+    lower_read,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import Read, plan_reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.remote import (
+    PreparedLeg,
+    PreparedStaging,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.staging import stage_leg
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.staging_area import (
+    StagingArea,
+    open_area,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.strategy import Strategy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transfers import PartEnded, Transfers
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.verify import verify_plan
 
 DEADLINE_S = 120.0
@@ -82,6 +101,9 @@ LAYOUTS: dict[str, tuple[tuple[int, int], tuple[int, int], int, dict]] = {
     "NHD to NHD": ((1, 2), (1, 1), 4, dict(both=NHD)),
     "NHD to NHD, PP2 to PP1": ((2, 1), (1, 1), 4, dict(both=NHD)),
 }
+
+# A large one holds all of a read, a small one some blocks of one plane.
+ARENAS = {"direct": 0, "staged": 1 << 20, "staged in a small arena": 48 << 10}
 
 
 class Sources:
@@ -162,8 +184,9 @@ def transport(request, processes) -> tuple[Callable[[], Agent], Hold, str]:
     return make_device_agent, hold_here(make_device_agent), "cuda"
 
 
+@pytest.mark.parametrize("arena_bytes", ARENAS.values(), ids=ARENAS.keys())
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_kv_arrives_byte_for_byte(transport, layout):
+def test_kv_arrives_byte_for_byte(transport, layout, arena_bytes):
     """Each rank has the bytes of its own layers and heads; all others are what they were."""
     make_agent, hold, device = transport
     src_mesh, dst_mesh, num_heads, extra = layout
@@ -183,7 +206,8 @@ def test_kv_arrives_byte_for_byte(transport, layout):
     assert verify_plan(src, dst, plan) == []
     for shard in dst:
         rank = Rank(shard, dst_form, make_agent())
-        run_reads(plan.reads_of(shard.rank), rank, sources, src_blocks, dst_blocks)
+        area = open_area(rank.agent, [rank.tensor], arena_bytes)
+        run_reads(plan.reads_of(shard.rank), rank, area, sources, (src_blocks, dst_blocks))
         np.testing.assert_array_equal(rank.bytes(), rank.expected(sequence, dst_blocks))
         rank.agent.close()
     assert sources.unchanged()
@@ -192,32 +216,46 @@ def test_kv_arrives_byte_for_byte(transport, layout):
 def run_reads(
     reads: Sequence[Read],
     rank: Rank,
+    area: StagingArea | None,
     sources: Sources,
-    src_blocks: list[BlockSpan],
-    dst_blocks: list[BlockSpan],
+    blocks: tuple[list[BlockSpan], list[BlockSpan]],
 ) -> None:
-    """Post all reads of a rank, wait for them, and give everything back."""
-    agent = rank.agent
+    """Make all reads of a rank, and give everything back."""
+    agent, lists = rank.agent, []
     names = {
         source: agent.connect(sources.by_rank[source].agent_metadata)
         for source in {read.src_rank for read in reads}
     }
-    lists, transfers = [], []
+
+    def prepare(rows: Rows, peer: str | None = None) -> Prepared:
+        lists.append(agent.prepare(rows, peer))
+        return lists[-1]
+
+    transfers, parts = Transfers(agent, area), []
     for read in reads:
-        for leg in lower_read(read, sources.by_rank[read.src_rank].cache, rank.cache):
-            src_indices, dst_indices = leg.indices(src_blocks, dst_blocks)
-            local, remote = (
-                agent.prepare(leg.dst.rows),
-                agent.prepare(leg.src.rows, names[read.src_rank]),
+        src, peer = sources.by_rank[read.src_rank].cache, names[read.src_rank]
+        for leg in lower_read(read, src, rank.cache):
+            staged = stage_leg(leg, src)
+            staging = area and PreparedStaging(
+                staged,
+                prepare(area.rows(staged.descriptor_bytes)),
+                prepare(staged.src.rows, peer),
             )
-            lists += [local, remote]
-            transfers.append(agent.read(local, dst_indices, remote, src_indices))
-    for transfer in transfers:
-        wait_until(lambda t=transfer: agent.poll(t) is not TransferState.IN_FLIGHT)
-        assert agent.poll(transfer) is TransferState.DONE
-        agent.release(transfer)
-    for prepared in lists:
-        agent.release_prepared(prepared)
+            prepared = PreparedLeg(
+                leg, prepare(leg.dst.rows), prepare(leg.src.rows, peer), 1, staging
+            )
+            parts += transfers.cut(prepared, leg.select(*blocks))
+    # No time passes, so that no window loses its patience and goes direct.
+    transfers.start("request", parts, now_s=0.0)
+    ended: list[PartEnded] = []
+    wait_until(lambda: ended.extend(transfers.advance(now_s=0.0)) or len(ended) == len(parts))
+    assert {each.fault for each in ended} <= {None}
+    if area is not None:
+        assert {each.strategy for each in ended} <= {Strategy.STAGED}
+        assert area.spans.free_bytes == area.spans.size_bytes
+    transfers.close()
+    for each in lists:
+        agent.release_prepared(each)
     for name in names.values():
         agent.disconnect(name)
 

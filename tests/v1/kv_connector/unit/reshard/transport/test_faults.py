@@ -10,6 +10,7 @@ from tests.v1.kv_connector.unit.reshard.test_worker import (
     Progress,
     assert_received,
     engines,
+    every_strategy,
     fill,
     receive,
 )
@@ -66,6 +67,7 @@ def commanded(engine: Engine, tp_rank: int) -> CommandedAgent:
     return engine.workers[MeshRank(0, tp_rank)]._agent
 
 
+@every_strategy
 def test_agent_of_the_tests_moves_the_bytes(prefill_and_decode):
     """Without a command the request arrives whole, and its holder is told."""
     p, d = prefill_and_decode
@@ -91,7 +93,7 @@ def test_request_ends_only_after_its_last_leg(prefill_and_decode, fault):
     getattr(reader, fault).add(bad)
     d.start(receive={"d-a": receive(address, DST, SRC)})
     progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
-    while not worker._reading or len(worker._reading["d-a"].transfers) > 1:
+    while not worker._reading or len(worker._transfers) > 1:
         progress.step()
     for _ in range(20):
         progress.step()
@@ -104,6 +106,7 @@ def test_request_ends_only_after_its_last_leg(prefill_and_decode, fault):
     progress.until(p, sent="p-a")
 
 
+@every_strategy
 def test_failed_request_leaves_another_of_the_same_engine_alone(prefill_and_decode):
     """What was read before the fault is received; what is read after it, over a new connection."""
     p, d = prefill_and_decode

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -91,59 +91,153 @@ class LegEnd:
         """Descriptors that the rows stand for."""
         return len(self.rows) * self.num_blocks
 
+    def addresses(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where descriptors begin, by their indices; of the same shape."""
+        row, block = np.divmod(indices, self.num_blocks)
+        address, stride = self.rows[row, 0].astype(np.int64), self.rows[row, 3].astype(np.int64)
+        found: npt.NDArray[np.int64] = address + block * stride
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PlanePair:
+    """One plane of a layer at both ends, and the layer's groups there."""
+
+    src: Plane
+    dst: Plane
+    groups: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a request moves of the planes of one pair of KV-cache groups.
+
+    Attributes:
+        src: The request's blocks at the source.
+        dst: The same at the destination.
+        planes: Positions of the planes in the leg; shape (planes,), int64.
+        chunk_starts: Where in the sequence the chunks begin that both ends hold, a chunk being the
+            tokens that share a block with each other at both ends; shape (chunks,), int64. They are
+            in the order of the source's memory, so that adjoining blocks are adjoining chunks.
+    """
+
+    src: BlockSpan
+    dst: BlockSpan
+    planes: npt.NDArray[np.int64]
+    chunk_starts: npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Leg:
     """A read made ready for transfer.
 
     Attributes:
+        read: The read.
+        pairs: Its planes, all alike in their shapes.
         run: What one descriptor moves.
         src: The source's end.
         dst: The destination's end.
-        head_runs_by_groups: For each pair of a source and a destination KV-cache group, the
-            positions of the head runs of its layers, counted over all planes; shape (head runs,),
-            int64.
+        planes_by_groups: For each pair of a source and a destination KV-cache group, the positions
+            of the planes of its layers; shape (planes,), int64.
     """
 
+    read: Read
+    pairs: tuple[PlanePair, ...]
     run: Run
     src: LegEnd
     dst: LegEnd
-    head_runs_by_groups: tuple[tuple[tuple[int, int], npt.NDArray[np.int64]], ...]
+    planes_by_groups: tuple[tuple[tuple[int, int], npt.NDArray[np.int64]], ...]
 
-    def indices(
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens that share a block with each other at both ends."""
+        return math.gcd(self.src.block_tokens, self.dst.block_tokens)
+
+    def select(
         self, src_blocks: Sequence[BlockSpan], dst_blocks: Sequence[BlockSpan]
-    ) -> tuple[Indices, Indices]:
-        """The descriptors that move what a request's blocks have in common.
+    ) -> list[Selection]:
+        """What a request's blocks have in common; nothing of groups where that is nothing.
 
         Args:
             src_blocks: The request's blocks at the source, one span for each of its groups.
             dst_blocks: The same at the destination.
+        """
+        selections = []
+        for (src_group, dst_group), planes in self.planes_by_groups:
+            src, dst = src_blocks[src_group], dst_blocks[dst_group]
+            start = max(src.start_token, dst.start_token)
+            stop = min(
+                src.start_token + len(src.block_ids) * self.src.block_tokens,
+                dst.start_token + len(dst.block_ids) * self.dst.block_tokens,
+            )
+            if start < stop:
+                chunk_starts = np.arange(start, stop, self.chunk_tokens, dtype=np.int64)
+                ids = src.block_ids[(chunk_starts - src.start_token) // self.src.block_tokens]
+                if (np.diff(ids) < 0).any():
+                    chunk_starts = chunk_starts[np.argsort(ids, kind="stable")]
+                selections.append(Selection(src, dst, planes, chunk_starts))
+        return selections
+
+    def indices(self, selections: Sequence[Selection]) -> tuple[Indices, Indices]:
+        """The descriptors that move what was selected.
 
         Returns:
-            Indices at the source and at the destination, of equal length. Within a head run they
-            are in the order of the sequence, so that adjoining blocks stay adjoining.
+            Indices at the source and at the destination, of equal length.
         """
+        head_runs_per_plane = self.read.num_heads // self.run.num_heads
         src_parts: list[npt.NDArray[np.int64]] = []
         dst_parts: list[npt.NDArray[np.int64]] = []
-        for (src_group, dst_group), head_runs in self.head_runs_by_groups:
-            src_span, dst_span = src_blocks[src_group], dst_blocks[dst_group]
-            tokens = self._shared_tokens(src_span, dst_span)
-            src_parts.append(_descriptors(self.src, src_span, tokens, self.run, head_runs))
-            dst_parts.append(_descriptors(self.dst, dst_span, tokens, self.run, head_runs))
+        for each in selections:
+            head_runs = _spread(each.planes * head_runs_per_plane, head_runs_per_plane, 1)
+            src, dst = self._descriptors(each, head_runs)
+            src_parts.append(src)
+            dst_parts.append(dst)
         return _as_indices(src_parts), _as_indices(dst_parts)
 
-    def _shared_tokens(self, src: BlockSpan, dst: BlockSpan) -> npt.NDArray[np.int64]:
-        """Positions in the sequence where the runs that both spans hold begin."""
-        start = max(src.start_token, dst.start_token)
-        stop = min(
-            src.start_token + len(src.block_ids) * self.src.block_tokens,
-            dst.start_token + len(dst.block_ids) * self.dst.block_tokens,
+    def num_merged(self, selections: Sequence[Selection]) -> int:
+        """Descriptors that are left once those are merged that adjoin at both ends.
+
+        NIXL merges those that follow one another. That is done here for the first run of heads
+        only: the others lie in memory as it does.
+        """
+        count = 0
+        for each in selections:
+            ends = self._descriptors(each, np.zeros(1, dtype=np.int64))
+            addresses = self.src.addresses(ends[0]), self.dst.addresses(ends[1])
+            length = int(self.src.rows[0, 1])
+            count += count_merged(addresses, length) * self._head_runs(each)
+        return count
+
+    def _head_runs(self, selection: Selection) -> int:
+        return len(selection.planes) * (self.read.num_heads // self.run.num_heads)
+
+    def _descriptors(
+        self, selection: Selection, head_runs: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The descriptors of both ends for some runs of heads, by run of heads."""
+        num_runs = self.chunk_tokens // self.run.num_tokens
+        tokens = _spread(selection.chunk_starts, num_runs, self.run.num_tokens)
+        return (
+            _descriptors(self.src, selection.src, tokens, self.run, head_runs),
+            _descriptors(self.dst, selection.dst, tokens, self.run, head_runs),
         )
-        return np.arange(start, stop, self.run.num_tokens, dtype=np.int64)
+
+
+def count_merged(addresses: Sequence[npt.NDArray[np.int64]], length_bytes: int) -> int:
+    """How many are left of equally long descriptors when those that adjoin are merged.
+
+    Args:
+        addresses: Where they begin, at each end; shape (descriptors,) each.
+        length_bytes: Of each.
+    """
+    if not len(addresses[0]):
+        return 0
+    adjoin = [np.diff(each) == length_bytes for each in addresses]
+    return len(addresses[0]) - int(np.count_nonzero(np.logical_and.reduce(adjoin)))
 
 
 def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
-    """Turn a planned read into legs: one, unless its layers differ in the size of their blocks.
+    """Turn a planned read into legs: one, unless its layers differ in the shape of their blocks.
 
     Args:
         read: The read.
@@ -155,42 +249,34 @@ def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
             size of blocks whose tokens are packed.
         LocalLayoutError: A list would have more descriptors than NIXL's indices can count.
     """
-    planes_by_shape: dict[tuple[Run, int, int], list[_PlanePair]] = defaultdict(list)
+    pairs_by_shape: dict[tuple[Run, Plane, Plane], list[PlanePair]] = defaultdict(list)
     for layer in read.layers:
         for pair in _paired_planes(layer, src, dst):
             run = _common_run(read.num_heads, pair)
-            planes_by_shape[run, pair.src.block_tokens, pair.dst.block_tokens].append(pair)
-    return tuple(_leg(read, run, pairs, src, dst) for (run, _, _), pairs in planes_by_shape.items())
+            src_shape, dst_shape = (replace(each, address=0) for each in (pair.src, pair.dst))
+            pairs_by_shape[run, src_shape, dst_shape].append(pair)
+    return tuple(_leg(read, run, pairs, src, dst) for (run, _, _), pairs in pairs_by_shape.items())
 
 
-@dataclass(frozen=True, slots=True)
-class _PlanePair:
-    """One plane of a layer at both ends, and the layer's groups."""
-
-    src: Plane
-    dst: Plane
-    groups: tuple[int, int]
-
-
-def _leg(read: Read, run: Run, pairs: Sequence[_PlanePair], src: RankCache, dst: RankCache) -> Leg:
-    """Write both lists for planes whose runs and blocks are alike."""
-    head_runs_per_plane = read.num_heads // run.num_heads
-    head_runs: dict[tuple[int, int], list[int]] = defaultdict(list)
+def _leg(read: Read, run: Run, pairs: Sequence[PlanePair], src: RankCache, dst: RankCache) -> Leg:
+    """Write both lists for planes that are alike."""
+    planes: dict[tuple[int, int], list[int]] = defaultdict(list)
     for position, pair in enumerate(pairs):
-        first = position * head_runs_per_plane
-        head_runs[pair.groups].extend(range(first, first + head_runs_per_plane))
+        planes[pair.groups].append(position)
     return Leg(
+        read,
+        tuple(pairs),
         run,
-        _end([pair.src for pair in pairs], src, read.src_head_offset, read.num_heads, run),
-        _end([pair.dst for pair in pairs], dst, read.dst_head_offset, read.num_heads, run),
+        write_end([pair.src for pair in pairs], src, read.src_head_offset, read.num_heads, run),
+        write_end([pair.dst for pair in pairs], dst, read.dst_head_offset, read.num_heads, run),
         tuple(
             (groups, np.asarray(positions, dtype=np.int64))
-            for groups, positions in sorted(head_runs.items())
+            for groups, positions in sorted(planes.items())
         ),
     )
 
 
-def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[_PlanePair]:
+def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[PlanePair]:
     """Match a layer's planes by position."""
     src_planes, dst_planes = src.layers[layer].planes, dst.layers[layer].planes
     groups = src.layers[layer].group, dst.layers[layer].group
@@ -214,14 +300,14 @@ def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[_Pl
                 f"{_page_text(dst_plane)} here: run both engines with the same attention backend "
                 "and --block-size"
             )
-        yield _PlanePair(src_plane, dst_plane, groups)
+        yield PlanePair(src_plane, dst_plane, groups)
 
 
 def _page_text(plane: Plane) -> str:
     return f"{plane.block_tokens} {'packed' if plane.packed else 'plain'} tokens"
 
 
-def _common_run(num_heads: int, pair: _PlanePair) -> Run:
+def _common_run(num_heads: int, pair: PlanePair) -> Run:
     """The largest run that is contiguous, in one order, at both ends."""
     num_tokens = math.gcd(pair.src.block_tokens, pair.dst.block_tokens)
     candidates = [Run(heads, tokens) for heads in (num_heads, 1) for tokens in (num_tokens, 1)]
@@ -235,10 +321,21 @@ def _common_run(num_heads: int, pair: _PlanePair) -> Run:
     )
 
 
-def _end(
+def write_end(
     planes: Sequence[Plane], cache: RankCache, head_offset: int, num_heads: int, run: Run
 ) -> LegEnd:
-    """Write the strided rows of one end."""
+    """Write the strided rows of one end.
+
+    Args:
+        planes: The planes, all of one shape.
+        cache: Whose they are.
+        head_offset: The first head, within the planes.
+        num_heads: How many heads.
+        run: What one descriptor is to move; it must be contiguous.
+
+    Raises:
+        LocalLayoutError: There would be more descriptors than NIXL's indices can count.
+    """
     block_tokens = planes[0].block_tokens
     num_rows = len(planes) * (num_heads // run.num_heads) * (block_tokens // run.num_tokens)
     if num_rows > _MAX_ROWS or num_rows * cache.num_blocks > _MAX_DESCRIPTORS:
@@ -281,6 +378,12 @@ def _descriptors(
     rows = head_runs[:, np.newaxis] * end.runs_per_block + row_in_head_run
     descriptors: npt.NDArray[np.int64] = (rows * end.num_blocks + block_ids).ravel()
     return descriptors
+
+
+def _spread(starts: npt.NDArray[np.int64], count: int, step: int) -> npt.NDArray[np.int64]:
+    """For each start so many numbers that begin there, in steps."""
+    spread: npt.NDArray[np.int64] = (starts[:, np.newaxis] + step * np.arange(count)).ravel()
+    return spread
 
 
 def _as_indices(parts: Sequence[npt.NDArray[np.int64]]) -> Indices:

@@ -16,11 +16,13 @@ from .agent import NixlAgent, Prepared
 from .cache import RankCache
 from .errors import RemoteLayoutError
 from .lease_check import PreparedTable, prepare_table
-from .lowering import BlockSpan, Indices, Leg, Rows, lower_read
+from .lowering import BlockSpan, Leg, Rows, Selection, lower_read
 from .mesh import MeshRank
 from .messages import BlockIds, Receive
 from .metadata import WorkerDescription
 from .plan import ReshardPlan
+from .staging import StagedLeg, stage_leg
+from .staging_area import StagingArea
 
 _MAX_BLOCK = int(np.iinfo(np.int32).max)
 
@@ -68,6 +70,21 @@ class LocalLists:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedStaging:
+    """A staged leg with its lists.
+
+    Attributes:
+        leg: The leg.
+        arena: The list of our arena.
+        remote: The list of the peer's memory.
+    """
+
+    leg: StagedLeg
+    arena: Prepared
+    remote: Prepared
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedLeg:
     """A leg with its lists.
 
@@ -76,15 +93,17 @@ class PreparedLeg:
         local: The list of our memory.
         remote: The list of the peer's memory.
         remote_blocks_per_id: Blocks that one of the peer's block ids stands for.
+        staging: The same for reads by way of the arena; None where there is none.
     """
 
     leg: Leg
     local: Prepared
     remote: Prepared
     remote_blocks_per_id: int
+    staging: PreparedStaging | None = None
 
-    def indices(self, receive: Receive, reader: Reader) -> tuple[Indices, Indices]:
-        """The descriptors to read for a request: where to, and where from.
+    def select(self, receive: Receive, reader: Reader) -> list[Selection]:
+        """What to read for a request.
 
         Raises:
             RemoteLayoutError: The blocks that the request names do not exist, or do not hold all
@@ -102,10 +121,9 @@ class PreparedLeg:
             self.leg.dst.block_tokens,
             reader.cache.blocks_per_id,
         )
-        for (src_group, dst_group), _ in self.leg.head_runs_by_groups:
+        for (src_group, dst_group), _ in self.leg.planes_by_groups:
             self._check(receive, src, src_group, dst[dst_group])
-        src_indices, dst_indices = self.leg.indices(src, dst)
-        return dst_indices, src_indices
+        return self.leg.select(src, dst)
 
     def _check(
         self,
@@ -165,6 +183,7 @@ class RemoteEngine:
         plan: The plan between that engine and ours.
         reader: This worker.
         local_lists: This worker's lists.
+        area: Where staged reads stop over; None where all go direct.
 
     Attributes:
         legs: What to read for every request.
@@ -183,9 +202,11 @@ class RemoteEngine:
         plan: ReshardPlan,
         reader: Reader,
         local_lists: LocalLists,
+        area: StagingArea | None = None,
     ) -> None:
         self._agent = agent
         self._peers: dict[MeshRank, str] = {}
+        self._remote_lists: dict[tuple[str, bytes], Prepared] = {}
         self.legs: list[PreparedLeg] = []
         self.lease_tables: dict[str, PreparedTable] = {}
         self.releases: list[tuple[str, int]] = []
@@ -198,10 +219,14 @@ class RemoteEngine:
                     self.lease_tables[peer] = table
                 for leg in lower_read(read, description.cache, reader.cache):
                     _check_windows(leg, reader)
-                    local = local_lists.get(leg.dst.rows)
-                    remote = agent.prepare(leg.src.rows, peer)
                     self.legs.append(
-                        PreparedLeg(leg, local, remote, description.cache.blocks_per_id)
+                        PreparedLeg(
+                            leg,
+                            local_lists.get(leg.dst.rows),
+                            self._remote_list(leg.src.rows, peer),
+                            description.cache.blocks_per_id,
+                            self._stage(leg, description.cache, peer, local_lists, area),
+                        )
                     )
             for release in plan.notified_by(reader.rank):
                 peer = self._connect(descriptions[release.src_rank])
@@ -212,9 +237,10 @@ class RemoteEngine:
 
     def close(self) -> None:
         """Forget the engine. No read from it may be in flight."""
-        for leg in self.legs:
-            self._agent.release_prepared(leg.remote)
         self.legs.clear()
+        for remote in self._remote_lists.values():
+            self._agent.release_prepared(remote)
+        self._remote_lists.clear()
         for table in self.lease_tables.values():
             self._agent.release_prepared(table.buckets)
         self.lease_tables.clear()
@@ -222,6 +248,30 @@ class RemoteEngine:
         for peer in self._peers.values():
             self._agent.disconnect(peer)
         self._peers.clear()
+
+    def _stage(
+        self,
+        leg: Leg,
+        src: RankCache,
+        peer: str,
+        local_lists: LocalLists,
+        area: StagingArea | None,
+    ) -> PreparedStaging | None:
+        """Prepare a leg for reading by way of the arena; None where not one block fits in there."""
+        if area is None:
+            return None
+        staged = stage_leg(leg, src)
+        if staged.slice_bytes > area.memory.nbytes:
+            return None
+        arena = local_lists.get(area.rows(staged.descriptor_bytes))
+        return PreparedStaging(staged, arena, self._remote_list(staged.src.rows, peer))
+
+    def _remote_list(self, rows: Rows, peer: str) -> Prepared:
+        """The list for some rows of a peer's memory: most staged legs have those of direct ones."""
+        key = peer, rows.tobytes()
+        if key not in self._remote_lists:
+            self._remote_lists[key] = self._agent.prepare(rows, peer)
+        return self._remote_lists[key]
 
     def _connect(self, description: WorkerDescription) -> str:
         rank = description.shard.rank
@@ -234,7 +284,7 @@ def _check_windows(leg: Leg, reader: Reader) -> None:
     """See that blocks which hold a window there can fill blocks that hold a window here."""
     if leg.src.block_tokens % leg.dst.block_tokens == 0:
         return
-    if any(dst_group in reader.window_groups for (_, dst_group), _ in leg.head_runs_by_groups):
+    if any(dst_group in reader.window_groups for (_, dst_group), _ in leg.planes_by_groups):
         raise RemoteLayoutError(
             f"blocks of {leg.src.block_tokens} tokens at the source that hold a sliding window "
             f"may not fill blocks of {leg.dst.block_tokens} tokens here: use one --block-size on "

@@ -9,7 +9,7 @@ but for upstream's scheduler, which then finds there what has been checked here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,7 @@ _MAX_S = 1e9
 """Longer than any engine runs, and far from what clocks cannot count."""
 
 _Seconds = Annotated[float, Meta(gt=0, le=_MAX_S)]
+_Bytes = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
@@ -42,6 +43,10 @@ class Settings(msgspec.Struct, frozen=True, rename={"lease_s": "kv_lease_duratio
         kv_recompute_threshold: Fewer tokens than these are computed rather than read back.
         decoder_kv_blocks_ttl: How long a decode engine offers the blocks of a turn, in seconds.
         enable_cross_layers_blocks: Whether the caches of all layers should lie in one tensor.
+        transfer_strategy: Whether blocks are read direct, by way of a staging arena, or the one or
+            the other, whichever promises to be faster.
+        staging_arena_bytes: Size of that arena on each worker; None for what suits its memory, 0
+            for none.
     """
 
     lease_s: _Seconds = 30
@@ -53,6 +58,8 @@ class Settings(msgspec.Struct, frozen=True, rename={"lease_s": "kv_lease_duratio
     kv_recompute_threshold: _Count = 64
     decoder_kv_blocks_ttl: _Seconds = 480
     enable_cross_layers_blocks: bool = False
+    transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
+    staging_arena_bytes: _Bytes | None = None
 
 
 def read_settings(config: KVTransferConfig) -> Settings:

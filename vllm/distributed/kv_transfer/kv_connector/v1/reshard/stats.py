@@ -27,17 +27,11 @@ from .errors import (
     RemoteUnreachableError,
     TransferError,
 )
+from .strategy import Strategy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
-
-
-class Strategy(str, Enum):
-    """How a read goes."""
-
-    DIRECT = "direct"
-    """From the peer's blocks into ours, without a stop."""
 
 
 class HandshakeFailure(str, Enum):

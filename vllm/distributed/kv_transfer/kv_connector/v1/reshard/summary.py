@@ -310,7 +310,7 @@ def _num_descriptors(leg: Leg, windows: Sequence[int], num_tokens: int) -> int:
         [_span(window, num_tokens, end.block_tokens) for window in windows]
         for end in (leg.src, leg.dst)
     )
-    return len(leg.indices(src, dst)[0])
+    return len(leg.indices(leg.select(src, dst))[0])
 
 
 def _span(window_tokens: int, num_tokens: int, block_tokens: int) -> BlockSpan:

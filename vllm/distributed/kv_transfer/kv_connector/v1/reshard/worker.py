@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +21,13 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from .agent import NixlAgent, Transfer, TransferState
+from .agent import NixlAgent
 from .compatibility import compatibility_factors
 from .errors import RemoteLayoutError, ReshardError, TransferError
 from .geometry import describe_cache, memory_regions, window_groups
 from .holder import Holder
 from .lease_check import LeaseChecker, PreparedTable
+from .measure import measure_costs
 from .mesh import MeshRank
 from .messages import (
     Done,
@@ -46,8 +47,10 @@ from .remote import LocalLists, Reader, RemoteEngine
 from .settings import Settings, read_settings
 from .shards import Layer, Shard, heads_of_rank
 from .side_channel import fetch_handshake
+from .staging_area import StagingArea, make_scatterer, open_area
 from .stats import ReadFailure, ReshardStats
 from .summary import describe_reads
+from .transfers import Transfers
 from .verify import verify_plan
 
 if TYPE_CHECKING:
@@ -73,14 +76,12 @@ class _Reading:
         receive: What to read.
         peer: From where.
         lease_tables: Where to see, after that, that it was still held.
-        transfers: Reads in flight.
         failure: What went wrong first.
     """
 
     receive: Receive
     peer: Peer
     lease_tables: Sequence[PreparedTable] = ()
-    transfers: dict[int, Transfer] = field(default_factory=dict)
     failure: ReadFailure | None = None
 
 
@@ -108,23 +109,18 @@ class ReshardWorker:
         self._rank = MeshRank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._tp_size = parallel.tensor_parallel_size
         self._name = f"{engine_id}/{self._rank}"
-        on_cpu = current_platform.device_type == "cpu"
-        self._agent = NixlAgent(
-            f"{self._name}/{uuid.uuid4()}",
-            memory="DRAM" if on_cpu else "VRAM",
-            backends=self._settings.backends,
-            num_threads=self._settings.num_threads,
-            progress_delay_us=_progress_delay_us(self._settings, on_cpu=on_cpu),
-            # There this thread is bound to cores of its own, which NIXL's would have to share with
-            # it; and where it waits for them, it does not let them run.
-            cores=_parents_cores() if on_cpu else None,
-        )
+        # On CPU this thread is bound to cores of its own, which others would have to share with it;
+        # and where it waits for them, it does not let them run.
+        self._on_cpu = current_platform.device_type == "cpu"
+        self._cores = _parents_cores() if self._on_cpu else None
+        self._agent = self._make_agent(str(uuid.uuid4()))
         self._local_lists = LocalLists(self._agent)
         # As many engines may leave us waiting before they hold up others' handshakes.
         self._threads = ThreadPoolExecutor(32, thread_name_prefix="reshard-handshake")
         self._stats = ReshardStats()
         self._holder = Holder(self._agent, self._settings.lease_s, self._stats)
         self._lease_checker = LeaseChecker(self._agent)
+        self._transfers = Transfers(self._agent)
         self._consumer: ConsumerLedger[int] = ConsumerLedger()
         self._peers = PeerTable(self._threads, self._fetch, self._connect)
         self._reading: dict[RequestId, _Reading] = {}
@@ -150,6 +146,7 @@ class ReshardWorker:
         self._engine_shards = _gather(shard)
         self._agent.register(memory_regions(kv_caches))
         self._reader = Reader(self._rank, cache, window_groups(self._kv_cache_config))
+        self._transfers.area = self._open_area(kv_caches.values())
         self._factors = compatibility_factors(
             self._vllm_config, sorted({backend.get_name() for backend in backends.values()})
         )
@@ -181,7 +178,7 @@ class ReshardWorker:
         """
         now_s = time.monotonic()
         self._advance_peers(now_s)
-        self._poll_reads()
+        self._poll_reads(now_s)
         self._check_leases()
         return self._holder.let_go(now_s), self._take_received()
 
@@ -197,15 +194,45 @@ class ReshardWorker:
     def close(self) -> None:
         """Give everything back to NIXL."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._transfers.close()
         for reading in self._reading.values():
-            for transfer in reading.transfers.values():
-                self._agent.release(transfer)
             reading.peer.in_flight -= 1
         self._reading.clear()
         self._lease_checker.close()
         self._peers.close()
         self._local_lists.close()
         self._agent.close()
+
+    def _open_area(self, caches: Iterable[torch.Tensor]) -> StagingArea | None:
+        """Where staged reads stop over, if any are to."""
+        strategy = self._settings.transfer_strategy
+        transfer_config = self._vllm_config.kv_transfer_config
+        assert transfer_config is not None
+        if strategy == "direct" or not (
+            transfer_config.is_kv_consumer or self._settings.bidirectional_kv_xfer
+        ):
+            return None
+        cores = self._cores and ((self._cores - os.sched_getaffinity(0)) or self._cores)
+        area = open_area(self._agent, caches, self._settings.staging_arena_bytes, cores)
+        if area is not None and strategy == "auto":
+            area.costs = measure_costs(
+                self._agent,
+                self._make_agent(f"stand-in/{uuid.uuid4()}"),
+                area.memory,
+                lambda scratch: make_scatterer(area.memory, (scratch,), cores),
+            )
+            logger.info("Reads are staged where that is faster: %s.", area.costs)
+        return area
+
+    def _make_agent(self, name: str) -> NixlAgent:
+        return NixlAgent(
+            f"{self._name}/{name}",
+            memory="DRAM" if self._on_cpu else "VRAM",
+            backends=self._settings.backends,
+            num_threads=self._settings.num_threads,
+            progress_delay_us=_progress_delay_us(self._settings, on_cpu=self._on_cpu),
+            cores=self._cores,
+        )
 
     def _backends(self, names: Iterable[str]) -> dict[str, type[AttentionBackend]]:
         """The attention backend of each layer."""
@@ -279,6 +306,7 @@ class ReshardWorker:
             plan,
             self._reader,
             self._local_lists,
+            self._transfers.area,
         )
         duration_s = time.monotonic() - began_s
         self._stats.record_handshake(duration_s)
@@ -301,26 +329,15 @@ class ReshardWorker:
             return
         assert self._reader is not None
         try:
-            legs = [(leg, *leg.indices(receive, self._reader)) for leg in engine.legs]
+            selected = [(leg, leg.select(receive, self._reader)) for leg in engine.legs]
         except ReshardError as error:
             self._fail_unread(request_id, receive, peer, str(error), ReadFailure.PARAMETERS)
             return
-        read_from = {leg.remote.peer for leg, local_indices, _ in legs if len(local_indices)}
+        parts = [part for each in selected for part in self._transfers.cut(*each)]
+        read_from = {part.leg.remote.peer for part in parts}
         tables = [table for name, table in engine.lease_tables.items() if name in read_from]
-        reading = self._account(request_id, receive, peer, len(legs), tables)
-        for key, (leg, local_indices, remote_indices) in enumerate(legs):
-            if not len(local_indices):
-                self._consumer.leg_done(request_id, key)
-                continue
-            try:
-                reading.transfers[key] = self._agent.read(
-                    leg.local, local_indices, leg.remote, remote_indices
-                )
-            except TransferError as error:
-                peer.broken = True
-                reading.failure = reading.failure or ReadFailure.TRANSFER
-                # What is in flight is left to end by itself: nobody else gets the blocks before.
-                self._consumer.leg_failed(request_id, key, str(error))
+        self._account(request_id, receive, peer, len(parts), tables)
+        self._transfers.start(request_id, parts, time.monotonic())
 
     def _account(
         self,
@@ -336,28 +353,22 @@ class ReshardWorker:
         self._consumer.begin(request_id, range(num_legs), following_steps=len(lease_tables))
         return reading
 
-    def _poll_reads(self) -> None:
+    def _poll_reads(self, now_s: float) -> None:
         """Look at everything in flight."""
-        for request_id, reading in self._reading.items():
-            for key, transfer in list(reading.transfers.items()):
-                state = self._agent.poll(transfer)
-                if state is TransferState.IN_FLIGHT:
-                    continue
-                del reading.transfers[key]
-                if state is TransferState.DONE:
-                    if (telemetry := self._agent.telemetry(transfer)) is not None:
-                        self._stats.record_transfer(telemetry)
-                    if self._consumer.leg_done(request_id, key):
-                        for table in reading.lease_tables:
-                            remote_request_id = reading.receive.remote_request_id
-                            self._lease_checker.want(request_id, remote_request_id, table)
-                else:
-                    reading.peer.broken = True
-                    reading.failure = reading.failure or ReadFailure.TRANSFER
-                    self._consumer.leg_failed(
-                        request_id, key, f"NIXL could not read from {transfer.peer}"
-                    )
-                self._agent.release(transfer)
+        for part in self._transfers.advance(now_s):
+            reading = self._reading[part.request_id]
+            if part.telemetry is not None:
+                self._stats.record_transfer(part.telemetry, part.strategy)
+            if part.fault is not None:
+                reading.peer.broken = True
+                reading.failure = reading.failure or ReadFailure.TRANSFER
+                # What is in flight is left to end by itself: nobody else gets the blocks before.
+                if self._consumer.leg_failed(part.request_id, part.key, part.fault):
+                    self._transfers.give_up(part.request_id)
+            elif self._consumer.leg_done(part.request_id, part.key):
+                for table in reading.lease_tables:
+                    remote_request_id = reading.receive.remote_request_id
+                    self._lease_checker.want(part.request_id, remote_request_id, table)
 
     def _check_leases(self) -> None:
         """See that what was read was still held."""

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NIXL and the copy out of the arena take on this machine, measured when a worker starts.
+
+A second agent in this process stands in for a peer on the same machine. Of a peer behind a network
+this knows nothing; but there, too, a descriptor costs more than the bytes of a small one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from .agent import NixlAgent, Prepared, TransferState
+from .cache import Plane
+from .errors import TransferError
+from .lowering import Indices
+from .scatter import Scatterer
+from .staging import Chunks, Scatter
+from .strategy import CostModel, fit_line
+
+logger = init_logger(__name__)
+
+DEFAULT_COSTS = CostModel(
+    descriptor_s=4e-6, byte_s=1.5e-10, chunk_s=1e-7, copied_byte_s=3e-10, stop_s=1e-3
+)
+"""Of a small machine without an accelerator, where measuring fails."""
+
+SCRATCH_BYTES = 4 << 20
+"""What measuring needs of the arena, and once more at the stand-in."""
+
+_PIECE_BYTES = 2048
+_FEW, _MANY = 64, 512
+_SMALL_BYTES, _LARGE_BYTES = SCRATCH_BYTES >> 4, SCRATCH_BYTES >> 1
+_ROUNDS = 3
+_DEADLINE_S = 2.0
+_LEAST_S = 1e-12
+_STEP_S = 5e-4
+"""A staged read is noticed in one step of the engine and scattered until the next."""
+
+
+def measure_costs(
+    agent: NixlAgent,
+    stand_in: NixlAgent,
+    arena: torch.Tensor,
+    make_scatterer: Callable[[torch.Tensor], Scatterer],
+) -> CostModel:
+    """Measure with the real thing; what fails is told, and replaced by what is usual.
+
+    Args:
+        agent: This worker's agent; the arena is registered with it.
+        stand_in: An agent that has nothing registered; it is closed at the end.
+        arena: The arena; its first `SCRATCH_BYTES` are written to.
+        make_scatterer: Makes what copies from the arena to a tensor.
+    """
+    scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=arena.device)
+    if arena.nbytes < SCRATCH_BYTES:
+        return DEFAULT_COSTS
+    device_id = max(arena.get_device(), 0)
+    stand_in.register([(scratch.data_ptr(), scratch.nbytes, device_id)])
+    peer, lists = None, list[Prepared]()
+    scatterer = make_scatterer(scratch)
+    try:
+        peer = agent.connect(stand_in.metadata())
+
+        def read_s(piece_bytes: int, count: int) -> float:
+            # Two pieces never adjoin, so that none are merged.
+            rows = [
+                np.array([[each.data_ptr(), piece_bytes, device_id, 2 * piece_bytes, count]])
+                for each in (arena, scratch)
+            ]
+            local = agent.prepare(rows[0].astype(np.uint64))
+            remote = agent.prepare(rows[1].astype(np.uint64), peer)
+            lists.extend((local, remote))
+            indices = np.arange(count, dtype=np.int32)
+            return _least_s(lambda: _read(agent, local, remote, indices))
+
+        few, many = ((count, read_s(_PIECE_BYTES, count)) for count in (_FEW, _MANY))
+        small, large = (
+            (size, read_s(size, 1)) for size in (SCRATCH_BYTES >> 4, SCRATCH_BYTES >> 1)
+        )
+        _, byte_s = fit_line(small, large, least=_LEAST_S)
+        _, piece_s = fit_line(few, many, least=_LEAST_S)
+
+        def copy_s(count: int) -> float:
+            return _least_s(lambda: _copy(scatterer, scratch, count))
+
+        stop_s, copied_piece_s = fit_line(
+            (_FEW, copy_s(_FEW)), (_MANY, copy_s(_MANY)), least=_LEAST_S
+        )
+    except TransferError as error:
+        logger.warning("What reads cost could not be measured, and is guessed: %s", error)
+        return DEFAULT_COSTS
+    finally:
+        scatterer.close()
+        for each in lists:
+            agent.release_prepared(each)
+        if peer is not None:
+            agent.disconnect(peer)
+        stand_in.close()
+    # Of a chunk's cost, half is taken for that of its bytes.
+    return CostModel(
+        descriptor_s=max(piece_s - _PIECE_BYTES * byte_s, _LEAST_S),
+        byte_s=byte_s,
+        chunk_s=copied_piece_s / 2,
+        copied_byte_s=copied_piece_s / 2 / _PIECE_BYTES,
+        stop_s=stop_s + _STEP_S,
+    )
+
+
+def _least_s(function: Callable[[], None]) -> float:
+    """How long something takes when nobody is in the way; a first time does not count."""
+    function()
+    times = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _read(agent: NixlAgent, local: Prepared, remote: Prepared, indices: Indices) -> None:
+    """Read, and wait for it."""
+    transfer = agent.read(local, indices, remote, indices)
+    deadline = time.monotonic() + _DEADLINE_S
+    state = agent.poll(transfer)
+    while state is TransferState.IN_FLIGHT and time.monotonic() < deadline:
+        state = agent.poll(transfer)
+    agent.release(transfer)
+    if state is not TransferState.DONE:
+        raise TransferError(f"a read on this machine is {state.value} after {_DEADLINE_S} s")
+
+
+def _copy(scatterer: Scatterer, scratch: torch.Tensor, count: int) -> None:
+    """Copy so many pieces, side by side in the arena, to where every other one is left out."""
+    piece = Plane(
+        address=0,
+        block_stride_bytes=_PIECE_BYTES,
+        head_stride_bytes=_PIECE_BYTES,
+        token_stride_bytes=_PIECE_BYTES,
+        slot_bytes=_PIECE_BYTES,
+        num_heads=1,
+        block_tokens=1,
+    )
+    blocks = np.arange(count)
+    copy = scatterer.submit(
+        Scatter(
+            src=(piece,),
+            dst=(replace(piece, address=scratch.data_ptr(), block_stride_bytes=2 * _PIECE_BYTES),),
+            num_src_blocks=count,
+            num_dst_blocks=count,
+            chunk_tokens=1,
+            chunks=Chunks(blocks, np.zeros_like(blocks), blocks, np.zeros_like(blocks)),
+        )
+    )
+    if (fault := copy.fault()) is not None:
+        raise TransferError(f"a copy on this machine has failed: {fault}")

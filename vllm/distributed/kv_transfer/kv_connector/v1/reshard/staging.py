@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads that stop over in an arena: there in the source's order, from there to where they belong.
+
+A descriptor of a direct read is as long as both ends are contiguous. Where they differ, it is
+short: TP2 to TP1, a page at the source is half a page here, and no two halves adjoin. A staged read
+has two steps instead:
+
+    source's blocks  ---- NIXL, long runs ---->  arena  ---- scatter, local ---->  our blocks
+
+In the arena, the slices of a plane's blocks lie one after the other, each with the heads and tokens
+in the order of the source, and the blocks in the order of the source's memory. So blocks that
+adjoin there adjoin here, and NIXL merges them. The scatter then moves *chunks*: the tokens that
+share a block with each other both at the source and here. Neither block sizes nor the order of
+heads and tokens need be the same.
+
+A read is cut into *windows*, each of which is one span of the arena: some planes with all of their
+blocks, or, where a single plane is too large for that, some blocks of one plane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from .arena import Span
+from .cache import Order, Plane, RankCache
+from .lowering import Indices, Leg, LegEnd, Run, Selection, count_merged, write_end
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Which chunk of the arena goes to which chunk of our blocks; each of shape (chunks,), int64.
+
+    Attributes:
+        src_blocks: Block of the arena, counted from the first of its plane.
+        src_chunks: Chunk within that block.
+        dst_blocks: Our block.
+        dst_chunks: Chunk within that block.
+    """
+
+    src_blocks: npt.NDArray[np.int64]
+    src_chunks: npt.NDArray[np.int64]
+    dst_blocks: npt.NDArray[np.int64]
+    dst_chunks: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """A copy from the arena to our blocks.
+
+    Attributes:
+        src: Planes in the arena; addresses count from the arena's beginning.
+        dst: Our planes, of the same heads, in the same order.
+        num_src_blocks: Blocks in each of the arena's planes.
+        num_dst_blocks: Blocks in each of ours.
+        chunk_tokens: Tokens in a chunk.
+        chunks: Which goes where, the same for all planes.
+    """
+
+    src: tuple[Plane, ...]
+    dst: tuple[Plane, ...]
+    num_src_blocks: int
+    num_dst_blocks: int
+    chunk_tokens: int
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a staged read that is in the arena as a whole.
+
+    Attributes:
+        selection: What it moves: some of the planes and chunks that its request selected.
+        src_block_ids: The source's blocks that hold them, ascending; shape (blocks,), int64.
+        size_bytes: What it takes of the arena.
+    """
+
+    selection: Selection
+    src_block_ids: npt.NDArray[np.int64]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagedLeg:
+    """A leg as it is read by way of the arena.
+
+    Attributes:
+        leg: The leg.
+        src: The source's end, with one descriptor for what is contiguous there; the rows of a
+            plane are in the order in which they lie in the arena.
+        rows_per_block: Rows of one plane.
+        slice: How the slice of a block lies in the arena; its address means nothing.
+    """
+
+    leg: Leg
+    src: LegEnd
+    rows_per_block: int
+    slice: Plane
+
+    @property
+    def descriptor_bytes(self) -> int:
+        """Size of every descriptor."""
+        return int(self.src.rows[0, 1])
+
+    @property
+    def slice_bytes(self) -> int:
+        """What a block takes of the arena in each plane."""
+        return self.slice.block_stride_bytes
+
+    def windows(self, selections: Sequence[Selection], limit_bytes: int) -> Iterator[Window]:
+        """Cut what is to be moved into windows.
+
+        Args:
+            selections: From the leg's `select`.
+            limit_bytes: No window is larger, unless that is less than one block of one plane.
+        """
+        for selection in selections:
+            of_chunk = self._src_block_ids(selection)
+            # Chunks are in the order of the source's blocks.
+            firsts = np.flatnonzero(np.diff(of_chunk, prepend=-1))
+            block_ids = of_chunk[firsts]
+            blocks_at_once = min(max(limit_bytes // self.slice_bytes, 1), len(block_ids))
+            # Where a plane is cut, each window has a part of a single one.
+            whole = blocks_at_once == len(block_ids)
+            plane_bytes = blocks_at_once * self.slice_bytes
+            planes_at_once = max(limit_bytes // plane_bytes, 1) if whole else 1
+            edges = [*firsts.tolist(), len(of_chunk)]
+            for plane in range(0, len(selection.planes), planes_at_once):
+                planes = selection.planes[plane : plane + planes_at_once]
+                for block in range(0, len(block_ids), blocks_at_once):
+                    ids = block_ids[block : block + blocks_at_once]
+                    chunks = slice(edges[block], edges[block + len(ids)])
+                    yield Window(
+                        replace(
+                            selection,
+                            planes=planes,
+                            chunk_starts=selection.chunk_starts[chunks],
+                        ),
+                        ids,
+                        len(planes) * len(ids) * self.slice_bytes,
+                    )
+
+    def indices(self, window: Window, span: Span) -> tuple[Indices, Indices]:
+        """The descriptors to read for a window: at the source, and in the arena.
+
+        Args:
+            window: The window.
+            span: Where it lands: of its size, and aligned to `descriptor_bytes`.
+        """
+        rows = window.selection.planes[:, np.newaxis] * self.rows_per_block
+        rows = rows + np.arange(self.rows_per_block)
+        # By plane, block and row of the block, which is the order of the arena.
+        at_source = (
+            rows[:, np.newaxis, :] * self.src.num_blocks + window.src_block_ids[:, np.newaxis]
+        ).ravel()
+        first = span.start_bytes // self.descriptor_bytes
+        in_arena = np.arange(first, first + len(at_source), dtype=np.int32)
+        return at_source.astype(np.int32), in_arena
+
+    def scatter(self, window: Window, span: Span) -> Scatter:
+        """The copy that brings a window to where it belongs."""
+        selection, leg = window.selection, self.leg
+        num_blocks, chunk_tokens = len(window.src_block_ids), leg.chunk_tokens
+        pairs = [leg.pairs[plane] for plane in selection.planes.tolist()]
+        plane_bytes = num_blocks * self.slice_bytes
+        head_offset = leg.read.dst_head_offset
+        src_token, dst_token = (
+            (selection.chunk_starts - blocks.start_token) % end.block_tokens
+            for blocks, end in ((selection.src, leg.src), (selection.dst, leg.dst))
+        )
+        dst_position = (selection.chunk_starts - selection.dst.start_token) // leg.dst.block_tokens
+        return Scatter(
+            tuple(
+                replace(self.slice, address=span.start_bytes + number * plane_bytes)
+                for number in range(len(pairs))
+            ),
+            tuple(
+                replace(
+                    pair.dst,
+                    address=pair.dst.address + pair.dst.offset_bytes(head_offset, 0),
+                    num_heads=leg.read.num_heads,
+                )
+                for pair in pairs
+            ),
+            num_blocks,
+            leg.dst.num_blocks,
+            chunk_tokens,
+            Chunks(
+                np.searchsorted(window.src_block_ids, self._src_block_ids(selection)),
+                src_token // chunk_tokens,
+                selection.dst.block_ids[dst_position].astype(np.int64),
+                dst_token // chunk_tokens,
+            ),
+        )
+
+    def num_merged(self, selections: Sequence[Selection]) -> int:
+        """Descriptors that are left once those are merged that adjoin at the source."""
+        count = 0
+        for each in selections:
+            block_ids = np.unique(self._src_block_ids(each))
+            indices = np.arange(self.rows_per_block) * self.src.num_blocks
+            addresses = self.src.addresses((block_ids[:, np.newaxis] + indices).ravel())
+            count += count_merged((addresses,), self.descriptor_bytes) * len(each.planes)
+        return count
+
+    def num_bytes(self, selections: Sequence[Selection]) -> int:
+        """Bytes that are read, tokens included that share a block with those that are wanted."""
+        return sum(
+            len(np.unique(self._src_block_ids(each))) * len(each.planes) * self.slice_bytes
+            for each in selections
+        )
+
+    def _src_block_ids(self, selection: Selection) -> npt.NDArray[np.int64]:
+        """The source's block of each chunk."""
+        position = (selection.chunk_starts - selection.src.start_token) // self.leg.src.block_tokens
+        block_ids: npt.NDArray[np.int64] = selection.src.block_ids[position].astype(np.int64)
+        return block_ids
+
+
+def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
+    """Lower a leg for reading by way of an arena.
+
+    Args:
+        leg: The leg.
+        src: The cache of the rank that it reads from.
+
+    Raises:
+        LocalLayoutError: A list would have more descriptors than NIXL's indices can count.
+    """
+    planes = [pair.src for pair in leg.pairs]
+    plane, num_heads = planes[0], leg.read.num_heads
+    run, token_major = _source_run(plane, num_heads)
+    rows_per_block = (num_heads // run.num_heads) * (plane.block_tokens // run.num_tokens)
+    head_bytes = plane.block_tokens * plane.slot_bytes
+    return StagedLeg(
+        leg,
+        write_end(planes, src, leg.read.src_head_offset, num_heads, run),
+        rows_per_block,
+        Plane(
+            address=0,
+            block_stride_bytes=num_heads * head_bytes,
+            head_stride_bytes=plane.slot_bytes if token_major else head_bytes,
+            token_stride_bytes=plane.slot_bytes * (num_heads if token_major else 1),
+            slot_bytes=plane.slot_bytes,
+            num_heads=num_heads,
+            block_tokens=plane.block_tokens,
+            packed=plane.packed,
+        ),
+    )
+
+
+def _source_run(plane: Plane, num_heads: int) -> tuple[Run, bool]:
+    """The largest run that is contiguous at the source, and whether tokens vary slowest there."""
+    tokens = plane.block_tokens
+    for run, token_major in (
+        (Run(num_heads, tokens), False),
+        (Run(num_heads, tokens), True),
+        (Run(1, tokens), False),
+        (Run(num_heads, 1), True),
+    ):
+        order = Order.TOKEN_MAJOR if token_major else Order.HEAD_MAJOR
+        if order in plane.orders(run.num_heads, run.num_tokens):
+            return run, token_major
+    return Run(1, 1), False

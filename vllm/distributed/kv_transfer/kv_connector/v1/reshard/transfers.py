@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reads in flight: each leg of a request goes direct, or in windows by way of an arena.
+
+    direct    posted -> done
+    staged    queued for a span -> posted -> landed, being scattered -> done
+
+Everything here belongs to the engine's thread of the worker that reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .agent import NixlAgent, Transfer, TransferState
+from .arena import Span
+from .errors import TransferError
+from .lowering import Selection
+from .protocol import RequestId
+from .remote import PreparedLeg, PreparedStaging
+from .scatter import Copy
+from .staging import Window
+from .staging_area import StagingArea
+from .strategy import CostModel, Strategy, Work
+
+PATIENCE_S = 0.1
+"""A window goes direct when so long no span was to be had and none was given back."""
+
+_WINDOWS_PER_ARENA = 8
+"""Some windows are scattered while others are being read."""
+
+_MAX_WINDOW_BYTES = 8 << 20
+"""What is scattered soon after it was read is still in a cache of the processor's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is read of a leg with one transfer.
+
+    Attributes:
+        leg: The leg.
+        selections: What of it.
+        window: The same as a window of the arena; None for a direct read.
+    """
+
+    leg: PreparedLeg
+    selections: Sequence[Selection]
+    window: Window | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartEnded:
+    """A part that nothing writes for any more.
+
+    Attributes:
+        request_id: Of which request.
+        key: Which of its parts.
+        fault: Why it has not arrived; None where it has.
+        strategy: How it was read.
+        telemetry: What NIXL measured; None where it was not posted, or cannot tell.
+    """
+
+    request_id: RequestId
+    key: int
+    fault: str | None
+    strategy: Strategy
+    telemetry: Any = None
+
+
+@dataclass(slots=True)
+class _Running:
+    """A part on its way."""
+
+    request_id: RequestId
+    key: int
+    part: Part
+    transfer: Transfer | None = None
+    span: Span | None = None
+    copy: Copy | None = None
+    telemetry: Any = None
+
+    def ended(self, fault: str | None = None) -> PartEnded:
+        """It has ended."""
+        strategy = Strategy.DIRECT if self.span is None else Strategy.STAGED
+        return PartEnded(self.request_id, self.key, fault, strategy, self.telemetry)
+
+
+@dataclass(slots=True)
+class Transfers:
+    """All parts on their way.
+
+    Spans are given back only once NIXL says that the read into them is over, and the scatter out of
+    them is. A queue in front of the arena keeps the order of requests. No part waits for ever: one
+    for which there is no span goes direct.
+
+    Attributes:
+        agent: This worker's agent.
+        area: Where staged reads stop over; None where all go direct.
+    """
+
+    agent: NixlAgent
+    area: StagingArea | None = None
+    _queue: deque[_Running] = field(default_factory=deque)
+    _posted: list[_Running] = field(default_factory=list)
+    _landed: list[_Running] = field(default_factory=list)
+    _ended: list[PartEnded] = field(default_factory=list)
+    _moved_at_s: float = 0.0
+
+    def __len__(self) -> int:
+        """Parts on their way."""
+        return len(self._queue) + len(self._posted) + len(self._landed)
+
+    def cut(self, leg: PreparedLeg, selections: Sequence[Selection]) -> Iterable[Part]:
+        """Choose how to read what was selected of a leg, and cut it into parts."""
+        if not selections:
+            return ()
+        area, staging = self.area, leg.staging
+        if area is None or staging is None or not self._gains(leg, staging, selections, area.costs):
+            return (Part(leg, selections),)
+        limit_bytes = min(area.spans.size_bytes // _WINDOWS_PER_ARENA, _MAX_WINDOW_BYTES)
+        return (
+            Part(leg, (window.selection,), window)
+            for window in staging.leg.windows(selections, limit_bytes)
+        )
+
+    def start(self, request_id: RequestId, parts: Sequence[Part], now_s: float) -> None:
+        """Read the parts of a request, whose keys are their positions."""
+        if not self._queue:
+            self._moved_at_s = now_s
+        for key, part in enumerate(parts):
+            running = _Running(request_id, key, part)
+            if part.window is None:
+                self._post_direct(running)
+            else:
+                self._queue.append(running)
+        self._serve_queue(now_s)
+
+    def give_up(self, request_id: RequestId) -> None:
+        """Let what was not posted of a request end; what is in flight ends by itself."""
+        for each in self._queue:
+            if each.request_id == request_id:
+                self._ended.append(each.ended("it was given up"))
+        self._queue = deque(each for each in self._queue if each.request_id != request_id)
+
+    def advance(self, now_s: float) -> list[PartEnded]:
+        """Look at everything on its way; returns what has ended since the last call."""
+        self._posted = [each for each in self._posted if not self._has_left_nixl(each)]
+        self._landed = [each for each in self._landed if not self._is_scattered(each, now_s)]
+        self._serve_queue(now_s)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        """Cancel what is in flight, and wait for copies."""
+        for each in self._posted:
+            assert each.transfer is not None
+            self.agent.release(each.transfer)
+        if self.area is not None:
+            self.area.scatterer.close()
+        self._posted, self._landed, self._queue = [], [], deque()
+
+    @staticmethod
+    def _gains(
+        leg: PreparedLeg,
+        staging: PreparedStaging,
+        selections: Sequence[Selection],
+        costs: CostModel | None,
+    ) -> bool:
+        """Whether reading this by way of the arena is worth its while."""
+        if costs is None:
+            return True
+        num_merged = leg.leg.num_merged(selections)
+        num_staged = staging.leg.num_merged(selections)
+        # Most reads merge as well as they can, and need no more than these counts.
+        if num_staged >= num_merged:
+            return False
+        num_bytes = staging.leg.num_bytes(selections)
+        num_chunks = sum(len(each.planes) * len(each.chunk_starts) for each in selections)
+        strategy = costs.choose(
+            Work(num_merged, num_bytes), Work(num_staged, num_bytes), num_chunks
+        )
+        return strategy is Strategy.STAGED
+
+    def _serve_queue(self, now_s: float) -> None:
+        """Post the windows that there are spans for, in their order."""
+        while self._queue:
+            first = self._queue[0]
+            area, staging, window = self.area, first.part.leg.staging, first.part.window
+            assert area is not None and staging is not None and window is not None
+            span = area.spans.allocate(window.size_bytes, staging.leg.descriptor_bytes)
+            too_large = window.size_bytes > area.spans.size_bytes
+            if span is None and not too_large and now_s - self._moved_at_s < PATIENCE_S:
+                return
+            self._queue.popleft()
+            if span is None:
+                self._post_direct(first)
+                continue
+            self._moved_at_s = now_s
+            first.span = span
+            remote_indices, arena_indices = staging.leg.indices(window, span)
+            self._post(first, staging.arena, arena_indices, staging.remote, remote_indices)
+            if first.transfer is None:
+                area.spans.free(span)
+
+    def _post_direct(self, running: _Running) -> None:
+        leg = running.part.leg
+        remote_indices, local_indices = leg.leg.indices(running.part.selections)
+        self._post(running, leg.local, local_indices, leg.remote, remote_indices)
+
+    def _post(self, running: _Running, *read: Any) -> None:
+        """Post a read; where NIXL refuses, the part has ended."""
+        try:
+            running.transfer = self.agent.read(*read)
+        except TransferError as error:
+            self._ended.append(running.ended(str(error)))
+        else:
+            self._posted.append(running)
+
+    def _has_left_nixl(self, running: _Running) -> bool:
+        """Look at a posted read; once it is over, take the next step."""
+        transfer = running.transfer
+        assert transfer is not None
+        state = self.agent.poll(transfer)
+        if state is TransferState.IN_FLIGHT:
+            return False
+        area = self.area
+        if state is TransferState.DONE:
+            running.telemetry = self.agent.telemetry(transfer)
+        self.agent.release(transfer)
+        if state is TransferState.FAILED:
+            if running.span is not None and area is not None:
+                area.spans.free(running.span)
+            self._ended.append(running.ended(f"NIXL could not read from {transfer.peer}"))
+        elif running.span is None:
+            self._ended.append(running.ended())
+        else:
+            staging, window = running.part.leg.staging, running.part.window
+            assert area is not None and staging is not None and window is not None
+            running.copy = area.scatterer.submit(staging.leg.scatter(window, running.span))
+            self._landed.append(running)
+        return True
+
+    def _is_scattered(self, running: _Running, now_s: float) -> bool:
+        """Look at a copy; once it is made, its span is free."""
+        assert running.copy is not None and running.span is not None and self.area is not None
+        if not running.copy.done():
+            return False
+        self.area.spans.free(running.span)
+        self._moved_at_s = now_s
+        self._ended.append(running.ended(running.copy.fault()))
+        return True
