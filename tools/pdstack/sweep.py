@@ -117,6 +117,13 @@ FAMILIES: tuple[Family, ...] = (
     Family("bfloat16", _TWO, Side(_STAGES), Side(Layout(2, 1)), exact=False, args=_BF16),
 )
 
+SUBSETS: Mapping[str, tuple[str, ...]] = {
+    # What the end-to-end tests do not run, in at most 20 minutes on two cores: there, an engine
+    # takes up to 100 s to start, and a family 25 s once its engines are up.
+    "ci": ("TP not divisible", "uneven stages", "MultiConnector", "P on Ray", "bfloat16"),
+}
+"""Families that are run together under one name."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -146,6 +153,11 @@ def choose(names: Iterable[str]) -> list[Family]:
         if name.lower() not in known:
             raise UsageError(f"no family {name!r}; there are {', '.join(map(repr, known))}")
     return [known[name.lower()] for name in wanted] or list(FAMILIES)
+
+
+def subsets_of(family: Family) -> list[str]:
+    """Return the names of the subsets that a family is in."""
+    return [name for name, families in SUBSETS.items() if family.name in families]
 
 
 def judge(family: Family, found: Accuracy, counters: NixlCounters) -> str | None:

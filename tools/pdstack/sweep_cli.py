@@ -36,10 +36,16 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     many = commands.add_parser(
         "sweep", parents=[common], help="compare pairs of layouts with one engine, tiny models"
     )
-    many.add_argument(
+    which = many.add_mutually_exclusive_group()
+    which.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="this family; repeat it"
     )
-    many.add_argument("--list", action="store_true", help="print the families and end")
+    which.add_argument(
+        "--subset", choices=sorted(sweep.SUBSETS), help="these families: `ci` is what CI runs"
+    )
+    many.add_argument(
+        "--list", action="store_true", help="print the families with their subsets and end"
+    )
     one = commands.add_parser(
         "accuracy", parents=[common], help="compare one pair of layouts with one engine"
     )
@@ -60,10 +66,10 @@ def execute(args: argparse.Namespace, console: Console) -> int:
     if args.command == "accuracy":
         families, models = _one_pair(args)
     else:
-        families = sweep.choose(args.only)
+        families = sweep.choose(sweep.SUBSETS.get(args.subset, args.only))
         if args.list:
             for family in families:
-                console.print(Text(f"{family.name}: {family.prefill} -> {family.decode}"))
+                console.print(Text(_listed(family)), soft_wrap=True)
             return 0
     check_options(args)
     started = time.monotonic()
@@ -82,6 +88,12 @@ def execute(args: argparse.Namespace, console: Console) -> int:
         return not any(result.fault for result in results)
 
     return invoke(args, console, command)
+
+
+def _listed(family: sweep.Family) -> str:
+    """A family in one line, with the subsets that it is in."""
+    subsets = "".join(f"  [{name}]" for name in sweep.subsets_of(family))
+    return f"{family.name}: {family.prefill} -> {family.decode}{subsets}"
 
 
 def _print_results(console: Console, results: Sequence[sweep.Result], took_s: float) -> None:

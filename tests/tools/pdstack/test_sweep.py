@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
-from unittest.mock import create_autospec
+from unittest.mock import Mock, create_autospec
 
 import pytest
 from rich.console import Console
 
-from tools.pdstack import cli
+from tools.pdstack import accuracy, cli
 from tools.pdstack.accuracy import Accuracy
 from tools.pdstack.engine import Device
 from tools.pdstack.errors import ProcessDiedError, UsageError
@@ -21,6 +21,7 @@ from tools.pdstack.sweep import (
     FAMILIES,
     MAX_WORKERS,
     MODELS,
+    SUBSETS,
     Family,
     Result,
     Side,
@@ -30,7 +31,12 @@ from tools.pdstack.sweep import (
     choose,
     judge,
     result_table,
+    subsets_of,
 )
+
+CI_LIMIT_S = 20 * 60
+# The longest that an engine took to start, and a family with its engines up, on two cores.
+ENGINE_START_S, FAMILY_S = 100, 25
 
 GOOD = Accuracy(64, 64, 1.0, 1e-5, 0.3, 0.2)
 MOVED = NixlCounters(bytes_moved=1 << 20, transfers=4)
@@ -117,6 +123,32 @@ def test_families_are_chosen_by_name():
         choose(["nope"])
 
 
+def test_what_ci_runs_fits_its_time(tmp_path, monkeypatch):
+    """The families in CI's subset start few enough engines, those of the answers included."""
+    monkeypatch.setattr(accuracy, "complete_all", lambda *_, **__: [])
+    families, started = choose(SUBSETS["ci"]), []
+    for name in dict.fromkeys(family.model for family in families):
+        stack = create_autospec(PDStack, instance=True)
+        stack.model = MODELS[name](tmp_path / str(len(started)))
+        stack.start_engines.side_effect = lambda *specs: (
+            started.extend(specs) or [Mock(spec_set=["url"]) for _ in specs]
+        )
+        group = _Group(stack, 4)
+        for family in families:
+            if family.model == name:
+                group._start(family)
+                group._reference(family, [])
+    assert started
+    assert len(started) * ENGINE_START_S + len(families) * FAMILY_S <= CI_LIMIT_S
+
+
+def test_subsets_name_families():
+    """What a subset holds exists, and each family knows which subsets it is in."""
+    for subset, names in SUBSETS.items():
+        assert [subset in subsets_of(family) for family in choose(names)] == [True] * len(names)
+    assert subsets_of(FAMILIES[0]) == []
+
+
 def test_the_table_tells_what_did_not_pass():
     """A family without answers has a row, too."""
     stream = StringIO()
@@ -132,6 +164,32 @@ def test_the_list_needs_no_engine(capsys):
     assert cli.main(["sweep", "--list"]) == 0
     printed = capsys.readouterr().out
     assert all(family.name in printed for family in FAMILIES)
+
+
+def test_the_list_shows_what_ci_runs(capsys):
+    """`sweep --list` marks the families of a subset, and with `--subset` names no other."""
+    marked = set(SUBSETS["ci"])
+    assert cli.main(["sweep", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split(":")[0] for line in lines if line.endswith("[ci]")} == marked
+    assert cli.main(["sweep", "--list", "--subset", "ci"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split(":")[0] for line in lines} == marked
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--only", "PP on P", "--subset", "ci"], "--subset: not allowed with argument --only"),
+        (["--subset", "nightly"], "invalid choice: 'nightly' (choose from"),
+    ],
+)
+def test_a_subset_that_cannot_be_is_refused(args, message, capsys):
+    """A subset beside names, or one that is none, is a usage error."""
+    with pytest.raises(SystemExit) as refusal:
+        cli.main(["sweep", *args])
+    assert refusal.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_layout_that_cannot_be_is_refused_before_anything_starts(capsys):
