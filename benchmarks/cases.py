@@ -166,8 +166,9 @@ def transfer_cases(depth: Depth) -> list[TransferCase]:
     """The requests to read, those of one shape together."""
     if depth is Depth.QUICK:
         return list(_transfers("tp2pp1 tp1pp1", 16, 1, 64, [1024], TableOrder))
-    contiguous, reversed_, shuffled = TableOrder
-    every = (contiguous, reversed_, shuffled)
+    if depth is Depth.FULL:
+        return list(_all_transfers())
+    contiguous, reversed_, shuffled = every = tuple(TableOrder)
     cases = [
         *_transfers("tp1pp1 tp1pp1", 16, 1, 64, [1024, 8192, 32768], [contiguous]),
         *_transfers("tp1pp1 tp1pp1", 16, 1, 64, [8192], [reversed_, shuffled], longest=32768),
@@ -181,18 +182,19 @@ def transfer_cases(depth: Depth) -> list[TransferCase]:
         *_transfers("tp1pp1 tp2pp1", 16, 2, 128, [8192], [contiguous, shuffled]),
         *_mla_transfers("tp2pp1 tp1pp1", 16, [8192], [contiguous, shuffled]),
     ]
-    if depth is Depth.FULL:
-        for layouts in ("tp1pp1 tp1pp1", "tp2pp1 tp1pp1", "tp4pp1 tp1pp1", "tp1pp1 tp2pp1"):
-            sizes = itertools.product((16, 128), (1, 2, 8), (64, 128))
-            for block_tokens, heads, head_size in sizes:
-                tokens = [1024, 8192, 32768]
-                cases += _transfers(layouts, block_tokens, heads, head_size, tokens, every)
-        for block_tokens in (16, 128):
-            cases += _mla_transfers("tp2pp1 tp1pp1", block_tokens, [1024, 8192, 32768], every)
-    unique = dict.fromkeys(cases)
     # One start of all processes serves all cases of a shape.
-    shapes = dict.fromkeys(case.shape for case in unique)
-    return [case for shape in shapes for case in unique if case.shape == shape]
+    shapes = dict.fromkeys(case.shape for case in cases)
+    return [case for shape in shapes for case in cases if case.shape == shape]
+
+
+def _all_transfers() -> Iterator[TransferCase]:
+    """Every layout with every block and head size, number of heads, length and order."""
+    tokens = [1024, 8192, 32768]
+    for layouts in ("tp1pp1 tp1pp1", "tp2pp1 tp1pp1", "tp4pp1 tp1pp1", "tp1pp1 tp2pp1"):
+        for sizes in itertools.product((16, 128), (1, 2, 8), (64, 128)):
+            yield from _transfers(layouts, *sizes, tokens, TableOrder)
+    for block_tokens in (16, 128):
+        yield from _mla_transfers("tp2pp1 tp1pp1", block_tokens, tokens, TableOrder)
 
 
 def request_path_cases(depth: Depth) -> list[RequestPathCase]:

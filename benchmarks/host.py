@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlC
 from .config import RankConfig, rank_config
 from .errors import BenchmarkError
 from .memory import PeakMemory
-from .specs import EngineSpec, Offer, Reading, RequestSpec
+from .specs import EngineSpec, Offer, Reading, RequestSpec, Sealed
 
 _STEP_S = 50e-6
 """How long to wait between two steps that found nothing finished, as for a forward pass that is
@@ -85,15 +86,17 @@ class ConnectorHost:
         self._posts: list[_Post] = []
         _watch_posts(self._posts)
 
-    def describe(self) -> tuple[tuple[int, int], Any]:
+    def describe(self) -> tuple[tuple[int, int], Sealed]:
         """This rank, and what it says of itself in handshakes."""
-        return self._rank, self._worker.get_handshake_metadata()
+        return self._rank, pickle.dumps(self._worker.get_handshake_metadata())
 
-    def serve(self, descriptions: Mapping[tuple[int, int], Any]) -> Any:
+    def serve(self, descriptions: Mapping[tuple[int, int], Sealed]) -> Sealed:
         """Answer handshakes; returns what workers are told in a step without requests."""
         assert self._scheduler is not None
-        self._scheduler.set_xfer_handshake_metadata_pp_aware(dict(descriptions))
-        return self._scheduler.build_connector_meta(SchedulerOutput.make_empty())
+        self._scheduler.set_xfer_handshake_metadata_pp_aware(
+            {rank: pickle.loads(description) for rank, description in descriptions.items()}
+        )
+        return self._scheduled()
 
     def fill(self) -> None:
         """Give all blocks known bytes."""
@@ -130,10 +133,9 @@ class ConnectorHost:
             delayed, found = self._scheduler.request_finished(request, spec.block_ids)
             assert delayed and found is not None
             params[spec.request_id] = found
-        metadata = self._scheduler.build_connector_meta(SchedulerOutput.make_empty())
-        return Offer(metadata, params)
+        return Offer(self._scheduled(), params)
 
-    def ask(self, specs: Sequence[RequestSpec]) -> Any:
+    def ask(self, specs: Sequence[RequestSpec]) -> Sealed:
         """Schedule requests that another engine has prefilled; returns what workers are told."""
         assert self._scheduler is not None
         for spec in specs:
@@ -144,24 +146,25 @@ class ConnectorHost:
             assert count == spec.num_tokens and is_async
             self._scheduler.update_state_after_alloc(request, _blocks(spec), count)
             request.num_computed_tokens = spec.num_tokens
-        return self._scheduler.build_connector_meta(SchedulerOutput.make_empty())
+        return self._scheduled()
 
-    def hold(self, metadata: Any) -> None:
+    def hold(self, metadata: Sealed) -> None:
         """Hold requests for other engines."""
-        self._step(metadata)
+        self._step(pickle.loads(metadata))
 
     def read(
-        self, metadata: Any, idle: Any, request_ids: Sequence[str], watch_memory: bool = False
+        self, first: Sealed, others: Sealed, request_ids: Sequence[str], watch_memory: bool = False
     ) -> Reading:
         """Read requests, step by step, and measure it.
 
         Args:
-            metadata: For the first step.
-            idle: For the others.
+            first: What the worker is told in the first step.
+            others: The same in the others.
             request_ids: What is to be reported.
             watch_memory: Measure how far resident memory rises.
         """
         self._posts.clear()
+        metadata, idle = pickle.loads(first), pickle.loads(others)
         awaited, worker = set(request_ids), self._worker
         start_cpu_s = finished_cpu_s = 0.0
         steps = 0
@@ -206,7 +209,7 @@ class ConnectorHost:
             peak_bytes,
         )
 
-    def release(self, idle: Any, request_ids: Sequence[str]) -> None:
+    def release(self, idle: Sealed, request_ids: Sequence[str]) -> None:
         """Wait until other engines are through with requests.
 
         Raises:
@@ -214,7 +217,7 @@ class ConnectorHost:
         """
         awaited, deadline_s = set(request_ids), time.monotonic() + _LIMIT_S
         while awaited:
-            sent, _ = self._step(idle)
+            sent, _ = self._step(pickle.loads(idle))
             awaited -= sent
             if time.monotonic() > deadline_s:
                 raise BenchmarkError(f"{len(awaited)} requests were not released")
@@ -228,6 +231,12 @@ class ConnectorHost:
             request = self._requests.pop(request_id)
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
             self._scheduler.request_finished(request, [])
+
+    def _scheduled(self) -> Sealed:
+        """What the scheduler asks of the workers next."""
+        assert self._scheduler is not None
+        empty = SchedulerOutput.make_empty()
+        return pickle.dumps(self._scheduler.build_connector_meta(empty))
 
     def _step(self, metadata: Any) -> tuple[set[str], set[str]]:
         self._worker.bind_connector_metadata(metadata)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tools.pdstack.layout import Layout
 from tools.pdstack.ports import PortAllocator
@@ -16,7 +15,7 @@ from tools.pdstack.ports import PortAllocator
 from .cases import Shape
 from .children import Child, call_all
 from .model import write_model
-from .specs import EngineSpec, Lane, Reading, RequestSpec
+from .specs import EngineSpec, Lane, Reading, RequestSpec, Sealed
 
 _PORTS = PortAllocator()
 _NUMBERS = itertools.count()
@@ -124,8 +123,8 @@ class ConnectorPair(Pair):
     """A prefill and a decode engine with a connector."""
 
     factory = "benchmarks.host:ConnectorHost"
-    _idle: Any = None
-    _idle_decode: Any = None
+    _idle: Sealed = b""
+    _idle_decode: Sealed = b""
 
     def start(self) -> None:
         """Start both engines, and let them answer handshakes."""
@@ -239,9 +238,10 @@ def started_pairs(
             pair.end()
 
 
-def _ready(children: Sequence[Child]) -> Any:
+def _ready(children: Sequence[Child]) -> Sealed:
     """Wait for the ranks of an engine, and let it answer handshakes; what idle workers are told."""
     for child in children:
         child.result()
     described = dict(call_all(children, "describe"))
-    return call_all(children[:1], "serve", described)[0]
+    (idle,) = call_all(children[:1], "serve", described)
+    return bytes(idle)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,34 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import NixlAgent
 from .caches import reserve_bytes
 from .config import RankConfig, memory_kind, rank_config
 from .errors import BenchmarkError
-from .specs import EngineSpec, Reading
+from .specs import EngineSpec, RawRank, Reading
 from .tables import runs
 
 _REST_US = 100
 _LIMIT_S = 120.0
 _STEP_S = 50e-6
-
-
-@dataclass(frozen=True)
-class RawRank:
-    """What a rank that is read says of itself.
-
-    Attributes:
-        metadata: NIXL's.
-        heads: Which of the model's heads it holds.
-        planes: Address of each plane.
-        head_bytes: Bytes of one head of a block.
-    """
-
-    metadata: bytes
-    heads: range
-    planes: list[int]
-    head_bytes: int
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block in one plane."""
-        return len(self.heads) * self.head_bytes
 
 
 class RawHost:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from tools.pdstack.layout import Layout
 
@@ -103,14 +103,40 @@ class Reading:
     peak_bytes: int = 0
 
 
+Sealed: TypeAlias = bytes
+"""A value of a connector's own type, pickled: it passes through this process without vLLM."""
+
+
 @dataclass(frozen=True)
 class Offer:
     """What a prefill engine's scheduler has to say of its requests.
 
     Attributes:
-        metadata: For its workers, in the connector's own type.
+        metadata: For its workers.
         params: For the decode engine, by request.
     """
 
-    metadata: Any
-    params: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metadata: Sealed
+    params: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RawRank:
+    """What a rank without a connector says of itself.
+
+    Attributes:
+        metadata: NIXL's.
+        heads: Which of the model's heads it holds.
+        planes: Address of each plane.
+        head_bytes: Bytes of one head of a block.
+    """
+
+    metadata: bytes
+    heads: range
+    planes: list[int]
+    head_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in one plane."""
+        return len(self.heads) * self.head_bytes

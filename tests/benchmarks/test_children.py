@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that do what they are told."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+import pytest
+
+from benchmarks.children import Child, call_all
+from benchmarks.errors import BenchmarkError
+
+DEADLINE_S = 60.0
+
+
+class Host:
+    """What runs in the process."""
+
+    def __init__(self, number: int) -> None:
+        if number < 0:
+            raise ValueError("no such number")
+        self.number = number
+
+    def add(self, other: int) -> int:
+        """A sum."""
+        return self.number + other
+
+    def fail(self) -> None:
+        """An error."""
+        raise ValueError("on purpose")
+
+    def leave(self) -> None:
+        """The end of the process, with something in its log."""
+        print("leaving", flush=True)
+        os._exit(3)
+
+
+@pytest.fixture
+def start(server, tmp_path):
+    """Starts children, and ends them afterwards."""
+    started: list[Child] = []
+
+    def make(number: int = 1) -> Child:
+        name = f"child-{len(started)}"
+        started.append(Child(name, tmp_path, "tests.benchmarks.test_children:Host", number))
+        return started[-1]
+
+    yield make
+    for child in started:
+        child.end()
+
+
+def until(condition) -> None:
+    """Wait for a condition."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_calls_are_answered_in_order(start):
+    """Several children are called at once, and each answers for itself."""
+    both = [start(1), start(2)]
+    assert [child.result() for child in both] == [None, None]
+    assert call_all(both, "add", 10) == [11, 12]
+
+
+def test_errors_name_child_and_cause(start):
+    """What a method raises is told here, and the child lives on."""
+    child = start()
+    child.result()
+    with pytest.raises(BenchmarkError, match="child-0 failed: ValueError: on purpose"):
+        call_all([child], "fail")
+    assert call_all([child], "add", 1) == [2]
+
+
+def test_object_that_cannot_be_made_is_told(start):
+    """The first result says so."""
+    with pytest.raises(BenchmarkError, match="no such number"):
+        start(-1).result()
+
+
+def test_end_of_a_process_is_noticed(start):
+    """Nobody waits for who has ended; the error shows the end of its log."""
+    child = start()
+    child.result()
+    with pytest.raises(BenchmarkError, match=r"(?s)child-0 has ended.*leaving"):
+        call_all([child], "leave")
+
+
+def test_stopped_processes_do_nothing_and_can_be_ended(start):
+    """A child does nothing between freeze and thaw, and ends whether stopped or not."""
+    child = start()
+    child.result()
+    process = psutil.Process(child.pid)
+    child.freeze()
+    until(lambda: process.status() == psutil.STATUS_STOPPED)
+    child.post("add", 1)
+    with pytest.raises(BenchmarkError, match="has not answered"):
+        child.result(limit_s=0.5)
+    child.thaw()
+    assert child.result() == 2
+    child.freeze()
+    child.end()
+    assert not psutil.pid_exists(process.pid)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small cases for real: connectors, processes, NIXL."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.cases import HandshakeCase, RequestPathCase, Shape, TransferCase
+from benchmarks.errors import BenchmarkError, NotEnoughMemoryError
+from benchmarks.handshake import measure_handshakes, refuse_upstream
+from benchmarks.lanes import ConnectorPair, RawPair, Tables
+from benchmarks.request_path import measure_request_paths
+from benchmarks.results import Metric
+from benchmarks.specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
+from benchmarks.tables import TableOrder
+from benchmarks.transfer import measure_transfers
+from benchmarks.turns import Plan
+from tools.pdstack.layout import Layout
+
+LANES = [OURS, UPSTREAM_AT_REST, RAW, MEMCPY]
+SHAPE = Shape(Layout(2, 1), Layout(1, 1), 2, 4, 64, 16)
+MLA = Shape(Layout(2, 1), Layout(1, 1), 2, 1, 576, 16, mla=True)
+
+
+@pytest.fixture
+def plan(server, tmp_path) -> Plan:
+    """Two repetitions; of upstream's, the lane that leaves the cores to other tests."""
+    return Plan(LANES, 2, tmp_path, print)
+
+
+def test_transfers_are_measured_in_all_lanes(plan):
+    """Both connectors and both limits read the right bytes, and none is missing."""
+    cases = [TransferCase(SHAPE, 100, TableOrder.SHUFFLED)]
+    for result in measure_transfers(cases, plan):
+        assert result.missing == {}
+        assert list(result.samples) == [lane.name for lane in LANES]
+        for metrics in result.samples.values():
+            assert len(metrics[Metric.SECONDS]) == 2 and min(metrics[Metric.SECONDS]) > 0
+
+
+@pytest.mark.parametrize("kind", [ConnectorPair, RawPair])
+@pytest.mark.parametrize("shape", [SHAPE, MLA], ids=["heads", "MLA"])
+def test_wrong_bytes_are_found(plan, tmp_path, kind, shape):
+    """What was read from other blocks than it should have been is no measurement."""
+    pair = kind(OURS if kind is ConnectorPair else RAW, shape, 16, tmp_path)
+    try:
+        pair.start()
+        pair.fill()
+        pair.check(Tables([3, 5], [7, 2], 32))
+        pair.read([Tables([3, 6], [7, 2], 32)])
+        pair.decode[0].post("check", [7, 2], [3, 5])
+        with pytest.raises(BenchmarkError, match="wrong bytes"):
+            pair.decode[0].result()
+    finally:
+        pair.end()
+
+
+def test_handshakes_and_requests_are_measured(plan):
+    """Both connectors tell time and memory of a handshake, and CPU time of requests."""
+    (handshake,) = measure_handshakes([HandshakeCase(SHAPE, 2000)], plan)
+    assert handshake.missing == {} and RAW.name not in handshake.samples
+    assert handshake.ratio(UPSTREAM_AT_REST.name, OURS.name, Metric.SECONDS) is not None
+    assert all(min(each[Metric.PEAK_BYTES]) > 0 for each in handshake.samples.values())
+    (path,) = measure_request_paths([RequestPathCase(SHAPE, 3, 32)], plan)
+    assert path.missing == {}
+    for metrics in path.samples.values():
+        assert 0 < max(metrics[Metric.OWN_CPU_S]) < max(metrics[Metric.REQUEST_CPU_S])
+
+
+def test_upstream_is_spared_what_it_cannot_do():
+    """Stages, and more descriptors than memory holds, are refused before anything starts."""
+    huge = HandshakeCase(Shape(Layout(8, 1), Layout(1, 1), 80, 8, 128, 16), 100_000)
+    with pytest.raises(NotEnoughMemoryError, match=r"16\.0 million descriptors"):
+        refuse_upstream(UPSTREAM, huge, 16 << 30)
+    refuse_upstream(OURS, huge, 1 << 30)
+    stages = HandshakeCase(Shape(Layout(1, 2), Layout(1, 1), 2, 2, 64, 16), 100)
+    with pytest.raises(BenchmarkError, match="pipeline"):
+        refuse_upstream(UPSTREAM, stages, 16 << 30)

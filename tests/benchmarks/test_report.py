@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables, JSON and drawing."""
+
+from __future__ import annotations
+
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from rich.console import Console
+
+from benchmarks.report import figures, missing_lines, result_tables, size, to_json, verdict_table
+from benchmarks.report import seconds as show_seconds
+from benchmarks.results import Metric, Part, Result
+from benchmarks.samples import summarize
+from benchmarks.targets import judge
+
+
+@pytest.fixture
+def results() -> list[Result]:
+    """One result of each part."""
+    handshake = Result(Part.HANDSHAKE, "TP2->TP1, 80 layers", {"blocks": 100_000, "layers": 80})
+    sizes = {"bytes": 8e9, "chunks": 1e6, "chunk_bytes": 2048}
+    transfer = Result(Part.TRANSFER, "TP2->TP1, blocks of 16, contiguous", sizes)
+    path = Result(Part.REQUEST_PATH, "TP2->TP1, 256 in flight", {"requests": 256})
+    end = Result(Part.END_TO_END, "512+32 tokens, 1 requests/s")
+    for number, lane in enumerate(("ours", "upstream"), start=1):
+        for value in (1.0, 2.0, 4.0):
+            both = {Metric.SECONDS: value * number, Metric.PEAK_BYTES: 1e6 * number}
+            handshake.add(lane, both)
+            transfer.add(lane, {Metric.SECONDS: value * number})
+            path.add(
+                lane,
+                {
+                    Metric.REQUEST_CPU_S: value * number,
+                    Metric.STEP_CPU_S: value,
+                    Metric.OWN_CPU_S: value,
+                },
+            )
+            end.add(
+                lane,
+                {Metric.TTFT_S: value, Metric.ITL_S: value, Metric.TOKENS_PER_S: value},
+            )
+    handshake.give_up("upstream at rest", "it [cannot]")
+    return [handshake, transfer, path, end]
+
+
+def printed(*renderables: object) -> str:
+    """What a wide console shows."""
+    output = io.StringIO()
+    Console(file=output, width=200).print(*renderables)
+    return output.getvalue()
+
+
+def test_tables_show_medians_ranges_and_ratios(results):
+    """Every part has its table, with GB/s and microseconds a chunk for transfers."""
+    text = printed(*result_tables(results))
+    assert "2 s [1 s, 4 s]" in text and "2x [2x, 2x]" in text
+    assert "4 [2, 8]" in text and "2 [1, 4]" in text
+    assert "not measured" in text and "0.5x [0.5x, 0.5x]" in text
+
+
+def test_reasons_are_told_as_they_are(results):
+    """Why a lane is missing is told once, brackets included."""
+    assert missing_lines(results) == [
+        "Not measured (TP2->TP1, 80 layers): upstream at rest: it [cannot]"
+    ]
+
+
+def test_verdicts_are_shown_beside_those_at_rest(results):
+    """What is met and what is not can be seen."""
+    verdicts = judge(results)
+    text = printed(verdict_table(verdicts, judge(results, upstream="upstream at rest")))
+    assert "NO" in text and "yes" in text and ">= 4x" in text and "<= 0.5x" in text
+
+
+def test_json_has_every_sample(results):
+    """Whatever was measured can be read back."""
+    written = json.loads(json.dumps(to_json({"cores": "2"}, {}, results, judge(results), [])))
+    (transfer,) = [each for each in written["results"] if each["part"] == "transfer"]
+    assert transfer["samples"]["upstream"]["seconds"] == [2.0, 4.0, 8.0]
+    assert {each["met"] for each in written["targets"]} == {True, False}
+
+
+def test_drawing_is_svg_and_the_same_again(results, tmp_path):
+    """The same figures give the same file, which is well-formed."""
+    pytest.importorskip("matplotlib", reason="installed by `make bench` alone")
+    from benchmarks.plot import draw
+
+    files = [tmp_path / "one.svg", tmp_path / "other.svg"]
+    for file in files:
+        draw(results, file)
+    assert ElementTree.parse(files[0]).getroot().tag.endswith("svg")
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(2.0, "2 s"), (0.0213, "21.3 ms"), (4.2e-5, "42 us"), (0.0, "0 us")]
+)
+def test_durations_have_fitting_units(value, text):
+    """Seconds, milliseconds or microseconds."""
+    assert show_seconds(value) == text
+
+
+def test_missing_figures_are_a_dash():
+    """What there is no figure for is not 0."""
+    assert figures(None, size) == "-"
+    assert figures(summarize([3e6, 2e9]), size) == "1 GB [3 MB, 2 GB]"
