@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reader whose peer's process is killed while it reads, over real NIXL."""
+"""A reader whose peer is gone: killed in the middle of a read, or not to be connected."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -22,7 +23,10 @@ from tests.v1.kv_connector.unit.reshard.test_worker import (
     fill,
     receive,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import RemoteEngineAddress
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import (
+    Heartbeats,
+    RemoteEngineAddress,
+)
 
 __all__ = ["engines"]
 
@@ -92,3 +96,21 @@ def test_killed_holder_costs_its_request_and_is_told_once(
         ": check that the engine runs and can be reached, and send the request through prefill "
         "again"
     )
+
+
+def test_heartbeats_that_try_again_in_vain_are_not_told(engines, caplog_vllm):
+    """They are of requests that have just failed, which the first line has told."""
+    holder, reader = engines("prefill"), engines("decode")
+    gone = dataclasses.replace(holder.serve(), engine_id="gone")
+    (worker,) = reader.workers.values()
+    reader.start(receive={"d-a": receive(gone, [3], [5], tokens=16)})
+    progress = Progress(reader)
+    progress.until(reader, received="d-a")
+    reader.start(heartbeats=[Heartbeats(gone, frozenset({"p-a"}))])
+    failures, deadline = 0, time.monotonic() + DEADLINE_S
+    while failures < 2:
+        assert time.monotonic() < deadline
+        progress.step()
+        if (stats := worker.take_stats()) is not None:
+            failures += len(stats.data["handshake_failures"])
+    assert caplog_vllm.text.count("Handshake with engine gone") == 1

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import replace
@@ -516,8 +517,10 @@ class TestLifeOfAServer:
         with pytest.raises(
             LocalChannelError,
             match=f"listen at {HOST}:{server.port} .*VLLM_NIXL_SIDE_CHANNEL_PORT to a free port",
-        ):
+        ) as caught:
             second.start()
+        # Nothing else comes before it in the log of an engine that ends with it.
+        assert "".join(traceback.format_exception(caught.value)).count("Error: ") == 1
         second.close()
         server.close()
         second.start()

@@ -178,11 +178,12 @@ class HandshakeServer:
         try:
             listener.bind(make_zmq_path("tcp", self._host, self._port))
         except zmq.ZMQError as error:
+            # The engine ends with this error, and ZeroMQ's, which it quotes, would stand before it.
             raise LocalChannelError(
                 f"the side channel cannot listen at {self._host}:{self._port} ({error}): set "
                 "VLLM_NIXL_SIDE_CHANNEL_PORT to a free port, another one for every engine on a "
                 "machine, and VLLM_NIXL_SIDE_CHANNEL_HOST to a numeric address of this machine"
-            ) from error
+            ) from None
         endpoint = listener.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self._port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])

@@ -263,15 +263,17 @@ class ReshardWorker:
                 continue
             self._stats.record_failed_handshake(error)
             unread = [each for each in peer.take_waiting() if any(each[1].local_block_ids)]
-            # One line for all of them, which have one remedy.
-            logger.error(
-                "Handshake with engine %s at %s:%d failed%s: %s",
-                peer.address.engine_id,
-                peer.address.host,
-                peer.address.port,
-                _for_whom([request_id for request_id, _ in unread]),
-                error,
-            )
+            # One line for all of them, which have one remedy; and none where heartbeats, of those
+            # that had just failed, have only tried again.
+            if unread or peer.failures == 1:
+                logger.error(
+                    "Handshake with engine %s at %s:%d failed%s: %s",
+                    peer.address.engine_id,
+                    peer.address.host,
+                    peer.address.port,
+                    _for_whom([request_id for request_id, _ in unread]),
+                    error,
+                )
             for request_id, receive in unread:
                 reason = f"handshake failed: {error}"
                 self._fail_unread(request_id, receive, peer, reason, ReadFailure.HANDSHAKE)
