@@ -22,7 +22,7 @@ from .errors import PDStackError, UsageError
 from .layout import Layout
 from .metrics import NixlCounters
 from .report import format_bytes, yes_no
-from .stack import Engine, PDStack
+from .stack import Engine, PDStack, Router
 from .tiny_models import write_tiny_gemma3, write_tiny_llama
 
 MAX_WORKERS = 8
@@ -125,6 +125,10 @@ SUBSETS: Mapping[str, tuple[str, ...]] = {
 """Families that are run together under one name."""
 
 
+After = Callable[[PDStack, Router], "str | None"]
+"""Does more with a router whose answers have passed; returns what is wrong, if anything."""
+
+
 @dataclass(frozen=True)
 class Result:
     """What became of a family.
@@ -185,6 +189,8 @@ class Sweep:
         on_wait: as `PDStack`'s.
         say: told what is going on.
         models: how to make the models that families name.
+        after: what else is done with a family's router once its answers have passed; returns why
+            the family has not passed, after all.
     """
 
     def __init__(
@@ -196,6 +202,7 @@ class Sweep:
         on_wait: Callable[..., None],
         say: Callable[[str], None],
         models: Mapping[str, Callable[[Path], ServedModel]] = MODELS,
+        after: After = lambda _stack, _router: None,
     ) -> None:
         self._run_dir = run_dir
         self._num_requests = num_requests
@@ -203,6 +210,7 @@ class Sweep:
         self._on_wait = on_wait
         self._say = say
         self._models = models
+        self._after = after
 
     def run(self, families: Sequence[Family]) -> list[Result]:
         """Run them, and return what became of each, in the order of models."""
@@ -215,7 +223,7 @@ class Sweep:
                 startup_timeout_s=self._startup_timeout_s,
                 on_wait=self._on_wait,
             ) as stack:
-                group = _Group(stack, self._num_requests)
+                group = _Group(stack, self._num_requests, self._after)
                 for family in families:
                     if family.model == name:
                         results.append(self._run_one(group, family))
@@ -234,6 +242,7 @@ class _Group:
 
     stack: PDStack
     num_requests: int
+    after: After = lambda _stack, _router: None
     _engines: dict[tuple[Side, tuple[str, ...], int], Engine] = field(default_factory=dict)
     _references: dict[tuple[str, ...], list[Completion]] = field(default_factory=dict)
 
@@ -258,10 +267,13 @@ class _Group:
         before = sum((each.nixl_counters() for each in decode), NixlCounters())
         router = self.stack.start_router(prefill, decode)
         answers = accuracy.complete_all(router.url, name, prompts, salt=family.name)
-        self.stack.stop(router)
         counters = sum((each.nixl_counters() for each in decode), NixlCounters()) - before
         found = accuracy.compare(references, answers)
-        return Result(family, found, counters.bytes_moved, judge(family, found, counters))
+        fault = judge(family, found, counters)
+        if fault is None:
+            fault = self.after(self.stack, router)
+        self.stack.stop(router)
+        return Result(family, found, counters.bytes_moved, fault)
 
     def _reference(self, family: Family, prompts: list[list[int]]) -> list[Completion]:
         """What one engine answers; any that is one rank, alone and under another salt."""
@@ -315,11 +327,14 @@ def _spec(side: Side, args: tuple[str, ...], number: int) -> EngineSpec:
     stages = dict(side.env).get("VLLM_PP_LAYER_PARTITION", "").replace(",", "-")
     parts = [str(side.layout), stages, side.connector, *side.args, *args, str(number)]
     name = "-".join(part.strip("-") for part in parts if part)
+    # So many blocks hold the prompts of a sweep, but not longer ones that somebody asks for.
+    is_longer = any(word.split("=")[0] == "--max-model-len" for word in side.args)
+    blocks = () if is_longer else ("--num-gpu-blocks-override", "128")
     return EngineSpec(
         name,
         side.layout,
         kv_transfer,
-        extra_args=("--num-gpu-blocks-override", "128", *side.args, *args),
+        extra_args=(*blocks, *side.args, *args),
         env=dict(side.env),
         max_model_len=1024,
     )

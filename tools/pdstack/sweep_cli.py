@@ -13,11 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from . import sweep
+from . import lm_eval, report, sweep
 from .engine import ServedModel
+from .errors import ProcessDiedError, UsageError
 from .invocation import StackProgress, add_options, check_options, invoke
 from .layout import check_layout, parse_layout, read_model_shape
 from .model import cache_dir, default_model_path, given_model, prepare_default_model
+from .stack import PDStack, Router
 
 _TABLE_COLUMNS = 160
 
@@ -54,6 +56,16 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         one.add_argument(f"--{role}", default="tp1pp1", metavar="LAYOUT", help="of each engine")
         one.add_argument(f"--num-{role}", type=_count, default=1, metavar="N", help="how many")
         one.add_argument(f"--{role}-args", default="", metavar="ARGS", help="for `vllm serve`")
+    one.add_argument(
+        "--gsm8k",
+        type=_share,
+        metavar="EXPECTED",
+        help="then score gsm8k through the router with `lm_eval`, which has to come within "
+        f"{lm_eval.TOLERANCE} of this share of exact answers",
+    )
+    one.add_argument(
+        "--gsm8k-limit", type=_count, metavar="N", help="ask the first so many questions only"
+    )
 
 
 def execute(args: argparse.Namespace, console: Console) -> int:
@@ -72,9 +84,12 @@ def execute(args: argparse.Namespace, console: Console) -> int:
                 console.print(Text(_listed(family)), soft_wrap=True)
             return 0
     check_options(args)
+    gsm8k = _Gsm8kStep.of(args, console)
     started = time.monotonic()
 
     def command(run_dir: Path, progress: StackProgress) -> bool:
+        if gsm8k is not None:
+            gsm8k.prepare(run_dir)
         runner = sweep.Sweep(
             run_dir,
             num_requests=args.requests,
@@ -82,12 +97,80 @@ def execute(args: argparse.Namespace, console: Console) -> int:
             on_wait=progress,
             say=lambda text: console.print(Text(text), soft_wrap=True),
             models=models,
+            after=gsm8k or (lambda _stack, _router: None),
         )
         results = runner.run(families)
         _print_results(console, results, time.monotonic() - started)
+        if args.command == "accuracy":
+            console.print(Text(_told(gsm8k)), soft_wrap=True)
         return not any(result.fault for result in results)
 
     return invoke(args, console, command)
+
+
+class _Gsm8kStep:
+    """Scores gsm8k through a router whose answers have passed.
+
+    Args:
+        script: path of ``lm_eval``.
+        asked_for: what it is asked for with.
+        console: where to say what is going on.
+    """
+
+    def __init__(self, script: str, asked_for: lm_eval.Gsm8k, console: Console) -> None:
+        self._script = script
+        self._asked_for = asked_for
+        self._console = console
+        self.score: lm_eval.Score | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, console: Console) -> _Gsm8kStep | None:
+        """Return what arguments ask for; ``None`` where they do not.
+
+        Raises:
+            UsageError: ``lm_eval`` is not installed, or there is a limit and nothing to limit.
+        """
+        if args.command != "accuracy":
+            return None
+        if args.gsm8k is None:
+            if args.gsm8k_limit is not None:
+                raise UsageError("--gsm8k-limit needs --gsm8k EXPECTED")
+            return None
+        asked_for = lm_eval.Gsm8k(args.gsm8k, args.gsm8k_limit)
+        return cls(lm_eval.find_lm_eval(), asked_for, console)
+
+    def prepare(self, run_dir: Path) -> None:
+        """See that the data set can be had."""
+        self._say("gsm8k: loading the data set with lm_eval")
+        lm_eval.check_data(self._script, run_dir)
+
+    def __call__(self, stack: PDStack, router: Router) -> str | None:
+        """Ask the router; return why its answers do not pass."""
+        self._say(f"  the answers are right; asking gsm8k, log in {stack.run_dir / 'lm_eval.log'}")
+        try:
+            self.score = lm_eval.evaluate(
+                self._script, self._asked_for, stack.model, router.url, stack.run_dir, stack.check
+            )
+        except ProcessDiedError as error:
+            # The table has a line for it only.
+            report.print_error(Console(stderr=True), error, None)
+            raise
+        return self.score.fault
+
+    def _say(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
+def _told(gsm8k: _Gsm8kStep | None) -> str:
+    """What became of gsm8k."""
+    if gsm8k is None:
+        return (
+            "lm-eval was NOT run: --gsm8k EXPECTED scores gsm8k through the router, too; it needs "
+            "`pip install 'lm-eval[api]'` and the data set, from the Hugging Face hub or its cache"
+        )
+    if gsm8k.score is None:
+        return "lm-eval has no score: see what is said above"
+    return str(gsm8k.score)
 
 
 def _listed(family: sweep.Family) -> str:
@@ -115,16 +198,22 @@ def _one_pair(
     for role in ("prefill", "decode"):
         layout = parse_layout(getattr(args, role))
         more = tuple(shlex.split(getattr(args, f"{role}_args")))
+        if args.gsm8k is not None:
+            more = (*lm_eval.ENGINE_ARGS, *more)
         sides.append(sweep.Side(layout, getattr(args, f"num_{role}"), more))
     if args.model is None:
-        default_model_path(cache_dir())
-        make: Callable[[Path], ServedModel] = partial(prepare_default_model, cache_dir())
+        path = default_model_path(cache_dir())
         name = "SmolLM2-135M"
+        if args.gsm8k is not None:
+            lm_eval.check_model(ServedModel(path, name))
+        make: Callable[[Path], ServedModel] = partial(prepare_default_model, cache_dir())
     else:
         given = given_model(args.model)
         shape = read_model_shape(given.directory)
         for side in sides:
             check_layout(side.layout, shape)
+        if args.gsm8k is not None:
+            lm_eval.check_model(given)
         make, name = (lambda _: given), given.name
 
     def made(directory: Path) -> ServedModel:
@@ -133,6 +222,13 @@ def _one_pair(
 
     prefill, decode = sides
     return [sweep.Family("accuracy", name, prefill, decode)], {name: made}
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
 
 
 def _count(text: str) -> int:

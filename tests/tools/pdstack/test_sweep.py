@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tools.pdstack import accuracy, cli
-from tools.pdstack.accuracy import Accuracy
+from tools.pdstack.accuracy import Accuracy, Completion
 from tools.pdstack.engine import Device
 from tools.pdstack.errors import ProcessDiedError, UsageError
 from tools.pdstack.layout import Layout, check_layout, read_model_shape
@@ -96,6 +96,35 @@ def test_engines_that_do_not_start_cost_their_family_only(tmp_path):
     result = _Group(stack, 4).run(FAMILY)
     assert result.accuracy is None and "p ended" in str(result.fault)
     assert stopped
+
+
+@pytest.mark.parametrize(
+    ("answer", "later", "fault"),
+    [("a", None, None), ("a", "too few", "too few"), ("b", "too few", "4 answers differ")],
+)
+def test_what_comes_after_needs_right_answers(tmp_path, monkeypatch, answer, later, fault):
+    """Only a router with right answers is handed on, while it is up, and what follows counts."""
+    replies = {"reference": "a", FAMILY.name: answer}
+
+    def complete_all(url, model, prompts, *, salt):
+        return [Completion((replies[salt],), (-1.0,), 0.1)] * len(prompts)
+
+    monkeypatch.setattr(accuracy, "complete_all", complete_all)
+    events = []
+    stack = create_autospec(PDStack, instance=True)
+    stack.model = MODELS[FAMILY.model](tmp_path)
+    stack.start_engines.side_effect = lambda *specs: [
+        Mock(nixl_counters=Mock(side_effect=[NixlCounters(), MOVED])) for _ in specs
+    ]
+    stack.stop.side_effect = lambda server: events.append("stopped")
+
+    def after(given, router):
+        assert (given, router) == (stack, stack.start_router.return_value)
+        events.append("after")
+        return later
+
+    assert _Group(stack, 4, after).run(FAMILY).fault == fault
+    assert events == (["after", "stopped"] if answer == "a" else ["stopped"])
 
 
 @pytest.mark.parametrize(

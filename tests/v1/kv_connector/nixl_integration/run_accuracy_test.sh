@@ -14,6 +14,11 @@
 #   GPU_MEMORY_UTILIZATION                     share of a GPU's memory for each engine
 #   VLLM_SERVE_EXTRA_ARGS                      more for `vllm serve`, separated by commas or spaces
 #   NUM_REQUESTS                               prompts of 8 to 900 tokens (64)
+#   GSM8K_EXPECTED                             then score gsm8k through the router with lm_eval: share
+#                                              of exact answers, to be met within 0.03; needs
+#                                              `pip install 'lm-eval[api]'` and the data set, from the
+#                                              Hugging Face hub or its cache (not run)
+#   GSM8K_LIMIT                                questions of gsm8k (all)
 set -euo pipefail
 
 if [[ "${1:-}" == "--help" || "${1:-}" == "-h" ]]; then
@@ -47,6 +52,12 @@ for model in ${MODEL_NAMES:-default}; do
   )
   if [[ "$model" != default ]]; then
     arguments+=(--model "$model")
+  fi
+  if [[ -n "${GSM8K_EXPECTED:-}" ]]; then
+    arguments+=(--gsm8k "$GSM8K_EXPECTED")
+  fi
+  if [[ -n "${GSM8K_LIMIT:-}" ]]; then
+    arguments+=(--gsm8k-limit "$GSM8K_LIMIT")
   fi
   "$python" -m tools.pdstack "${arguments[@]}" || status=$?
 done
