@@ -33,10 +33,7 @@ ARENA = 1 << 16
 
 def rebased(scatter, address: int):
     """A scatter into a simulated memory, whose addresses count from its beginning."""
-    return replace(
-        scatter,
-        dst=tuple(replace(plane, address=plane.address + address) for plane in scatter.dst),
-    )
+    return replace(scatter, dst_addresses=scatter.dst_addresses + address)
 
 
 def stage(staged: StagedLeg, src: Memory, dst: Memory, blocks, limit: int, scatterer) -> list[int]:

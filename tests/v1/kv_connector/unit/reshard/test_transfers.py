@@ -90,6 +90,9 @@ class Copies:
         self.made.append(Copy())
         return self.made[-1]
 
+    def let_run(self) -> None:
+        """The test says when they are done."""
+
     def close(self) -> None:
         """Wait for all."""
         self.closed = True

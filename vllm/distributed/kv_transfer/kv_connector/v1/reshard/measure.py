@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
 from .agent import NixlAgent, Prepared, TransferState
-from .cache import Plane
 from .errors import TransferError
 from .lowering import Indices
 from .scatter import Scatterer
-from .staging import Chunks, Scatter
+from .staging import Scatter
 from .strategy import CostModel, fit_line
 
 logger = init_logger(__name__)
@@ -137,24 +135,16 @@ def _read(agent: NixlAgent, local: Prepared, remote: Prepared, indices: Indices)
 
 def _copy(scatterer: Scatterer, scratch: torch.Tensor, count: int) -> None:
     """Copy so many pieces, side by side in the arena, to where every other one is left out."""
-    piece = Plane(
-        address=0,
-        block_stride_bytes=_PIECE_BYTES,
-        head_stride_bytes=_PIECE_BYTES,
-        token_stride_bytes=_PIECE_BYTES,
-        slot_bytes=_PIECE_BYTES,
-        num_heads=1,
-        block_tokens=1,
-    )
-    blocks = np.arange(count)
+    pieces = np.arange(count) * _PIECE_BYTES
     copy = scatterer.submit(
         Scatter(
-            src=(piece,),
-            dst=(replace(piece, address=scratch.data_ptr(), block_stride_bytes=2 * _PIECE_BYTES),),
-            num_src_blocks=count,
-            num_dst_blocks=count,
-            chunk_tokens=1,
-            chunks=Chunks(blocks, np.zeros_like(blocks), blocks, np.zeros_like(blocks)),
+            src_offsets=pieces,
+            dst_addresses=scratch.data_ptr() + 2 * pieces,
+            num_heads=1,
+            num_tokens=1,
+            slot_bytes=_PIECE_BYTES,
+            src_strides_bytes=(0, 0),
+            dst_strides_bytes=(0, 0),
         )
     )
     if (fault := copy.fault()) is not None:

@@ -1,35 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy out of the arena: one indexed assignment for each plane, apart from the engine's thread.
+"""The copy out of the arena, apart from the engine's thread.
 
-On the host it is made by a thread of its own with numpy, which computes with this one core only; on
-a device by a stream of its own with torch. Both index alike, so that there is one way to say what
-goes where.
+It is one indexed copy for each stretch of memory that the KV cache lies in. On the host that is a
+single one, on a thread that computes with one core; Python is needed to begin it and to end it, and
+not in between. On a device it is one for each allocation, on a stream.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from .cache import Plane
-from .staging import Chunks, Scatter
+from .staging import Scatter
 
-_WORDS: dict[int, tuple[str, torch.dtype]] = {
-    16: ("c16", torch.complex128),
-    8: ("i8", torch.int64),
-    4: ("i4", torch.int32),
-    2: ("i2", torch.int16),
-    1: ("i1", torch.int8),
+_WORDS = {
+    16: torch.complex128,
+    8: torch.int64,
+    4: torch.int32,
+    2: torch.int16,
+    1: torch.int8,
 }
 """Types whose values are copied as they are, by their size: the widest that fits is the fastest."""
+
+_MOMENT_S = 2e-5
 
 
 class Copy(Protocol):
@@ -48,6 +50,9 @@ class Scatterer(Protocol):
     def submit(self, scatter: Scatter) -> Copy:
         """Make a copy once those that were submitted before are made."""
 
+    def let_run(self) -> None:
+        """Leave a moment to copies that are being made."""
+
     def close(self) -> None:
         """Wait for all copies."""
 
@@ -55,8 +60,8 @@ class Scatterer(Protocol):
 class HostScatterer:
     """Copies in host memory.
 
-    `submit` and `close` belong to the engine's thread. The copying thread is given values and
-    writes into blocks and out of spans that nobody else touches until the copy is done.
+    `submit` and `close` belong to the engine's thread. The copying thread is given values, and
+    writes into blocks and reads from spans that nobody else touches until the copy is done.
 
     Args:
         arena: The arena; uint8, contiguous.
@@ -70,34 +75,27 @@ class HostScatterer:
         caches: Iterable[torch.Tensor],
         cores: Collection[int] | None = None,
     ) -> None:
-        self._arena = arena.numpy()
-        self._caches = [(flat.data_ptr(), flat.numpy()) for flat in map(_flat, caches)]
+        self._arena = arena
+        self._caches = list(caches)
+        self._memory = _stretch(self._caches)
         self._thread = ThreadPoolExecutor(
-            1,
-            thread_name_prefix="reshard-scatter",
-            initializer=_run_on,
-            initargs=(cores,),
+            1, thread_name_prefix="reshard-scatter", initializer=_be_modest, initargs=(cores,)
         )
 
     def submit(self, scatter: Scatter) -> Copy:
         """Make a copy once those that were submitted before are made."""
-        return _HostCopy(self._thread.submit(self._copy, scatter))
+        return _HostCopy(self._thread.submit(_copy, scatter, self._arena, (self._memory,)))
+
+    def let_run(self) -> None:
+        """Let the copying thread have the interpreter, which it needs between two copies.
+
+        A thread that waits for it gets it 5 ms later where nobody lets go of it.
+        """
+        time.sleep(_MOMENT_S)
 
     def close(self) -> None:
         """Wait for all copies."""
         self._thread.shutdown()
-
-    def _copy(self, scatter: Scatter) -> None:
-        word_bytes = _word_bytes(scatter)
-        for src, dst in zip(scatter.src, scatter.dst, strict=True):
-            address, memory = _holder(self._caches, dst.address)
-            src_shape = _Shape.of(src, scatter.num_src_blocks, scatter.chunk_tokens, word_bytes)
-            dst_shape = _Shape.of(dst, scatter.num_dst_blocks, scatter.chunk_tokens, word_bytes)
-            _assign(
-                src_shape.on_host(self._arena, src.address),
-                dst_shape.on_host(memory, dst.address - address),
-                scatter.chunks,
-            )
 
 
 class DeviceScatterer:
@@ -112,49 +110,29 @@ class DeviceScatterer:
 
     def __init__(self, arena: torch.Tensor, caches: Iterable[torch.Tensor]) -> None:
         self._arena = arena
-        self._caches = [(flat.data_ptr(), flat) for flat in map(_flat, caches)]
+        self._memories = _allocations(caches)
         self._stream = torch.cuda.Stream(arena.device) if arena.is_cuda else None
 
     def submit(self, scatter: Scatter) -> Copy:
         """Make a copy once those that were submitted before are made."""
         if self._stream is None:
-            self._copy(scatter)
+            _copy(scatter, self._arena, self._memories)
             return _DeviceCopy(None)
         # Whoever had the blocks before may have kernels in flight that still read them.
         self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
         with torch.cuda.stream(self._stream):
-            self._copy(scatter)
+            _copy(scatter, self._arena, self._memories)
             event = torch.cuda.Event()
             event.record(self._stream)
         return _DeviceCopy(event)
+
+    def let_run(self) -> None:
+        """Nothing: the device needs nobody's leave."""
 
     def close(self) -> None:
         """Wait for all copies."""
         if self._stream is not None:
             self._stream.synchronize()
-
-    def _copy(self, scatter: Scatter) -> None:
-        word_bytes = _word_bytes(scatter)
-        indices = Chunks(
-            *(
-                torch.from_numpy(each).to(self._arena.device, non_blocking=True)
-                for each in (
-                    scatter.chunks.src_blocks,
-                    scatter.chunks.src_chunks,
-                    scatter.chunks.dst_blocks,
-                    scatter.chunks.dst_chunks,
-                )
-            )
-        )
-        for src, dst in zip(scatter.src, scatter.dst, strict=True):
-            address, memory = _holder(self._caches, dst.address)
-            src_shape = _Shape.of(src, scatter.num_src_blocks, scatter.chunk_tokens, word_bytes)
-            dst_shape = _Shape.of(dst, scatter.num_dst_blocks, scatter.chunk_tokens, word_bytes)
-            _assign(
-                src_shape.on_device(self._arena, src.address),
-                dst_shape.on_device(memory, dst.address - address),
-                indices,
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,101 +160,112 @@ class _DeviceCopy:
         return None
 
 
-def _assign(src: Any, dst: Any, chunks: Any) -> None:
-    """Copy chunks between two planes of shape (blocks, chunks, heads, tokens, words)."""
-    # Chunks are ordered by their place in the arena: where none is left out, none is looked up.
-    if src.shape[1] == 1 and src.shape[0] == len(chunks.src_blocks):
-        values = src[:, 0]
-    else:
-        values = src[chunks.src_blocks, chunks.src_chunks]
-    if dst.shape[1] == 1:
-        dst[:, 0][chunks.dst_blocks] = values
-    else:
-        dst[chunks.dst_blocks, chunks.dst_chunks] = values
-
-
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """A plane as an array of words: blocks, chunks, heads, tokens of a chunk, words of a slot."""
+class _Memory:
+    """A stretch of memory.
 
-    sizes: tuple[int, ...]
-    strides_words: tuple[int, ...]
-    word_bytes: int
+    Attributes:
+        address: Where it begins.
+        flat: All of its bytes; uint8.
+    """
 
-    @classmethod
-    def of(cls, plane: Plane, num_blocks: int, chunk_tokens: int, word_bytes: int) -> _Shape:
-        """The shape of a plane. Packed tokens are one token, as long as all of them."""
-        tokens, token_stride_bytes, slot_bytes = (
-            (1, 0, plane.block_tokens * plane.slot_bytes)
-            if plane.packed
-            else (chunk_tokens, plane.token_stride_bytes, plane.slot_bytes)
-        )
-        strides_bytes = (
-            plane.block_stride_bytes,
-            tokens * token_stride_bytes,
-            plane.head_stride_bytes,
-            token_stride_bytes,
-            word_bytes,
-        )
-        return cls(
-            (
-                num_blocks,
-                plane.block_tokens // chunk_tokens,
-                plane.num_heads,
-                tokens,
-                slot_bytes // word_bytes,
-            ),
-            tuple(stride_bytes // word_bytes for stride_bytes in strides_bytes),
-            word_bytes,
-        )
-
-    def on_host(self, memory: npt.NDArray[Any], offset_bytes: int) -> npt.NDArray[Any]:
-        """What lies there in bytes of host memory."""
-        strides = [stride * self.word_bytes for stride in self.strides_words]
-        word = _WORDS[self.word_bytes][0]
-        view: npt.NDArray[Any] = np.ndarray(self.sizes, word, memory.data, offset_bytes, strides)
-        return view
-
-    def on_device(self, memory: torch.Tensor, offset_bytes: int) -> torch.Tensor:
-        """What lies there in bytes of a device's memory."""
-        whole = len(memory) // self.word_bytes * self.word_bytes
-        words = memory[:whole].view(_WORDS[self.word_bytes][1])
-        return words.as_strided(self.sizes, self.strides_words, offset_bytes // self.word_bytes)
+    address: int
+    flat: torch.Tensor
 
 
-def _word_bytes(scatter: Scatter) -> int:
-    """The widest words that everything consists of."""
-    lengths = [
-        length
-        for plane in (*scatter.src, *scatter.dst)
-        for length in (
-            plane.address,
-            plane.block_stride_bytes,
-            plane.head_stride_bytes,
-            0 if plane.packed else plane.token_stride_bytes,
-            plane.slot_bytes,
-        )
-    ]
-    return math.gcd(max(_WORDS), *lengths)
+def _stretch(caches: Sequence[torch.Tensor]) -> _Memory:
+    """The host's memory from the first cache to the last, and what may lie between them.
+
+    It is never touched where there is no cache.
+    """
+    flats = [_flat(each) for each in caches]
+    start = min(flat.data_ptr() for flat in flats)
+    start -= start % max(_WORDS)
+    stop = max(flat.data_ptr() + flat.nbytes for flat in flats)
+    size_bytes = stop - start
+    buffer = (ctypes.c_uint8 * size_bytes).from_address(start)
+    return _Memory(start, torch.frombuffer(buffer, dtype=torch.uint8))
+
+
+def _allocations(caches: Iterable[torch.Tensor]) -> tuple[_Memory, ...]:
+    """Every allocation that a cache lies in, by address."""
+    flats = {flat.data_ptr(): flat for flat in map(_flat, caches)}
+    return tuple(_Memory(address, flats[address]) for address in sorted(flats))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the memory that a tensor is a part of."""
+    """All bytes of the allocation that a tensor lies in."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-_Memory = TypeVar("_Memory", torch.Tensor, npt.NDArray[Any])
+def _copy(scatter: Scatter, arena: torch.Tensor, memories: Sequence[_Memory]) -> None:
+    """Copy all chunks; those of one memory at once."""
+    starts = np.array([memory.address for memory in memories])
+    holder = np.searchsorted(starts, scatter.dst_addresses, side="right") - 1
+    for number, memory in enumerate(memories):
+        chosen = slice(None) if len(memories) == 1 else np.flatnonzero(holder == number)
+        sources = scatter.src_offsets[chosen]
+        targets = scatter.dst_addresses[chosen] - memory.address
+        if not len(targets):
+            continue
+        word_bytes = _word_bytes(scatter, sources, targets)
+        src = scatter.src_strides_bytes
+        step = int(sources[1] - sources[0]) if len(sources) > 1 else word_bytes
+        if step > 0 and (np.diff(sources) == step).all():
+            values = _chunks(arena, scatter, src, word_bytes, int(sources[0]), step)
+            values = values[: len(sources)]
+        else:
+            every = _chunks(arena, scatter, src, word_bytes, 0, word_bytes)
+            values = every.index_select(0, _indices(sources // word_bytes, arena.device))
+        places = _chunks(memory.flat, scatter, scatter.dst_strides_bytes, word_bytes, 0, word_bytes)
+        places.index_copy_(0, _indices(targets // word_bytes, arena.device), values)
 
 
-def _holder(memories: Sequence[tuple[int, _Memory]], address: int) -> tuple[int, _Memory]:
-    """The memory that an address lies in, and where it begins."""
-    return next(
-        (first, memory) for first, memory in memories if first <= address < first + len(memory)
+def _chunks(
+    flat: torch.Tensor,
+    scatter: Scatter,
+    strides_bytes: tuple[int, int],
+    word_bytes: int,
+    first_bytes: int,
+    step_bytes: int,
+) -> torch.Tensor:
+    """Memory as chunks that begin every so many bytes, as many as there is room for.
+
+    They overlap where they are longer than that. Shape (chunks, heads, tokens, words).
+    """
+    head_stride_bytes, token_stride_bytes = strides_bytes
+    extent_bytes = (
+        (scatter.num_heads - 1) * head_stride_bytes
+        + (scatter.num_tokens - 1) * token_stride_bytes
+        + scatter.slot_bytes
+    )
+    count = (len(flat) - first_bytes - extent_bytes) // step_bytes + 1
+    words = flat[: len(flat) // word_bytes * word_bytes].view(_WORDS[word_bytes])
+    sizes = (count, scatter.num_heads, scatter.num_tokens, scatter.slot_bytes // word_bytes)
+    strides_bytes_of_all = (step_bytes, head_stride_bytes, token_stride_bytes, word_bytes)
+    strides = [stride // word_bytes for stride in strides_bytes_of_all]
+    return words.as_strided(sizes, strides, first_bytes // word_bytes)
+
+
+def _word_bytes(scatter: Scatter, sources: np.ndarray, targets: np.ndarray) -> int:
+    """The widest words that everything consists of."""
+    return math.gcd(
+        max(_WORDS),
+        scatter.slot_bytes,
+        *scatter.src_strides_bytes,
+        *scatter.dst_strides_bytes,
+        int(np.gcd.reduce(sources)),
+        int(np.gcd.reduce(targets)),
     )
 
 
-def _run_on(cores: Collection[int] | None) -> None:
-    """Let this thread run on some cores, where there is such a thing."""
+def _indices(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(numbers).to(device, non_blocking=True)
+
+
+def _be_modest(cores: Collection[int] | None) -> None:
+    """Let this thread compute by itself, on some of the cores."""
+    torch.set_num_threads(1)
     if cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)

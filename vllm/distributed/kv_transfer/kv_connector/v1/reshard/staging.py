@@ -27,45 +27,30 @@ import numpy.typing as npt
 
 from .arena import Span
 from .cache import Order, Plane, RankCache
-from .lowering import Indices, Leg, LegEnd, Run, Selection, count_merged, write_end
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """Which chunk of the arena goes to which chunk of our blocks; each of shape (chunks,), int64.
-
-    Attributes:
-        src_blocks: Block of the arena, counted from the first of its plane.
-        src_chunks: Chunk within that block.
-        dst_blocks: Our block.
-        dst_chunks: Chunk within that block.
-    """
-
-    src_blocks: npt.NDArray[np.int64]
-    src_chunks: npt.NDArray[np.int64]
-    dst_blocks: npt.NDArray[np.int64]
-    dst_chunks: npt.NDArray[np.int64]
+from .lowering import BlockSpan, Indices, Leg, LegEnd, Run, Selection, count_merged, write_end
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """A copy from the arena to our blocks.
+    """A copy of chunks from the arena to our blocks, all chunks of one shape.
 
     Attributes:
-        src: Planes in the arena; addresses count from the arena's beginning.
-        dst: Our planes, of the same heads, in the same order.
-        num_src_blocks: Blocks in each of the arena's planes.
-        num_dst_blocks: Blocks in each of ours.
-        chunk_tokens: Tokens in a chunk.
-        chunks: Which goes where, the same for all planes.
+        src_offsets: Where each chunk begins in the arena; shape (chunks,), int64, in bytes.
+        dst_addresses: Where it goes; of the same shape.
+        num_heads: Heads of a chunk.
+        num_tokens: Tokens of a chunk; 1 where tokens are packed, and have to stay together.
+        slot_bytes: What is contiguous at both ends: a head of a token, or of all packed ones.
+        src_strides_bytes: From one head to the next in the arena, and from one token to the next.
+        dst_strides_bytes: The same in our blocks.
     """
 
-    src: tuple[Plane, ...]
-    dst: tuple[Plane, ...]
-    num_src_blocks: int
-    num_dst_blocks: int
-    chunk_tokens: int
-    chunks: Chunks
+    src_offsets: npt.NDArray[np.int64]
+    dst_addresses: npt.NDArray[np.int64]
+    num_heads: int
+    num_tokens: int
+    slot_bytes: int
+    src_strides_bytes: tuple[int, int]
+    dst_strides_bytes: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,38 +147,38 @@ class StagedLeg:
 
     def scatter(self, window: Window, span: Span) -> Scatter:
         """The copy that brings a window to where it belongs."""
-        selection, leg = window.selection, self.leg
-        num_blocks, chunk_tokens = len(window.src_block_ids), leg.chunk_tokens
-        pairs = [leg.pairs[plane] for plane in selection.planes.tolist()]
-        plane_bytes = num_blocks * self.slice_bytes
-        head_offset = leg.read.dst_head_offset
-        src_token, dst_token = (
-            (selection.chunk_starts - blocks.start_token) % end.block_tokens
-            for blocks, end in ((selection.src, leg.src), (selection.dst, leg.dst))
+        selection, leg, src, dst = window.selection, self.leg, self.slice, self.leg.pairs[0].dst
+        num_heads, head_offset = leg.read.num_heads, leg.read.dst_head_offset
+        src_block = np.searchsorted(window.src_block_ids, self._src_block_ids(selection))
+        _, src_token = _located(selection.chunk_starts, selection.src, leg.src.block_tokens)
+        position, dst_token = _located(selection.chunk_starts, selection.dst, leg.dst.block_tokens)
+        dst_block = selection.dst.block_ids[position].astype(np.int64)
+        src_token_bytes, dst_token_bytes = (
+            0 if plane.packed else plane.token_stride_bytes for plane in (src, dst)
         )
-        dst_position = (selection.chunk_starts - selection.dst.start_token) // leg.dst.block_tokens
+        src_planes = np.arange(len(selection.planes)) * (
+            len(window.src_block_ids) * self.slice_bytes
+        )
+        dst_planes = np.array([leg.pairs[plane].dst.address for plane in selection.planes.tolist()])
+        # Addresses are below 2**63 wherever there is memory.
         return Scatter(
-            tuple(
-                replace(self.slice, address=span.start_bytes + number * plane_bytes)
-                for number in range(len(pairs))
-            ),
-            tuple(
-                replace(
-                    pair.dst,
-                    address=pair.dst.address + pair.dst.offset_bytes(head_offset, 0),
-                    num_heads=leg.read.num_heads,
-                )
-                for pair in pairs
-            ),
-            num_blocks,
-            leg.dst.num_blocks,
-            chunk_tokens,
-            Chunks(
-                np.searchsorted(window.src_block_ids, self._src_block_ids(selection)),
-                src_token // chunk_tokens,
-                selection.dst.block_ids[dst_position].astype(np.int64),
-                dst_token // chunk_tokens,
-            ),
+            (
+                span.start_bytes
+                + src_planes[:, np.newaxis]
+                + src_block * self.slice_bytes
+                + src_token * src_token_bytes
+            ).ravel(),
+            (
+                dst_planes[:, np.newaxis]
+                + dst.offset_bytes(head_offset, 0)
+                + dst_block * dst.block_stride_bytes
+                + dst_token * dst_token_bytes
+            ).ravel(),
+            num_heads,
+            1 if dst.packed else leg.chunk_tokens,
+            dst.slot_bytes * (dst.block_tokens if dst.packed else 1),
+            (src.head_stride_bytes, src_token_bytes),
+            (dst.head_stride_bytes, dst_token_bytes),
         )
 
     def num_merged(self, selections: Sequence[Selection]) -> int:
@@ -215,7 +200,7 @@ class StagedLeg:
 
     def _src_block_ids(self, selection: Selection) -> npt.NDArray[np.int64]:
         """The source's block of each chunk."""
-        position = (selection.chunk_starts - selection.src.start_token) // self.leg.src.block_tokens
+        position, _ = _located(selection.chunk_starts, selection.src, self.leg.src.block_tokens)
         block_ids: npt.NDArray[np.int64] = selection.src.block_ids[position].astype(np.int64)
         return block_ids
 
@@ -250,6 +235,14 @@ def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
             packed=plane.packed,
         ),
     )
+
+
+def _located(
+    tokens: npt.NDArray[np.int64], span: BlockSpan, block_tokens: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The position of each token's block in a span, and of the token in that block."""
+    block, token = np.divmod(tokens - span.start_token, block_tokens)
+    return block, token
 
 
 def _source_run(plane: Plane, num_heads: int) -> tuple[Run, bool]:

@@ -147,6 +147,8 @@ class Transfers:
     def advance(self, now_s: float) -> list[PartEnded]:
         """Look at everything on its way; returns what has ended since the last call."""
         self._posted = [each for each in self._posted if not self._has_left_nixl(each)]
+        if self._landed and self.area is not None:
+            self.area.scatterer.let_run()
         self._landed = [each for each in self._landed if not self._is_scattered(each, now_s)]
         self._serve_queue(now_s)
         ended, self._ended = self._ended, []
