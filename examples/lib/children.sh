@@ -26,6 +26,12 @@ need() {
   done
 }
 
+# Sets DEVICE, unless it is set, to what this machine has.
+choose_device() {
+  [[ -z ${DEVICE:-} ]] || return 0
+  if nvidia-smi -L >/dev/null 2>&1; then DEVICE=cuda; else DEVICE=cpu; fi
+}
+
 # start NAME COMMAND...
 start() {
   local name=$1

@@ -60,10 +60,6 @@ read -r decode_tp decode_pp <<<"$decode_sizes"
 prefill_ranks=$((prefill_tp * prefill_pp))
 ranks=$((prefill_ranks + decode_tp * decode_pp))
 
-if [[ -z ${DEVICE:-} ]]; then
-  if nvidia-smi -L >/dev/null 2>&1; then DEVICE=cuda; else DEVICE=cpu; fi
-fi
-
 port=${PORT:-8000}
 prefill_port=${PREFILL_PORT:-8100}
 decode_port=${DECODE_PORT:-8200}
@@ -72,6 +68,7 @@ LOG_DIR=${LOG_DIR:-$(mktemp -d "${TMPDIR:-/tmp}/serve-pd-XXXXXX")}
 # shellcheck source-path=SCRIPTDIR source=../lib/children.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib/children.sh"
 need vllm vllm-router curl setsid
+choose_device
 
 # Cores that this process may use, one a line.
 cores() {
@@ -168,9 +165,9 @@ cat <<EOF
 Try it:
 
   curl http://127.0.0.1:$port/v1/completions -H 'Content-Type: application/json' \\
-    -d '{"model": "$model", "prompt": "The capital of France is", "max_tokens": 16}'
+    -d '{"model": "$model", "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}'
 
-What was moved: curl -s http://127.0.0.1:$decode_port/metrics | grep vllm:nixl_bytes
+What was moved: curl -s http://127.0.0.1:$decode_port/metrics | grep ^vllm:nixl_bytes_transferred_sum
 
 Ready. Ctrl-C stops everything.
 EOF

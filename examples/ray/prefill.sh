@@ -20,6 +20,8 @@
 # The decode engine and the router are those of ../two_nodes.
 set -euo pipefail
 
+export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+
 : "${HOST_IP:?set it to the address of this node that all other nodes can reach}"
 
 export RAY_ADDRESS=$HOST_IP:${RAY_PORT:-6379}

@@ -26,8 +26,9 @@ LIMIT_S = 60.0
 def free_ports() -> dict[str, str]:
     """Return free ports for all that the scripts start; side channels lie 500 above engines."""
     ports = PortAllocator()
-    names = ("PORT", "PREFILL_PORT", "DECODE_PORT", "METRICS_PORT", "RAY_PORT")
-    return {name: str(ports.take()) for name in names}
+    names = ("PORT", "PREFILL_PORT", "DECODE_PORT", "METRICS_PORT")
+    # Ray takes the next one, too.
+    return {**{name: str(ports.take()) for name in names}, "RAY_PORT": str(ports.take(2))}
 
 
 @contextmanager
@@ -187,6 +188,30 @@ def test_engines_may_share_a_gpu_that_is_named(
     assert [call.env["CUDA_VISIBLE_DEVICES"] for call in _engines(stubs, env)] == ["0", "0"]
 
 
+def test_ray_is_given_the_gpus_of_the_prefill_engine(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """Ray hands out those and no others, so that it leaves the decode engine's alone."""
+    stubs, env = serving(num_gpus=4, PREFILL_DEVICES="1,3", DECODE_DEVICES="2")
+    _stop_when_ready(RAY, "m", env=env, directory=tmp_path)
+    (node,) = (call for call in stubs.calls("ray") if call.args[0] == "start")
+    assert parse_ray_start(node.args[1:])["num_gpus"] == 2
+    assert node.env["CUDA_VISIBLE_DEVICES"] == "1,3"
+    seen = [call.env["CUDA_VISIBLE_DEVICES"] for call in _engines(stubs, env)]
+    assert seen == ["1,3", "2"]
+
+
+def test_ray_asks_for_gpus_to_be_named(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """Where there are GPUs, nothing is started before it is said whose they are."""
+    stubs, env = serving(num_gpus=4)
+    status, err = run(RAY, "m", env=env, directory=tmp_path)
+    assert status == 1
+    assert "PREFILL_DEVICES: set it to" in err
+    assert stubs.calls("ray") == []
+
+
 def test_too_few_gpus_are_noticed(
     serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
 ) -> None:
@@ -275,9 +300,15 @@ def test_what_is_started_with_ray(
         parse_ray_start(call.args[1:]) for call in stubs.calls("ray") if call.args[0] == "start"
     )
     assert node["head"] and node["block"]
+    # On CPU, too, vLLM asks for one for each worker.
+    assert node["num_gpus"] >= 2
     prefill, decode = _engines(stubs, env)
     assert prefill.env["RAY_ADDRESS"] == f"{node['node_ip_address']}:{node['port']}"
     assert parse_vllm_serve(prefill.args[1:]).distributed_executor_backend == "ray"
     assert parse_vllm_serve(prefill.args[1:]).pipeline_parallel_size == 2
     assert parse_vllm_serve(decode.args[1:]).distributed_executor_backend is None
+    # One that nobody can guess, for this cluster alone.
+    assert prefill.env["RAY_AUTH_MODE"] == "token"
+    tokens = {call.env["RAY_AUTH_TOKEN"] for call in (*stubs.calls("ray"), prefill)}
+    assert [len(token) for token in tokens] == [36]
     wait_until(lambda: living_in(tmp_path) == [], "the end of all processes", LIMIT_S)

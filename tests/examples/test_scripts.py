@@ -108,7 +108,7 @@ def test_the_engine_on_ray_joins_the_cluster_of_the_head(tmp_path: Path) -> None
     stubs = Stubs(tmp_path / "bin")
     _run("ray/prefill.sh", stubs.env(**COMMANDS["ray/prefill.sh"], RAY_PORT="7000"))
     (call,) = stubs.calls("vllm")
-    assert call.env["RAY_ADDRESS"] == "10.0.0.1:7000"
+    assert (call.env["RAY_ADDRESS"], call.env["RAY_AUTH_MODE"]) == ("10.0.0.1:7000", "token")
     assert parse_vllm_serve(call.args[1:]).distributed_executor_backend == "ray"
 
 
@@ -124,6 +124,7 @@ def test_ray_nodes_start_with_what_ray_knows(tmp_path: Path) -> None:
     assert f"{head['node_ip_address']}:{head['port']}" == worker["address"] == "10.0.0.1:7000"
     assert worker["node_ip_address"] == worker_call.env["VLLM_HOST_IP"] == "10.0.0.3"
     assert head_call.env["VLLM_HOST_IP"] == "10.0.0.1"
+    assert {call.env["RAY_AUTH_MODE"] for call in (head_call, worker_call)} == {"token"}
 
 
 def test_the_router_starts_with_what_it_knows(tmp_path: Path) -> None:
