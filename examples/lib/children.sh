@@ -4,7 +4,8 @@
 # Servers as children of a script: each in a session of its own with a log of its own, waited for
 # with a deadline, and ended by its id when the script ends, for whatever reason but SIGKILL.
 #
-# To be sourced. Wants LOG_DIR; takes STARTUP_TIMEOUT_S and GRACE_S.
+# To be sourced. Wants LOG_DIR; takes STARTUP_TIMEOUT_S and GRACE_S. A function after_children, where
+# there is one, is called when all of them have ended.
 
 STARTUP_TIMEOUT_S=${STARTUP_TIMEOUT_S:-900}
 GRACE_S=${GRACE_S:-30}
@@ -89,6 +90,7 @@ stop_children() {
     # Workers that their engine has not ended; nothing where it has.
     kill -KILL -- "-${children[number]}" 2>/dev/null || true
   done
+  if declare -F after_children >/dev/null; then after_children; fi
   return "$status"
 }
 

@@ -38,6 +38,10 @@ fi
 # A directory of its own, because Ray's common one may be another user's; a short one, because paths
 # of the sockets in it may have 107 characters. CPUs are counts to Ray: enough for a worker each.
 ray_dir=$(mktemp -d /tmp/ray-XXXXXX)
+after_children() {
+  cp -RL "$ray_dir/session_latest/logs" "$LOG_DIR/ray-logs" 2>/dev/null || true
+  rm -rf -- "$ray_dir"
+}
 # Ray listens on the machine's own address even where it is told another one, and who reaches it can
 # run anything: only who knows this cluster's token.
 export RAY_AUTH_MODE=token
@@ -51,7 +55,7 @@ start ray env "${variables[@]}" \
   --min-worker-port 0 --max-worker-port 0 --num-cpus 64 --num-gpus "$gpus" \
   --object-store-memory 200000000 \
   --include-dashboard false --disable-usage-stats --block
-echo "Ray's own logs: $ray_dir/session_latest/logs"
+echo "Ray's own logs: $ray_dir/session_latest/logs, at the end in $LOG_DIR/ray-logs"
 ray_answers() { ray health-check --address "127.0.0.1:$ray_port" >/dev/null 2>&1; }
 wait_until_ready ray ray_answers
 

@@ -302,6 +302,7 @@ def test_what_is_started_with_ray(
     assert node["head"] and node["block"]
     # On CPU, too, vLLM asks for one for each worker.
     assert node["num_gpus"] >= 2
+    assert not Path(node["temp_dir"]).exists()
     prefill, decode = _engines(stubs, env)
     assert prefill.env["RAY_ADDRESS"] == f"{node['node_ip_address']}:{node['port']}"
     assert parse_vllm_serve(prefill.args[1:]).distributed_executor_backend == "ray"
