@@ -125,9 +125,12 @@ class Child:
         """Let them go on."""
         os.kill(self.pid, signal.SIGCONT)
 
-    def end(self) -> None:
-        """End it at once, and wait until it is gone."""
+    def kill(self) -> None:
+        """End it at once; `join` is to follow."""
         self._process.kill()
+
+    def join(self) -> None:
+        """Wait until it is gone."""
         self._process.join()
         self._pipe.close()
 
@@ -145,6 +148,14 @@ def call_all(children: Sequence[Child], method: str, *args: object) -> list[Any]
     for child in children:
         child.post(method, *args)
     return [child.result() for child in children]
+
+
+def end_all(children: Sequence[Child]) -> None:
+    """End children at once, stopped or not, and wait until they are gone."""
+    for child in children:
+        child.kill()
+    for child in children:
+        child.join()
 
 
 def _serve(pipe: Connection, log_path: Path, factory: str, args: Sequence[object]) -> None:

@@ -13,7 +13,7 @@ from tools.pdstack.layout import Layout
 from tools.pdstack.ports import PortAllocator
 
 from .cases import Shape
-from .children import Child, call_all
+from .children import Child, call_all, end_all
 from .model import write_model
 from .specs import EngineSpec, Lane, Reading, RequestSpec, Sealed
 
@@ -95,8 +95,7 @@ class Pair:
 
     def end(self) -> None:
         """End all processes at once."""
-        for child in self.prefill + self.decode:
-            child.end()
+        end_all(self.prefill + self.decode)
         self.prefill, self.decode = [], []
 
     def _start(self, role: str, layout: Layout) -> list[Child]:
@@ -140,8 +139,7 @@ class ConnectorPair(Pair):
 
     def restart_decode(self) -> None:
         """Start a decode engine that knows nobody, in place of the one there was."""
-        for child in self.decode:
-            child.end()
+        end_all(self.decode)
         self._idle_decode = _ready(self._start("decode", self.shape.decode))
 
     def call_prefill(self, method: str, *args: object) -> None:

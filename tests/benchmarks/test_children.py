@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from benchmarks.children import Child, call_all
+from benchmarks.children import Child, call_all, end_all
 from benchmarks.errors import BenchmarkError
 
 DEADLINE_S = 60.0
@@ -48,8 +48,7 @@ def start(server, tmp_path):
         return started[-1]
 
     yield make
-    for child in started:
-        child.end()
+    end_all(started)
 
 
 def until(condition) -> None:
@@ -103,5 +102,5 @@ def test_stopped_processes_do_nothing_and_can_be_ended(start):
     child.thaw()
     assert child.result() == 2
     child.freeze()
-    child.end()
+    end_all([child])
     assert not psutil.pid_exists(process.pid)
