@@ -262,3 +262,11 @@ def test_close_cancels_reads_and_waits_for_copies(one_window_parts):
     transfers.start("r", one_window_parts, 0.0)
     transfers.close()
     assert agent.released == [0, 1] and copies.closed and len(transfers) == 0
+
+
+def test_what_was_read_while_it_was_posted_is_scattered_at_once(one_window_parts):
+    """On one machine NIXL reads in the call that posts: nobody waits for the engine's next step."""
+    transfers, agent, copies = make(4)
+    agent.states = dict.fromkeys(range(4), TransferState.DONE)
+    transfers.start("r", one_window_parts, 0.0)
+    assert len(copies.made) == 4 and agent.released == [0, 1, 2, 3]

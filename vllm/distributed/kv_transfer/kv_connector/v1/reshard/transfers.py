@@ -19,11 +19,11 @@ from .arena import Span
 from .errors import TransferError
 from .lowering import Selection
 from .protocol import RequestId
-from .remote import PreparedLeg, PreparedStaging
+from .remote import PreparedLeg
 from .scatter import Copy
 from .staging import Window
 from .staging_area import StagingArea
-from .strategy import CostModel, Strategy, Work
+from .strategy import Strategy
 
 PATIENCE_S = 0.1
 """A window goes direct when so long no span was to be had and none was given back."""
@@ -117,7 +117,11 @@ class Transfers:
         if not selections:
             return ()
         area, staging = self.area, leg.staging
-        if area is None or staging is None or not self._gains(leg, staging, selections, area.costs):
+        if area is None or staging is None:
+            return (Part(leg, selections),)
+        # Without costs nothing is chosen: all reads are to be staged.
+        costs = area.costs
+        if costs is not None and staging.leg.choose(selections, costs) is Strategy.DIRECT:
             return (Part(leg, selections),)
         limit_bytes = min(area.spans.size_bytes // _WINDOWS_PER_ARENA, _MAX_WINDOW_BYTES)
         return (
@@ -163,28 +167,6 @@ class Transfers:
             self.area.scatterer.close()
         self._posted, self._landed, self._queue = [], [], deque()
 
-    @staticmethod
-    def _gains(
-        leg: PreparedLeg,
-        staging: PreparedStaging,
-        selections: Sequence[Selection],
-        costs: CostModel | None,
-    ) -> bool:
-        """Whether reading this by way of the arena is worth its while."""
-        if costs is None:
-            return True
-        num_merged = leg.leg.num_merged(selections)
-        num_staged = staging.leg.num_merged(selections)
-        # Most reads merge as well as they can, and need no more than these counts.
-        if num_staged >= num_merged:
-            return False
-        num_bytes = staging.leg.num_bytes(selections)
-        num_chunks = sum(len(each.planes) * len(each.chunk_starts) for each in selections)
-        strategy = costs.choose(
-            Work(num_merged, num_bytes), Work(num_staged, num_bytes), num_chunks
-        )
-        return strategy is Strategy.STAGED
-
     def _serve_queue(self, now_s: float) -> None:
         """Post the windows that there are spans for, in their order."""
         while self._queue:
@@ -205,6 +187,9 @@ class Transfers:
             self._post(first, staging.arena, arena_indices, staging.remote, remote_indices)
             if first.transfer is None:
                 area.spans.free(span)
+            # On one machine NIXL reads while it posts: then this one is scattered during the next.
+            elif self._has_left_nixl(first):
+                self._posted.remove(first)
 
     def _post_direct(self, running: _Running) -> None:
         leg = running.part.leg
