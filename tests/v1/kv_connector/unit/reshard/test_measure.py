@@ -13,11 +13,11 @@ from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgen
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import NixlAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.measure import (
-    DEFAULT_COSTS,
     SCRATCH_BYTES,
     measure_costs,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.staging_area import make_scatterer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.strategy import DEFAULT_COSTS
 
 
 def measured(make_agent, arena_bytes: int = SCRATCH_BYTES):

@@ -6,8 +6,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.measure import DEFAULT_COSTS
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.strategy import (
+    DEFAULT_COSTS,
     CostModel,
     Strategy,
     Work,

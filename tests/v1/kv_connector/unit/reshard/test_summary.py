@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.strategy import Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import (
     DESCRIPTOR_TOKENS,
     CacheFormat,
@@ -100,6 +101,54 @@ def test_equal_blocks_move_all_heads_of_a_read_in_one_descriptor():
         (str(read.read.src_rank), read.descriptors, read.descriptor_bytes)
         for read in figures.readers[0].reads
     ] == [("pp0tp0", 4 * 2 * 64, 2 * 16 * 256), ("pp0tp1", 4 * 2 * 64, 16 * 256)]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "merged", "staged", "strategy"),
+    [
+        # Whole pages at both ends: each plane is one run.
+        ({"pp": 2}, {}, 1, 1, Strategy.DIRECT),
+        # A page of the source is half a page of the destination, and the other way round.
+        ({"tp": 2}, {}, 64, 1, Strategy.STAGED),
+        ({}, {"tp": 2}, 64, 64, Strategy.DIRECT),
+    ],
+)
+def test_what_adjoins_is_merged(prefill, decode, merged, staged, strategy):
+    """Direct reads merge blocks that adjoin at both ends, staged ones those of the source."""
+    sizes = {"heads": 2, "layers": 64}
+    figures = measured(engine(**prefill, **sizes), engine(**decode, **sizes), prompt_tokens=4096)
+    for reader in figures.readers:
+        for read in reader.reads:
+            planes = 2 * len(read.read.layers)
+            assert read.descriptors == planes * 64
+            assert read.merged_descriptors == planes * merged
+            assert read.staged_descriptors == planes * staged
+            assert read.strategy is strategy
+
+
+def test_a_short_prompt_is_read_direct():
+    """What way is better is told for the prompt, not for the tokens that are counted."""
+    sizes = {"heads": 2, "layers": 2}
+    src, dst = engine(tp=2, **sizes), engine(**sizes)
+    for tokens, strategy in ((16, Strategy.DIRECT), (65536, Strategy.STAGED)):
+        (reader,) = measured(src, dst, SIZES, tokens).readers
+        assert {read.strategy for read in reader.reads} == {strategy}
+
+
+@settings(max_examples=60)
+@given(
+    data=st.data(), src_tokens=st.sampled_from([8, 16, 48]), dst_tokens=st.sampled_from([8, 16, 48])
+)
+def test_merging_leaves_no_more_and_staging_no_more_than_that(
+    engine_pairs, data, src_tokens, dst_tokens
+):
+    """What adjoins at both ends adjoins at the source, and every run is at least one descriptor."""
+    src, dst = data.draw(engine_pairs)
+    figures = measured(src, dst, CacheFormat(64, 2, src_tokens, dst_tokens))
+    for reader in figures.readers:
+        for read in reader.reads:
+            assert 1 <= read.merged_descriptors <= read.descriptors
+            assert 1 <= read.staged_descriptors <= read.merged_descriptors
 
 
 def test_unequal_blocks_move_one_head_of_the_common_tokens():

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps it fast, counted instead of timed.
+
+Benchmarks say how fast it is. These say that nothing is done for each block, that what adjoins is
+read in one piece, and that nothing is copied twice.
+"""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from tests.v1.kv_connector.unit.reshard.test_lowering import read, span
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import (
+    Prepared,
+    Transfer,
+    TransferState,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cache import (
+    LayerCache,
+    Plane,
+    RankCache,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.lowering import count_merged, lower_read
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.remote import (
+    PreparedLeg,
+    PreparedStaging,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.scatter import Copy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.staging import Scatter, stage_leg
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.staging_area import StagingArea
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transfers import Transfers
+
+SLOT_BYTES, BLOCK_TOKENS, PLANES = 128, 16, 4
+PAGE_BYTES = BLOCK_TOKENS * SLOT_BYTES
+
+
+def cache(num_heads: int, num_blocks: int) -> RankCache:
+    """Two layers in memory that is nobody's: nothing here looks at it."""
+    plane_bytes = num_blocks * num_heads * PAGE_BYTES
+    return RankCache(
+        num_blocks,
+        0,
+        {
+            f"layer.{layer}": LayerCache(
+                tuple(
+                    Plane(
+                        (2 * layer + plane) * plane_bytes,
+                        num_heads * PAGE_BYTES,
+                        PAGE_BYTES,
+                        SLOT_BYTES,
+                        SLOT_BYTES,
+                        num_heads,
+                        BLOCK_TOKENS,
+                    )
+                    for plane in range(2)
+                ),
+                group=0,
+            )
+            for layer in range(2)
+        },
+    )
+
+
+class Counting:
+    """An agent and a scatterer for which everything is done at once; both count."""
+
+    def __init__(self) -> None:
+        self.posts = self.merged = self.bytes_read = self.copies = self.bytes_copied = 0
+        self.rows: dict[int, np.ndarray] = {}
+
+    def read(self, local, local_indices, remote, remote_indices) -> Transfer:
+        """Count a read, its descriptors as NIXL merges them, and its bytes."""
+        addresses = []
+        for prepared, indices in ((local, local_indices), (remote, remote_indices)):
+            rows = prepared.handle.astype(np.int64)
+            row, block = np.divmod(indices.astype(np.int64), rows[0, 4])
+            addresses.append(rows[row, 0] + block * rows[row, 3])
+        self.posts += 1
+        self.merged += count_merged(addresses, int(rows[0, 1]))
+        self.bytes_read += len(local_indices) * int(rows[0, 1])
+        return Transfer("peer", None)
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """It is done."""
+        return TransferState.DONE
+
+    def telemetry(self, transfer: Transfer) -> None:
+        """Nothing is measured."""
+
+    def release(self, transfer: Transfer) -> None:
+        """Nothing is held."""
+
+    def submit(self, scatter: Scatter) -> Copy:
+        """Count a copy and its bytes."""
+        self.copies += 1
+        chunk_bytes = scatter.num_heads * scatter.num_tokens * scatter.slot_bytes
+        self.bytes_copied += len(scatter.src_offsets) * chunk_bytes
+        return self
+
+    def done(self) -> bool:
+        """It is made."""
+        return True
+
+    def fault(self) -> None:
+        """It was."""
+
+    def let_run(self) -> None:
+        """Nothing runs."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def prepared(src_heads: int, dst_heads: int, num_blocks: int, area: StagingArea | None):
+    """A leg of all of the source's heads, with lists that name their rows."""
+    src, dst = cache(src_heads, num_blocks), cache(dst_heads, num_blocks)
+    (leg,) = lower_read(read(min(src_heads, dst_heads)), src, dst)
+    staging = None
+    if area is not None:
+        staged = stage_leg(leg, src)
+        staging = PreparedStaging(
+            staged,
+            Prepared(None, area.rows(staged.descriptor_bytes)),
+            Prepared("peer", staged.src.rows),
+        )
+    return PreparedLeg(
+        leg, Prepared(None, leg.dst.rows), Prepared("peer", leg.src.rows), 1, staging
+    )
+
+
+def run(src_heads, dst_heads, block_ids, *, staged: bool, num_blocks: int = 4096) -> Counting:
+    """Read a request's blocks from and to the given ids."""
+    counting = Counting()
+    area = StagingArea(torch.empty(64 << 20, dtype=torch.uint8), counting) if staged else None
+    leg = prepared(src_heads, dst_heads, num_blocks, area)
+    transfers = Transfers(counting, area)
+    parts = list(transfers.cut(leg, leg.leg.select([span(block_ids[0])], [span(block_ids[1])])))
+    transfers.start("r", parts, 0.0)
+    assert len(transfers.advance(0.0)) == len(parts)
+    return counting
+
+
+ASCENDING, DESCENDING = range(64), range(63, -1, -1)
+SHUFFLED = np.random.default_rng(0).permutation(64)
+
+
+@pytest.mark.parametrize("tables", [(ASCENDING, ASCENDING), (DESCENDING, DESCENDING)])
+def test_equal_layouts_are_read_in_one_piece_a_plane(tables):
+    """Nothing is staged for them that direct reads do as well."""
+    counted = run(2, 2, tables, staged=False)
+    assert (counted.posts, counted.merged) == (1, PLANES)
+    assert counted.bytes_read == PLANES * 64 * 2 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("dst", [ASCENDING, DESCENDING, SHUFFLED])
+@pytest.mark.parametrize("src", [ASCENDING, DESCENDING, SHUFFLED])
+def test_half_pages_are_staged_in_one_piece_a_plane(src, dst):
+    """In whatever order a request has its blocks: direct, each of them is a piece in each plane."""
+    direct, staged = (run(1, 2, (src, dst), staged=each) for each in (False, True))
+    assert direct.merged == PLANES * 64 and staged.merged == PLANES
+    assert (direct.copies, staged.copies) == (0, 1)
+    assert staged.bytes_copied == staged.bytes_read == direct.bytes_read
+
+
+def calls(function) -> int:
+    """Calls of functions, Python's and others, that it takes."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_calls_do_not_grow_with_blocks(staged):
+    """A prompt of sixteen times as many blocks, in one part as before, takes not one call more."""
+    few, many = (
+        calls(lambda n=number: run(1, 2, (range(n), range(n)), staged=staged))
+        for number in (16, 256)
+    )
+    assert few == many
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_handshake_does_not_grow_with_blocks(staged):
+    """Lists for a hundred times as many blocks are as long, and take as much memory."""
+    sizes, peaks = set(), []
+    for num_blocks in (1_000, 100_000):
+        src, dst = cache(1, num_blocks), cache(2, num_blocks)
+        tracemalloc.start()
+        (leg,) = lower_read(read(1), src, dst)
+        ends = (stage_leg(leg, src).src,) if staged else (leg.src, leg.dst)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        sizes.update(end.rows.nbytes for end in ends)
+    assert len(sizes) == 1
+    assert peaks[1] < 1.2 * peaks[0] + 4096
