@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from tools.pdstack.engine import Device, installed_device
 from tools.pdstack.process import TerminatedError, sigterm_raises
 
 from . import children, report
@@ -44,8 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure our connector and upstream's of the same wheel side by side.",
-        epilog="Exit status: 0 everything was measured, 1 something failed, 130 after Ctrl-C. "
-        "Missed targets do not change it.",
+        epilog="Exit status: 0 everything was measured, 1 something failed, 130 after Ctrl-C, "
+        "which leaves what was measured so far. Missed targets do not change it.",
     )
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--quick", action="store_true", help="a few cases, under a minute")
@@ -96,11 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with sigterm_raises():
         try:
             return _run(args, console)
-        except BenchmarkError as error:
-            Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)))
-            return 1
         except KeyboardInterrupt:
-            console.print("interrupted; everything is stopped")
             return 128 + signal.SIGINT
         except TerminatedError:
             return 128 + signal.SIGTERM
@@ -124,13 +121,25 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         console.status("") as status,
     ):
         plan = Plan(lanes(args.strategy), args.repetitions, Path(logs), _Say(console, status))
-        children.prepare(_PRELOAD, plan.directory)
-        for result in _measure(parts, depth, args, plan):
-            results.append(result)
-    took_s = time.monotonic() - started_s
-    _finish(args, console, facts, results, parts, took_s)
+        if parts != [Part.END_TO_END]:
+            children.prepare(_PRELOAD, plan.directory)
+        status_code = 0
+        try:
+            for result in _measure(parts, depth, args, plan):
+                results.append(result)
+        except BenchmarkError as error:
+            console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+            status_code = 1
+        except (KeyboardInterrupt, TerminatedError) as interruption:
+            # What was measured is worth as much as before.
+            console.print("interrupted; everything is stopped")
+            by_user = isinstance(interruption, KeyboardInterrupt)
+            status_code = 128 + (signal.SIGINT if by_user else signal.SIGTERM)
+    if results:
+        complete, took_s = status_code == 0, time.monotonic() - started_s
+        _finish(args, console, facts, results, parts, complete, took_s)
     failed = any(lane.name in result.missing for result in results for lane in _ours(args))
-    return 1 if failed else 0
+    return status_code or int(failed)
 
 
 class _Say:
@@ -176,6 +185,7 @@ def _finish(
     facts: dict[str, str],
     results: Sequence[Result],
     parts: Sequence[Part],
+    complete: bool,
     took_s: float,
 ) -> None:
     """Print tables, and write JSON and drawing."""
@@ -189,9 +199,14 @@ def _finish(
     not_run = [
         f"{part.value} was not run: --only {part.value}" for part in Part if part not in parts
     ]
+    if not complete:
+        not_run.insert(0, "The run did not come to its end: cases are missing.")
+    if installed_device() is Device.CPU:
+        not_run.append("Device memory was not measured: the installed wheel is for CPU.")
     for line in (*report.missing_lines(results), *not_run, *report.NOTES):
         console.print(Text(line), soft_wrap=True)
     settings = {
+        "complete": complete,
         "repetitions": args.repetitions,
         "rounds": args.rounds,
         "depth": "quick" if args.quick else "full" if args.full else "default",

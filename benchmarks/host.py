@@ -22,6 +22,7 @@ from vllm.distributed.parallel_state import (
     get_tp_group,
     init_distributed_environment,
     initialize_model_parallel,
+    set_custom_all_reduce,
 )
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -70,6 +71,7 @@ class ConnectorHost:
             init_distributed_environment(
                 spec.layout.world_size, rank, meeting, local_rank=0, backend="gloo"
             )
+            set_custom_all_reduce(False)
             initialize_model_parallel(spec.layout.tp_size, spec.layout.pp_size)
             assert (get_pp_group().rank_in_group, get_tp_group().rank_in_group) == self._rank
             with _at_rest() if spec.lane.at_rest else _as_shipped():
