@@ -19,10 +19,12 @@ from tests.v1.kv_connector.unit.reshard.test_worker import (
     DEADLINE_S,
     Engine,
     Progress,
+    assert_received,
     engines,
     fill,
     receive,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteEngineChangedError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import (
     Heartbeats,
     RemoteEngineAddress,
@@ -98,7 +100,7 @@ def test_killed_holder_costs_its_request_and_is_told_once(
     )
 
 
-def test_heartbeats_that_try_again_in_vain_are_not_told(engines, caplog_vllm):
+def test_heartbeats_that_try_again_in_vain_are_no_errors(engines, caplog_vllm):
     """They are of requests that have just failed, which the first line has told."""
     holder, reader = engines("prefill"), engines("decode")
     gone = dataclasses.replace(holder.serve(), engine_id="gone")
@@ -113,4 +115,26 @@ def test_heartbeats_that_try_again_in_vain_are_not_told(engines, caplog_vllm):
         progress.step()
         if (stats := worker.take_stats()) is not None:
             failures += len(stats.data["handshake_failures"])
-    assert caplog_vllm.text.count("Handshake with engine gone") == 1
+    (line,) = (each.getMessage() for each in caplog_vllm.records if each.levelname == "ERROR")
+    assert line.startswith("Handshake with engine gone")
+
+
+def test_handshake_that_failed_while_nobody_waited_costs_nobody(engines, caplog_vllm):
+    """A request that comes long after it, to an engine that has returned, is received."""
+    other, holder, reader = engines("other"), engines("prefill"), engines("decode")
+    port = other.serve().port
+    address = RemoteEngineAddress("prefill", "127.0.0.1", port)
+    (worker,) = reader.workers.values()
+    reader.start(heartbeats=[Heartbeats(address, frozenset({"p-a"}))])
+    handshake = worker._peers.want(address, time.monotonic()).handshake
+    assert isinstance(handshake.exception(DEADLINE_S), RemoteEngineChangedError)
+    # No step was taken since, and meanwhile the right one is there.
+    other.server.close()
+    holder.serve(port)
+    whole = fill(holder, BLOCKS)
+    holder.offer("p-a")
+    reader.start(receive={"d-a": receive(address, [3, 4, 1], BLOCKS)})
+    Progress(holder, reader).until(reader, received="d-a")
+    assert not worker.take_invalid_block_ids()
+    assert_received(reader, [3, 4, 1], whole)
+    assert "ERROR" not in {each.levelname for each in caplog_vllm.records}

@@ -158,6 +158,9 @@ class ReshardWorker:
     def start_load_kv(self, metadata: ReshardConnectorMetadata) -> None:
         """Take up what the scheduler asks for in this step; blocks on nothing."""
         now_s = time.monotonic()
+        # An idle engine takes no steps: a handshake that has failed since the last one, however
+        # long ago, fails nobody who asks now.
+        self._advance_peers(now_s)
         self._holder.take_up(metadata, now_s)
         for request_id, receive in metadata.receive.items():
             if receive.fault is not None:
@@ -263,17 +266,17 @@ class ReshardWorker:
                 continue
             self._stats.record_failed_handshake(error)
             unread = [each for each in peer.take_waiting() if any(each[1].local_block_ids)]
-            # One line for all of them, which have one remedy; and none where heartbeats, of those
-            # that had just failed, have only tried again.
-            if unread or peer.failures == 1:
-                logger.error(
-                    "Handshake with engine %s at %s:%d failed%s: %s",
-                    peer.address.engine_id,
-                    peer.address.host,
-                    peer.address.port,
-                    _for_whom([request_id for request_id, _ in unread]),
-                    error,
-                )
+            # One line for all of them, which have one remedy. Where heartbeats alone have asked,
+            # often those of a request that had just failed, nothing is lost.
+            log = logger.error if unread else logger.info
+            log(
+                "Handshake with engine %s at %s:%d failed%s: %s",
+                peer.address.engine_id,
+                peer.address.host,
+                peer.address.port,
+                _for_whom([request_id for request_id, _ in unread]),
+                error,
+            )
             for request_id, receive in unread:
                 reason = f"handshake failed: {error}"
                 self._fail_unread(request_id, receive, peer, reason, ReadFailure.HANDSHAKE)
