@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -67,7 +68,21 @@ def test_json_describes_the_plan(kv_plan):
         "src_head_offset": 0,
         "dst_head_offset": 2,
         "num_heads": 1,
+        "strategy": None,
     }
+
+
+def test_json_says_how_each_read_goes(kv_plan):
+    """Direct or staged, for the prompt that is given, where sizes in bytes are known."""
+    sizes = ("--num-layers", "32", "--num-kv-heads", "2", "--head-size", "64", "--json")
+
+    def strategies(prefill: str, decode: str, *more: str) -> set[str]:
+        _, out, _ = kv_plan("--prefill", prefill, "--decode", decode, *sizes, *more)
+        return {read["strategy"] for read in json.loads(out)["reads"]}
+
+    assert strategies("tp=2", "tp=1") == {"staged"}
+    assert strategies("tp=2", "tp=1", "--prompt-tokens", "16") == {"direct"}
+    assert strategies("pp=2", "tp=1") == {"direct"}
 
 
 def test_partitions_are_taken_per_side(kv_plan):
@@ -106,7 +121,8 @@ def test_text_names_ranks_layers_and_heads(kv_plan):
     layouts = ("--prefill", "tp=3,pp=2", "--decode", "tp=2")
     status, out, err = kv_plan(*layouts, *SIZES, "--head-size", "64", "--dtype", "float16")
     assert (status, err) == (0, "")
-    assert "pp1tp1 2-3 [3, 4) 1 -> 0 512 B 256 2 KiB" in rows(out)
+    assert "pp1tp1 2-3 [3, 4) 1 -> 0 512 B" in rows(out)
+    assert "pp1tp1 256 2 KiB 256 256 direct" in rows(out)
     # 6 heads in half, 4 layers, keys and values, 64 elements of 2 bytes.
     assert "pp0tp1 4 4 3 KiB 3 MiB 1,024 -" in rows(out)
     assert "pp1tp1 2 2 1 KiB direct pp0tp0-1" in rows(out)
@@ -117,7 +133,9 @@ def test_text_counts_descriptors_without_sizes_in_bytes(kv_plan):
     """What can be told without the size of a head is told, and what is missing is named."""
     status, out, _ = kv_plan("--prefill", "tp=2", "--decode", "tp=2", *SIZES)
     assert status == 0
-    assert "pp0tp0 pp0tp0 0-3 [0, 3) 0 -> 0 ? 512 ?" in rows(out)
+    assert "pp0tp0 pp0tp0 0-3 [0, 3) 0 -> 0 ?" in rows(out)
+    assert "pp0tp0 pp0tp0 512 ? 8 8 ?" in rows(out)
+    assert "pp0tp0 1 1 ? ? pp0tp0" in rows(out)
     assert "--model DIR, or --head-size" in out
 
 
@@ -157,10 +175,11 @@ def model(tmp_path):
 def test_model_gives_the_sizes(kv_plan, model):
     """The same plan as with explicit sizes, as JSON and in bytes."""
     layouts = ("--prefill", "tp=3", "--decode", "tp=2")
-    explicit = kv_plan(*layouts, *SIZES, "--json")
-    assert kv_plan(*layouts, "--model", model, "--json") == explicit
-    _, out, _ = kv_plan(*layouts, "--model", model)
-    _, same, _ = kv_plan(*layouts, *SIZES, "--head-size", "64", "--dtype", "float32")
+    of_model = (*layouts, "--model", model, "--disable-hybrid-kv-cache-manager")
+    explicit = (*layouts, *SIZES, "--head-size", "64", "--dtype", "float32")
+    assert kv_plan(*of_model, "--json") == kv_plan(*explicit, "--json")
+    _, out, _ = kv_plan(*of_model)
+    _, same, _ = kv_plan(*explicit)
     tables, same_tables = (text[text.index("Reads") :] for text in (out, same))
     assert tables == same_tables
 
@@ -172,13 +191,36 @@ def test_explicit_sizes_take_the_place_of_the_models(kv_plan, model):
     assert "2 layers, 6 KV heads of 64 fp8" in out
 
 
-def test_windows_are_read_alone_where_engines_keep_windows(kv_plan, model):
-    """Two layers of four are read in 8 blocks of 64 instead of all."""
+WHOLE, WINDOWS = "pp0tp0 1 1 12 KiB 12 MiB 512 -", "pp0tp0 1 1 12 KiB 6.75 MiB 288 -"
+
+
+@pytest.mark.parametrize(
+    ("option", "row", "words"),
+    [
+        ((), WINDOWS, "no more is read"),
+        (("--no-disable-hybrid-kv-cache-manager",), WINDOWS, "no more is read"),
+        (("--disable-hybrid-kv-cache-manager",), WHOLE, "read in full without the hybrid KV-"),
+    ],
+)
+def test_windows_are_read_alone_unless_the_manager_is_off(kv_plan, model, option, row, words):
+    """Two layers of four are read in 8 blocks of 64 where engines keep windows, as they do."""
     layouts = ("--prefill", "tp=1", "--decode", "tp=1", "--model", model)
-    _, whole, _ = kv_plan(*layouts)
-    _, windows, _ = kv_plan(*layouts, "--no-disable-hybrid-kv-cache-manager")
-    assert "pp0tp0 1 1 12 KiB 12 MiB 512 -" in rows(whole)
-    assert "pp0tp0 1 1 12 KiB 6.75 MiB 288 -" in rows(windows)
+    _, out, _ = kv_plan(*layouts, *option)
+    assert row in rows(out)
+    assert words in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("option", "row"), [((), WHOLE), (("--no-disable-hybrid-kv-cache-manager",), WINDOWS)]
+)
+def test_chunks_are_read_in_full_unless_asked_for(kv_plan, model, option, row):
+    """VLLM turns its hybrid manager off for chunked attention."""
+    path = Path(model) / "config.json"
+    config = json.loads(path.read_text())
+    kinds = ["chunked_attention", "full_attention"] * 2
+    path.write_text(json.dumps({**config, "attention_chunk_size": 128, "layer_types": kinds}))
+    _, out, _ = kv_plan("--prefill", "tp=1", "--decode", "tp=1", "--model", model, *option)
+    assert row in rows(out)
 
 
 def test_svg_is_written_beside_the_text(kv_plan, tmp_path):

@@ -94,6 +94,13 @@ def test_layers_with_windows(read, changes, windows):
     assert read({**LLAMA, **changes}).window_tokens_by_layer == windows
 
 
+def test_chunks_are_told_from_windows_that_slide(read):
+    """Only a model with chunks has the size of one, which vLLM goes by, too."""
+    kinds = ["chunked_attention"] * 4
+    assert read({**LLAMA, "layer_types": kinds, "attention_chunk_size": 64}).is_chunked
+    assert not read({**LLAMA, "sliding_window": 64}).is_chunked
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

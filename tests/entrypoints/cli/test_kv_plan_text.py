@@ -55,9 +55,25 @@ def test_small_descriptors_name_the_block_size_that_helps():
     tiny = CacheFormat(100, 2, 16, 16)
     (warning,) = warnings((1, 8), (1, 4), cache_format=tiny)
     assert "8 of 8 reads move as little as 1.562 KiB at a time" in warning
-    assert warning.endswith("give both engines --block-size 64")
+    assert "give both engines --block-size 64" in warning
     assert warnings((1, 8), (1, 4), cache_format=CacheFormat(100, 2, 64, 64)) == []
     assert len(warnings((1, 8), (1, 4), cache_format=CacheFormat(100, 2, 32, 32))) == 1
+
+
+def test_small_descriptors_that_are_staged_are_told_apart():
+    """Pages that are half a page at the other end are staged, and direct reads still are slow."""
+    (warning,) = warnings((1, 8), (1, 4), cache_format=CacheFormat(64, 2, 16, 16))
+    assert "8 of 8 reads" in warning
+    assert "--block-size 64; `auto` stages 8 of them, which merges" in warning
+
+
+def test_large_descriptors_that_are_staged_are_not_counted_among_small_ones():
+    """TP3 to TP2: two heads of a block are 4 KiB and staged, one alone is less and goes direct."""
+    of_128 = CacheFormat(128, 2, 16, 16)
+    (warning,) = warnings((1, 3), (1, 2), 6, cache_format=of_128)
+    whole = report(ParallelMesh(1, 3), ParallelMesh(1, 2), 6, cache_format=of_128)
+    assert any(read.strategy == "staged" for read in whole.figures.readers[0].reads)
+    assert "2 of 4 reads" in warning and "stages" not in warning
 
 
 def test_small_descriptors_of_unequal_blocks_want_equal_ones():

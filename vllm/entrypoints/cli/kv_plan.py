@@ -10,7 +10,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank, ParallelMesh
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import ReshardPlan
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import Read, ReshardPlan
     from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import CacheFormat
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import (
+        CacheFormat,
+        PlanFigures,
+    )
     from vllm.entrypoints.cli.kv_plan_model import ModelSizes
 
 NAME = "kv-plan"
@@ -81,7 +84,7 @@ class KVPlanSubcommand(CLISubcommand):
             if args.svg is not None:
                 _write_svg(planned, args.svg)
             if args.json:
-                print(json.dumps(_document(planned, args.num_kv_heads)))
+                print(json.dumps(_document(planned, args)))
             else:
                 _print_text(planned, args)
         except ValueError as error:
@@ -140,10 +143,10 @@ class KVPlanSubcommand(CLISubcommand):
                 f"--{role}-block-size", type=int, help=f"the same, of the {role} engine alone"
             )
         parser.add_argument(
-            "--no-disable-hybrid-kv-cache-manager",
-            dest="hybrid",
-            action="store_true",
-            help="as given to both engines: layers with windows keep and read their windows only",
+            "--disable-hybrid-kv-cache-manager",
+            action=argparse.BooleanOptionalAction,
+            help="as given to both engines: layers with windows keep and read all tokens; by "
+            "default their windows only, unless these are chunks",
         )
         parser.add_argument(
             "--prompt-tokens",
@@ -202,14 +205,22 @@ def _plan(args: argparse.Namespace) -> _Planned:
     return _Planned(meshes, shards, plan, num_layers, num_kv_heads, is_mla, model)
 
 
-def _document(planned: _Planned, given_kv_heads: int | None) -> dict[str, Any]:
+def _document(planned: _Planned, args: argparse.Namespace) -> dict[str, Any]:
     """The plan as JSON, with the number of KV heads that was given where one was."""
+    given_kv_heads = args.num_kv_heads
+    head_size, dtype = _element(planned, args)
+    figures = _measure(planned, args, _cache_format(planned, args, head_size, dtype))
+    strategies = {
+        each.read: None if head_size is None else each.strategy.value
+        for reader in figures.readers
+        for each in reader.reads
+    }
     return {
         **{role: _mesh_document(mesh) for role, mesh in planned.meshes.items()},
         "num_layers": planned.num_layers,
         "num_kv_heads": planned.num_kv_heads if given_kv_heads is None else given_kv_heads,
         "mla": planned.is_mla,
-        **_reads_and_notifiers(planned.plan),
+        **_reads_and_notifiers(planned.plan, strategies),
     }
 
 
@@ -217,14 +228,8 @@ def _print_text(planned: _Planned, args: argparse.Namespace) -> None:
     """Print the plan for people, and what it costs."""
     from rich.console import Console
 
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import measure_plan
     from vllm.entrypoints.cli.kv_plan_text import PlanReport, print_report
 
-    if not 1 <= args.prompt_tokens <= _MAX_PROMPT_TOKENS:
-        raise ValueError(
-            f"--prompt-tokens is {args.prompt_tokens} but must be between 1 and "
-            f"{_MAX_PROMPT_TOKENS}"
-        )
     head_size, dtype = _element(planned, args)
     cache_format = _cache_format(planned, args, head_size, dtype)
     src, dst = planned.shards["prefill"], planned.shards["decode"]
@@ -235,7 +240,7 @@ def _print_text(planned: _Planned, args: argparse.Namespace) -> None:
             src=src,
             dst=dst,
             plan=planned.plan,
-            figures=measure_plan(planned.plan, src, dst, cache_format, args.prompt_tokens),
+            figures=_measure(planned, args, cache_format),
             model=_model_text(planned, args, head_size, dtype),
             is_mla=planned.is_mla,
             cache_format=cache_format,
@@ -244,6 +249,33 @@ def _print_text(planned: _Planned, args: argparse.Namespace) -> None:
         ),
         Console(),
     )
+
+
+def _measure(planned: _Planned, args: argparse.Namespace, cache_format: CacheFormat) -> PlanFigures:
+    """What the plan costs.
+
+    Raises:
+        ValueError: The prompt has a length that is not planned for.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import measure_plan
+
+    if not 1 <= args.prompt_tokens <= _MAX_PROMPT_TOKENS:
+        raise ValueError(
+            f"--prompt-tokens is {args.prompt_tokens} but must be between 1 and "
+            f"{_MAX_PROMPT_TOKENS}"
+        )
+    src, dst = planned.shards["prefill"], planned.shards["decode"]
+    return measure_plan(planned.plan, src, dst, cache_format, args.prompt_tokens)
+
+
+def _keeps_windows(planned: _Planned, args: argparse.Namespace) -> bool:
+    """Whether engines keep windows only: vLLM's hybrid KV-cache manager is on.
+
+    With this connector it is, unless somebody turns it off, or vLLM does, as with chunks.
+    """
+    if args.disable_hybrid_kv_cache_manager is not None:
+        return not args.disable_hybrid_kv_cache_manager
+    return planned.model is not None and not planned.model.is_chunked
 
 
 def _element(planned: _Planned, args: argparse.Namespace) -> tuple[int | None, str]:
@@ -282,7 +314,7 @@ def _cache_format(
                 for layer, tokens in planned.model.window_tokens_by_layer.items()
                 if layer < planned.num_layers
             }
-            if args.hybrid and planned.model is not None
+            if planned.model is not None and _keeps_windows(planned, args)
             else {}
         ),
     )
@@ -303,8 +335,11 @@ def _model_text(
     windows = {} if planned.model is None else planned.model.window_tokens_by_layer
     if windows:
         sizes = ", ".join(map(str, sorted(set(windows.values()))))
-        option = "--no-disable-hybrid-kv-cache-manager"
-        kept = "no more is read" if args.hybrid else f"read in full without {option}"
+        kept = (
+            "no more is read"
+            if _keeps_windows(planned, args)
+            else "read in full without the hybrid KV-cache manager"
+        )
         text += f"; windows of {sizes} tokens in {len(windows)} layers, {kept}"
     return text
 
@@ -367,7 +402,9 @@ def _rank_document(rank: MeshRank) -> dict[str, int]:
     return {"pp": rank.pp_rank, "tp": rank.tp_rank}
 
 
-def _reads_and_notifiers(plan: ReshardPlan) -> dict[str, list[dict[str, Any]]]:
+def _reads_and_notifiers(
+    plan: ReshardPlan, strategies: Mapping[Read, str | None]
+) -> dict[str, list[dict[str, Any]]]:
     return {
         "reads": [
             {
@@ -378,6 +415,7 @@ def _reads_and_notifiers(plan: ReshardPlan) -> dict[str, list[dict[str, Any]]]:
                 "src_head_offset": read.src_head_offset,
                 "dst_head_offset": read.dst_head_offset,
                 "num_heads": read.num_heads,
+                "strategy": strategies[read],
             }
             for read in plan.reads
         ],

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.strategy import Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import (
     CacheFormat,
     PlanFigures,
@@ -72,6 +73,17 @@ def _small_descriptors(figures: PlanFigures, cache_format: CacheFormat) -> Itera
     small = [size for size in sizes if size < SMALL_DESCRIPTOR_BYTES]
     if not small:
         return
+    num_staged = sum(
+        read.descriptor_bytes < SMALL_DESCRIPTOR_BYTES and read.strategy is Strategy.STAGED
+        for reader in figures.readers
+        for read in reader.reads
+    )
+    staged = (
+        f"; `auto` stages {num_staged} of them, which merges what adjoins at the source, but "
+        "direct reads move each piece by itself"
+        if num_staged
+        else ""
+    )
     src_tokens, dst_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
     if src_tokens != dst_tokens:
         remedy = (
@@ -85,7 +97,7 @@ def _small_descriptors(figures: PlanFigures, cache_format: CacheFormat) -> Itera
         remedy = f"give both engines --block-size {block_tokens}"
     yield (
         f"{len(small)} of {len(sizes)} reads move as little as {bytes_text(min(small))} at a time, "
-        f"less than {bytes_text(SMALL_DESCRIPTOR_BYTES)}: {remedy}"
+        f"less than {bytes_text(SMALL_DESCRIPTOR_BYTES)}: {remedy}{staged}"
     )
 
 

@@ -44,6 +44,7 @@ class ModelSizes:
         dtype: Name of the elements' type; None where the model does not say.
         window_tokens_by_layer: The layers that keep the last tokens of a sequence only, and how
             many.
+        is_chunked: The windows are chunks, which begin anew every so many tokens.
     """
 
     num_layers: int
@@ -52,6 +53,7 @@ class ModelSizes:
     is_mla: bool
     dtype: str | None
     window_tokens_by_layer: Mapping[int, int]
+    is_chunked: bool = False
 
 
 def read_model(directory: Path) -> ModelSizes:
@@ -108,9 +110,10 @@ def _sizes(whole: object) -> ModelSizes:
         None,
     )
     windows = _windows(config, num_layers)
+    is_chunked = config.get("attention_chunk_size") is not None
     if config.get("kv_lora_rank"):
         latent = _size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim")
-        return ModelSizes(num_layers, 1, latent, True, dtype, windows)
+        return ModelSizes(num_layers, 1, latent, True, dtype, windows, is_chunked)
     num_heads = _size(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
     if config.get("multi_query"):
         num_kv_heads = 1
@@ -124,7 +127,7 @@ def _sizes(whole: object) -> ModelSizes:
     )
     if head_size < 1:
         raise ValueError("neither head_dim nor hidden_size is given: give --head-size and no model")
-    return ModelSizes(num_layers, num_kv_heads, head_size, False, dtype, windows)
+    return ModelSizes(num_layers, num_kv_heads, head_size, False, dtype, windows, is_chunked)
 
 
 def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:

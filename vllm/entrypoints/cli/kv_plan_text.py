@@ -17,12 +17,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import (
     CacheFormat,
     PlanFigures,
+    SourceFigures,
     ranges_text,
     ranks_text,
 )
 from vllm.entrypoints.cli.kv_plan_advice import advise, bytes_text
 
 _UNKNOWN = "?"
+_WAYS_NOTE = (
+    "Merged: what is left where the blocks of a request adjoin at both ends; for a read by way of "
+    "an arena, it is enough that they do at the source. How: what `auto` chooses for {tokens} "
+    "tokens at the costs of a small machine; engines measure their own, and choose for each read."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,13 @@ class PlanReport:
 def print_report(report: PlanReport, console: Console) -> None:
     """Print meshes, reads, what they cost each rank, and warnings."""
     _print_heading(report, console)
-    for table in (_reads(report), _decode_ranks(report), _prefill_ranks(report)):
+    console.print()
+    console.print(_reads(report))
+    console.print()
+    console.print(_ways(report))
+    console.print()
+    console.print(Text(_WAYS_NOTE.format(tokens=f"{report.prompt_tokens:,}")))
+    for table in (_decode_ranks(report), _prefill_ranks(report)):
         console.print()
         console.print(table)
     cache_format = report.cache_format if report.knows_bytes else None
@@ -100,11 +112,10 @@ def _print_heading(report: PlanReport, console: Console) -> None:
 
 
 def _reads(report: PlanReport) -> Table:
-    table = _table("Reads, all of them direct")
+    table = _table("Reads")
     for name in ("decode", "reads from", "layers", "heads", "offsets"):
         table.add_column(name)
-    for name in ("a token", "descriptors\nper 1k tokens", "of size"):
-        table.add_column(name, justify="right")
+    table.add_column("a token", justify="right")
     for reader in report.figures.readers:
         for position, figures in enumerate(reader.reads):
             read = figures.read
@@ -116,8 +127,31 @@ def _reads(report: PlanReport) -> Table:
                     str(read.heads),
                     f"{read.src_head_offset} -> {read.dst_head_offset}",
                     _bytes(report, figures.token_bytes),
+                ),
+                end_section=position == len(reader.reads) - 1,
+            )
+    return table
+
+
+def _ways(report: PlanReport) -> Table:
+    """How each read goes, in the order of `_reads`."""
+    table = _table("Direct or staged")
+    for name in ("decode", "reads from"):
+        table.add_column(name)
+    for name in ("descriptors\nper 1k tokens", "of size", "merged", "merged\nin arena"):
+        table.add_column(name, justify="right")
+    table.add_column("how")
+    for reader in report.figures.readers:
+        for position, figures in enumerate(reader.reads):
+            table.add_row(
+                *_cells(
+                    "" if position else str(reader.rank),
+                    str(figures.read.src_rank),
                     f"{figures.descriptors:,}",
                     _bytes(report, figures.descriptor_bytes),
+                    f"{figures.merged_descriptors:,}",
+                    f"{figures.staged_descriptors:,}",
+                    figures.strategy.value if report.knows_bytes else _UNKNOWN,
                 ),
                 end_section=position == len(reader.reads) - 1,
             )
@@ -175,12 +209,27 @@ def _prefill_ranks(report: PlanReport) -> Table:
                 str(source.fan_out),
                 str(num_reads[source.rank]),
                 _bytes(report, source.token_bytes) if source.fan_out else "-",
-                "direct" if source.fan_out else "only notified",
+                _how(report, source),
                 ranks_text(source.notifiers),
             ),
             style=None if source.fan_out else "dim",
         )
     return table
+
+
+def _how(report: PlanReport, source: SourceFigures) -> str:
+    """How a source rank is read from: in one way, or in both."""
+    if not source.fan_out:
+        return "only notified"
+    if not report.knows_bytes:
+        return _UNKNOWN
+    ways = {
+        figures.strategy.value
+        for reader in report.figures.readers
+        for figures in reader.reads
+        if figures.read.src_rank == source.rank
+    }
+    return ", ".join(sorted(ways))
 
 
 def _table(title: str) -> Table:

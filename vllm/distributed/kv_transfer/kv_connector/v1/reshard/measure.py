@@ -19,14 +19,9 @@ from .errors import TransferError
 from .lowering import Indices
 from .scatter import Scatterer
 from .staging import Scatter
-from .strategy import CostModel, fit_line
+from .strategy import DEFAULT_COSTS, CostModel, fit_line
 
 logger = init_logger(__name__)
-
-DEFAULT_COSTS = CostModel(
-    descriptor_s=4e-6, byte_s=1.5e-10, chunk_s=1e-7, copied_byte_s=3e-10, stop_s=1e-3
-)
-"""Of a small machine without an accelerator, where measuring fails."""
 
 SCRATCH_BYTES = 4 << 20
 """What measuring needs of the arena, and once more at the stand-in."""

@@ -74,6 +74,12 @@ class CostModel:
         return Strategy.STAGED if gains else Strategy.DIRECT
 
 
+DEFAULT_COSTS = CostModel(
+    descriptor_s=4e-6, byte_s=1.5e-10, chunk_s=1e-7, copied_byte_s=3e-10, stop_s=1e-3
+)
+"""Of a small machine without an accelerator: where nothing is measured, or measuring fails."""
+
+
 def fit_line(
     small: tuple[float, float], large: tuple[float, float], *, least: float
 ) -> tuple[float, float]:

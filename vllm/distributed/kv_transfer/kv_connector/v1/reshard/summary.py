@@ -17,6 +17,8 @@ from .lowering import BlockSpan, Leg, lower_read
 from .mesh import MeshRank
 from .plan import Read, ReshardPlan
 from .shards import Layer, Shard
+from .staging import StagedLeg, stage_leg
+from .strategy import DEFAULT_COSTS, Strategy
 
 DESCRIPTOR_TOKENS = 1024
 """The length of prompt that descriptors are counted for."""
@@ -44,7 +46,7 @@ class CacheFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReadFigures:
-    """What one read moves.
+    """What one read moves, for requests whose blocks adjoin at both ends.
 
     Attributes:
         read: The read.
@@ -52,6 +54,11 @@ class ReadFigures:
         request_bytes: Bytes of a prompt, which is read in whole blocks.
         descriptors: Descriptors of a prompt of `DESCRIPTOR_TOKENS` tokens.
         descriptor_bytes: Size of one descriptor: what is contiguous at both ends.
+        merged_descriptors: What is left of `descriptors` once those are merged that adjoin at both
+            ends.
+        staged_descriptors: The same of a read by way of an arena, where adjoining at the source is
+            enough.
+        strategy: What is better for the prompt, with `DEFAULT_COSTS`.
     """
 
     read: Read
@@ -59,6 +66,9 @@ class ReadFigures:
     request_bytes: int
     descriptors: int
     descriptor_bytes: int
+    merged_descriptors: int
+    staged_descriptors: int
+    strategy: Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,17 +264,59 @@ def _measure_read(
         _cache(read.layers, shard, cache_format, windows, tokens, longest_tokens)
         for shard, tokens in zip((src, dst), block_tokens, strict=True)
     )
-    legs = lower_read(read, src_cache, dst_cache)
-    counted, request = (
-        [(leg, _num_descriptors(leg, windows, tokens)) for leg in legs]
-        for tokens in (DESCRIPTOR_TOKENS, prompt_tokens)
-    )
+    figures = [
+        _measure_leg(leg, stage_leg(leg, src_cache), windows, prompt_tokens)
+        for leg in lower_read(read, src_cache, dst_cache)
+    ]
     return ReadFigures(
         read,
         len(read.layers) * read.num_heads * cache_format.num_planes * cache_format.slot_bytes,
-        sum(count * _descriptor_bytes(leg) for leg, count in request),
-        sum(count for _, count in counted),
-        min(map(_descriptor_bytes, legs)),
+        request_bytes=sum(each.request_bytes for each in figures),
+        descriptors=sum(each.descriptors for each in figures),
+        descriptor_bytes=min(each.descriptor_bytes for each in figures),
+        merged_descriptors=sum(each.merged for each in figures),
+        staged_descriptors=sum(each.staged for each in figures),
+        strategy=(
+            Strategy.STAGED
+            if any(each.strategy is Strategy.STAGED for each in figures)
+            else Strategy.DIRECT
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _LegFigures:
+    """A leg's part of `ReadFigures`."""
+
+    request_bytes: int
+    descriptors: int
+    descriptor_bytes: int
+    merged: int
+    staged: int
+    strategy: Strategy
+
+
+def _measure_leg(
+    leg: Leg, staged: StagedLeg, windows: Sequence[int], prompt_tokens: int
+) -> _LegFigures:
+    """Count what a leg would move; the windows are those of its groups."""
+    descriptor_bytes = int(leg.src.rows[0, 1])
+    counted, request = (
+        leg.select(
+            *(
+                [_span(window, tokens, end.block_tokens) for window in windows]
+                for end in (leg.src, leg.dst)
+            )
+        )
+        for tokens in (DESCRIPTOR_TOKENS, prompt_tokens)
+    )
+    return _LegFigures(
+        len(leg.indices(request)[0]) * descriptor_bytes,
+        len(leg.indices(counted)[0]),
+        descriptor_bytes,
+        leg.num_merged(counted),
+        staged.num_merged(counted),
+        staged.choose(request, DEFAULT_COSTS),
     )
 
 
@@ -304,23 +356,9 @@ def _cache(
     )
 
 
-def _num_descriptors(leg: Leg, windows: Sequence[int], num_tokens: int) -> int:
-    """Descriptors that a leg moves for a prompt; the windows are those of its groups."""
-    src, dst = (
-        [_span(window, num_tokens, end.block_tokens) for window in windows]
-        for end in (leg.src, leg.dst)
-    )
-    return len(leg.indices(leg.select(src, dst))[0])
-
-
 def _span(window_tokens: int, num_tokens: int, block_tokens: int) -> BlockSpan:
     """The blocks of a prompt that hold what its last token attends to; a window of 0 is all."""
     first_token = max(0, num_tokens - window_tokens) if window_tokens else 0
     first_block = first_token // block_tokens
     block_ids = np.arange(first_block, -(-num_tokens // block_tokens), dtype=np.int32)
     return BlockSpan(block_ids, first_block * block_tokens)
-
-
-def _descriptor_bytes(leg: Leg) -> int:
-    """Size of one descriptor: they are all alike in a leg."""
-    return int(leg.src.rows[0, 1])
