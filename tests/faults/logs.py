@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a log says from some moment on, without what is in order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_LINE = re.compile(
+    r"(?:\(\w+[^)]*\bpid=\d+\) )?(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)"
+    r"(?::\s+| \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )(?P<text>.*)"
+)
+_OF_ANY_FAILURE = re.compile(
+    r"Failing \d+ request\(s\) due to KV load failure .*"
+    r"|Recovered from KV load failure: \d+ request\(s\) rescheduled .*"
+    r"|Request \S+ failed with an internal error during generation"
+)
+
+
+class Log:
+    """A log, from now on.
+
+    Args:
+        path: where it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset_bytes = path.stat().st_size
+
+    def complaints(self) -> list[str]:
+        """Return what is no matter of course: warnings, errors, and lines without a level.
+
+        vLLM says by itself that a read and a request have failed, but not why; that is left out.
+        """
+        with self._path.open("rb") as log:
+            log.seek(self._offset_bytes)
+            lines = log.read().decode(errors="replace").splitlines()
+        return [text for text in map(_complaint, lines) if text]
+
+    def find(self, words: str) -> list[str]:
+        """Return the complaints that contain some words."""
+        return [line for line in self.complaints() if words in line]
+
+
+def _complaint(line: str) -> str | None:
+    """The text of a line that complains."""
+    match = _LINE.fullmatch(line)
+    if match is None:
+        return line.strip()
+    text = match["text"]
+    if match["level"] in ("DEBUG", "INFO") or _OF_ANY_FAILURE.fullmatch(text):
+        return None
+    return text

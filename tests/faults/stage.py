@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two healthy engines that stay up while faults are acted out, and what a router does with them."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.e2e.pairs import ANSWER_TOKENS, REQUEST_LIMIT_S, ask, ask_unaided, metric, text_of
+from tests.faults.logs import Log
+from tests.tools.pdstack.helpers import wait_until
+from tools.pdstack.engine import EngineSpec, KVTransfer
+from tools.pdstack.stack import Engine, PDStack, Router, Server
+
+LEASE_S = 20.0
+"""Longer than a slow machine keeps an honest reader waiting, and short enough to be waited for."""
+
+SLACK_S = 60.0
+"""How much later than it should a slow machine may do something."""
+
+TRANSPORTS = "all"
+"""What UCX chooses by itself, whatever the environment says."""
+
+PROMPT_TOKENS = 300
+Params = dict[str, Any]
+
+
+def spec(name: str, *args: str, policy: str | None = None, **fields: Any) -> EngineSpec:
+    """Return how an engine is started that holds blocks for a short time.
+
+    Args:
+        args: more of its command line.
+        policy: what becomes of a request whose blocks cannot be read; by default vLLM's choice.
+        fields: of the transfer's configuration.
+    """
+    extra_config = {"kv_lease_duration": LEASE_S}
+    return EngineSpec(
+        name,
+        kv_transfer=KVTransfer(extra_config=extra_config, load_failure_policy=policy, **fields),
+        env={"UCX_TLS": TRANSPORTS},
+        extra_args=("--num-gpu-blocks-override", "64", *args),
+        max_model_len=1024,
+    )
+
+
+def post(server: Server, model: str, text: str, **fields: Any) -> httpx.Response:
+    """Return what a server says to one message, whatever it is."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0.0,
+        "max_tokens": ANSWER_TOKENS,
+        **fields,
+    }
+    url = f"{server.url}/v1/chat/completions"
+    return httpx.post(url, json=body, timeout=REQUEST_LIMIT_S, trust_env=False)
+
+
+def answer_of(reply: httpx.Response) -> str:
+    """Return the answer that a reply holds."""
+    assert reply.status_code == httpx.codes.OK, reply.text
+    answer: str = reply.json()["choices"][0]["message"]["content"]
+    return answer
+
+
+def assert_failed(reply: httpx.Response) -> None:
+    """The client is told that its request has failed, in the way of the OpenAI API."""
+    assert reply.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+    assert reply.json()["error"] == {
+        "message": "Internal server error",
+        "type": "InternalServerError",
+        "param": None,
+        "code": 500,
+    }
+
+
+@contextmanager
+def stopped(engine: Engine) -> Iterator[None]:
+    """Within this block an engine lives, but does nothing."""
+    processes = engine.child.processes()
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            # It may have been killed.
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def kill(server: Server) -> None:
+    """End all processes of a server at once, as when its machine is lost."""
+    for process in server.child.processes():
+        process.send_signal(signal.SIGKILL)
+    wait_until(lambda: server.child.exit_status is not None, f"the end of {server.name}")
+
+
+@dataclass
+class Stage:
+    """The engines that every fault has to leave as they were, or that are started anew after it.
+
+    Attributes:
+        decode: an engine that fails requests whose blocks cannot be read.
+        recomputing: one that computes them.
+        router: in front of `prefill` and `decode`.
+        abandoned: requests whose blocks `prefill` holds until their lease runs out.
+        prefill_log: what `prefill` says, since it was started.
+    """
+
+    stack: PDStack
+    prefill: Engine
+    decode: Engine
+    recomputing: Engine
+    router: Router
+    prefill_log: Log = field(init=False)
+    abandoned: int = 0
+
+    def __post_init__(self) -> None:
+        self._labels = map(str, itertools.count())
+        self._pool = ThreadPoolExecutor(8)
+        self.prefill_log = Log(self.prefill.child.log_path)
+
+    @property
+    def model(self) -> str:
+        """The name of what they serve."""
+        return self.stack.model.name
+
+    def text(self) -> str:
+        """Return a message that nobody has seen before, of two blocks and a part of one."""
+        return text_of(f"fault {next(self._labels)}", PROMPT_TOKENS)
+
+    def right_answer(self, text: str) -> str:
+        """Return what one engine by itself answers."""
+        return ask_unaided(self.prefill, self.model, text)
+
+    def prefilled(self, text: str, by: Engine | None = None) -> Params:
+        """Let a prompt be computed, as a router does, and return where its blocks are."""
+        what_for = {"do_remote_decode": True, "do_remote_prefill": False}
+        reply = post(
+            by or self.prefill, self.model, text, max_tokens=1, kv_transfer_params=what_for
+        )
+        answer_of(reply)
+        params: Params = reply.json()["kv_transfer_params"]
+        return params
+
+    def decoded(self, text: str, params: Params, by: Engine | None = None) -> httpx.Response:
+        """Let a request be answered whose blocks are elsewhere, as a router does."""
+        return post(by or self.decode, self.model, text, kv_transfer_params=params)
+
+    def being_decoded(
+        self, text: str, params: Params, by: Engine | None = None
+    ) -> Future[httpx.Response]:
+        """The same, without waiting for the answer."""
+        return self.in_background(self.decoded, text, params, by)
+
+    def in_background(
+        self, function: Callable[..., httpx.Response], *args: Any
+    ) -> Future[httpx.Response]:
+        """Begin something, and return what will come of it."""
+        return self._pool.submit(function, *args)
+
+    def connect(self, decode: Engine) -> None:
+        """Let another decode engine shake hands with the prefill engine."""
+        text = self.text()
+        answer_of(self.decoded(text, self.prefilled(text), decode))
+
+    @contextmanager
+    def router_to(self, prefill: Engine, decode: Engine) -> Iterator[Router]:
+        """Put another router in front of two engines for a while."""
+        router = self.stack.start_router([prefill], [decode])
+        try:
+            yield router
+        finally:
+            self.stack.stop(router)
+
+    def assert_serving(self) -> None:
+        """A new request passes through both engines, and is answered as one would answer it."""
+        text = self.text()
+        right = self.right_answer(text)
+        before = self.decode.nixl_counters()
+        assert ask(self.router, self.model, text) == right
+        wait_until(
+            lambda: (self.decode.nixl_counters() - before).bytes_moved > 0,
+            "the report of what was read",
+            SLACK_S,
+        )
+
+    def holds_blocks(self) -> bool:
+        """Whether blocks of the prefill engine are in use."""
+        names = ("vllm:kv_cache_usage_perc", "vllm:nixl_held_blocks")
+        return any(metric(self.prefill, name) for name in names)
+
+    def assert_blocks_come_back(self) -> None:
+        """All blocks of the prefill engine are free once leases have run out, each told once."""
+        assert self.abandoned
+        wait_until(lambda: not self.holds_blocks(), "the return of all blocks", LEASE_S + SLACK_S)
+        freed = self.prefill_log.find("Freeing the blocks of request")
+        assert len(freed) == self.abandoned, freed
+
+    def restart_decode(self) -> None:
+        """Start the decode engine anew, after it was killed."""
+        self.decode = self._restart(self.decode)
+        self._replace_router()
+
+    def restart_prefill(self) -> None:
+        """Start the prefill engine anew where others look for it, after it was killed."""
+        self.prefill = self._restart(self.prefill)
+        # What the one before held was lost with it.
+        self.abandoned, self.prefill_log = 0, Log(self.prefill.child.log_path)
+        self._replace_router()
+
+    def _restart(self, engine: Engine) -> Engine:
+        self.stack.stop(engine)
+        # The log of the one before is kept.
+        again = replace(engine.spec, name=f"{engine.name}-again", port=engine.port)
+        return self.stack.start_engines(again)[0]
+
+    def _replace_router(self) -> None:
+        """Put a new router in front of the engines, which remembers no fault."""
+        self.stack.stop(self.router)
+        self.router = self.stack.start_router([self.prefill], [self.decode])
+
+    def close(self) -> None:
+        """End threads that wait for answers."""
+        self._pool.shutdown()

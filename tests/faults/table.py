@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of faults in the documentation, which tests hold against what engines do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs/faults.md"
+ANYTHING = "…"
+"""In the line of a log: something that differs from case to case."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault, as the documentation tells it.
+
+    Attributes:
+        client: what the client sees.
+        log: the line in an engine's log.
+        blocks: what becomes of the prefill engine's blocks.
+        tests: where it is tested, as `file::function`.
+    """
+
+    client: str
+    log: str
+    blocks: str
+    tests: list[str]
+
+    def matches(self, line: str) -> bool:
+        """Whether an engine says what the documentation says."""
+        parts = map(re.escape, self.log.split(ANYTHING))
+        return re.fullmatch("[^\n]+".join(parts), line) is not None
+
+
+def read_rows() -> dict[str, Row]:
+    """Return the rows of all tables by their first column."""
+    lines = PAGE.read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    rows = {}
+    for fault, client, log, blocks, tests in cells:
+        if fault == "fault" or set(fault) == {"-"}:
+            continue
+        assert fault not in rows, fault
+        (line,) = re.findall(r"`([^`]+)`", log)
+        rows[fault] = Row(client, line, blocks, re.findall(r"`([\w/.]+::\w+)`", tests))
+    return rows

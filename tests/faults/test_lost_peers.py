@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines and routers that end, cannot be found or never come back cost their requests only."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.pairs import ask_unaided, metric
+from tests.faults.logs import Log
+from tests.faults.stage import (
+    SLACK_S,
+    Stage,
+    answer_of,
+    assert_failed,
+    kill,
+    post,
+    spec,
+    stopped,
+)
+from tests.faults.table import read_rows
+from tests.tools.pdstack.helpers import wait_until
+from tools.pdstack.errors import ProcessDiedError
+from tools.pdstack.ports import HOST, PortAllocator
+from tools.pdstack.stack import Engine, PDStack
+
+pytestmark = pytest.mark.faults
+
+ROWS = read_rows()
+HANDSHAKE_LIMIT_S = 10.0
+
+
+def wait_for_reads(*engines: Engine) -> None:
+    """Wait until each of some idle engines reads the blocks of a request."""
+    # What waits was given to the workers in the same step, and nothing else is asked of them.
+    for engine in engines:
+        wait_until(
+            lambda engine=engine: metric(engine, "vllm:num_requests_waiting") == 1.0,
+            f"a read by {engine.name}",
+            SLACK_S,
+        )
+
+
+@contextmanager
+def silent_listener() -> Iterator[int]:
+    """Accept connections and never say a word; yields the port."""
+    with socket.create_server((HOST, 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_wrong_addresses_cost_their_requests_only(stage: Stage) -> None:
+    """They fail in bounded time, others are served meanwhile, and each is told in one line."""
+    log, recomputing_log = (Log(each.child.log_path) for each in (stage.decode, stage.recomputing))
+    with silent_listener() as silent:
+        nobody = {"remote_port": PortAllocator().take()}
+        wrong = {
+            "nobody listens at the port": nobody,
+            "something else listens at the port": {"remote_port": silent},
+            "a host that cannot be reached": {"remote_host": "192.0.2.1"},
+            "a host without an address": {"remote_host": "no-such-host.invalid"},
+        }
+        requests = {}
+        for fault, changes in wrong.items():
+            text = stage.text()
+            requests[fault] = text, {**stage.prefilled(text), **changes}
+        text = stage.text()
+        right = stage.right_answer(text)
+        params = {**stage.prefilled(text), **nobody}
+        stage.abandoned += len(wrong) + 1
+        replies = [stage.being_decoded(*request) for request in requests.values()]
+        recomputed = stage.being_decoded(text, params, stage.recomputing)
+        stage.assert_serving()
+        assert not any(reply.done() for reply in replies)
+        for reply in replies:
+            assert_failed(reply.result())
+            assert reply.result().elapsed.total_seconds() < HANDSHAKE_LIMIT_S + SLACK_S
+        assert answer_of(recomputed.result()) == right
+        # Nothing is asked again once nobody waits, and nothing is told twice.
+        stage.assert_blocks_come_back()
+    lines = log.complaints()
+    assert len(lines) == len(wrong), lines
+    for fault, (_, params) in requests.items():
+        address = "{remote_host}:{remote_port}".format(**params)
+        (line,) = (each for each in lines if f" at {address} failed" in each)
+        assert ROWS[fault].matches(line), line
+    (line,) = recomputing_log.complaints()
+    assert ROWS["nobody listens at the port"].matches(line)
+
+
+def test_taken_port_is_refused_at_the_start(stage: Stage, tmp_path: Path) -> None:
+    """A second engine with the side channel of a running one ends, and says why in one line."""
+    taken = stage.prefill.spec.side_channel_port
+    second = dataclasses.replace(spec("second"), side_channel_port=taken)
+    with pytest.raises(ProcessDiedError) as caught, PDStack(stage.stack.model, tmp_path) as stack:
+        stack.start_engines(second)
+    _, _, line = caught.value.cause.partition("LocalChannelError: ")
+    assert ROWS["the side channel's port is taken"].matches(line), caught.value.cause
+
+
+def test_request_that_a_router_drops_gives_its_blocks_back(stage: Stage) -> None:
+    """No decode engine ever hears of it; its blocks are held for the lease, and then free."""
+    log = Log(stage.prefill.child.log_path)
+    stage.prefilled(stage.text())
+    stage.abandoned += 1
+    wait_until(stage.holds_blocks, "the report of blocks that are held", SLACK_S)
+    assert log.complaints() == []
+    stage.assert_blocks_come_back()
+    (line,) = log.complaints()
+    assert ROWS["the router drops a request"].matches(line), line
+
+
+@contextmanager
+def decode_engine_that_never_answers() -> Iterator[tuple[str, threading.Event]]:
+    """Be healthy, and take requests; yields the base URL, and what tells that one has come."""
+    asked, over = threading.Event(), threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *values: object) -> None:
+            """Say nothing."""
+
+        def do_GET(self) -> None:
+            """Be healthy."""
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            """Never answer."""
+            asked.set()
+            over.wait()
+
+    with ThreadingHTTPServer((HOST, 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://{HOST}:{server.server_port}", asked
+        finally:
+            over.set()
+            server.shutdown()
+            thread.join()
+
+
+def test_router_that_is_killed_between_its_engines(stage: Stage) -> None:
+    """The client loses its connection; the prefill engine's blocks are free after the lease."""
+    log = Log(stage.prefill.child.log_path)
+    with decode_engine_that_never_answers() as (url, asked):
+        decode = dataclasses.replace(stage.decode, port=int(url.rpartition(":")[2]))
+        router = stage.stack.start_router([stage.prefill], [decode])
+        reply = stage.in_background(post, router, stage.model, stage.text())
+        wait_until(asked.is_set, "the request to the decode engine", SLACK_S)
+        stage.abandoned += 1
+        kill(router)
+        stage.stack.stop(router)
+        with pytest.raises(httpx.TransportError):
+            reply.result(SLACK_S)
+    stage.assert_blocks_come_back()
+    (line,) = log.complaints()
+    assert ROWS["the router is killed"].matches(line), line
+
+
+def test_decode_engine_that_is_killed_during_a_read(stage: Stage) -> None:
+    """The client loses its connection, the prefill engine frees the blocks, a new one serves."""
+    text = stage.text()
+    log = Log(stage.prefill.child.log_path)
+    params = stage.prefilled(text)
+    with stopped(stage.prefill):
+        reply = stage.being_decoded(text, params)
+        wait_for_reads(stage.decode)
+        assert not reply.done()
+        kill(stage.decode)
+    stage.abandoned += 1
+    with pytest.raises(httpx.TransportError):
+        reply.result(SLACK_S)
+    assert ask_unaided(stage.prefill, stage.model, text)
+    stage.assert_blocks_come_back()
+    (line,) = log.complaints()
+    assert ROWS["the decode engine is killed during a read"].matches(line), line
+    stage.restart_decode()
+
+
+def test_prefill_engine_that_is_killed_during_a_read_and_restarts(stage: Stage) -> None:
+    """Requests fail or are computed, also with the old parameters; new ones are read again."""
+    texts = [stage.text(), stage.text()]
+    readers = [stage.decode, stage.recomputing]
+    right = [stage.right_answer(text) for text in texts]
+    stage.connect(stage.recomputing)
+    params = [stage.prefilled(text) for text in texts]
+    logs = [Log(each.child.log_path) for each in readers]
+    replies: list[Future[httpx.Response]] = []
+    with ExitStack() as until_killed:
+        until_killed.enter_context(stopped(stage.prefill))
+        for text, each, reader in zip(texts, params, readers, strict=True):
+            replies.append(stage.being_decoded(text, each, reader))
+        wait_for_reads(*readers)
+        assert not any(reply.done() for reply in replies)
+        kill(stage.prefill)
+    failed, recomputed = (reply.result(SLACK_S) for reply in replies)
+    assert_failed(failed)
+    assert answer_of(recomputed) == right[1]
+    for log in logs:
+        (line,) = without_nixls_own(log.complaints())
+        assert ROWS["the prefill engine is killed during a read"].matches(line), line
+
+    stage.restart_prefill()
+    logs = [Log(each.child.log_path) for each in readers]
+    failed, recomputed = (
+        stage.decoded(text, each, reader)
+        for text, each, reader in zip(texts, params, readers, strict=True)
+    )
+    assert_failed(failed)
+    assert answer_of(recomputed) == right[1]
+    for log in logs:
+        (line,) = without_nixls_own(log.complaints())
+        assert ROWS["the prefill engine has restarted"].matches(line), line
+
+
+def without_nixls_own(lines: list[str]) -> list[str]:
+    """Leave out what NIXL writes past the logger of vLLM about a peer that is gone."""
+    return [line for line in lines if "nixl_agent.cpp" not in line]

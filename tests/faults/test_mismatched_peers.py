@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that cannot read from one another say so, and lose nothing but the request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import zmq
+
+from tests.e2e.pairs import ask_unaided
+from tests.faults.logs import Log
+from tests.faults.stage import Stage, assert_failed, post, spec
+from tests.faults.table import read_rows
+from tools.pdstack.engine import ServedModel
+from tools.pdstack.ports import HOST
+from tools.pdstack.stack import Engine, PDStack
+from tools.pdstack.tiny_models import write_tiny_llama
+
+pytestmark = pytest.mark.faults
+
+ROWS = read_rows()
+UPSTREAMS = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+OTHER_VERSION = 2
+
+
+@pytest.fixture(scope="module")
+def strangers(
+    stage: Stage, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, Engine]]:
+    """Engines that differ from the healthy ones, by the fault."""
+    other = write_tiny_llama(
+        tmp_path_factory.mktemp("tiny") / "other", num_layers=3, num_kv_heads=4, seed=1
+    )
+    run = tmp_path_factory.mktemp("strangers")
+    # Clients and routers know it by the same name.
+    others = PDStack(ServedModel(other.directory, stage.model), run)
+    stack = PDStack(stage.stack.model, run)
+    with stack, others:
+        (another_model,) = others.start_engines(spec("other-model"))
+        dtype, kv_cache_dtype = stack.start_engines(
+            spec("dtype", "--dtype", "bfloat16"),
+            spec("kv-cache-dtype", "--kv-cache-dtype", "fp8"),
+        )
+        block_size, upstream = stack.start_engines(
+            spec("block-size", "--block-size", "64"),
+            spec("upstream", module_path=UPSTREAMS),
+        )
+        yield {
+            "another model": another_model,
+            "another dtype": dtype,
+            "another KV-cache dtype": kv_cache_dtype,
+            "a block size that does not fit": block_size,
+            "upstream's connector": upstream,
+        }
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "another model",
+        "another dtype",
+        "another KV-cache dtype",
+        "a block size that does not fit",
+    ],
+)
+def test_decode_engine_that_does_not_match_is_refused(
+    stage: Stage, strangers: Mapping[str, Engine], fault: str
+) -> None:
+    """Its client gets an error, its log one line with the remedy, and it goes on by itself."""
+    stranger, text = strangers[fault], stage.text()
+    logs = [Log(each.child.log_path) for each in (stranger, stage.prefill)]
+    with stage.router_to(stage.prefill, stranger) as router:
+        assert_failed(post(router, stage.model, text))
+    stage.abandoned += 1
+    (line,), nothing = (log.complaints() for log in logs)
+    assert ROWS[fault].matches(line), line
+    assert nothing == []
+    assert ask_unaided(stranger, stage.model, text)
+
+
+def test_upstreams_connector_cannot_read_from_ours(
+    stage: Stage, strangers: Mapping[str, Engine]
+) -> None:
+    """Its client gets an error, and our log one line; what it says itself quotes us."""
+    stranger, text = strangers["upstream's connector"], stage.text()
+    theirs, ours = (Log(each.child.log_path) for each in (stranger, stage.prefill))
+    with stage.router_to(stage.prefill, stranger) as router:
+        assert_failed(post(router, stage.model, text))
+    stage.abandoned += 1
+    (line,) = ours.complaints()
+    assert ROWS["upstream's connector reads from this one"].matches(line), line
+    assert theirs.find("this engine does not run upstream's NixlConnector; configure the same")
+    assert ask_unaided(stranger, stage.model, text)
+
+
+def test_ours_cannot_read_from_upstreams_connector(
+    stage: Stage, strangers: Mapping[str, Engine]
+) -> None:
+    """The client gets an error, the log one line with the remedy, and the other engine lives."""
+    stranger, text = strangers["upstream's connector"], stage.text()
+    log = Log(stage.decode.child.log_path)
+    with stage.router_to(stranger, stage.decode) as router:
+        assert_failed(post(router, stage.model, text))
+    (line,) = log.complaints()
+    assert ROWS["this connector reads from upstream's"].matches(line), line
+    assert ask_unaided(stranger, stage.model, text)
+
+
+@contextmanager
+def side_channel_of_another_version() -> Iterator[int]:
+    """Answer handshakes as a later version of the connector does; yields the port."""
+    refusal = f"request reshard/1 is unknown, reshard/{OTHER_VERSION} is not"
+    says = {"connector": "reshard", "version": OTHER_VERSION, "refusal": refusal}
+    context = zmq.Context()
+    listener = context.socket(zmq.REP)
+    port = listener.bind_to_random_port(f"tcp://{HOST}")
+    over = threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            if listener.poll(100):
+                listener.recv()
+                listener.send(msgspec.msgpack.encode(says))
+        listener.close(linger=0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield port
+    finally:
+        over.set()
+        thread.join()
+        context.term()
+
+
+def test_another_version_is_not_read_from(stage: Stage) -> None:
+    """The client gets an error, and the log one line that names both versions."""
+    text = stage.text()
+    params = stage.prefilled(text)
+    stage.abandoned += 1
+    log = Log(stage.decode.child.log_path)
+    with side_channel_of_another_version() as port:
+        assert_failed(stage.decoded(text, {**params, "remote_port": port}))
+    (line,) = log.complaints()
+    assert ROWS["another version of the connector"].matches(line), line
+
+
+def test_another_version_that_reads_is_refused(stage: Stage) -> None:
+    """It is told what this engine speaks, and the log has one line."""
+    params = stage.prefilled(stage.text())
+    stage.abandoned += 1
+    log = Log(stage.prefill.child.log_path)
+    with zmq.Context() as context, context.socket(zmq.REQ) as client:
+        client.linger = 0
+        client.connect(f"tcp://{HOST}:{params['remote_port']}")
+        client.send(msgspec.msgpack.encode((f"reshard/{OTHER_VERSION}", 0)))
+        assert client.poll(10_000)
+        reply = msgspec.msgpack.decode(client.recv())
+    assert (reply["connector"], reply["version"]) == ("reshard", 1)
+    assert reply["refusal"] == f"request reshard/{OTHER_VERSION} is unknown, reshard/1 is not"
+    (line,) = log.complaints()
+    assert ROWS["another version of the connector reads from this one"].matches(line), line
+
+
+def test_blocks_of_all_these_requests_come_back(stage: Stage) -> None:
+    """Nobody has read them; they are free when their leases have run out."""
+    stage.assert_blocks_come_back()
