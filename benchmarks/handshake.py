@@ -94,10 +94,12 @@ def refuse_upstream(lane: Lane, case: HandshakeCase, available_bytes: int) -> No
 def _first_read(pair: Pair, repetition: int) -> Mapping[Metric, float]:
     """Read a block from an engine that is new to the reader."""
     assert isinstance(pair, ConnectorPair)
-    pair.restart_decode()
+    pair.start_decode()
     pair.call_decode("touch", [_DESTINATION])
     tokens = pair.shape.block_tokens
     readings = pair.read([Tables([_SOURCE], [_DESTINATION], tokens)], watch_memory=True)
+    # Another lane may need the memory of this one's lists.
+    pair.end_decode()
     began_s = min(reading.began_s for reading in readings)
     return {
         Metric.SECONDS: max(reading.posted_s for reading in readings) - began_s,

@@ -134,13 +134,17 @@ class ConnectorPair(Pair):
         self._idle, self._idle_decode = map(_ready, started)
 
     def start_prefill(self) -> None:
-        """Start the prefill engine alone; `restart_decode` is to follow."""
+        """Start the prefill engine alone; `start_decode` is to follow."""
         self._idle = _ready(self._start("prefill", self.shape.prefill))
 
-    def restart_decode(self) -> None:
-        """Start a decode engine that knows nobody, in place of the one there was."""
-        end_all(self.decode)
+    def start_decode(self) -> None:
+        """Start a decode engine, which knows nobody."""
         self._idle_decode = _ready(self._start("decode", self.shape.decode))
+
+    def end_decode(self) -> None:
+        """End the decode engine, and give its memory back."""
+        end_all(self.decode)
+        self.decode = []
 
     def call_prefill(self, method: str, *args: object) -> None:
         """Call a method in all ranks of the prefill engine."""
