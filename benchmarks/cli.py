@@ -166,7 +166,7 @@ def _measure(
 
     if Part.HANDSHAKE in parts:
         handshakes = [case for case in handshake_cases(depth) if wanted(case.name)]
-        yield from measure_handshakes(handshakes, plan)
+        yield from measure_handshakes(handshakes, plan, thorough=depth is Depth.FULL)
     if Part.TRANSFER in parts:
         transfers = [case for case in transfer_cases(depth) if wanted(case.name)]
         yield from measure_transfers(transfers, plan)
