@@ -22,10 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.strategy import DEFAUL
 
 def measured(make_agent, arena_bytes: int = SCRATCH_BYTES):
     """Measure between two agents in this process."""
-    agent, stand_in = make_agent(), make_agent()
+    agent = make_agent()
     arena = torch.zeros(arena_bytes, dtype=torch.uint8)
     agent.register([(arena.data_ptr(), arena.nbytes, 0)])
-    costs = measure_costs(agent, stand_in, arena, lambda to: make_scatterer(arena, [to]))
+    costs = measure_costs(agent, make_agent, arena, lambda to: make_scatterer(arena, [to]))
     agent.close()
     return costs
 

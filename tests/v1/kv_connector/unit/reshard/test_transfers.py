@@ -148,15 +148,20 @@ def test_staged_part_ends_once_it_is_scattered(one_window_parts):
     assert len(transfers) == 3
 
 
-def test_span_of_a_failed_read_is_free_only_when_it_is_over(one_window_parts):
-    """While NIXL may still write into it, it is handed to no other window."""
+def test_span_of_a_failed_read_is_kept_while_its_peer_is_connected(one_window_parts):
+    """What NIXL has given up may still arrive, and must not arrive in another window."""
     transfers, agent, copies = make(2)
     transfers.start("r", one_window_parts, 0.0)
     assert len(agent.posted) == 2
     assert transfers.advance(0.0) == [] and len(agent.posted) == 2
     agent.states[0] = TransferState.FAILED
     (ended,) = transfers.advance(0.0)
-    assert "could not read from peer" in ended.fault and not copies.made
+    assert "could not read from peer" in ended.fault and not ended.local and not copies.made
+    assert len(agent.posted) == 2 and transfers.area.spans.free_bytes == 0
+    transfers.area.end_quarantine("somebody else")
+    assert transfers.area.spans.free_bytes == 0
+    transfers.area.end_quarantine("peer")
+    transfers.advance(0.0)
     assert len(agent.posted) == 3 and transfers.area.spans.free_bytes == 0
 
 
@@ -205,24 +210,25 @@ def test_queued_windows_of_a_failed_request_are_given_up(one_window_parts):
     transfers.start("good", one_window_parts[:1], 0.0)
     agent.states[0] = TransferState.FAILED
     (failed,) = transfers.advance(0.0)
-    # The next one was posted in its place.
-    assert failed.key == 0 and len(agent.posted) == 2
+    assert failed.key == 0 and len(agent.posted) == 1
     transfers.give_up("bad")
     ended = transfers.advance(0.0)
-    assert {(each.request_id, each.key) for each in ended} == {("bad", 2), ("bad", 3)}
-    assert all(each.fault for each in ended)
-    agent.states[1] = TransferState.FAILED
+    assert {(each.request_id, each.key) for each in ended} == {("bad", 1), ("bad", 2), ("bad", 3)}
+    assert all(each.fault and each.local for each in ended)
+    transfers.area.end_quarantine("peer")
     transfers.advance(0.0)
-    assert len(agent.posted) == 3 and len(transfers) == 1
+    assert len(agent.posted) == 2 and len(transfers) == 1
 
 
 def test_read_that_cannot_be_posted_ends_at_once(one_window_parts):
-    """It holds no span."""
+    """Its span is kept as well: NIXL may have begun before it refused."""
     transfers, agent, _ = make(4)
     agent.refuses = True
     transfers.start("r", one_window_parts, 0.0)
     ended = transfers.advance(0.0)
     assert [each.fault for each in ended] == 4 * ["no"]
+    assert transfers.area.spans.free_bytes == 0
+    transfers.area.end_quarantine("peer")
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 
 
@@ -234,7 +240,7 @@ def test_copy_that_fails_fails_its_part(one_window_parts):
     transfers.advance(0.0)
     copies.made[0].made, copies.made[0].reason = True, "broken"
     (ended,) = transfers.advance(0.0)
-    assert ended.fault == "broken"
+    assert ended.fault == "broken" and ended.local
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 
 
@@ -270,3 +276,41 @@ def test_what_was_read_while_it_was_posted_is_scattered_at_once(one_window_parts
     agent.states = dict.fromkeys(range(4), TransferState.DONE)
     transfers.start("r", one_window_parts, 0.0)
     assert len(copies.made) == 4 and agent.released == [0, 1, 2, 3]
+
+
+def test_copy_that_cannot_begin_fails_its_part_only(one_window_parts):
+    """Without memory for it on the device, the engine goes on, and nothing is read twice."""
+    transfers, agent, copies = make(4)
+
+    def refuse(scatter):
+        raise RuntimeError("out of memory")
+
+    copies.submit = refuse
+    transfers.start("r", one_window_parts, 0.0)
+    agent.states[1] = TransferState.DONE
+    (ended,) = transfers.advance(0.0)
+    assert "out of memory" in ended.fault and ended.local
+    assert transfers.advance(0.0) == [] and agent.released == [1]
+    assert transfers.area.spans.free_bytes == PLANE_BYTES and len(transfers) == 3
+
+
+def test_long_step_is_no_standstill(one_window_parts):
+    """What has landed in a step that outlasts patience is copied, and its span is waited for."""
+    transfers, agent, copies = make(1)
+    transfers.start("r", one_window_parts, 0.0)
+    agent.states[0] = TransferState.DONE
+    transfers.advance(2 * PATIENCE_S)
+    assert len(agent.posted) == 1
+    transfers.advance(4 * PATIENCE_S)
+    assert len(agent.posted) == 1
+    copies.made[0].made = True
+    transfers.advance(6 * PATIENCE_S)
+    assert [lists[0] for lists in agent.posted] == 2 * [ARENA_LIST]
+
+
+def test_arena_that_stands_still_keeps_nobody_waiting(one_window_parts):
+    """Who comes when it has stood still for long goes direct at once."""
+    transfers, agent, _ = make(1)
+    transfers.start("first", one_window_parts[:1], 0.0)
+    transfers.start("late", one_window_parts[:1], 1000.0)
+    assert [lists[0] for lists in agent.posted] == [ARENA_LIST, DIRECT_LIST]

@@ -64,9 +64,10 @@ class MemoryAgent:
         self._peers.add(name)
         return name
 
-    def disconnect(self, peer: str) -> None:
-        """Forget a peer."""
+    def disconnect(self, peer: str) -> bool:
+        """Forget a peer; nothing of its can arrive any more."""
         self._peers.discard(peer)
+        return True
 
     def prepare(
         self, rows: np.ndarray, peer: str | None = None, memory: str | None = None

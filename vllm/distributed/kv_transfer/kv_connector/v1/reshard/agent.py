@@ -146,16 +146,21 @@ class NixlAgent:
         self._connections[name] += 1
         return name
 
-    def disconnect(self, peer: str) -> None:
+    def disconnect(self, peer: str) -> bool:
         """Forget a peer, once for each time that it was connected.
 
         Lists prepared for it must be released before. Two engines may have the same peer: one that
         is known at two addresses, or one that pretends to be another.
+
+        Returns:
+            Whether this was the last time, so that nothing of the peer's can arrive any more.
         """
         self._connections[peer] -= 1
-        if not self._connections[peer]:
-            del self._connections[peer]
-            self._give_back(f"peer {peer}", self._agent.remove_remote_agent, peer)
+        if self._connections[peer]:
+            return False
+        del self._connections[peer]
+        self._give_back(f"peer {peer}", self._agent.remove_remote_agent, peer)
+        return True
 
     def prepare(
         self, rows: Rows, peer: str | None = None, memory: Memory | None = None

@@ -32,13 +32,11 @@ _SMALL_BYTES, _LARGE_BYTES = SCRATCH_BYTES >> 4, SCRATCH_BYTES >> 1
 _ROUNDS = 3
 _DEADLINE_S = 2.0
 _LEAST_S = 1e-12
-_STEP_S = 5e-4
-"""A staged read is noticed in one step of the engine and scattered until the next."""
 
 
 def measure_costs(
     agent: NixlAgent,
-    stand_in: NixlAgent,
+    make_stand_in: Callable[[], NixlAgent],
     arena: torch.Tensor,
     make_scatterer: Callable[[torch.Tensor], Scatterer],
 ) -> CostModel:
@@ -46,18 +44,32 @@ def measure_costs(
 
     Args:
         agent: This worker's agent; the arena is registered with it.
-        stand_in: An agent that has nothing registered; it is closed at the end.
+        make_stand_in: Makes an agent that has nothing registered; it is closed at the end.
         arena: The arena; its first `SCRATCH_BYTES` are written to.
         make_scatterer: Makes what copies from the arena to a tensor.
     """
-    scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=arena.device)
     if arena.nbytes < SCRATCH_BYTES:
         return DEFAULT_COSTS
+    try:
+        return _measure(agent, make_stand_in(), arena, make_scatterer)
+    except Exception as error:
+        # Whatever it is that NIXL, torch or the system have not got: an engine serves without.
+        logger.warning("What reads cost could not be measured, and is guessed: %s", error)
+        return DEFAULT_COSTS
+
+
+def _measure(
+    agent: NixlAgent,
+    stand_in: NixlAgent,
+    arena: torch.Tensor,
+    make_scatterer: Callable[[torch.Tensor], Scatterer],
+) -> CostModel:
+    scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=arena.device)
     device_id = max(arena.get_device(), 0)
-    stand_in.register([(scratch.data_ptr(), scratch.nbytes, device_id)])
     peer, lists = None, list[Prepared]()
     scatterer = make_scatterer(scratch)
     try:
+        stand_in.register([(scratch.data_ptr(), scratch.nbytes, device_id)])
         peer = agent.connect(stand_in.metadata())
 
         def read_s(piece_bytes: int, count: int) -> float:
@@ -85,9 +97,6 @@ def measure_costs(
         stop_s, copied_piece_s = fit_line(
             (_FEW, copy_s(_FEW)), (_MANY, copy_s(_MANY)), least=_LEAST_S
         )
-    except TransferError as error:
-        logger.warning("What reads cost could not be measured, and is guessed: %s", error)
-        return DEFAULT_COSTS
     finally:
         scatterer.close()
         for each in lists:
@@ -101,7 +110,7 @@ def measure_costs(
         byte_s=byte_s,
         chunk_s=copied_piece_s / 2,
         copied_byte_s=copied_piece_s / 2 / _PIECE_BYTES,
-        stop_s=stop_s + _STEP_S,
+        stop_s=stop_s,
     )
 
 

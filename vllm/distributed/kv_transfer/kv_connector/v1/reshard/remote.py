@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from vllm.logger import init_logger
 
 from .agent import NixlAgent, Prepared
 from .cache import RankCache
-from .errors import RemoteLayoutError
+from .errors import LocalLayoutError, RemoteLayoutError, TransferError
 from .lease_check import PreparedTable, prepare_table
 from .lowering import BlockSpan, Leg, Rows, Selection, lower_read
 from .mesh import MeshRank
@@ -23,6 +24,8 @@ from .metadata import WorkerDescription
 from .plan import ReshardPlan
 from .staging import StagedLeg, stage_leg
 from .staging_area import StagingArea
+
+logger = init_logger(__name__)
 
 _MAX_BLOCK = int(np.iinfo(np.int32).max)
 
@@ -205,6 +208,7 @@ class RemoteEngine:
         area: StagingArea | None = None,
     ) -> None:
         self._agent = agent
+        self._area = area
         self._peers: dict[MeshRank, str] = {}
         self._remote_lists: dict[tuple[str, bytes], Prepared] = {}
         self.legs: list[PreparedLeg] = []
@@ -225,7 +229,7 @@ class RemoteEngine:
                             local_lists.get(leg.dst.rows),
                             self._remote_list(leg.src.rows, peer),
                             description.cache.blocks_per_id,
-                            self._stage(leg, description.cache, peer, local_lists, area),
+                            self._stage(leg, description.cache, peer, local_lists),
                         )
                     )
             for release in plan.notified_by(reader.rank):
@@ -246,25 +250,25 @@ class RemoteEngine:
         self.lease_tables.clear()
         self.releases.clear()
         for peer in self._peers.values():
-            self._agent.disconnect(peer)
+            if self._agent.disconnect(peer) and self._area is not None:
+                self._area.end_quarantine(peer)
         self._peers.clear()
 
     def _stage(
-        self,
-        leg: Leg,
-        src: RankCache,
-        peer: str,
-        local_lists: LocalLists,
-        area: StagingArea | None,
+        self, leg: Leg, src: RankCache, peer: str, local_lists: LocalLists
     ) -> PreparedStaging | None:
-        """Prepare a leg for reading by way of the arena; None where not one block fits in there."""
-        if area is None:
+        """Prepare a leg for reading by way of the arena; None where it can only be read direct."""
+        if self._area is None:
             return None
-        staged = stage_leg(leg, src)
-        if staged.slice_bytes > area.memory.nbytes:
+        try:
+            staged = stage_leg(leg, src)
+            if staged.slice_bytes > self._area.memory.nbytes:
+                return None
+            arena = local_lists.get(self._area.rows(staged.descriptor_bytes))
+            return PreparedStaging(staged, arena, self._remote_list(staged.src.rows, peer))
+        except (LocalLayoutError, TransferError) as error:
+            logger.warning("Reads from %s go direct, and are not staged: %s", peer, error)
             return None
-        arena = local_lists.get(area.rows(staged.descriptor_bytes))
-        return PreparedStaging(staged, arena, self._remote_list(staged.src.rows, peer))
 
     def _remote_list(self, rows: Rows, peer: str) -> Prepared:
         """The list for some rows of a peer's memory: most staged legs have those of direct ones."""

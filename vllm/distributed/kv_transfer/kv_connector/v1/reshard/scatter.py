@@ -120,10 +120,15 @@ class DeviceScatterer:
             return _DeviceCopy(None)
         # Whoever had the blocks before may have kernels in flight that still read them.
         self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
-        with torch.cuda.stream(self._stream):
-            _copy(scatter, self._arena, self._memories)
-            event = torch.cuda.Event()
-            event.record(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                _copy(scatter, self._arena, self._memories)
+                event = torch.cuda.Event()
+                event.record(self._stream)
+        except Exception:
+            # A part of it may be running, out of a span that is somebody else's next.
+            self._stream.synchronize()
+            raise
         return _DeviceCopy(event)
 
     def let_run(self) -> None:
@@ -202,13 +207,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _copy(scatter: Scatter, arena: torch.Tensor, memories: Sequence[_Memory]) -> None:
     """Copy all chunks; those of one memory at once."""
     starts = np.array([memory.address for memory in memories])
-    holder = np.searchsorted(starts, scatter.dst_addresses, side="right") - 1
-    for number, memory in enumerate(memories):
-        chosen = slice(None) if len(memories) == 1 else np.flatnonzero(holder == number)
+    holders = np.searchsorted(starts, scatter.dst_addresses, side="right") - 1
+    for holder in np.unique(holders).tolist():
+        memory, chosen = memories[holder], np.flatnonzero(holders == holder)
         sources = scatter.src_offsets[chosen]
         targets = scatter.dst_addresses[chosen] - memory.address
-        if not len(targets):
-            continue
         word_bytes = _word_bytes(scatter, sources, targets)
         src = scatter.src_strides_bytes
         step = int(sources[1] - sources[0]) if len(sources) > 1 else word_bytes
@@ -265,7 +268,15 @@ def _indices(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _be_modest(cores: Collection[int] | None) -> None:
-    """Let this thread compute by itself, on some of the cores."""
-    torch.set_num_threads(1)
-    if cores is not None and hasattr(os, "sched_setaffinity"):
+    """Let this thread compute by itself, on some of the cores.
+
+    `torch.set_num_threads` would not do: it sets a default for threads of others as well, and a
+    worker on CPU replaces it by one that does nothing.
+    """
+    # What torch sets when a thread first asks comes before what is set here.
+    torch.get_num_threads()
+    openmp = ctypes.CDLL(None)
+    if hasattr(openmp, "omp_set_num_threads"):
+        openmp.omp_set_num_threads(1)
+    if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)

@@ -23,7 +23,7 @@ _MAX_S = 1e9
 """Longer than any engine runs, and far from what clocks cannot count."""
 
 _Seconds = Annotated[float, Meta(gt=0, le=_MAX_S)]
-_Bytes = Annotated[int, Meta(ge=0, lt=1 << 40)]
+_Bytes = Annotated[int, Meta(ge=0, lt=1 << 36)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 

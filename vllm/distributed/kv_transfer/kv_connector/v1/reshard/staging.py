@@ -28,7 +28,7 @@ import numpy.typing as npt
 from .arena import Span
 from .cache import Order, Plane, RankCache
 from .lowering import BlockSpan, Indices, Leg, LegEnd, Run, Selection, count_merged, write_end
-from .strategy import CostModel, Strategy, Work
+from .strategy import CostModel, Room, Strategy, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,20 +199,26 @@ class StagedLeg:
             for each in selections
         )
 
-    def choose(self, selections: Sequence[Selection], costs: CostModel) -> Strategy:
+    def choose(self, selections: Sequence[Selection], costs: CostModel, room: Room) -> Strategy:
         """The better way to read what was selected.
 
         Args:
             selections: From the leg's `select`.
             costs: What either way takes.
+            room: What a staged read finds.
         """
         num_direct, num_staged = self.leg.num_merged(selections), self.num_merged(selections)
         # Most reads merge as well as they can, and need no more than these counts.
         if num_staged >= num_direct:
             return Strategy.DIRECT
-        num_bytes = self.num_bytes(selections)
         num_chunks = sum(len(each.planes) * len(each.chunk_starts) for each in selections)
-        return costs.choose(Work(num_direct, num_bytes), Work(num_staged, num_bytes), num_chunks)
+        chunk_bytes = self.slice_bytes // self.leg.src.block_tokens * self.leg.chunk_tokens
+        return costs.choose(
+            Work(num_direct, num_chunks * chunk_bytes),
+            Work(num_staged, self.num_bytes(selections)),
+            num_chunks,
+            room,
+        )
 
     def _src_block_ids(self, selection: Selection) -> npt.NDArray[np.int64]:
         """The source's block of each chunk."""

@@ -3,23 +3,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import psutil
 import torch
 from vllm.logger import init_logger
 
 from .agent import NixlAgent
-from .arena import ArenaAllocator
+from .arena import ArenaAllocator, Span
 from .lowering import Rows
+from .measure import measure_costs
 from .scatter import DeviceScatterer, HostScatterer, Scatterer
-from .strategy import CostModel
+from .strategy import LARGEST_ARENA_BYTES, CostModel
 
 logger = init_logger(__name__)
 
-_LARGEST_BYTES = 256 << 20
 _PART_OF_FREE_MEMORY = 16
 
 
@@ -31,16 +31,28 @@ class StagingArea:
         memory: The arena; uint8, contiguous.
         scatterer: Brings what has landed to where it belongs.
         spans: Which bytes of the arena are in use.
+        quarantined: Spans of reads that have failed, by the peer that they read from: what NIXL
+            gives up may still arrive, as long as it is connected with that peer.
         costs: Decides which reads are staged; None for all of them.
     """
 
     memory: torch.Tensor
     scatterer: Scatterer
     spans: ArenaAllocator = field(init=False)
+    quarantined: dict[str, list[Span]] = field(default_factory=dict)
     costs: CostModel | None = None
 
     def __post_init__(self) -> None:
         self.spans = ArenaAllocator(self.memory.nbytes)
+
+    def quarantine(self, peer: str, span: Span) -> None:
+        """Keep the span of a read that has failed from everybody."""
+        self.quarantined.setdefault(peer, []).append(span)
+
+    def end_quarantine(self, peer: str) -> None:
+        """Take note that nothing of a peer's can arrive any more."""
+        for span in self.quarantined.pop(peer, ()):
+            self.spans.free(span)
 
     def rows(self, descriptor_bytes: int) -> Rows:
         """The arena as descriptors of one size, side by side; shape (1, 5), as in `lowering`."""
@@ -59,27 +71,35 @@ def open_area(
     agent: NixlAgent,
     caches: Iterable[torch.Tensor],
     size_bytes: int | None,
+    *,
+    make_stand_in: Callable[[], NixlAgent] | None = None,
     cores: Collection[int] | None = None,
 ) -> StagingArea | None:
-    """Allocate the arena and make it known to NIXL.
+    """Allocate the arena, make it known to NIXL, and measure what staging costs.
 
     Args:
         agent: This worker's agent.
         caches: The KV cache; the arena is on the same device.
         size_bytes: Size of the arena; None for a sixteenth of the memory that is free, but no more
             than 256 MiB.
+        make_stand_in: Makes an agent to measure with; None where all reads are to be staged.
         cores: Where the thread may run that copies on the host; None for where this one may.
 
     Returns:
-        The area; None where its size is 0, or there is no memory for it. Reads go direct then.
+        The area; None where its size is 0, or there is no such memory. Reads go direct then.
     """
     tensors = list(caches)
     device = tensors[0].device
+    if device.type not in ("cpu", "cuda"):
+        return None
     if size_bytes is None:
-        size_bytes = min(_free_bytes(device) // _PART_OF_FREE_MEMORY, _LARGEST_BYTES)
+        size_bytes = min(_free_bytes(device) // _PART_OF_FREE_MEMORY, LARGEST_ARENA_BYTES)
+    if not size_bytes:
+        return None
     try:
         memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
+        agent.register([(memory.data_ptr(), memory.nbytes, max(memory.get_device(), 0))])
+    except Exception as error:
         logger.warning(
             "There is no memory for a staging arena of %d bytes, so that all reads go direct: set "
             "staging_arena_bytes in kv_connector_extra_config to less (%s)",
@@ -87,10 +107,16 @@ def open_area(
             error,
         )
         return None
-    if not size_bytes:
-        return None
-    agent.register([(memory.data_ptr(), memory.nbytes, max(memory.get_device(), 0))])
-    return StagingArea(memory, make_scatterer(memory, tensors, cores))
+    area = StagingArea(memory, make_scatterer(memory, tensors, cores))
+    if make_stand_in is not None:
+        area.costs = measure_costs(
+            agent,
+            make_stand_in,
+            memory,
+            lambda scratch: make_scatterer(memory, (scratch,), cores),
+        )
+        logger.info("Reads are staged where that is faster: %s.", area.costs)
+    return area
 
 
 def make_scatterer(
@@ -112,4 +138,4 @@ def _free_bytes(device: torch.device) -> int:
     """Memory of a device that nobody uses."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().available)

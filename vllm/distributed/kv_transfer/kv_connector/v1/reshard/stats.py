@@ -59,6 +59,9 @@ class ReadFailure(str, Enum):
     TRANSFER = "transfer"
     """NIXL could not read them."""
 
+    COPY = "copy"
+    """They were read, and could not be brought from the staging arena to their places."""
+
     LEASE = "lease"
     """Their lease had run out when they had been read."""
 

@@ -10,6 +10,9 @@ _MARGIN = 0.8
 """Staging must promise to take at most this part of the time of a direct read: it costs memory and
 a copy, and what is measured is noisy."""
 
+LARGEST_ARENA_BYTES = 256 << 20
+"""Size of the arena where memory is plenty and nothing else is configured."""
+
 
 class Strategy(str, Enum):
     """How a read goes."""
@@ -32,6 +35,20 @@ class Work:
 
     num_descriptors: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What staged reads find.
+
+    Attributes:
+        arena_bytes: Size of the arena.
+        step_s: How long the engine's steps take. It looks at its reads once in each of them, and
+            finds one that has landed, then one that was copied.
+    """
+
+    arena_bytes: int
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +80,17 @@ class CostModel:
         """How long a direct read takes."""
         return work.num_descriptors * self.descriptor_s + work.num_bytes * self.byte_s
 
-    def staged_s(self, work: Work, num_chunks: int) -> float:
+    def staged_s(self, work: Work, num_chunks: int, room: Room) -> float:
         """How long a staged read takes, with so many chunks to scatter."""
         copy_s = num_chunks * self.chunk_s + work.num_bytes * self.copied_byte_s
-        return self.stop_s + self.direct_s(work) + copy_s
+        # What does not fit into the arena waits until what does was read and copied.
+        num_rounds = 1 + work.num_bytes // max(room.arena_bytes, 1)
+        steps_s = (2 * num_rounds - 1) * room.step_s
+        return self.stop_s + self.direct_s(work) + copy_s + steps_s
 
-    def choose(self, direct: Work, staged: Work, num_chunks: int) -> Strategy:
+    def choose(self, direct: Work, staged: Work, num_chunks: int, room: Room) -> Strategy:
         """The better way; the direct one where there is little between them."""
-        gains = self.staged_s(staged, num_chunks) < _MARGIN * self.direct_s(direct)
+        gains = self.staged_s(staged, num_chunks, room) < _MARGIN * self.direct_s(direct)
         return Strategy.STAGED if gains else Strategy.DIRECT
 
 

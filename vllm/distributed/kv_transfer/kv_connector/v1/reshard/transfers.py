@@ -23,7 +23,7 @@ from .remote import PreparedLeg
 from .scatter import Copy
 from .staging import Window
 from .staging_area import StagingArea
-from .strategy import Strategy
+from .strategy import Room, Strategy
 
 PATIENCE_S = 0.1
 """A window goes direct when so long no span was to be had and none was given back."""
@@ -33,6 +33,10 @@ _WINDOWS_PER_ARENA = 8
 
 _MAX_WINDOW_BYTES = 8 << 20
 """What is scattered soon after it was read is still in a cache of the processor's."""
+
+_LONGEST_STEP_S = 1.0
+_NEWS = 0.1
+"""How much of the average length of a step the last one makes up; an idle engine takes no steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class PartEnded:
         request_id: Of which request.
         key: Which of its parts.
         fault: Why it has not arrived; None where it has.
+        local: The fault is none of the peer's.
         strategy: How it was read.
         telemetry: What NIXL measured; None where it was not posted, or cannot tell.
     """
@@ -67,6 +72,7 @@ class PartEnded:
     fault: str | None
     strategy: Strategy
     telemetry: Any = None
+    local: bool = False
 
 
 @dataclass(slots=True)
@@ -81,19 +87,20 @@ class _Running:
     copy: Copy | None = None
     telemetry: Any = None
 
-    def ended(self, fault: str | None = None) -> PartEnded:
+    def ended(self, fault: str | None = None, *, local: bool = False) -> PartEnded:
         """It has ended."""
         strategy = Strategy.DIRECT if self.span is None else Strategy.STAGED
-        return PartEnded(self.request_id, self.key, fault, strategy, self.telemetry)
+        return PartEnded(self.request_id, self.key, fault, strategy, self.telemetry, local)
 
 
 @dataclass(slots=True)
 class Transfers:
     """All parts on their way.
 
-    Spans are given back only once NIXL says that the read into them is over, and the scatter out of
-    them is. A queue in front of the arena keeps the order of requests. No part waits for ever: one
-    for which there is no span goes direct.
+    Spans are given back only once the read into them is over, and the scatter out of them is. That
+    of a read which has failed is kept until NIXL is not connected with the peer any more. A queue
+    in front of the arena keeps the order of requests. No part waits for ever: one for which there
+    is no span, while nobody gives any back, goes direct.
 
     Attributes:
         agent: This worker's agent.
@@ -107,6 +114,8 @@ class Transfers:
     _landed: list[_Running] = field(default_factory=list)
     _ended: list[PartEnded] = field(default_factory=list)
     _moved_at_s: float = 0.0
+    _advanced_at_s: float = 0.0
+    _step_s: float = 0.0
 
     def __len__(self) -> int:
         """Parts on their way."""
@@ -120,9 +129,10 @@ class Transfers:
         if area is None or staging is None:
             return (Part(leg, selections),)
         # Without costs nothing is chosen: all reads are to be staged.
-        costs = area.costs
-        if costs is not None and staging.leg.choose(selections, costs) is Strategy.DIRECT:
-            return (Part(leg, selections),)
+        if area.costs is not None:
+            room = Room(area.spans.size_bytes, self._step_s)
+            if staging.leg.choose(selections, area.costs, room) is Strategy.DIRECT:
+                return (Part(leg, selections),)
         limit_bytes = min(area.spans.size_bytes // _WINDOWS_PER_ARENA, _MAX_WINDOW_BYTES)
         return (
             Part(leg, (window.selection,), window)
@@ -131,8 +141,6 @@ class Transfers:
 
     def start(self, request_id: RequestId, parts: Sequence[Part], now_s: float) -> None:
         """Read the parts of a request, whose keys are their positions."""
-        if not self._queue:
-            self._moved_at_s = now_s
         for key, part in enumerate(parts):
             running = _Running(request_id, key, part)
             if part.window is None:
@@ -145,12 +153,15 @@ class Transfers:
         """Let what was not posted of a request end; what is in flight ends by itself."""
         for each in self._queue:
             if each.request_id == request_id:
-                self._ended.append(each.ended("it was given up"))
+                self._ended.append(each.ended("it was given up", local=True))
         self._queue = deque(each for each in self._queue if each.request_id != request_id)
 
     def advance(self, now_s: float) -> list[PartEnded]:
         """Look at everything on its way; returns what has ended since the last call."""
-        self._posted = [each for each in self._posted if not self._has_left_nixl(each)]
+        if (step_s := now_s - self._advanced_at_s) < _LONGEST_STEP_S:
+            self._step_s += _NEWS * (step_s - self._step_s)
+        self._advanced_at_s = now_s
+        self._posted = [each for each in self._posted if not self._has_left_nixl(each, now_s)]
         if self._landed and self.area is not None:
             self.area.scatterer.let_run()
         self._landed = [each for each in self._landed if not self._is_scattered(each, now_s)]
@@ -175,7 +186,8 @@ class Transfers:
             assert area is not None and staging is not None and window is not None
             span = area.spans.allocate(window.size_bytes, staging.leg.descriptor_bytes)
             too_large = window.size_bytes > area.spans.size_bytes
-            if span is None and not too_large and now_s - self._moved_at_s < PATIENCE_S:
+            moves = self._landed or now_s - self._moved_at_s < PATIENCE_S
+            if span is None and moves and not too_large:
                 return
             self._queue.popleft()
             if span is None:
@@ -185,10 +197,8 @@ class Transfers:
             first.span = span
             remote_indices, arena_indices = staging.leg.indices(window, span)
             self._post(first, staging.arena, arena_indices, staging.remote, remote_indices)
-            if first.transfer is None:
-                area.spans.free(span)
             # On one machine NIXL reads while it posts: then this one is scattered during the next.
-            elif self._has_left_nixl(first):
+            if first.transfer is not None and self._has_left_nixl(first, now_s):
                 self._posted.remove(first)
 
     def _post_direct(self, running: _Running) -> None:
@@ -201,33 +211,50 @@ class Transfers:
         try:
             running.transfer = self.agent.read(*read)
         except TransferError as error:
-            self._ended.append(running.ended(str(error)))
+            self._fail(running, str(error))
         else:
             self._posted.append(running)
 
-    def _has_left_nixl(self, running: _Running) -> bool:
+    def _fail(self, running: _Running, fault: str) -> None:
+        """End a part whose read has failed; what NIXL has begun of it may still arrive."""
+        peer = running.part.leg.remote.peer
+        if running.span is not None and self.area is not None:
+            assert peer is not None
+            self.area.quarantine(peer, running.span)
+        self._ended.append(running.ended(fault))
+
+    def _has_left_nixl(self, running: _Running, now_s: float) -> bool:
         """Look at a posted read; once it is over, take the next step."""
         transfer = running.transfer
         assert transfer is not None
         state = self.agent.poll(transfer)
         if state is TransferState.IN_FLIGHT:
             return False
-        area = self.area
         if state is TransferState.DONE:
             running.telemetry = self.agent.telemetry(transfer)
         self.agent.release(transfer)
         if state is TransferState.FAILED:
-            if running.span is not None and area is not None:
-                area.spans.free(running.span)
-            self._ended.append(running.ended(f"NIXL could not read from {transfer.peer}"))
+            self._fail(running, f"NIXL could not read from {transfer.peer}")
         elif running.span is None:
             self._ended.append(running.ended())
         else:
-            staging, window = running.part.leg.staging, running.part.window
-            assert area is not None and staging is not None and window is not None
-            running.copy = area.scatterer.submit(staging.leg.scatter(window, running.span))
-            self._landed.append(running)
+            self._moved_at_s = now_s
+            self._scatter(running, running.span)
         return True
+
+    def _scatter(self, running: _Running, span: Span) -> None:
+        """Begin to bring a window to where it belongs."""
+        area, staging, window = self.area, running.part.leg.staging, running.part.window
+        assert area is not None and staging is not None and window is not None
+        try:
+            running.copy = area.scatterer.submit(staging.leg.scatter(window, span))
+        except Exception as error:
+            # No memory on the device, or no thread: that is this request's end, not the engine's.
+            area.spans.free(span)
+            fault = f"its bytes could not be put in their places: {error}"
+            self._ended.append(running.ended(fault, local=True))
+        else:
+            self._landed.append(running)
 
     def _is_scattered(self, running: _Running, now_s: float) -> bool:
         """Look at a copy; once it is made, its span is free."""
@@ -236,5 +263,5 @@ class Transfers:
             return False
         self.area.spans.free(running.span)
         self._moved_at_s = now_s
-        self._ended.append(running.ended(running.copy.fault()))
+        self._ended.append(running.ended(running.copy.fault(), local=True))
         return True

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,6 @@ from .errors import RemoteLayoutError, ReshardError, TransferError
 from .geometry import describe_cache, memory_regions, window_groups
 from .holder import Holder
 from .lease_check import LeaseChecker, PreparedTable
-from .measure import measure_costs
 from .mesh import MeshRank
 from .messages import (
     Done,
@@ -47,7 +47,7 @@ from .remote import LocalLists, Reader, RemoteEngine
 from .settings import Settings, read_settings
 from .shards import Layer, Shard, heads_of_rank
 from .side_channel import fetch_handshake
-from .staging_area import StagingArea, make_scatterer, open_area
+from .staging_area import StagingArea, open_area
 from .stats import ReadFailure, ReshardStats
 from .summary import describe_reads
 from .transfers import Transfers
@@ -215,17 +215,14 @@ class ReshardWorker:
             transfer_config.is_kv_consumer or self._settings.bidirectional_kv_xfer
         ):
             return None
-        cores = self._cores and ((self._cores - os.sched_getaffinity(0)) or self._cores)
-        area = open_area(self._agent, caches, self._settings.staging_arena_bytes, cores)
-        if area is not None and strategy == "auto":
-            area.costs = measure_costs(
-                self._agent,
-                self._make_agent(f"stand-in/{uuid.uuid4()}"),
-                area.memory,
-                lambda scratch: make_scatterer(area.memory, (scratch,), cores),
-            )
-            logger.info("Reads are staged where that is faster: %s.", area.costs)
-        return area
+        make_stand_in = partial(self._make_agent, f"stand-in/{uuid.uuid4()}")
+        return open_area(
+            self._agent,
+            caches,
+            self._settings.staging_arena_bytes,
+            make_stand_in=make_stand_in if strategy == "auto" else None,
+            cores=self._cores and ((self._cores - os.sched_getaffinity(0)) or self._cores),
+        )
 
     def _make_agent(self, name: str) -> NixlAgent:
         return NixlAgent(
@@ -362,11 +359,12 @@ class ReshardWorker:
         """Look at everything in flight."""
         for part in self._transfers.advance(now_s):
             reading = self._reading[part.request_id]
-            if part.telemetry is not None:
+            if part.fault is None and part.telemetry is not None:
                 self._stats.record_transfer(part.telemetry, part.strategy)
             if part.fault is not None:
-                reading.peer.broken = True
-                reading.failure = reading.failure or ReadFailure.TRANSFER
+                reading.peer.broken |= not part.local
+                kind = ReadFailure.COPY if part.local else ReadFailure.TRANSFER
+                reading.failure = reading.failure or kind
                 # What is in flight is left to end by itself: nobody else gets the blocks before.
                 if self._consumer.leg_failed(part.request_id, part.key, part.fault):
                     self._transfers.give_up(part.request_id)
