@@ -28,15 +28,19 @@ class Log:
         self._path = path
         self._offset_bytes = path.stat().st_size
 
-    def complaints(self) -> list[str]:
+    def complaints(self, *, but: str | None = None) -> list[str]:
         """Return what is no matter of course: warnings, errors, and lines without a level.
 
         vLLM says by itself that a read and a request have failed, but not why; that is left out.
+
+        Args:
+            but: leave out what contains these words, too.
         """
         with self._path.open("rb") as log:
             log.seek(self._offset_bytes)
             lines = log.read().decode(errors="replace").splitlines()
-        return [text for text in map(_complaint, lines) if text]
+        complaints = [text for text in map(_complaint, lines) if text]
+        return [text for text in complaints if but is None or but not in text]
 
     def find(self, words: str) -> list[str]:
         """Return the complaints that contain some words."""

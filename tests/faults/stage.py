@@ -26,6 +26,9 @@ LEASE_S = 20.0
 SLACK_S = 60.0
 """How much later than it should a slow machine may do something."""
 
+LEASE_RAN_OUT = "Freeing the blocks of request"
+"""What a log says of requests that were abandoned, also by tests before."""
+
 TRANSPORTS = "all"
 """What UCX chooses by itself, whatever the environment says."""
 
@@ -142,12 +145,10 @@ class Stage:
         """Return what one engine by itself answers."""
         return ask_unaided(self.prefill, self.model, text)
 
-    def prefilled(self, text: str, by: Engine | None = None) -> Params:
+    def prefilled(self, text: str) -> Params:
         """Let a prompt be computed, as a router does, and return where its blocks are."""
         what_for = {"do_remote_decode": True, "do_remote_prefill": False}
-        reply = post(
-            by or self.prefill, self.model, text, max_tokens=1, kv_transfer_params=what_for
-        )
+        reply = post(self.prefill, self.model, text, max_tokens=1, kv_transfer_params=what_for)
         answer_of(reply)
         params: Params = reply.json()["kv_transfer_params"]
         return params
@@ -203,7 +204,7 @@ class Stage:
         """All blocks of the prefill engine are free once leases have run out, each told once."""
         assert self.abandoned
         wait_until(lambda: not self.holds_blocks(), "the return of all blocks", LEASE_S + SLACK_S)
-        freed = self.prefill_log.find("Freeing the blocks of request")
+        freed = self.prefill_log.find(LEASE_RAN_OUT)
         assert len(freed) == self.abandoned, freed
 
     def restart_decode(self) -> None:

@@ -37,6 +37,8 @@ pytestmark = pytest.mark.faults
 
 ROWS = read_rows()
 HANDSHAKE_LIMIT_S = 10.0
+NIXLS_OWN = "nixl_agent.cpp"
+"""What NIXL writes past the logger of vLLM about a peer that is gone."""
 
 
 def wait_for_reads(*engines: Engine) -> None:
@@ -206,7 +208,7 @@ def test_prefill_engine_that_is_killed_during_a_read_and_restarts(stage: Stage) 
     assert_failed(failed)
     assert answer_of(recomputed) == right[1]
     for log in logs:
-        (line,) = without_nixls_own(log.complaints())
+        (line,) = log.complaints(but=NIXLS_OWN)
         assert ROWS["the prefill engine is killed during a read"].matches(line), line
 
     stage.restart_prefill()
@@ -218,10 +220,5 @@ def test_prefill_engine_that_is_killed_during_a_read_and_restarts(stage: Stage) 
     assert_failed(failed)
     assert answer_of(recomputed) == right[1]
     for log in logs:
-        (line,) = without_nixls_own(log.complaints())
+        (line,) = log.complaints(but=NIXLS_OWN)
         assert ROWS["the prefill engine has restarted"].matches(line), line
-
-
-def without_nixls_own(lines: list[str]) -> list[str]:
-    """Leave out what NIXL writes past the logger of vLLM about a peer that is gone."""
-    return [line for line in lines if "nixl_agent.cpp" not in line]
