@@ -57,10 +57,15 @@ class Load:
 def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterator[Result]:
     """Measure all loads with all stacks, so many times.
 
+    Yields:
+        Results that are still to be filled: what comes after them takes many minutes, and is worth
+        something also where it is interrupted.
+
     Raises:
         BenchmarkError: A server or a client failed.
     """
     results = [Result(Part.END_TO_END, load.name, {"rate": load.rate}) for load in loads]
+    yield from results
     stacks: dict[str, KVTransfer | None] = {
         "ours": KVTransfer(),
         "upstream": KVTransfer(module_path=_UPSTREAM_MODULE),
@@ -77,7 +82,6 @@ def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterat
                     result.add(lane, values)
     except PDStackError as error:
         raise BenchmarkError(str(error)) from error
-    yield from results
 
 
 def _serve(
