@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         type=float,
         metavar="R",
-        help="requests a second, end to end; repeat it (default: 0.5, 1 and 2)",
+        help="requests a second, end to end; repeat it (default: 0.25, 0.5 and 1)",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("build/bench"), metavar="DIR", help="build/bench"
@@ -175,7 +175,7 @@ def _measure(
         if paths:
             yield from measure_request_paths(paths, plan)
     if Part.END_TO_END in parts:
-        loads = [Load(rate) for rate in args.rate or (0.5, 1.0, 2.0)]
+        loads = [Load(rate) for rate in args.rate or (0.25, 0.5, 1.0)]
         yield from measure_end_to_end(loads, args.rounds, plan)
 
 

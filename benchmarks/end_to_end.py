@@ -44,7 +44,7 @@ class Load:
     """
 
     rate: float
-    num_requests: int = 16
+    num_requests: int = 8
     input_tokens: int = 512
     output_tokens: int = 32
 
