@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.remote import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.staging import stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.staging_area import StagingArea
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.strategy import Strategy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.strategy import CostModel, Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transfers import (
     PATIENCE_S,
     Part,
@@ -314,3 +314,16 @@ def test_arena_that_stands_still_keeps_nobody_waiting(one_window_parts):
     transfers.start("first", one_window_parts[:1], 0.0)
     transfers.start("late", one_window_parts[:1], 1000.0)
     assert [lists[0] for lists in agent.posted] == [ARENA_LIST, DIRECT_LIST]
+
+
+def test_only_what_the_engine_computes_counts_as_its_step():
+    """Neither reads that are posted for long nor an idle engine speak against staging."""
+    transfers, _, _ = make(8)
+    transfers.area.costs = CostModel(1e-3, 1e-12, 1e-12, 1e-12, 1e-6)
+    assert all(part.window is not None for part in parts_of(transfers))
+    transfers.advance(1000.0)
+    assert all(part.window is not None for part in parts_of(transfers))
+    transfers.left_at_s = 1000.0
+    transfers.advance(1001.0)
+    (part,) = parts_of(transfers)
+    assert part.window is None

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from .arena import Span
 from .cache import Order, Plane, RankCache
-from .lowering import BlockSpan, Indices, Leg, LegEnd, Run, Selection, count_merged, write_end
+from .lowering import BlockSpan, Indices, Leg, LegEnd, Run, Selection, write_end
 from .strategy import CostModel, Room, Strategy, Work
 
 
@@ -104,16 +104,13 @@ class StagedLeg:
             limit_bytes: No window is larger, unless that is less than one block of one plane.
         """
         for selection in selections:
-            of_chunk = self._src_block_ids(selection)
-            # Chunks are in the order of the source's blocks.
-            firsts = np.flatnonzero(np.diff(of_chunk, prepend=-1))
-            block_ids = of_chunk[firsts]
+            block_ids, firsts = self._src_blocks(selection)
             blocks_at_once = min(max(limit_bytes // self.slice_bytes, 1), len(block_ids))
             # Where a plane is cut, each window has a part of a single one.
             whole = blocks_at_once == len(block_ids)
             plane_bytes = blocks_at_once * self.slice_bytes
             planes_at_once = max(limit_bytes // plane_bytes, 1) if whole else 1
-            edges = [*firsts.tolist(), len(of_chunk)]
+            edges = [*firsts.tolist(), len(selection.chunk_starts)]
             for plane in range(0, len(selection.planes), planes_at_once):
                 planes = selection.planes[plane : plane + planes_at_once]
                 for block in range(0, len(block_ids), blocks_at_once):
@@ -184,18 +181,23 @@ class StagedLeg:
 
     def num_merged(self, selections: Sequence[Selection]) -> int:
         """Descriptors that are left once those are merged that adjoin at the source."""
+        # A slice of one row is the whole page where pages are as far apart as it is long; and rows
+        # of one slice do not adjoin, or they were one.
+        pages_adjoin = int(self.src.rows[0, 3]) == self.descriptor_bytes
         count = 0
         for each in selections:
-            block_ids = np.unique(self._src_block_ids(each))
-            indices = np.arange(self.rows_per_block) * self.src.num_blocks
-            addresses = self.src.addresses((block_ids[:, np.newaxis] + indices).ravel())
-            count += count_merged((addresses,), self.descriptor_bytes) * len(each.planes)
+            block_ids, _ = self._src_blocks(each)
+            if self.rows_per_block == 1 and pages_adjoin:
+                per_plane = 1 + int(np.count_nonzero(np.diff(block_ids) != 1))
+            else:
+                per_plane = len(block_ids) * self.rows_per_block
+            count += per_plane * len(each.planes)
         return count
 
     def num_bytes(self, selections: Sequence[Selection]) -> int:
         """Bytes that are read, tokens included that share a block with those that are wanted."""
         return sum(
-            len(np.unique(self._src_block_ids(each))) * len(each.planes) * self.slice_bytes
+            len(self._src_blocks(each)[0]) * len(each.planes) * self.slice_bytes
             for each in selections
         )
 
@@ -219,6 +221,15 @@ class StagedLeg:
             num_chunks,
             room,
         )
+
+    def _src_blocks(
+        self, selection: Selection
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The source's blocks, ascending, and which chunk is the first of each."""
+        of_chunk = self._src_block_ids(selection)
+        # Chunks are in their order.
+        firsts = np.flatnonzero(np.diff(of_chunk, prepend=-1))
+        return of_chunk[firsts], firsts
 
     def _src_block_ids(self, selection: Selection) -> npt.NDArray[np.int64]:
         """The source's block of each chunk."""

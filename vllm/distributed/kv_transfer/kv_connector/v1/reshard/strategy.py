@@ -43,7 +43,7 @@ class Room:
 
     Attributes:
         arena_bytes: Size of the arena.
-        step_s: How long the engine's steps take. It looks at its reads once in each of them, and
+        step_s: How long the engine computes in a step. It looks at its reads once in each, and
             finds one that has landed, then one that was copied.
     """
 

@@ -34,9 +34,8 @@ _WINDOWS_PER_ARENA = 8
 _MAX_WINDOW_BYTES = 8 << 20
 """What is scattered soon after it was read is still in a cache of the processor's."""
 
-_LONGEST_STEP_S = 1.0
 _NEWS = 0.1
-"""How much of the average length of a step the last one makes up; an idle engine takes no steps."""
+"""How much of the average length of a step the last one makes up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +104,18 @@ class Transfers:
     Attributes:
         agent: This worker's agent.
         area: Where staged reads stop over; None where all go direct.
+        left_at_s: When the engine went on to compute in this step; until it is back, nobody looks
+            at what has arrived. None where it is not known.
     """
 
     agent: NixlAgent
     area: StagingArea | None = None
+    left_at_s: float | None = None
     _queue: deque[_Running] = field(default_factory=deque)
     _posted: list[_Running] = field(default_factory=list)
     _landed: list[_Running] = field(default_factory=list)
     _ended: list[PartEnded] = field(default_factory=list)
     _moved_at_s: float = 0.0
-    _advanced_at_s: float = 0.0
     _step_s: float = 0.0
 
     def __len__(self) -> int:
@@ -158,9 +159,9 @@ class Transfers:
 
     def advance(self, now_s: float) -> list[PartEnded]:
         """Look at everything on its way; returns what has ended since the last call."""
-        if (step_s := now_s - self._advanced_at_s) < _LONGEST_STEP_S:
-            self._step_s += _NEWS * (step_s - self._step_s)
-        self._advanced_at_s = now_s
+        if self.left_at_s is not None:
+            self._step_s += _NEWS * (now_s - self.left_at_s - self._step_s)
+            self.left_at_s = None
         self._posted = [each for each in self._posted if not self._has_left_nixl(each, now_s)]
         if self._landed and self.area is not None:
             self.area.scatterer.let_run()

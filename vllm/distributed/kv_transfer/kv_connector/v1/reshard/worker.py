@@ -172,6 +172,7 @@ class ReshardWorker:
         for heartbeats in metadata.heartbeats:
             self._send_heartbeats(heartbeats, now_s)
         self._advance_peers(now_s)
+        self._transfers.left_at_s = time.monotonic()
 
     def get_finished(self) -> tuple[set[RequestId], set[RequestId]]:
         """Requests that other engines are through with, and requests that this worker received.
