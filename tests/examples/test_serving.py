@@ -24,6 +24,8 @@ pytestmark = pytest.mark.e2e
 
 END_S = 60.0
 REQUEST_S = 120.0
+# What the processes of pipeline stages are called.
+STAGES = {LOCAL: "VLLM::Worker_PP", RAY: "ray::RayWorkerProc"}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,14 @@ def _printed_curl(shown: str) -> str:
     return match[1]
 
 
+def _title(process: psutil.Process) -> str:
+    """Return what a process calls itself; nothing for one that has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 @pytest.mark.parametrize("script", [LOCAL, RAY], ids=["local", "ray"])
 def test_it_serves_and_ends(script: Path, model: str, tmp_path: Path) -> None:
     """The printed command gets one engine's answer by way of both, and Ctrl-C leaves nothing."""
@@ -60,8 +70,9 @@ def test_it_serves_and_ends(script: Path, model: str, tmp_path: Path) -> None:
     with started(script, *args, env=env, directory=tmp_path) as process:
         shown = read_until(process, "Ready")
         children = psutil.Process(process.pid).children(recursive=True)
-        # Of each stage of the prefill engine; Ray names its workers otherwise.
-        assert any("PP1" in " ".join(child.cmdline()) for child in children) or script == RAY
+        names = list(map(_title, children))
+        stages = [name for name in names if name.startswith(STAGES[script])]
+        assert len(stages) == 2, names
         reply = subprocess.run(
             ["bash", "-c", _printed_curl(shown)], capture_output=True, text=True, timeout=REQUEST_S
         )
