@@ -36,7 +36,7 @@ else
 fi
 
 # A directory of its own, because Ray's common one may be another user's; a short one, because paths
-# of the sockets in it may have 107 characters. CPUs are counts to Ray: enough for a worker each.
+# of the sockets in it may have 107 characters.
 ray_dir=$(mktemp -d /tmp/ray-XXXXXX)
 after_children() {
   cp -RL "$ray_dir/session_latest/logs" "$LOG_DIR/ray-logs" 2>/dev/null || true
@@ -47,12 +47,13 @@ after_children() {
 export RAY_AUTH_MODE=token
 RAY_AUTH_TOKEN=$(</proc/sys/kernel/random/uuid)
 export RAY_AUTH_TOKEN
+# vLLM's workers ask for no CPUs; Ray may start as many processes ahead as it has.
 variables=(VLLM_HOST_IP=127.0.0.1)
 if [[ $DEVICE == cuda ]]; then variables+=("CUDA_VISIBLE_DEVICES=$PREFILL_DEVICES"); fi
 start ray env "${variables[@]}" \
   ray start --head --node-ip-address 127.0.0.1 --port "$ray_port" --temp-dir "$ray_dir" \
   --ray-client-server-port $((ray_port + 1)) --dashboard-agent-listen-port 0 \
-  --min-worker-port 0 --max-worker-port 0 --num-cpus 64 --num-gpus "$gpus" \
+  --min-worker-port 0 --max-worker-port 0 --num-cpus 2 --num-gpus "$gpus" \
   --object-store-memory 200000000 \
   --include-dashboard false --disable-usage-stats --block
 echo "Ray's own logs: $ray_dir/session_latest/logs, at the end in $LOG_DIR/ray-logs"

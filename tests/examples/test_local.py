@@ -39,7 +39,8 @@ def started(
     logs = directory / "logs"
     logs.mkdir()
     process = subprocess.Popen(
-        [script, *args],
+        # A shell cannot catch what it was started with ignored, as nohup and background jobs are.
+        ["env", "--default-signal=HUP,INT,TERM", script, *args],
         cwd=directory,
         env={**env, "LOG_DIR": str(logs)},
         stdout=subprocess.PIPE,
