@@ -119,12 +119,14 @@ class Selection:
         chunk_starts: Where in the sequence the chunks begin that both ends hold, a chunk being the
             tokens that share a block with each other at both ends; shape (chunks,), int64. They are
             in the order of the source's memory, so that adjoining blocks are adjoining chunks.
+        src_block_ids: The source's block of each chunk, ascending; shape (chunks,), int64.
     """
 
     src: BlockSpan
     dst: BlockSpan
     planes: npt.NDArray[np.int64]
     chunk_starts: npt.NDArray[np.int64]
+    src_block_ids: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +176,9 @@ class Leg:
                 chunk_starts = np.arange(start, stop, self.chunk_tokens, dtype=np.int64)
                 ids = src.block_ids[(chunk_starts - src.start_token) // self.src.block_tokens]
                 if (np.diff(ids) < 0).any():
-                    chunk_starts = chunk_starts[np.argsort(ids, kind="stable")]
-                selections.append(Selection(src, dst, planes, chunk_starts))
+                    order = np.argsort(ids, kind="stable")
+                    chunk_starts, ids = chunk_starts[order], ids[order]
+                selections.append(Selection(src, dst, planes, chunk_starts, ids.astype(np.int64)))
         return selections
 
     def indices(self, selections: Sequence[Selection]) -> tuple[Indices, Indices]:

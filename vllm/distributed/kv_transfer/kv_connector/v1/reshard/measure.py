@@ -74,20 +74,20 @@ def _measure(
 
         def read_s(piece_bytes: int, count: int) -> float:
             # Two pieces never adjoin, so that none are merged.
-            rows = [
-                np.array([[each.data_ptr(), piece_bytes, device_id, 2 * piece_bytes, count]])
+            local_rows, remote_rows = (
+                np.array(
+                    [[each.data_ptr(), piece_bytes, device_id, 2 * piece_bytes, count]],
+                    dtype=np.uint64,
+                )
                 for each in (arena, scratch)
-            ]
-            local = agent.prepare(rows[0].astype(np.uint64))
-            remote = agent.prepare(rows[1].astype(np.uint64), peer)
+            )
+            local, remote = agent.prepare(local_rows), agent.prepare(remote_rows, peer)
             lists.extend((local, remote))
             indices = np.arange(count, dtype=np.int32)
             return _least_s(lambda: _read(agent, local, remote, indices))
 
         few, many = ((count, read_s(_PIECE_BYTES, count)) for count in (_FEW, _MANY))
-        small, large = (
-            (size, read_s(size, 1)) for size in (SCRATCH_BYTES >> 4, SCRATCH_BYTES >> 1)
-        )
+        small, large = ((size, read_s(size, 1)) for size in (_SMALL_BYTES, _LARGE_BYTES))
         _, byte_s = fit_line(small, large, least=_LEAST_S)
         _, piece_s = fit_line(few, many, least=_LEAST_S)
 

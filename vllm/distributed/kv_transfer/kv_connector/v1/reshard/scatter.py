@@ -57,6 +57,11 @@ class Scatterer(Protocol):
         """Wait for all copies."""
 
 
+def fault_of(error: BaseException) -> str:
+    """Why a copy that raised this, when it began or later, did not end well."""
+    return f"its bytes could not be put in their places: {error}"
+
+
 class HostScatterer:
     """Copies in host memory.
 
@@ -149,7 +154,7 @@ class _HostCopy:
 
     def fault(self) -> str | None:
         error = self.future.exception()
-        return None if error is None else f"its bytes could not be put in their places: {error}"
+        return None if error is None else fault_of(error)
 
 
 @dataclass(frozen=True, slots=True)

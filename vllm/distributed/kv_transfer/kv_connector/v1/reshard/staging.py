@@ -104,7 +104,7 @@ class StagedLeg:
             limit_bytes: No window is larger, unless that is less than one block of one plane.
         """
         for selection in selections:
-            block_ids, firsts = self._src_blocks(selection)
+            block_ids, firsts = _src_blocks(selection)
             blocks_at_once = min(max(limit_bytes // self.slice_bytes, 1), len(block_ids))
             # Where a plane is cut, each window has a part of a single one.
             whole = blocks_at_once == len(block_ids)
@@ -121,6 +121,7 @@ class StagedLeg:
                             selection,
                             planes=planes,
                             chunk_starts=selection.chunk_starts[chunks],
+                            src_block_ids=selection.src_block_ids[chunks],
                         ),
                         ids,
                         len(planes) * len(ids) * self.slice_bytes,
@@ -147,7 +148,7 @@ class StagedLeg:
         """The copy that brings a window to where it belongs."""
         selection, leg, src, dst = window.selection, self.leg, self.slice, self.leg.pairs[0].dst
         num_heads, head_offset = leg.read.num_heads, leg.read.dst_head_offset
-        src_block = np.searchsorted(window.src_block_ids, self._src_block_ids(selection))
+        src_block = np.searchsorted(window.src_block_ids, selection.src_block_ids)
         _, src_token = _located(selection.chunk_starts, selection.src, leg.src.block_tokens)
         position, dst_token = _located(selection.chunk_starts, selection.dst, leg.dst.block_tokens)
         dst_block = selection.dst.block_ids[position].astype(np.int64)
@@ -186,7 +187,7 @@ class StagedLeg:
         pages_adjoin = int(self.src.rows[0, 3]) == self.descriptor_bytes
         count = 0
         for each in selections:
-            block_ids, _ = self._src_blocks(each)
+            block_ids, _ = _src_blocks(each)
             if self.rows_per_block == 1 and pages_adjoin:
                 per_plane = 1 + int(np.count_nonzero(np.diff(block_ids) != 1))
             else:
@@ -197,8 +198,7 @@ class StagedLeg:
     def num_bytes(self, selections: Sequence[Selection]) -> int:
         """Bytes that are read, tokens included that share a block with those that are wanted."""
         return sum(
-            len(self._src_blocks(each)[0]) * len(each.planes) * self.slice_bytes
-            for each in selections
+            len(_src_blocks(each)[0]) * len(each.planes) * self.slice_bytes for each in selections
         )
 
     def choose(self, selections: Sequence[Selection], costs: CostModel, room: Room) -> Strategy:
@@ -221,21 +221,6 @@ class StagedLeg:
             num_chunks,
             room,
         )
-
-    def _src_blocks(
-        self, selection: Selection
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The source's blocks, ascending, and which chunk is the first of each."""
-        of_chunk = self._src_block_ids(selection)
-        # Chunks are in their order.
-        firsts = np.flatnonzero(np.diff(of_chunk, prepend=-1))
-        return of_chunk[firsts], firsts
-
-    def _src_block_ids(self, selection: Selection) -> npt.NDArray[np.int64]:
-        """The source's block of each chunk."""
-        position, _ = _located(selection.chunk_starts, selection.src, self.leg.src.block_tokens)
-        block_ids: npt.NDArray[np.int64] = selection.src.block_ids[position].astype(np.int64)
-        return block_ids
 
 
 def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
@@ -268,6 +253,14 @@ def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
             packed=plane.packed,
         ),
     )
+
+
+def _src_blocks(
+    selection: Selection,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The source's blocks, ascending, and which chunk is the first of each."""
+    firsts = np.flatnonzero(np.diff(selection.src_block_ids, prepend=-1))
+    return selection.src_block_ids[firsts], firsts
 
 
 def _located(

@@ -20,7 +20,7 @@ from .errors import TransferError
 from .lowering import Selection
 from .protocol import RequestId
 from .remote import PreparedLeg
-from .scatter import Copy
+from .scatter import Copy, fault_of
 from .staging import Window
 from .staging_area import StagingArea
 from .strategy import Room, Strategy
@@ -252,8 +252,7 @@ class Transfers:
         except Exception as error:
             # No memory on the device, or no thread: that is this request's end, not the engine's.
             area.spans.free(span)
-            fault = f"its bytes could not be put in their places: {error}"
-            self._ended.append(running.ended(fault, local=True))
+            self._ended.append(running.ended(fault_of(error), local=True))
         else:
             self._landed.append(running)
 
