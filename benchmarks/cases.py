@@ -56,6 +56,11 @@ class Shape:
     mla: bool = False
 
     @property
+    def layouts(self) -> str:
+        """Who reads from whom, as tables have it."""
+        return f"{_say(self.prefill)}->{_say(self.decode)}"
+
+    @property
     def num_planes(self) -> int:
         """Keys and values of all layers."""
         return self.num_layers * (1 if self.mla else 2)
@@ -86,7 +91,7 @@ class Shape:
 
     def __str__(self) -> str:
         heads = "MLA" if self.mla else f"{self.chunk_bytes / 1024:g} KiB chunks"
-        return f"{_say(self.prefill)}->{_say(self.decode)}, blocks of {self.block_tokens}, {heads}"
+        return f"{self.layouts}, blocks of {self.block_tokens}, {heads}"
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,8 @@ class HandshakeCase:
     @property
     def name(self) -> str:
         """What it is called in tables, and unique among all cases."""
-        layouts = f"{_say(self.shape.prefill)}->{_say(self.shape.decode)}"
-        return f"{layouts}, {self.shape.num_layers} layers x {_thousands(self.num_blocks)} blocks"
+        shape = self.shape
+        return f"{shape.layouts}, {shape.num_layers} layers x {_thousands(self.num_blocks)} blocks"
 
 
 @dataclass(frozen=True)
@@ -135,8 +140,7 @@ class RequestPathCase:
     @property
     def name(self) -> str:
         """What it is called in tables, and unique among all cases."""
-        layouts = f"{_say(self.shape.prefill)}->{_say(self.shape.decode)}"
-        return f"{layouts}, {self.num_requests} in flight"
+        return f"{self.shape.layouts}, {self.num_requests} in flight"
 
 
 def handshake_cases(depth: Depth) -> list[HandshakeCase]:

@@ -144,25 +144,23 @@ def _transfer_rows(result: Result, lane: str) -> list[str]:
     ]
 
 
+def _against_upstream(result: Result, lane: str, metric: Metric) -> list[str]:
+    """A lane's seconds, and how many times upstream's they are."""
+    ratio = None if lane == UPSTREAM.name else result.ratio(lane, UPSTREAM.name, metric)
+    return [figures(result.summary(lane, metric), seconds), figures(ratio, times)]
+
+
 def _request_path_rows(result: Result, lane: str) -> list[str]:
-    ratio = None
-    if lane != UPSTREAM.name:
-        ratio = result.ratio(lane, UPSTREAM.name, Metric.REQUEST_CPU_S)
     return [
-        figures(result.summary(lane, Metric.REQUEST_CPU_S), seconds),
-        figures(ratio, times),
+        *_against_upstream(result, lane, Metric.REQUEST_CPU_S),
         figures(result.summary(lane, Metric.STEP_CPU_S), seconds),
         figures(result.summary(lane, Metric.OWN_CPU_S), seconds),
     ]
 
 
 def _end_to_end_rows(result: Result, lane: str) -> list[str]:
-    ratio = None
-    if lane != UPSTREAM.name:
-        ratio = result.ratio(lane, UPSTREAM.name, Metric.TTFT_S)
     return [
-        figures(result.summary(lane, Metric.TTFT_S), seconds),
-        figures(ratio, times),
+        *_against_upstream(result, lane, Metric.TTFT_S),
         figures(result.summary(lane, Metric.ITL_S), seconds),
         figures(result.summary(lane, Metric.TOKENS_PER_S), lambda value: f"{value:.3g}"),
     ]

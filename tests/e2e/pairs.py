@@ -34,14 +34,11 @@ def text_of(label: str, tokens: int) -> str:
     return "".join(sentences)[: tokens - 1]
 
 
-def ask(server: Server, model: str, text: str, **fields: Any) -> str:
-    """Return the greedy answer to one message.
+def post(server: Server, model: str, text: str, **fields: Any) -> httpx.Response:
+    """Return what a server says to one message, whatever it is.
 
     Args:
         fields: what else the request says.
-
-    Raises:
-        httpx.HTTPError: the server failed, or was silent for too long.
     """
     body = {
         "model": model,
@@ -51,7 +48,19 @@ def ask(server: Server, model: str, text: str, **fields: Any) -> str:
         **fields,
     }
     url = f"{server.url}/v1/chat/completions"
-    reply = httpx.post(url, json=body, timeout=REQUEST_LIMIT_S, trust_env=False)
+    return httpx.post(url, json=body, timeout=REQUEST_LIMIT_S, trust_env=False)
+
+
+def ask(server: Server, model: str, text: str, **fields: Any) -> str:
+    """Return the greedy answer to one message.
+
+    Args:
+        fields: what else the request says.
+
+    Raises:
+        httpx.HTTPError: the server failed, or was silent for too long.
+    """
+    reply = post(server, model, text, **fields)
     reply.raise_for_status()
     answer: str = reply.json()["choices"][0]["message"]["content"]
     return answer

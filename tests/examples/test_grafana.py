@@ -6,30 +6,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
+from tests.docs.test_reference import families
 
 DASHBOARD = Path(__file__).parents[2] / "examples/grafana/kv-transfer.json"
 
 
 def exported_samples() -> set[str]:
     """The names of all samples that an engine with our connector shows."""
-    registry = CollectorRegistry()
-
-    def registered(cls: Any) -> Any:
-        return lambda **arguments: cls(registry=registry, **arguments)
-
-    NixlConnector.build_prom_metrics(
-        SimpleNamespace(kv_transfer_config=None),
-        {cls: registered(cls) for cls in (Gauge, Counter, Histogram)},
-        ["model_name", "engine"],
-        {0: ["model", "0"]},
-    )
-    return {sample.name for family in registry.collect() for sample in family.samples}
+    return {sample.name for family in families().values() for sample in family.samples}
 
 
 def test_every_panel_shows_something_that_is_exported():

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.e2e.pairs import ANSWER_TOKENS, REQUEST_LIMIT_S, ask, ask_unaided, metric, text_of
+from tests.e2e.pairs import ask, ask_unaided, metric, post, text_of
 from tests.faults.logs import Log
 from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.engine import EngineSpec, KVTransfer
@@ -52,19 +52,6 @@ def spec(name: str, *args: str, policy: str | None = None, **fields: Any) -> Eng
         extra_args=("--num-gpu-blocks-override", "64", *args),
         max_model_len=1024,
     )
-
-
-def post(server: Server, model: str, text: str, **fields: Any) -> httpx.Response:
-    """Return what a server says to one message, whatever it is."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": text}],
-        "temperature": 0.0,
-        "max_tokens": ANSWER_TOKENS,
-        **fields,
-    }
-    url = f"{server.url}/v1/chat/completions"
-    return httpx.post(url, json=body, timeout=REQUEST_LIMIT_S, trust_env=False)
 
 
 def answer_of(reply: httpx.Response) -> str:

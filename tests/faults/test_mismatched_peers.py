@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import zmq
 
-from tests.e2e.pairs import ask_unaided
+from tests.e2e.pairs import ask_unaided, post
 from tests.faults.logs import Log
-from tests.faults.stage import LEASE_RAN_OUT, Stage, assert_failed, post, spec
+from tests.faults.stage import LEASE_RAN_OUT, Stage, assert_failed, spec
 from tests.faults.table import read_rows
 from tools.pdstack.engine import ServedModel
 from tools.pdstack.ports import HOST
