@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
 #
-# Servers as children of a script: each in a session of its own with a log of its own, waited for
-# with a deadline, and ended by its id when the script ends, for whatever reason but SIGKILL.
+# Servers as children of a script: each in a process group of its own with a log of its own, waited
+# for with a deadline, and ended by its id when the script ends, for whatever reason but SIGKILL.
 #
 # To be sourced. Wants LOG_DIR; takes STARTUP_TIMEOUT_S and GRACE_S. A function after_children, where
 # there is one, is called when all of them have ended.
@@ -10,8 +10,8 @@
 STARTUP_TIMEOUT_S=${STARTUP_TIMEOUT_S:-900}
 GRACE_S=${GRACE_S:-30}
 
-# Process ids, each that of a session and its process group, too, and what messages and logs call
-# them. A script that sources another one that sources this keeps what it has started.
+# Process ids, each that of a process group, too, and what messages and logs call them. A script
+# that sources another one that sources this keeps what it has started.
 children=("${children[@]}")
 child_names=("${child_names[@]}")
 
@@ -37,9 +37,12 @@ choose_device() {
 start() {
   local name=$1
   shift
-  # A session of its own: Ctrl-C in the terminal reaches this script only, which then ends its
-  # children in order, and all that a child leaves behind can be named by one id.
-  setsid "$@" >"$LOG_DIR/$name.log" 2>&1 </dev/null &
+  # A process group of its own: Ctrl-C in the terminal reaches this script only, which then ends its
+  # children in order, and all that a child leaves behind can be named by one id. No session of its
+  # own: Linux shares cores among sessions, and 6.18 was seen to starve one for minutes.
+  set -m
+  "$@" >"$LOG_DIR/$name.log" 2>&1 </dev/null &
+  set +m
   children+=("$!")
   child_names+=("$name")
   echo "$name is starting; log: $LOG_DIR/$name.log"

@@ -67,7 +67,7 @@ LOG_DIR=${LOG_DIR:-$(mktemp -d "${TMPDIR:-/tmp}/serve-pd-XXXXXX")}
 
 # shellcheck source-path=SCRIPTDIR source=../lib/children.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../lib/children.sh"
-need vllm vllm-router curl setsid
+need vllm vllm-router curl
 choose_device
 
 # Cores that this process may use, one a line.

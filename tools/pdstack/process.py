@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process with a log, in a session of its own, that leaves nothing behind."""
+"""A child process with a log, in a process group of its own, that leaves nothing behind.
+
+The group keeps a terminal's Ctrl-C from reaching the child before its launcher has heard it. Not a
+session, which would do so, too: Linux gives each session an equal share of every core
+("autogroup"), and Linux 6.18 was seen to starve one engine's session for minutes while another's
+was polling on the same core.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +64,12 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 cwd=run_dir,
                 env=dict(env),
-                start_new_session=True,
+                process_group=0,
             )
 
     @property
     def pid(self) -> int:
-        """Process id of the keeper: leader of the session that all of this belongs to."""
+        """Process id of the keeper: leader of the process group that all of this belongs to."""
         return self._keeper.pid
 
     @property
@@ -78,9 +84,9 @@ class ChildProcess:
             found = {process.pid: process for process in keeper.children(recursive=True)}
         except psutil.NoSuchProcess:
             found = {}
-        # Without the keeper the tree is lost, but the session is not.
+        # Without the keeper the tree is lost, but the group is not.
         for process in psutil.process_iter():
-            if process.pid != self.pid and _session_of(process.pid) == self.pid:
+            if process.pid != self.pid and _group_of(process.pid) == self.pid:
                 found.setdefault(process.pid, process)
         return list(found.values())
 
@@ -122,9 +128,9 @@ class ChildProcess:
                 process.kill()
 
 
-def _session_of(pid: int) -> int | None:
+def _group_of(pid: int) -> int | None:
     try:
-        return os.getsid(pid)
+        return os.getpgid(pid)
     except OSError:
         return None
 
