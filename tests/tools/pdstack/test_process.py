@@ -59,9 +59,7 @@ def test_a_child_ends_on_request(run_dir: Path, wait: Wait, survivors: Survivors
     assert survivors() == []
 
 
-def test_a_child_has_a_group_of_its_own_in_the_launchers_session(
-    run_dir: Path, wait: Wait
-) -> None:
+def test_a_child_has_a_group_of_its_own_in_the_launchers_session(run_dir: Path, wait: Wait) -> None:
     """Ctrl-C in a terminal passes it by, and the kernel's shares of a core are not per child."""
     child = _child(run_dir, WAIT_FOREVER)
     wait(_is_up(child), "the start")
