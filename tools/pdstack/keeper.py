@@ -123,6 +123,8 @@ def _status(process: psutil.Process) -> str:
 
 def main() -> int:
     """Keep the command named on the command line."""
+    # Ctrl-C in the launcher's terminal is the launcher's to act on.
+    os.setpgid(0, 0)
     # Only the pipe ends this process: a signal to its group must not cut the clean-up short.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A child process with a log, in a process group of its own, that leaves nothing behind.
 
-The group keeps a terminal's Ctrl-C from reaching the child before its launcher has heard it. Not a
-session, which would do so, too: Linux gives each session an equal share of every core
-("autogroup"), and Linux 6.18 was seen to starve one engine's session for minutes while another's
-was polling on the same core.
+The group, which the keeper makes, keeps a terminal's Ctrl-C from the child. Not a session, which
+would do so, too: Linux gives each session an equal share of every core ("autogroup"), and 6.18 was
+seen to starve one engine's session for minutes while another's was polling on the same core.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 cwd=run_dir,
                 env=dict(env),
-                process_group=0,
             )
 
     @property
