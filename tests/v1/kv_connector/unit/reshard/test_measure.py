@@ -51,3 +51,22 @@ def test_transport_that_fails_is_guessed(caplog_vllm):
 
     assert measured(lambda: Broken(str(uuid.uuid4()))) == DEFAULT_COSTS
     assert any("no read today" in text for text in caplog_vllm.messages)
+
+
+def test_measuring_that_fails_early_closes_the_stand_in():
+    """A worker does not keep a second agent, with threads of its own, for as long as it serves."""
+    closed = []
+
+    class Watched(MemoryAgent):
+        def close(self):
+            closed.append(self.name)
+            super().close()
+
+    agent, stand_in = (Watched(str(uuid.uuid4())) for _ in range(2))
+    arena = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8)
+
+    def no_scatterer(_):
+        raise MemoryError("no thread today")
+
+    assert measure_costs(agent, lambda: stand_in, arena, no_scatterer) == DEFAULT_COSTS
+    assert closed == [stand_in.name]

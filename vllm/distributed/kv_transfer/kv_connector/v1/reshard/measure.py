@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -64,25 +65,28 @@ def _measure(
     arena: torch.Tensor,
     make_scatterer: Callable[[torch.Tensor], Scatterer],
 ) -> CostModel:
-    scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=arena.device)
-    device_id = max(arena.get_device(), 0)
-    peer, lists = None, list[Prepared]()
-    scatterer = make_scatterer(scratch)
-    try:
+    with ExitStack() as acquired:
+        acquired.callback(stand_in.close)
+        scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=arena.device)
+        device_id = max(arena.get_device(), 0)
+        scatterer = make_scatterer(scratch)
+        acquired.callback(scatterer.close)
         stand_in.register([(scratch.data_ptr(), scratch.nbytes, device_id)])
         peer = agent.connect(stand_in.metadata())
+        acquired.callback(agent.disconnect, peer)
+
+        def prepare(
+            memory: torch.Tensor, piece_bytes: int, count: int, whose: str | None
+        ) -> Prepared:
+            # Two pieces never adjoin, so that none are merged.
+            row = [memory.data_ptr(), piece_bytes, device_id, 2 * piece_bytes, count]
+            prepared = agent.prepare(np.array([row], dtype=np.uint64), whose)
+            acquired.callback(agent.release_prepared, prepared)
+            return prepared
 
         def read_s(piece_bytes: int, count: int) -> float:
-            # Two pieces never adjoin, so that none are merged.
-            local_rows, remote_rows = (
-                np.array(
-                    [[each.data_ptr(), piece_bytes, device_id, 2 * piece_bytes, count]],
-                    dtype=np.uint64,
-                )
-                for each in (arena, scratch)
-            )
-            local, remote = agent.prepare(local_rows), agent.prepare(remote_rows, peer)
-            lists.extend((local, remote))
+            local = prepare(arena, piece_bytes, count, None)
+            remote = prepare(scratch, piece_bytes, count, peer)
             indices = np.arange(count, dtype=np.int32)
             return _least_s(lambda: _read(agent, local, remote, indices))
 
@@ -97,13 +101,6 @@ def _measure(
         stop_s, copied_piece_s = fit_line(
             (_FEW, copy_s(_FEW)), (_MANY, copy_s(_MANY)), least=_LEAST_S
         )
-    finally:
-        scatterer.close()
-        for each in lists:
-            agent.release_prepared(each)
-        if peer is not None:
-            agent.disconnect(peer)
-        stand_in.close()
     # Of a chunk's cost, half is taken for that of its bytes.
     return CostModel(
         descriptor_s=max(piece_s - _PIECE_BYTES * byte_s, _LEAST_S),
