@@ -44,6 +44,8 @@ CASES = (
     Case(ONE, STAGES, reads=2),
     Case(BOTH, ONE, reads=4),
     Case(ONE, RANKS, reads=2),
+    # Layer 2 is at the first stage there, and at the second here.
+    Case(STAGES, BOTH, reads=6),
 )
 
 

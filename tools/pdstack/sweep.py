@@ -102,6 +102,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("TP up", _SIX, Side(), Side(Layout(2, 1))),
     Family("TP not divisible", _SIX, Side(Layout(3, 1)), Side(Layout(2, 1))),
     Family("TP and PP on both", _SIX, Side(Layout(3, 1)), Side(_STAGES)),
+    Family("TP x PP on D", _SIX, Side(_STAGES), Side(Layout(2, 2))),
     Family("PP3 to PP2", _SIX, Side(Layout(1, 3)), Side(_STAGES)),
     Family(
         "uneven stages",
