@@ -10,3 +10,7 @@ class BenchmarkError(Exception):
 
 class NotEnoughMemoryError(BenchmarkError):
     """A lane needs more memory than there is; the others may be measured without it."""
+
+
+class ReportError(BenchmarkError):
+    """A file does not hold what a benchmark writes, or not what is asked of it."""

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from .errors import ReportError
 from .results import Metric, Part, Result
 from .samples import Summary
 from .specs import OURS, UPSTREAM, UPSTREAM_AT_REST
@@ -242,3 +243,34 @@ def to_json(
         ],
         "notes": list(NOTES),
     }
+
+
+def from_json(written: Any) -> list[Result]:
+    """The results that `to_json` has written.
+
+    Raises:
+        ReportError: It has another format.
+    """
+    if not isinstance(written, Mapping) or "format" not in written:
+        raise ReportError("is not what `make bench` writes: there is no format number")
+    if written["format"] != FORMAT:
+        raise ReportError(f"has format {written['format']}, not {FORMAT}: measure again")
+    try:
+        return [_result(each) for each in written["results"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ReportError(f"has a result that cannot be read: {error!r}: measure again") from error
+
+
+def _result(written: Mapping[str, Any]) -> Result:
+    return Result(
+        Part(written["part"]),
+        written["case"],
+        {name: float(value) for name, value in written["sizes"].items()},
+        {
+            lane: {
+                Metric(name): [float(value) for value in values] for name, values in metrics.items()
+            }
+            for lane, metrics in written["samples"].items()
+        },
+        dict(written["missing"]),
+    )

@@ -10,7 +10,16 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from rich.console import Console
 
-from benchmarks.report import figures, missing_lines, result_tables, size, to_json, verdict_table
+from benchmarks.errors import ReportError
+from benchmarks.report import (
+    figures,
+    from_json,
+    missing_lines,
+    result_tables,
+    size,
+    to_json,
+    verdict_table,
+)
 from benchmarks.report import seconds as show_seconds
 from benchmarks.results import Metric, Part, Result
 from benchmarks.samples import summarize
@@ -81,6 +90,26 @@ def test_json_has_every_sample(results):
     (transfer,) = [each for each in written["results"] if each["part"] == "transfer"]
     assert transfer["samples"]["upstream"]["seconds"] == [2.0, 4.0, 8.0]
     assert {each["met"] for each in written["targets"]} == {True, False}
+
+
+def test_json_gives_the_same_results(results):
+    """Parts, cases, sizes, samples and reasons come back as they were."""
+    assert from_json(json.loads(json.dumps(to_json({}, {}, results, [], [])))) == results
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ([], "no format number"),
+        ({"format": 2, "results": []}, "has format 2, not 1"),
+        ({"format": 1}, "KeyError"),
+        ({"format": 1, "results": [{"part": "lunch"}]}, "lunch"),
+    ],
+)
+def test_json_of_another_format_is_refused(written, reason):
+    """What cannot be understood is not guessed at."""
+    with pytest.raises(ReportError, match=reason):
+        from_json(written)
 
 
 def test_drawing_is_svg_and_the_same_again(results, tmp_path):
