@@ -56,3 +56,12 @@ def test_every_test_of_a_fault_is_in_the_table():
 def test_gaps_stand_for_something_within_a_line(line, matches):
     """Everything else has to be as it is written."""
     assert Row("500", "engine … at … failed: do c", "lease", []).matches(line) is matches
+
+
+@pytest.mark.parametrize(
+    ("client", "blocks", "tells"),
+    [("500", "lease", True), ("nothing", "lease", False), ("500", "lost", False)],
+)
+def test_row_tells_what_clients_and_blocks_come_to_as_well(client, blocks, tells):
+    """The right line in the log is not enough."""
+    assert Row("500", "a … b", "lease", []).tells(client, "a c b", blocks) is tells

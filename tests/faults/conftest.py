@@ -33,7 +33,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @pytest.fixture(autouse=True)
 def the_others_are_served(stage: Stage) -> Iterator[None]:
-    """Whatever a test does, both engines serve after it."""
+    """Whatever a test does, both engines serve after it, and decode engines lose no block."""
     yield
     stage.stack.check()
     stage.assert_serving()
+    stage.assert_blocks_are_free(stage.decode, stage.recomputing)

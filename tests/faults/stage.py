@@ -194,6 +194,14 @@ class Stage:
         freed = self.prefill_log.find(LEASE_RAN_OUT)
         assert len(freed) == self.abandoned, freed
 
+    def assert_blocks_are_free(self, *decode: Engine) -> None:
+        """No block of decode engines is in use once they are idle."""
+        wait_until(
+            lambda: not any(metric(each, "vllm:kv_cache_usage_perc") for each in decode),
+            f"the return of all blocks of {', '.join(each.name for each in decode)}",
+            SLACK_S,
+        )
+
     def restart_decode(self) -> None:
         """Start the decode engine anew, after it was killed."""
         self.decode = self._restart(self.decode)

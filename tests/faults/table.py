@@ -28,6 +28,10 @@ class Row:
     blocks: str
     tests: list[str]
 
+    def tells(self, client: str, line: str, blocks: str) -> bool:
+        """Whether the documentation tells what was seen: by the client, in the log, of blocks."""
+        return (client, blocks) == (self.client, self.blocks) and self.matches(line)
+
     def matches(self, line: str) -> bool:
         """Whether an engine says what the documentation says."""
         parts = map(re.escape, self.log.split(ANYTHING))

@@ -77,9 +77,10 @@ def test_decode_engine_that_does_not_match_is_refused(
         assert_failed(post(router, stage.model, text))
     stage.abandoned += 1
     (line,), nothing = (log.complaints(but=LEASE_RAN_OUT) for log in logs)
-    assert ROWS[fault].matches(line), line
+    assert ROWS[fault].tells("500", line, "lease"), line
     assert nothing == []
     assert ask_unaided(stranger, stage.model, text)
+    stage.assert_blocks_are_free(stranger)
 
 
 def test_upstreams_connector_cannot_read_from_ours(
@@ -92,7 +93,7 @@ def test_upstreams_connector_cannot_read_from_ours(
         assert_failed(post(router, stage.model, text))
     stage.abandoned += 1
     (line,) = ours.complaints(but=LEASE_RAN_OUT)
-    assert ROWS["upstream's connector reads from this one"].matches(line), line
+    assert ROWS["upstream's connector reads from this one"].tells("500", line, "lease"), line
     assert theirs.find("this engine does not run upstream's NixlConnector; configure the same")
     assert ask_unaided(stranger, stage.model, text)
 
@@ -106,7 +107,7 @@ def test_ours_cannot_read_from_upstreams_connector(
     with stage.router_to(stranger, stage.decode) as router:
         assert_failed(post(router, stage.model, text))
     (line,) = log.complaints()
-    assert ROWS["this connector reads from upstream's"].matches(line), line
+    assert ROWS["this connector reads from upstream's"].tells("500", line, "lease"), line
     assert ask_unaided(stranger, stage.model, text)
 
 
@@ -146,7 +147,7 @@ def test_another_version_is_not_read_from(stage: Stage) -> None:
     with side_channel_of_another_version() as port:
         assert_failed(stage.decoded(text, {**params, "remote_port": port}))
     (line,) = log.complaints()
-    assert ROWS["another version of the connector"].matches(line), line
+    assert ROWS["another version of the connector"].tells("500", line, "lease"), line
 
 
 def test_another_version_that_reads_is_refused(stage: Stage) -> None:
@@ -163,7 +164,9 @@ def test_another_version_that_reads_is_refused(stage: Stage) -> None:
     assert (reply["connector"], reply["version"]) == ("reshard", 1)
     assert reply["refusal"] == f"request reshard/{OTHER_VERSION} is unknown, reshard/1 is not"
     (line,) = log.complaints(but=LEASE_RAN_OUT)
-    assert ROWS["another version of the connector reads from this one"].matches(line), line
+    assert ROWS["another version of the connector reads from this one"].tells(
+        "500", line, "lease"
+    ), line
 
 
 def test_blocks_of_all_these_requests_come_back(stage: Stage) -> None:
