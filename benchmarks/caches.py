@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,9 @@ def reserve(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tens
     size_bytes = math.prod(shape) * dtype.itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     memory = mmap.mmap(-1, size_bytes, flags=flags)
+    # Of small pages, whoever starts first gets scattered ones, which are read a tenth slower.
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)
 
 

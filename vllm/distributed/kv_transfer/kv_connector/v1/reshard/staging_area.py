@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -97,7 +99,7 @@ def open_area(
     if not size_bytes:
         return None
     try:
-        memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        memory = _allocate(size_bytes, device)
         agent.register([(memory.data_ptr(), memory.nbytes, max(memory.get_device(), 0))])
     except Exception as error:
         logger.warning(
@@ -132,6 +134,20 @@ def make_scatterer(
     if arena.device.type == "cpu":
         return HostScatterer(arena, caches, cores)
     return DeviceScatterer(arena, caches)
+
+
+def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of a device; of the host's, huge pages where there are some.
+
+    What is read from another process and copied again is looked up page by page both times.
+    """
+    if device.type != "cpu":
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Not every system has them.
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _free_bytes(device: torch.device) -> int:
