@@ -42,9 +42,9 @@ start() {
   # own: Linux shares cores among sessions, and 6.18 was seen to starve one for minutes.
   set -m
   "$@" >"$LOG_DIR/$name.log" 2>&1 </dev/null &
-  set +m
   children+=("$!")
   child_names+=("$name")
+  set +m
   echo "$name is starting; log: $LOG_DIR/$name.log"
 }
 
@@ -81,6 +81,8 @@ stop_children() {
   local status=$? number
   # What follows takes GRACE_S at most; a second Ctrl-C would leave processes behind.
   trap '' INT TERM HUP
+  # It may have been interrupted within start.
+  set +m
   ((${#children[@]})) || return "$status"
   echo "Stopping. Logs stay in $LOG_DIR"
   # The last one first: the router stops sending before engines stop answering.

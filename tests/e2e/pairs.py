@@ -72,16 +72,21 @@ def ask_unaided(engine: Engine, model: str, text: str) -> str:
     return ask(engine, model, text, cache_salt="unaided")
 
 
-def metric(engine: Engine, name: str) -> float:
-    """Return the sum of an engine's metric over its labels; 0 where it has none."""
+def samples(engine: Engine, name: str) -> list[float]:
+    """Return an engine's metric for each of its labels."""
     page = httpx.get(f"{engine.url}/metrics", timeout=REPORT_LIMIT_S, trust_env=False)
     page.raise_for_status()
-    return sum(
+    return [
         sample.value
         for family in text_string_to_metric_families(page.text)
         for sample in family.samples
         if sample.name == name
-    )
+    ]
+
+
+def metric(engine: Engine, name: str) -> float:
+    """Return the sum of an engine's metric over its labels; 0 where it has none."""
+    return sum(samples(engine, name))
 
 
 @dataclass(frozen=True)

@@ -272,8 +272,9 @@ def test_a_server_that_dies_later_ends_the_rest(
             each
             for each in living_in(tmp_path)
             # The server, not its worker.
-            if env["DECODE_PORT"] in each.cmdline() and os.getsid(each.pid) == each.pid
+            if env["DECODE_PORT"] in each.cmdline() and os.getpgid(each.pid) == each.pid
         )
+        assert os.getsid(decode.pid) == os.getsid(process.pid)
         decode.kill()
         _, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 1

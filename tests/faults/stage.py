@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.e2e.pairs import ask, ask_unaided, metric, post, text_of
+from tests.e2e.pairs import ask, ask_unaided, metric, post, samples, text_of
 from tests.faults.logs import Log
 from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.engine import EngineSpec, KVTransfer
@@ -197,7 +197,7 @@ class Stage:
     def assert_blocks_are_free(self, *decode: Engine) -> None:
         """No block of decode engines is in use once they are idle."""
         wait_until(
-            lambda: not any(metric(each, "vllm:kv_cache_usage_perc") for each in decode),
+            lambda: all(samples(each, "vllm:kv_cache_usage_perc") == [0] for each in decode),
             f"the return of all blocks of {', '.join(each.name for each in decode)}",
             SLACK_S,
         )

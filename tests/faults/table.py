@@ -29,7 +29,7 @@ class Row:
     tests: list[str]
 
     def tells(self, client: str, line: str, blocks: str) -> bool:
-        """Whether the documentation tells what was seen: by the client, in the log, of blocks."""
+        """Whether the documentation has what a test saw: of the client, in the log, of blocks."""
         return (client, blocks) == (self.client, self.blocks) and self.matches(line)
 
     def matches(self, line: str) -> bool:
