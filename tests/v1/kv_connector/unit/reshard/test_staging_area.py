@@ -17,6 +17,7 @@ class Refusing(mmap.mmap):
     """Memory of a system that has no huge pages."""
 
     def madvise(self, *_):
+        """Fail, as on a kernel without them."""
         raise OSError("no huge pages today")
 
 
