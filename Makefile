@@ -47,7 +47,7 @@ test-fast: setup  ## Run the tests that start no engine and build no real wheel
 	$(BIN)/python -m pytest -m "not e2e and not slow and not faults" $(PYTEST_ARGS)
 
 test-faults: setup  ## Act out faults with real engines: peers that mismatch, vanish or restart
-	$(BIN)/python -m pytest -m faults tests/faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
 
 patches-check: $(VENV)/.installed  ## Prove the series and the overlay against both base wheels
 	$(TOOLS) check

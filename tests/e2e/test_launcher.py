@@ -42,6 +42,7 @@ def _engine_cores(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [each for each in processes if any("EngineCore" in word for word in each.cmdline())]
 
 
+@pytest.mark.faults
 def test_a_killed_engine_is_reported(
     model: ServedModel, tmp_path: Path, survivors: Survivors
 ) -> None:

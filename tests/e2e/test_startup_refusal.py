@@ -14,7 +14,7 @@ from tools.pdstack.errors import ProcessDiedError, StartupTimeoutError
 from tools.pdstack.layout import Layout
 from tools.pdstack.stack import PDStack
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.faults]
 
 UPSTREAMS = KVTransfer(module_path="vllm.distributed.kv_transfer.kv_connector.v1.nixl")
 
