@@ -171,7 +171,8 @@ def handshake_cases(depth: Depth) -> list[HandshakeCase]:
 def transfer_cases(depth: Depth) -> list[TransferCase]:
     """The requests to read, those of one shape together."""
     if depth is Depth.QUICK:
-        return list(_transfers("tp2pp1 tp1pp1", 16, 1, 64, [1024], TableOrder))
+        orders = (TableOrder.CONTIGUOUS, TableOrder.SHUFFLED)
+        return list(_transfers("tp2pp1 tp1pp1", 16, 1, 64, [1024], orders))
     if depth is Depth.FULL:
         return list(_all_transfers())
     contiguous, reversed_, shuffled = every = tuple(TableOrder)
@@ -207,7 +208,7 @@ def request_path_cases(depth: Depth) -> list[RequestPathCase]:
     """The numbers of requests to ask for at once."""
     prefill, decode = _layouts("tp2pp1 tp1pp1")
     shape = Shape(prefill, decode, 32, 2, 64, 16)
-    counts = (1, 16) if depth is Depth.QUICK else (1, 16, 256)
+    counts = (16,) if depth is Depth.QUICK else (1, 16, 256)
     return [RequestPathCase(shape, count, 128) for count in counts]
 
 

@@ -28,7 +28,8 @@ NOTES = (
     "bound to no core.",
     "raw NIXL reads the same bytes with as few descriptors as there can be; memcpy copies them "
     "within one process.",
-    "Host memory is of huge pages where the system has them, in all lanes.",
+    "Host memory is of huge pages where the system has them, in all lanes; that of engines, end to "
+    "end, is what PyTorch gives them.",
 )
 
 _TITLES = {
