@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import os
-import time
 
 import psutil
 import pytest
 
 from benchmarks.children import Child, call_all, end_all
 from benchmarks.errors import BenchmarkError
+from tests.tools.pdstack.helpers import wait_until
 
 DEADLINE_S = 60.0
 
@@ -51,14 +51,6 @@ def start(server, tmp_path):
     end_all(started)
 
 
-def until(condition) -> None:
-    """Wait for a condition."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def test_calls_are_answered_in_order(start):
     """Several children are called at once, and each answers for itself."""
     both = [start(1), start(2)]
@@ -95,7 +87,7 @@ def test_stopped_processes_do_nothing_and_can_be_ended(start):
     child.result()
     process = psutil.Process(child.pid)
     child.freeze()
-    until(lambda: process.status() == psutil.STATUS_STOPPED)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "the stop", DEADLINE_S)
     child.post("add", 1)
     with pytest.raises(BenchmarkError, match="has not answered"):
         child.result(limit_s=0.5)
