@@ -31,8 +31,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import _progress_delay
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import _progress_delay
 
 from .config import RankConfig, rank_config
 from .errors import BenchmarkError

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import NixlAgent, TransferState
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
+    NixlAgent,
+    TransferState,
+)
 
 from .caches import reserve_bytes
 from .config import RankConfig, memory_kind, rank_config

@@ -13,8 +13,8 @@ from reshard_build.series import load_series
 
 from tools.docs_kv_plan import ROOT
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.settings import Settings
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.stats import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import Settings
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
     HandshakeFailure,
     ReadFailure,
     Strategy,

@@ -63,7 +63,7 @@ def patched_text():
 
 def known_messages():
     """All messages, by where they stand."""
-    modules = [path for path in sorted(PACKAGE.glob("*.py")) if path.name not in SILENT]
+    modules = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name not in SILENT]
     return {where: text for path in [*modules, *BESIDE_IT] for where, text in messages(path)}
 
 

@@ -14,7 +14,10 @@ from vllm.config import KVTransferConfig
 
 from tests.examples.parsers import parse_ray_start, parse_vllm_router, parse_vllm_serve
 from tests.examples.stubs import Stubs
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.settings import read_settings, remarks
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import (
+    read_settings,
+    remarks,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("**/*.sh"))

@@ -8,10 +8,13 @@ import io
 import pytest
 from rich.console import Console
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import plan_reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import shard_model
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import CacheFormat, measure_plan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.summary import (
+    CacheFormat,
+    measure_plan,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
 from vllm.entrypoints.cli.kv_plan_advice import advise, bytes_text
 from vllm.entrypoints.cli.kv_plan_text import PlanReport, print_report
 

@@ -21,13 +21,16 @@ from vllm.entrypoints.cli.types import CLISubcommand
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank, ParallelMesh
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import Read, ReshardPlan
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import (
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.summary import (
         CacheFormat,
         PlanFigures,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import (
+        MeshRank,
+        ParallelMesh,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read, ReshardPlan
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
     from vllm.entrypoints.cli.kv_plan_model import ModelSizes
 
 NAME = "kv-plan"
@@ -173,9 +176,9 @@ def _plan(args: argparse.Namespace) -> _Planned:
         ValueError: An argument is malformed, or vLLM could not run one of the layouts.
     """
     # Importing vllm.distributed takes seconds: only for the subcommand that needs it.
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import plan_reshard
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import shard_model
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.verify import verify_plan
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
     from vllm.entrypoints.cli.kv_plan_model import read_model
 
     model = None if args.model is None else read_model(args.model)
@@ -257,7 +260,7 @@ def _measure(planned: _Planned, args: argparse.Namespace, cache_format: CacheFor
     Raises:
         ValueError: The prompt has a length that is not planned for.
     """
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import measure_plan
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.summary import measure_plan
 
     if not 1 <= args.prompt_tokens <= _MAX_PROMPT_TOKENS:
         raise ValueError(
@@ -293,7 +296,7 @@ def _cache_format(
     planned: _Planned, args: argparse.Namespace, head_size: int | None, dtype: str
 ) -> CacheFormat:
     """How the caches lie in memory; of one byte a slot where its size is not known."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import CacheFormat
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.summary import CacheFormat
     from vllm.entrypoints.cli.kv_plan_model import element_bytes
 
     block_tokens = []
@@ -370,7 +373,7 @@ def _write_svg(planned: _Planned, path: Path) -> None:
 
 def _parse_mesh(text: str) -> ParallelMesh:
     """Read `tp=4,pp=2`; what is left out is 1."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import ParallelMesh
+    from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 
     sizes: dict[str, int] = {}
     for item in text.split(","):

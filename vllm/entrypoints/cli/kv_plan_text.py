@@ -11,16 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import ReshardPlan
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.summary import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.summary import (
     CacheFormat,
     PlanFigures,
     SourceFigures,
     ranges_text,
     ranks_text,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import ReshardPlan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.entrypoints.cli.kv_plan_advice import advise, bytes_text
 
 _UNKNOWN = "?"

@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import strategies as st
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
 
 
 @st.composite

@@ -21,11 +21,13 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from tests.v1.kv_connector.unit.reshard.test_worker import Engine, Progress, fill, receive
+from tests.v1.kv_connector.unit.reshard.engine.test_worker import Engine, Progress, fill, receive
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+    ReshardConnectorMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import ReshardConnectorMetadata
 
 ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 MAMBA = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,))

@@ -24,20 +24,20 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.v1.kv_connector.unit.reshard.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     Backend,
     Engine,
     Progress,
     engines,
     every_strategy,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.geometry import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import (
     describe_cache,
     window_groups,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import Receive
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.scheduler import ReshardScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import ReshardScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
 
 __all__ = ["engines"]
 

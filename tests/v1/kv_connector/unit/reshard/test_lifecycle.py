@@ -21,7 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.v1.kv_connector.unit.reshard.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     DEADLINE_S,
     NUM_BLOCKS,
     Engine,
@@ -30,7 +30,9 @@ from tests.v1.kv_connector.unit.reshard.test_worker import (
     engines,
     fill,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import ReshardConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+    ReshardConnectorMetadata,
+)
 
 __all__ = ["engines"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     DEADLINE_S,
     Engine,
     Progress,
@@ -25,7 +25,7 @@ from tests.v1.kv_connector.unit.reshard.test_worker import (
     receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteEngineChangedError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.messages import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Heartbeats,
     RemoteEngineAddress,
 )

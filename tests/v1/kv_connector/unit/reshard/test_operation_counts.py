@@ -14,26 +14,29 @@ import numpy as np
 import pytest
 import torch
 
-from tests.v1.kv_connector.unit.reshard.test_lowering import read, span
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import (
-    Prepared,
-    Transfer,
-    TransferState,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cache import (
+from tests.v1.kv_connector.unit.reshard.memory.test_lowering import read, span
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.lowering import count_merged, lower_read
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.remote import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
+    count_merged,
+    lower_read,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter, stage_leg
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
+    Prepared,
+    Transfer,
+    TransferState,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
     PreparedStaging,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.scatter import Copy
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.staging import Scatter, stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.staging_area import StagingArea
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transfers import Transfers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import Copy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 SLOT_BYTES, BLOCK_TOKENS, PLANES = 128, 16, 4
 PAGE_BYTES = BLOCK_TOKENS * SLOT_BYTES

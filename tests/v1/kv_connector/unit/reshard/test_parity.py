@@ -13,7 +13,7 @@ import torch
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
 
-from tests.v1.kv_connector.unit.reshard.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     Engine,
     Progress,
     assert_received,
@@ -23,7 +23,7 @@ from tests.v1.kv_connector.unit.reshard.test_worker import (
     receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 
 __all__ = ["engines"]
 

@@ -13,12 +13,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     Prepared,
     Transfer,
     TransferState,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 
 
 @dataclass

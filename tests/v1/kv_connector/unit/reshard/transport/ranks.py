@@ -10,13 +10,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cache import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.lowering import BlockSpan
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 
 NUM_BLOCKS = 8
 NUM_LAYERS = 8

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from tests.v1.kv_connector.unit.reshard.transport.ranks import Format, Rank
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import NixlAgent
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cache import RankCache
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.lowering import BlockSpan
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     HeadInterval,
     Layer,
     Shard,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 
 _ANSWER_S = 120.0
 

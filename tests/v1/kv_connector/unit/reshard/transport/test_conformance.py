@@ -25,32 +25,35 @@ from tests.v1.kv_connector.unit.reshard.transport.ranks import (
     sequence_of,
 )
 from tests.v1.kv_connector.unit.reshard.transport.sources import Source, SourceProcess
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import (
-    NixlAgent,
-    Prepared,
-    TransferState,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.lowering import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
     BlockSpan,
     Rows,
     lower_read,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan import Read, plan_reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.remote import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read, plan_reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
+    NixlAgent,
+    Prepared,
+    TransferState,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
     PreparedStaging,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.shards import Shard, shard_model
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.staging import stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.staging_area import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import (
     StagingArea,
     open_area,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.strategy import Strategy
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transfers import PartEnded, Transfers
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.verify import verify_plan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
+    PartEnded,
+    Transfers,
+)
 
 DEADLINE_S = 120.0
 MAX_SOURCES = 8

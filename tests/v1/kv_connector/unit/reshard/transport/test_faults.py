@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     Engine,
     Progress,
     assert_received,
@@ -15,10 +15,10 @@ from tests.v1.kv_connector.unit.reshard.test_worker import (
     receive,
 )
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard import worker as worker_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.agent import TransferState
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 
 __all__ = ["engines"]
 

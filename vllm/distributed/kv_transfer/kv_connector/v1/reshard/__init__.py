@@ -3,27 +3,16 @@
 
 A rank owns a box, layers x global KV heads. A destination rank needs its own box filled: intersect
 it with the source ranks' boxes, elect one holder where several hold the same heads, and the result
-is a list of reads. Data flows one way through the modules.
+is a list of reads. The code stands on five floors, and imports go down only:
 
-The core computes with values alone; it imports neither vLLM nor torch:
+    connector       the facade that vLLM constructs
+    engine          5   vLLM's side: worker and scheduler
+    transport       4   NIXL, ZeroMQ, torch
+    protocol        3   what engines say to each other, and what each knows of its requests
+    memory          2   where bytes lie, and how reads become descriptors
+    plan            1   who holds what, and who reads what from whom
+    errors          the ground
 
-    mesh, shards    who holds what
-    plan, verify    who reads what from whom and who releases whom, and a check by other means
-    cache, lowering where the bytes lie, and how reads become descriptors and indices
-    summary         what a plan costs, and how it is told to people
-    protocol        what each side knows of its requests
-    leases          which requests a worker holds, where readers can see it
-
-The shell around it talks to the world:
-
-    settings, params                what engines are configured to do, and what requests ask for
-    geometry                        tensors -> cache
-    compatibility, metadata         what engines tell each other when they shake hands
-    side_channel                    how it travels
-    agent                           NIXL
-    messages                        what travels afterwards
-    remote, peers                   engines that are connected
-    holder, lease_check             what is held for them, and whether they held what was read
-    stats                           what is counted
-    worker, scheduler, connector    vLLM's side
+Floors 1 to 3 compute with values alone: they import neither vLLM nor torch, and do no I/O. Each
+floor's package says what its modules are for.
 """

@@ -26,13 +26,13 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from .engine.envelopes import ReshardConnectorMetadata
+from .engine.geometry import split_layers
+from .engine.scheduler import ReshardScheduler
+from .engine.settings import read_settings
+from .engine.stats import ReshardPromMetrics, ReshardStats
+from .engine.worker import ReshardWorker
 from .errors import LocalLayoutError
-from .geometry import split_layers
-from .messages import ReshardConnectorMetadata
-from .scheduler import ReshardScheduler
-from .settings import read_settings
-from .stats import ReshardPromMetrics, ReshardStats
-from .worker import ReshardWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scheduler and workers of an engine send each other."""
+
+from __future__ import annotations
+
+import pickle
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+    ReshardHandshakeMetadata,
+)
+
+
+def test_handshake_passes_between_processes():
+    """Workers hand it to the scheduler's process by pickle, as what vLLM expects."""
+    handshake = ReshardHandshakeMetadata({"dtype": "half"}, b"what the worker says")
+    assert isinstance(handshake, KVConnectorHandshakeMetadata)
+    assert pickle.loads(pickle.dumps(handshake)) == handshake

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be equal at two engines, and what an error says when it is not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm.config
+from transformers import LlamaConfig
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import factors as factors_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.factors import (
+    compatibility_factors,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteIncompatibleError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import (
+    check_compatibility,
+)
+
+
+def config(**changes) -> SimpleNamespace:
+    """As much of a `VllmConfig` as the factors are taken from."""
+    values = dict(
+        layers=4, kv_heads=2, head_size=64, mla=False, dtype=torch.bfloat16, model="here/model"
+    )
+    values.update(
+        vocabulary=99, cache_dtype="auto", no_hybrid=False, tp_size=1, pp_size=1, block_size=16
+    )
+    values.update(changes)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=values["model"],
+            dtype=values["dtype"],
+            use_mla=values["mla"],
+            hf_text_config=SimpleNamespace(
+                model_type="llama", vocab_size=values["vocabulary"], rope_theta=1e4
+            ),
+            get_total_num_hidden_layers=lambda: values["layers"],
+            get_total_num_kv_heads=lambda: values["kv_heads"],
+            get_head_size=lambda: values["head_size"],
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype=values["cache_dtype"], block_size=values["block_size"]
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=values["no_hybrid"]),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=values["tp_size"], pipeline_parallel_size=values["pp_size"]
+        ),
+    )
+
+
+BASE = compatibility_factors(config(), ["FLASH_ATTN"])
+
+
+def test_factors_of_a_real_configuration(tmp_path):
+    """Everything asked of vLLM's configuration is there under the name that is asked for."""
+    LlamaConfig(
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        num_hidden_layers=5,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)
+    model = vllm.config.ModelConfig(
+        str(tmp_path), skip_tokenizer_init=True, dtype="float32", max_model_len=64
+    )
+    real = vllm.config.VllmConfig(model_config=model)
+    factors = compatibility_factors(real, ["CPU_ATTN", "CPU_ATTN"])
+    assert factors.pop("vllm_version")
+    architecture = factors.pop("model")
+    assert architecture.startswith("model_type llama, hidden_size 96, intermediate_size 11008, ")
+    assert "rope_theta" in architecture
+    assert factors == {
+        "num_hidden_layers": "5",
+        "num_kv_heads": "3",
+        "head_size": "16",
+        "mla": "no",
+        "dtype": "float32",
+        "kv_cache_dtype": "float32",
+        "attention_backends": "CPU_ATTN",
+        "hybrid_kv_cache_manager": "yes",
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(model="there/model"), dict(tp_size=4), dict(pp_size=2), dict(block_size=64)],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_may_differ(change):
+    """Layouts are what we reshard, and a model may lie anywhere."""
+    assert compatibility_factors(config(**change), ["FLASH_ATTN"]) == BASE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(layers=5), "num_hidden_layers is 5 there and 4 here.*serve the same model"),
+        (dict(kv_heads=8), "num_kv_heads is 8 there and 2 here.*serve the same model"),
+        (dict(head_size=128), "head_size is 128 there and 64 here.*serve the same model"),
+        (dict(mla=True), "mla is yes there and no here.*VLLM_MLA_DISABLE"),
+        (dict(cache_dtype="fp8"), "kv_cache_dtype is fp8 there and bfloat16 here.*--kv-cache-dty"),
+        (dict(no_hybrid=True), "hybrid_kv_cache_manager is no there and yes.*--disable-hybrid"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_must_not_differ(change, message):
+    """The error has the name, both values and the remedy."""
+    remote = compatibility_factors(config(**change), ["FLASH_ATTN"])
+    with pytest.raises(RemoteIncompatibleError, match=message):
+        check_compatibility(BASE, remote)
+
+
+def test_every_difference_is_named_at_once():
+    """Nobody should have to restart engines once for each difference."""
+    remote = compatibility_factors(config(dtype=torch.float16, kv_heads=8), ["FLASHINFER"])
+    with pytest.raises(RemoteIncompatibleError) as caught:
+        check_compatibility(BASE, remote)
+    message = str(caught.value)
+    for part in (
+        "num_kv_heads is 8 there and 2 here",
+        "dtype is float16 there and bfloat16 here",
+        "kv_cache_dtype is float16 there and bfloat16 here",
+        "attention_backends is FLASHINFER there and FLASH_ATTN here",
+        "give the same --dtype, give the same --kv-cache-dtype, give the same --attention-backend",
+    ):
+        assert part in message
+    assert "head_size" not in message
+
+
+def test_automatic_cache_dtype_is_the_model_dtype():
+    """To name what is the default is no difference."""
+    assert compatibility_factors(config(cache_dtype="bfloat16"), ["FLASH_ATTN"]) == BASE
+
+
+def test_backends_are_a_set():
+    """Their order and number depend on the layers of a stage."""
+    assert (
+        compatibility_factors(config(), ["B", "A", "B"])
+        == compatibility_factors(config(), ["A", "B"])
+        != BASE
+    )
+
+
+@pytest.mark.parametrize("version", ["0.22.1", "0.22.1+reshard.1.cpu", "0.22.1+cu129"])
+def test_builds_of_one_version_are_compatible(monkeypatch, version):
+    """An engine on CPU and one on a GPU run the same source."""
+    monkeypatch.setattr(factors_module, "vllm_version", version)
+    assert compatibility_factors(config(), [])["vllm_version"] == "0.22.1"

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler makes of the parameters that a router passes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.config import KVTransferConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import RequestStatus
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import (
+    ReshardScheduler,
+    _receive,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    RemoteEngineAddress,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sound
+
+PARAMS = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "prefill",
+    "remote_request_id": "p-a",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "remote_block_ids": [[5, 2, 9]],
+    "remote_num_tokens": 40,
+    "tp_size": 2,
+}
+
+
+def request(params, num_prompt_tokens: int = 40):
+    """A request with the given parameters."""
+    return SimpleNamespace(
+        request_id="d-a",
+        kv_transfer_params=params,
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=num_prompt_tokens,
+    )
+
+
+def test_parameters_become_a_read():
+    """Address, blocks and tokens are taken as the other engine wrote them."""
+    receive = _receive(request(PARAMS), ([3, 4, 1],))
+    assert receive.fault is None
+    assert receive.source == RemoteEngineAddress("prefill", "10.0.0.1", 5600)
+    assert (receive.remote_request_id, receive.remote_block_ids) == ("p-a", [[5, 2, 9]])
+    assert (receive.local_tokens, receive.remote_tokens) == (40, 40)
+
+
+@pytest.mark.parametrize(
+    ("remote", "local", "expected"), [(None, 40, (40, 40)), (50, 40, (40, 50))]
+)
+def test_tokens_are_counted_at_each_end(remote, local, expected):
+    """Without a count the prompt is what was computed; a longer remote sequence is told apart."""
+    receive = _receive(request(PARAMS | {"remote_num_tokens": remote}, local), ([3],))
+    assert (receive.local_tokens, receive.remote_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_engine_id": None},
+        {"remote_engine_id": ["prefill"]},
+        {"remote_request_id": 7},
+        {"remote_host": None},
+        {"remote_port": "abc"},
+        {"remote_port": 0},
+        {"remote_port": 1 << 16},
+        {"remote_block_ids": [1, 2, 3]},
+        {"remote_block_ids": [["a"]]},
+        {"remote_block_ids": [[None]]},
+        {"remote_block_ids": [[-1]]},
+        {"remote_block_ids": [[1 << 31]]},
+        {"remote_block_ids": [[1.5]]},
+        {"remote_num_tokens": "9"},
+        {"remote_num_tokens": 4.5},
+    ],
+)
+def test_malformed_parameters_are_a_fault_of_the_request(change):
+    """The request fails with a readable line; the engine lives on."""
+    params, _ = sound(PARAMS | change, reads_back=False)
+    receive = _receive(request(params), ([3, 4, 1],))
+    assert "the router must pass on unchanged" in receive.fault
+    assert "\n" not in receive.fault
+    assert receive.local_block_ids == ([3, 4, 1],)
+
+
+@given(
+    params=st.one_of(
+        st.none(),
+        st.dictionaries(
+            st.sampled_from(sorted(PARAMS)),
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+                st.lists,
+                max_leaves=4,
+            ),
+        ),
+    )
+)
+def test_nothing_that_json_can_say_raises(params):
+    """Whatever a router makes of the parameters, the scheduler's step goes on."""
+    params, _ = sound((params or {}) | {"do_remote_prefill": True}, reads_back=False)
+    receive = _receive(request(params), ([3],))
+    assert receive.fault is not None or receive.source.port > 0
+
+
+def scheduler(*, bidirectional: bool = False, block_size: int = 16) -> ReshardScheduler:
+    """A scheduler of an engine with one KV-cache group."""
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=block_size),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=0, tensor_parallel_size=2, pipeline_parallel_size=3
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="NixlConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"bidirectional_kv_xfer": bidirectional},
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+    )
+    return ReshardScheduler(
+        config, "engine", KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)])
+    )
+
+
+def arrive(owner: ReshardScheduler, params, num_prompt_tokens: int = 40):
+    """A request that the scheduler has been told of."""
+    new = request(params, num_prompt_tokens)
+    new.prompt_token_ids = [1] * num_prompt_tokens
+    new.num_tokens = num_prompt_tokens
+    owner.on_new_request(new)
+    return new
+
+
+@pytest.mark.parametrize(
+    "change", [{"remote_block_ids": None}, {"remote_block_ids": []}, {"remote_host": None}]
+)
+def test_request_that_cannot_be_read_does_not_wait_for_ever(change):
+    """It is scheduled like one that can, so that the read fails, and nothing raises."""
+    owner = scheduler()
+    new = arrive(owner, PARAMS | change)
+    assert owner.get_num_new_matched_tokens(new, 0) == (40, True)
+    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ([3, 4, 1],))
+    owner.update_state_after_alloc(new, blocks, 40)
+    (receive,) = owner.build_connector_meta(None).receive.values()
+    assert "malformed" in receive.fault
+    assert list(receive.local_block_ids) == [[3, 4, 1]]
+
+
+@pytest.mark.parametrize("change", [{"remote_engine_id": ["a"]}, {"remote_request_id": {"a": 1}}])
+def test_values_that_cannot_be_keys_harm_nobody(change):
+    """What a router made of the names does not raise where they would be looked up."""
+    owner = scheduler()
+    arrive(owner, PARAMS | {"tp_size": 1} | change)
+    assert not owner._heartbeat_by_engine
+
+
+def test_prefill_engine_that_does_not_read_back_computes():
+    """Blocks of the last turn on a decode engine are not waited for where they are not read."""
+    last_turn = PARAMS | {"do_remote_prefill": False, "do_remote_decode": True}
+    owner = scheduler(bidirectional=False)
+    new = arrive(owner, last_turn, 400)
+    assert owner.get_num_new_matched_tokens(new, 0) == (0, False)
+    assert new.kv_transfer_params["do_remote_decode"] is True
+
+
+@pytest.mark.parametrize("tokens", ["many", 4.5, None])
+def test_prefill_engine_reads_back_only_what_is_well_formed(tokens, caplog_vllm):
+    """A malformed account of the last turn costs its reuse, not the request."""
+    last_turn = PARAMS | {"do_remote_prefill": False, "do_remote_decode": True}
+    owner = scheduler(bidirectional=True)
+    good = arrive(owner, last_turn | {"remote_num_tokens": 300}, 400)
+    assert owner.get_num_new_matched_tokens(good, 0) == (300, True)
+    bad = arrive(owner, last_turn | {"remote_num_tokens": tokens}, 400)
+    assert owner.get_num_new_matched_tokens(bad, 0) == (0, False)
+    assert ("Computing all of request d-a" in caplog_vllm.text) == (tokens is not None)
+
+
+@pytest.mark.parametrize(("computed", "blocks"), [(31, 2), (32, 2), (33, 3)])
+def test_only_computed_blocks_are_offered(computed, blocks):
+    """Blocks allocated ahead, as for a draft model's tokens, are not told to the next engine."""
+    owner = scheduler(block_size=16)
+    finished = arrive(owner, {"do_remote_decode": True}, 31)
+    finished.status, finished.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, computed
+    delay_free, params = owner.request_finished(finished, ([7, 3, 5, 2],))
+    assert delay_free
+    assert params["remote_block_ids"] == ([7, 3, 5, 2][:blocks],)
+    assert (params["tp_size"], params["pp_size"]) == (2, 3)
+
+
+def test_one_request_reads_and_its_siblings_compute():
+    """Several answers to one prompt do not take each other's blocks away; later ones may read."""
+    owner = scheduler()
+    first, second = arrive(owner, dict(PARAMS)), request(dict(PARAMS))
+    second.request_id = "d-b"
+    second.prompt_token_ids, second.num_tokens = [1] * 40, 40
+    owner.on_new_request(second)
+    assert owner.get_num_new_matched_tokens(first, 0) == (40, True)
+    assert owner.get_num_new_matched_tokens(second, 0) == (0, False)
+    for finished in (second, first):
+        finished.status = RequestStatus.FINISHED_STOPPED
+        owner.request_finished(finished, ([7, 3, 5],))
+    assert not owner._readers
+    assert owner.get_num_new_matched_tokens(arrive(owner, dict(PARAMS)), 0) == (40, True)
+
+
+def test_heartbeats_need_no_size():
+    """A router that does not pass on `tp_size` does not cost a request its lease."""
+    owner = scheduler()
+    arrive(owner, {name: value for name, value in PARAMS.items() if name != "tp_size"})
+    assert owner._heartbeat_by_engine["prefill"].req_ids == {"p-a"}
+
+
+def test_sibling_on_a_prefill_engine_is_still_held():
+    """A second answer that may not read back the last turn is computed, and then offered."""
+    owner = scheduler(bidirectional=True)
+    last_turn = PARAMS | {"do_remote_prefill": False, "do_remote_decode": True}
+    arrive(owner, last_turn | {"remote_num_tokens": 300}, 400)
+    second = request(last_turn | {"remote_num_tokens": 300}, 400)
+    second.request_id, second.status = "d-b", RequestStatus.FINISHED_LENGTH_CAPPED
+    owner.on_new_request(second)
+    second.prompt_token_ids, second.num_tokens = [1] * 400, 400
+    assert owner.get_num_new_matched_tokens(second, 0) == (0, False)
+    assert owner.request_finished(second, ([7, 3, 5],))[0]

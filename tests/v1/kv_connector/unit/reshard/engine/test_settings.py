@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine is configured to do, and what it says of values that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.config import KVTransferConfig
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import (
+    Settings,
+    read_settings,
+    remarks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
+
+NAMES = sorted(Settings.__struct_encode_fields__)
+
+
+def config(extra, **fields) -> KVTransferConfig:
+    """A configuration with some extra options."""
+    return KVTransferConfig(
+        kv_connector="NixlConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+        **fields,
+    )
+
+
+def test_defaults_are_upstreams():
+    """Nothing has to be configured."""
+    assert read_settings(config({})) == Settings()
+    assert (Settings().lease_s, Settings().num_threads, Settings().backends) == (30, 4, ("UCX",))
+
+
+def test_options_are_read():
+    """Each under the name that upstream gives it."""
+    settings = read_settings(
+        config(
+            {
+                "kv_lease_duration": 12,
+                "num_threads": 2,
+                "backends": ["UCX", "GDS"],
+                "nixl_progress_delay_us": 50,
+                "enforce_handshake_compat": False,
+                "bidirectional_kv_xfer": True,
+                "kv_recompute_threshold": "8",
+                "decoder_kv_blocks_ttl": 60.5,
+                "enable_cross_layers_blocks": "True",
+            }
+        )
+    )
+    assert settings == Settings(12.0, 2, ("UCX", "GDS"), 50, False, True, 8, 60.5, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_lease_duration", "30"),
+        ("kv_lease_duration", 0),
+        ("kv_lease_duration", float("nan")),
+        ("num_threads", 1.5),
+        ("num_threads", -1),
+        ("backends", "UCX"),
+        ("backends", []),
+        ("backends", [1]),
+        ("nixl_progress_delay_us", "fast"),
+        ("enforce_handshake_compat", "no"),
+        ("bidirectional_kv_xfer", "False"),
+        ("kv_recompute_threshold", "many"),
+        ("decoder_kv_blocks_ttl", -1),
+        ("enable_cross_layers_blocks", "maybe"),
+    ],
+)
+def test_values_that_cannot_be_are_named(name, value):
+    """The engine does not start, and the error leads to the option."""
+    with pytest.raises(LocalLayoutError, match=rf"kv_connector_extra_config.*\$\.{name}.*correct"):
+        read_settings(config({name: value}))
+
+
+@given(
+    extra=st.dictionaries(
+        st.sampled_from(NAMES),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+            max_leaves=4,
+        ),
+    )
+)
+def test_any_value_is_read_or_refused(extra):
+    """Nothing that JSON can say makes an engine fail in another way."""
+    try:
+        assert read_settings(config(extra)).lease_s > 0
+    except LocalLayoutError as error:
+        assert "\n" not in str(error)
+
+
+def test_what_does_nothing_is_said():
+    """Options that are unknown, or not needed here, get a line each; plain ones get none."""
+    extra = {"kv_lease_duratoin": 9, "enable_cross_layers_blocks": True}
+    unknown, permute, cross_layers = remarks(config(extra, enable_permute_local_kv=True))
+    assert "'kv_lease_duratoin', which this connector does not know" in unknown
+    assert "enable_permute_local_kv is not needed" in permute
+    assert "enable_cross_layers_blocks makes nothing faster" in cross_layers
+    assert remarks(config({"num_threads": 2})) == []
+    (unchecked,) = remarks(config({"enforce_handshake_compat": False}))
+    assert "are not refused" in unchecked

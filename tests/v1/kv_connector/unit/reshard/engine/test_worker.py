@@ -1,0 +1,726 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole engines of workers in one process: real NIXL, real side channels, no model.
+
+Every worker has its own KV cache, agent and ledgers; what vLLM's engine would do, calling
+`start_load_kv` and `get_finished` in every step, the test does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+    ReshardConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Heartbeats,
+    Receive,
+    RemoteEngineAddress,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import encode_reply
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
+    HandshakeServer,
+)
+
+NUM_LAYERS, NUM_BLOCKS, HEAD_SIZE = 4, 16, 8
+DEADLINE_S = 120.0
+
+
+class Backend:
+    """An attention backend with plain HND blocks, or MLA's."""
+
+    def __init__(self, mla: bool) -> None:
+        self.mla = mla
+
+    def get_name(self) -> str:
+        """Name of the backend."""
+        return "TEST_ATTN"
+
+    def get_kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+        """Shape of a layer's cache."""
+        if self.mla:
+            return num_blocks, block_size, head_size
+        return 2, num_blocks, num_kv_heads, block_size, head_size
+
+    def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
+        """Memory of all layers together: blocks, heads, layers, planes, tokens, size."""
+        assert include_num_layers_dimension
+        return 2, 3, 0, 1, 4, 5
+
+
+class Engine:
+    """All workers of an engine, and the side channel that its scheduler would serve."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        *,
+        pp: int = 1,
+        tp: int = 1,
+        heads: int = 2,
+        block_tokens: int = 16,
+        mla: bool = False,
+        partition: list[int] | None = None,
+        lease_s: float = 30.0,
+        dtype: torch.dtype = torch.float32,
+        window_tokens: int | None = None,
+        cache_dtype: str = "auto",
+        blocks_per_id: int = 1,
+        token_major: bool = False,
+        cross_layers: bool = False,
+        replica: int = 0,
+        **extra_config,
+    ) -> None:
+        self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
+        self.dtype = dtype
+        self.mesh = ParallelMesh(pp, tp)
+        self.shards = tuple(
+            Shard(s.rank, {f"layers.{n}": heads for n, heads in s.heads_by_layer.items()})
+            for s in shard_model(self.mesh, NUM_LAYERS, 1 if mla else heads, partition)
+        )
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                use_mla=mla,
+                hf_text_config=SimpleNamespace(model_type="llama"),
+                dtype=dtype,
+                get_total_num_kv_heads=lambda: heads,
+                get_total_num_hidden_layers=lambda: NUM_LAYERS,
+                get_head_size=lambda: HEAD_SIZE,
+            ),
+            cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
+            # A dense model's replicas all have rank 0.
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=tp, data_parallel_rank=0, data_parallel_index=replica
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="NixlConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config={
+                    "kv_lease_duration": lease_s,
+                    "num_threads": 1,
+                    **extra_config,
+                },
+            ),
+        )
+        self.workers: dict[MeshRank, ReshardWorker] = {}
+        self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
+        backend = Backend(mla)
+        for shard in self.shards:
+            num_heads = len(next(iter(shard.heads_by_layer.values())))
+            spec = FullAttentionSpec(
+                block_size=block_tokens * blocks_per_id,
+                num_kv_heads=num_heads,
+                head_size=HEAD_SIZE,
+                dtype=dtype,
+            )
+            names = list(shard.heads_by_layer)
+            num_blocks = NUM_BLOCKS * blocks_per_id
+            shape = backend.get_kv_cache_shape(num_blocks, block_tokens, num_heads, HEAD_SIZE)
+            caches = {name: torch.zeros(shape, dtype=dtype) for name in names}
+            if token_major:
+                caches = {
+                    name: torch.zeros(
+                        2, num_blocks, block_tokens, num_heads, HEAD_SIZE, dtype=dtype
+                    ).transpose(2, 3)
+                    for name in names
+                }
+            groups = [KVCacheGroupSpec(names, spec)]
+            if window_tokens:
+                groups = split(names, spec, window_tokens)
+                # One tensor for a layer of each group, as vLLM's hybrid allocator has it.
+                for full, sliding in zip(*(group.layer_names for group in groups), strict=False):
+                    caches[sliding] = caches[full]
+            with pytest.MonkeyPatch.context() as patch:
+                for group, number in (
+                    ("get_pp_group", shard.rank.pp_rank),
+                    ("get_tp_group", shard.rank.tp_rank),
+                ):
+                    place = SimpleNamespace(rank_in_group=number)
+                    patch.setattr(worker_module, group, lambda place=place: place)
+                patch.setattr(worker_module, "_gather", lambda _: self.shards)
+                patch.setattr(
+                    ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
+                )
+                tensors = [KVCacheTensor(NUM_BLOCKS * spec.page_size_bytes, [n]) for n in names]
+                cache_config = KVCacheConfig(NUM_BLOCKS, tensors, groups)
+                worker = ReshardWorker(config, engine_id, cache_config)
+                if cross_layers:
+                    caches = register_together(worker, cache_config, shape, dtype, backend)
+                else:
+                    worker.register_kv_caches(caches)
+            self.workers[shard.rank], self.caches[shard.rank] = worker, caches
+        self.server: HandshakeServer | None = None
+
+    def serve(self, port: int = 0) -> RemoteEngineAddress:
+        """Answer handshakes; returns where."""
+        self.server = HandshakeServer(
+            "127.0.0.1",
+            port,
+            encode_reply(
+                {(rank.pp_rank, rank.tp_rank): w.handshake for rank, w in self.workers.items()}
+            ),
+        )
+        self.server.start()
+        return RemoteEngineAddress(self.engine_id, "127.0.0.1", self.server.port)
+
+    def start(self, **metadata) -> None:
+        """Tell all workers what the scheduler asks for in this step."""
+        for worker in self.workers.values():
+            worker.start_load_kv(ReshardConnectorMetadata(**metadata))
+
+    def offer(self, *request_ids: str, lease_s: float = 30.0) -> None:
+        """Compute requests, and hold their blocks."""
+        self.start(admitted=set(request_ids))
+        self.start(offered=dict.fromkeys(request_ids, lease_s))
+
+    def blocks(self, rank: MeshRank, layer: str, block_ids) -> np.ndarray:
+        """The bytes of some blocks of a layer: planes, heads, tokens, size."""
+        cache = self.caches[rank][layer].numpy()
+        if self.mla:
+            return np.concatenate(cache[block_ids])[None, None]
+        return np.concatenate(cache[:, block_ids].swapaxes(0, 1), axis=2)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for worker in self.workers.values():
+            worker.close()
+        if self.server is not None:
+            self.server.close()
+
+
+def register_together(worker, cache_config, shape, dtype, backend) -> dict[str, torch.Tensor]:
+    """Give a worker all layers in one tensor, by way of its connector; returns each layer's."""
+    planes, blocks, heads, tokens, size = shape
+    num_layers = len(cache_config.kv_cache_tensors)
+    together = torch.zeros(blocks, heads, num_layers, planes, tokens, size, dtype=dtype)
+    connector = object.__new__(NixlConnector)
+    connector.connector_worker, connector.kv_cache_config = worker, cache_config
+    connector.register_cross_layers_kv_cache(together, backend)
+    return {
+        tensor.shared_by[0]: together[:, :, layer].permute(2, 0, 1, 3, 4)
+        for layer, tensor in enumerate(cache_config.kv_cache_tensors)
+    }
+
+
+def split(names: list[str], spec: FullAttentionSpec, window_tokens: int) -> list[KVCacheGroupSpec]:
+    """Two groups: every other layer has a sliding window."""
+    sliding = SlidingWindowSpec(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        sliding_window=window_tokens,
+    )
+    odd = [name for name in names if int(name.removeprefix("layers.")) % 2]
+    even = [name for name in names if name not in odd]
+    return [KVCacheGroupSpec(even, spec), KVCacheGroupSpec(odd, sliding)]
+
+
+every_strategy = pytest.mark.parametrize("engines", ["direct", "staged", "auto"], indirect=True)
+"""For tests that compare bytes: however they are read, they are the same."""
+
+
+@pytest.fixture
+def engines(request) -> Iterator:
+    """Makes engines, which read direct unless something else is asked for, and closes them."""
+    strategy = getattr(request, "param", "direct")
+    made: list[Engine] = []
+
+    def make(engine_id: str, **layout) -> Engine:
+        made.append(Engine(engine_id, **{"transfer_strategy": strategy, **layout}))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+class Progress:
+    """Steps engines until something has happened, and remembers what was reported."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self.engines = engines
+        self.sent: dict[tuple[str, MeshRank], set[str]] = {}
+        self.received: dict[tuple[str, MeshRank], set[str]] = {}
+        for engine in engines:
+            for rank in engine.workers:
+                self.sent[engine.engine_id, rank] = set()
+                self.received[engine.engine_id, rank] = set()
+
+    def step(self) -> None:
+        """One step of every worker; nothing is reported twice."""
+        for engine in self.engines:
+            for rank, worker in engine.workers.items():
+                sent, received = worker.get_finished()
+                for seen, new in ((self.sent, sent), (self.received, received)):
+                    assert not seen[engine.engine_id, rank] & new
+                    seen[engine.engine_id, rank] |= new
+
+    def until(self, engine: Engine, *, sent: str = "", received: str = "") -> None:
+        """Step until every worker of an engine has reported a request."""
+        deadline = time.monotonic() + DEADLINE_S
+
+        def reported(rank):
+            return (not sent or sent in self.sent[engine.engine_id, rank]) and (
+                not received or received in self.received[engine.engine_id, rank]
+            )
+
+        while not all(map(reported, engine.workers)):
+            assert time.monotonic() < deadline, (self.sent, self.received)
+            self.step()
+
+
+def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Receive:
+    """A request of a number of tokens."""
+    return Receive(address, remote_request_id, [local], [remote], tokens, tokens)
+
+
+def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
+    """Give a sequence random KV; returns it whole: layers, planes, heads, tokens, size."""
+    num_tokens = len(block_ids) * engine.block_tokens
+    heads = max(
+        interval.stop for shard in engine.shards for interval in shard.heads_by_layer.values()
+    )
+    shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, HEAD_SIZE)
+    random = np.random.default_rng(seed)
+    if engine.dtype == torch.uint8:
+        whole = random.integers(0, 256, shape, np.uint8)
+    else:
+        whole = random.random(shape, np.float32)
+    for shard in engine.shards:
+        for layer, interval in shard.heads_by_layer.items():
+            cache = engine.caches[shard.rank][layer].numpy()
+            part = whole[int(layer.removeprefix("layers.")), :, interval.start : interval.stop]
+            for position, block in enumerate(block_ids):
+                start = position * engine.block_tokens
+                page = part[:, :, start : start + engine.block_tokens]
+                if engine.mla:
+                    cache[block] = page[0, 0]
+                else:
+                    cache[:, block] = page
+    return whole
+
+
+def assert_received(engine: Engine, block_ids, whole: np.ndarray, *, start_token: int = 0) -> None:
+    """Every worker holds its part of the sequence in the given blocks."""
+    for shard in engine.shards:
+        for layer, interval in shard.heads_by_layer.items():
+            expected = whole[
+                int(layer.removeprefix("layers.")), :, interval.start : interval.stop, start_token:
+            ]
+            found = engine.blocks(shard.rank, layer, block_ids)
+            np.testing.assert_array_equal(found[:, :, : expected.shape[2]], expected)
+
+
+LAYOUTS = {
+    "TP2 to TP1": (dict(tp=2), dict(tp=1)),
+    "TP1 to TP2": (dict(tp=1), dict(tp=2)),
+    "TP3 to TP2, 6 heads": (dict(tp=3, heads=6), dict(tp=2, heads=6)),
+    "TP4 to TP2, 2 heads": (dict(tp=4), dict(tp=2)),
+    "PP2 to PP1": (dict(pp=2), dict(pp=1)),
+    "PP1 to PP2": (dict(pp=1), dict(pp=2)),
+    "PP2 x TP2 to PP3": (dict(pp=2, tp=2), dict(pp=3)),
+    "uneven PP2 to uneven PP2": (dict(pp=2, partition=[1, 3]), dict(pp=2, partition=[3, 1])),
+    "MLA TP4 to TP1": (dict(tp=4, mla=True), dict(tp=1, mla=True)),
+    "MLA PP2 x TP2 to TP2": (dict(pp=2, tp=2, mla=True), dict(tp=2, mla=True)),
+}
+
+
+@pytest.mark.parametrize(("prefill", "decode"), LAYOUTS.values(), ids=LAYOUTS.keys())
+@every_strategy
+def test_request_is_received_and_released(engines, prefill, decode):
+    """The KV cache arrives in the right bytes, and every prefill worker is released once."""
+    p, d = engines("prefill", **prefill), engines("decode", **decode)
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    progress.until(p, sent="p-a")
+    assert_received(d, [3, 4, 1], whole)
+    for worker in d.workers.values():
+        assert worker.take_invalid_block_ids() == set()
+        assert worker.take_stats().data["bytes_transferred"]
+
+
+@pytest.mark.parametrize(("src_tokens", "dst_tokens"), [(16, 48), (48, 16), (16, 24)])
+@every_strategy
+def test_blocks_of_other_sizes(engines, src_tokens, dst_tokens):
+    """Sequences are matched by tokens, whatever the blocks."""
+    p = engines("prefill", block_tokens=src_tokens, tp=2)
+    d = engines("decode", block_tokens=dst_tokens)
+    address = p.serve()
+    src_blocks = [5, 2, 9][: 48 // src_tokens]
+    dst_blocks = [3, 4, 1][: 48 // dst_tokens]
+    whole = fill(p, src_blocks)
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, dst_blocks, src_blocks)})
+    Progress(p, d).until(d, received="d-a")
+    assert_received(d, dst_blocks, whole)
+
+
+@every_strategy
+def test_prefix_that_is_cached_here_is_not_read(engines):
+    """Only the last blocks are filled; earlier blocks of the source are left alone."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [4], [5, 2, 9], tokens=40)})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    assert_received(d, [4], whole, start_token=32)
+    (stats,) = [worker.take_stats() for worker in d.workers.values()]
+    assert sum(stats.data["bytes_transferred"]) == whole.nbytes // 3
+
+
+def test_full_cache_hit_releases_without_a_word(engines):
+    """Nothing is read or reported, and the prefill engine is released all the same."""
+    p, d = engines("prefill", tp=4, mla=True), engines("decode", pp=2, mla=True)
+    address = p.serve()
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [], [5, 2, 9])})
+    progress = Progress(p, d)
+    progress.until(p, sent="p-a")
+    assert not any(progress.received.values())
+
+
+@every_strategy
+def test_requests_are_independent(engines):
+    """Many requests in flight, between several engines, do not touch one another."""
+    ps = [engines(f"prefill-{n}", tp=n) for n in (1, 2)]
+    ds = [engines(f"decode-{n}", pp=n) for n in (1, 2)]
+    progress = Progress(*ps, *ds)
+    wholes = {}
+    for number, p in enumerate(ps):
+        address = p.serve()
+        for which, d in enumerate(ds):
+            request, block = f"{p.engine_id}-{d.engine_id}", 4 * which + 1
+            wholes[request] = fill(p, [block, block + 1, block + 2], seed=2 * number + which)
+            p.offer(request)
+            local = [4 * number + offset for offset in (2, 0, 1)]
+            remote = [block, block + 1, block + 2]
+            d.start(receive={request: receive(address, local, remote, remote_request_id=request)})
+    for number, p in enumerate(ps):
+        for d in ds:
+            request = f"{p.engine_id}-{d.engine_id}"
+            progress.until(d, received=request)
+            assert_received(d, [4 * number + offset for offset in (2, 0, 1)], wholes[request])
+    for p in ps:
+        for d in ds:
+            progress.until(p, sent=f"{p.engine_id}-{d.engine_id}")
+
+
+def test_second_replica_prepares_no_local_lists(engines):
+    """Engines of one layout are read into the same places."""
+    d = engines("decode")
+    worker = d.workers[MeshRank(0, 0)]
+    num_lists = set()
+    for name in ("one", "other"):
+        p = engines(name, tp=2)
+        address = p.serve()
+        fill(p, [5, 2, 9])
+        p.offer("p-a")
+        d.start(receive={name: receive(address, [3, 4, 1], [5, 2, 9])})
+        Progress(p, d).until(d, received=name)
+        num_lists.add(len(worker._local_lists))
+    assert len(num_lists) == 1
+
+
+def test_handshake_is_told_in_one_line(engines, caplog_vllm):
+    """The engine's log says once, however many requests there are, what is read from whom."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    progress = Progress(p, d)
+    caplog_vllm.set_level("INFO")
+    for request in ("a", "b"):
+        fill(p, [5, 2, 9])
+        p.offer("p-a")
+        d.start(receive={request: receive(address, [3, 4, 1], [5, 2, 9])})
+        progress.until(d, received=request)
+    (line,) = [text for text in caplog_vllm.messages if "From engine" in text]
+    assert re.fullmatch(
+        r"From engine prefill of 2 ranks, rank pp0tp0 reads layers 0-\d+, heads \[0, \d+\) from "
+        r"pp0tp0; layers 0-\d+, heads \[\d+, \d+\) from pp0tp1\. The handshake took [\d.]+ ms\.",
+        line,
+    )
+
+
+def test_unreachable_engine_fails_its_requests_only(engines):
+    """Blocks are reported invalid, the reason is logged, and others are served."""
+    p, d = engines("prefill"), engines("decode")
+    address = p.serve()
+    nobody = RemoteEngineAddress("nobody", "127.0.0.1", 9)
+    whole = fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(
+        receive={
+            "lost": receive(nobody, [6, 7, 8], [0, 1, 2]),
+            "d-a": receive(address, [3, 4, 1], [5, 2, 9]),
+        }
+    )
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    assert_received(d, [3, 4, 1], whole)
+    progress.until(d, received="lost")
+    for worker in d.workers.values():
+        assert worker.take_invalid_block_ids() == {6, 7, 8}
+        assert worker.take_stats().data["num_failed_transfers"] == [1]
+
+
+def test_failed_handshake_is_told_once_for_all_that_waited(engines, caplog_vllm):
+    """One line names the engine, what is wrong, and the requests that it cost, but not too many."""
+    p, d = engines("prefill"), engines("decode")
+    gone = dataclasses.replace(p.serve(), engine_id="gone")
+    wanted = {f"d-{number}": receive(gone, [number], [number], tokens=16) for number in range(10)}
+    d.start(receive={**wanted, "cached": receive(gone, [], [], tokens=16)})
+    progress = Progress(d)
+    for request_id in wanted:
+        progress.until(d, received=request_id)
+    (line,) = (each.getMessage() for each in caplog_vllm.records if each.levelname == "ERROR")
+    named = ", ".join(f"d-{number}" for number in range(8))
+    assert f"failed, and with it requests {named} and 2 more: side channel" in line
+    assert line.endswith("send the request through prefill again")
+
+
+def test_other_dtype_is_refused_at_the_handshake(engines, caplog_vllm):
+    """The message names what differs, with both values and the remedy."""
+    p, d = engines("prefill", dtype=torch.bfloat16), engines("decode")
+    address = p.serve()
+    d.start(receive={"d-a": receive(address, [3], [5], tokens=16)})
+    Progress(d).until(d, received="d-a")
+    assert "dtype is bfloat16 there and float32 here" in caplog_vllm.text
+    for worker in d.workers.values():
+        assert worker.take_invalid_block_ids() == {3}
+
+
+@pytest.mark.parametrize(
+    ("remote", "tokens", "message"),
+    [
+        ([5, 2, NUM_BLOCKS], 48, f"names block {NUM_BLOCKS} but"),
+        ([5, 2, -1], 48, "names block 5 but"),
+        ([2, 9], 48, "needs tokens [0, 48)"),
+        ([0, 2, 9], 48, "those of tokens [16, 48)"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(engines, caplog_vllm, remote, tokens, message):
+    """Nothing is read for a request whose remote blocks do not exist or are too few."""
+    p, d = engines("prefill"), engines("decode")
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], remote, tokens=tokens)})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    assert message in caplog_vllm.text
+    (worker,) = d.workers.values()
+    assert worker.take_invalid_block_ids() == {1, 3, 4}
+    assert worker.take_stats().data["bytes_transferred"] == []
+    progress.until(p, sent="p-a")
+
+
+def test_more_blocks_than_tokens_are_refused(engines, caplog_vllm):
+    """Blocks that cannot be matched with tokens are not guessed at."""
+    p, d = engines("prefill"), engines("decode")
+    address = p.serve()
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9, 6])})
+    Progress(p, d).until(d, received="d-a")
+    assert "has more blocks than its tokens fill" in caplog_vllm.text
+    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+
+
+def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
+    """What the scheduler knows to be unreadable is reported, by every worker."""
+    d = engines("decode", pp=2)
+    nowhere = RemoteEngineAddress("unknown", "unknown", 0)
+    fault = "its kv_transfer_params are malformed"
+    faulty = Receive(nowhere, "d-a", [[3, 4]], (), 0, 0, fault)
+    d.start(receive={"d-a": faulty})
+    Progress(d).until(d, received="d-a")
+    assert fault in caplog_vllm.text
+    for worker in d.workers.values():
+        assert worker.take_invalid_block_ids() == {3, 4}
+        assert len(worker._peers) == 0
+
+
+def test_restarted_engine_is_served_again(engines):
+    """A prefill engine with a new id at the old address needs no restart of the decode engine."""
+    d = engines("decode")
+    p = engines("before", tp=2)
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(receive={"one": receive(address, [3, 4, 1], [5, 2, 9])})
+    Progress(p, d).until(d, received="one")
+    p.close()
+
+    again = engines("after", tp=1)
+    address = again.serve(address.port)
+    whole = fill(again, [5, 2, 9], seed=3)
+    again.offer("p-a")
+    d.start(receive={"two": receive(address, [3, 4, 1], [5, 2, 9])})
+    progress = Progress(again, d)
+    progress.until(d, received="two")
+    assert_received(d, [3, 4, 1], whole)
+    (worker,) = d.workers.values()
+    assert len(worker._peers) == 1
+
+
+def test_lease_runs_out_without_readers(engines, caplog_vllm):
+    """A router that drops a request costs the prefill engine its blocks for the lease only."""
+    p = engines("prefill", tp=2)
+    p.offer("p-a", lease_s=0.05)
+    Progress(p).until(p, sent="p-a")
+    assert "Freeing the blocks of request p-a" in caplog_vllm.text
+
+
+def test_heartbeats_keep_a_request_alive(engines, monkeypatch):
+    """Renewed leases outlive their first term, on every prefill worker; then they end."""
+    p, d = engines("prefill", tp=4, mla=True, lease_s=10.0), engines("decode", mla=True)
+    address = p.serve()
+    progress, (reader,) = Progress(p, d), d.workers.values()
+    heartbeat = Heartbeats(address, frozenset({"p-a"}))
+    deadline = time.monotonic() + DEADLINE_S
+    # With the real clock, so that a handshake may be tried again.
+    while not any(peer.engine for peer in reader._peers._peers.values()):
+        assert time.monotonic() < deadline
+        d.start(heartbeats=[heartbeat])
+        progress.step()
+
+    now_s = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(worker_module, "time", clock)
+    p.offer("p-a", lease_s=10.0)
+    for _ in range(3):
+        now_s += 9.0
+        deadline = time.monotonic() + DEADLINE_S
+        while any(lease_end(worker) < now_s + 10.0 for worker in p.workers.values()):
+            assert time.monotonic() < deadline
+            d.start(heartbeats=[heartbeat])
+            progress.step()
+    assert not any(progress.sent.values())
+    deadline = time.monotonic() + DEADLINE_S
+    while not all("p-a" in progress.sent["prefill", rank] for rank in p.workers):
+        assert time.monotonic() < deadline
+        # More than once: a heartbeat may still be on its way.
+        now_s += 10.0
+        progress.step()
+
+
+def lease_end(worker: ReshardWorker) -> float:
+    """When a worker would let go of the request."""
+    return worker._holder._ledger._held["p-a"].expires_at_s
+
+
+def test_late_reader_fails(engines, caplog_vllm):
+    """Blocks that are read after their lease ran out count as invalid, and both logs say why."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    p.offer("p-a", lease_s=0.0)
+    progress = Progress(p, d)
+    progress.until(p, sent="p-a")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    progress.until(d, received="d-a")
+    assert "had run out when all was read" in caplog_vllm.text
+    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+    deadline = time.monotonic() + DEADLINE_S
+    while "which this worker does not hold any more" not in caplog_vllm.text:
+        assert time.monotonic() < deadline
+        progress.step()
+
+
+@pytest.mark.parametrize("source_rank", [0, 1])
+def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, source_rank):
+    """Bytes may be another request's where one of the holders let go before all was read."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    p.offer("p-a", "p-b")
+    want = LeaseChecker.want
+
+    def want_after_expiry(self, request_id, remote_request_id, at):
+        if remote_request_id == "p-a":
+            p.workers[MeshRank(0, source_rank)]._holder._table.strike("p-a")
+        want(self, request_id, remote_request_id, at)
+
+    monkeypatch.setattr(LeaseChecker, "want", want_after_expiry)
+    other = receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9]), "d-b": other})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    progress.until(d, received="d-b")
+    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+
+
+def test_what_happened_is_counted(engines):
+    """Both ends report held blocks, handshakes, notifications and failures, each kind once."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    p.start(admitted={"p-a"})
+    p.start(offered={"p-a": 30.0}, offered_blocks={"p-a": 3})
+    progress = Progress(p, d)
+    progress.step()
+    (reader,) = d.workers.values()
+    for holder in p.workers.values():
+        assert holder.take_stats().data["held_blocks"] == [3]
+    d.start(
+        receive={
+            "whole": receive(address, [3, 4, 1], [5, 2, 9]),
+            "expired": receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b"),
+        }
+    )
+    for request_id in ("whole", "expired"):
+        progress.until(d, received=request_id)
+    progress.until(p, sent="p-a")
+    counted = reader.take_stats().data
+    assert len(counted["handshake_seconds"]) == 1
+    assert counted["read_failures"] == ["lease"]
+    assert counted["read_strategies"] == ["direct"] * 4
+    assert counted["notifications_sent"] == [4]
+    for holder in p.workers.values():
+        assert holder.take_stats().data["held_blocks"] == [0]
+        assert holder.take_stats() is None
+
+
+def test_running_request_is_nobodys_to_release(engines):
+    """Who says that he has read what is still being computed does not make its holder free it."""
+    p, d = engines("prefill"), engines("decode")
+    address = p.serve()
+    p.start(admitted={"p-a"})
+    progress = Progress(p, d)
+    d.start(receive={"d-a": receive(address, [], [])})
+    (holder,) = p.workers.values()
+    deadline = time.monotonic() + DEADLINE_S
+    while not holder._holder._ledger._held["p-a"].heard:
+        assert time.monotonic() < deadline
+        progress.step()
+    assert not any(progress.sent.values())
+    p.start(offered={"p-a": 30.0})
+    progress.until(p, sent="p-a")

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Legs, judged by moving bytes as they say between two simulated memories."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    LocalLayoutError,
+    RemoteLayoutError,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
+    LayerCache,
+    Order,
+    Plane,
+    RankCache,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
+    BlockSpan,
+    Run,
+    lower_read,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import HeadInterval
+
+SLOT = 4
+NUM_BLOCKS = 12
+LAYOUTS = {
+    # Axes of one plane's tensor, slowest first. `p` is keys and values, `l` the layers.
+    "HND": "pbhts",
+    "NHD": "pbths",
+    "blocks first HND": "bphts",
+    "blocks first NHD": "bpths",
+    "cross-layer HND": "blphts",
+}
+
+
+@dataclass
+class Memory:
+    """A simulated rank: a cache of two layers in a byte array, in one of the layouts."""
+
+    layout: str
+    num_heads: int
+    block_tokens: int
+    groups: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        axes = LAYOUTS[self.layout]
+        sizes = {
+            "p": 2,
+            "l": 2,
+            "b": NUM_BLOCKS,
+            "h": self.num_heads,
+            "t": self.block_tokens,
+            "s": SLOT,
+        }
+        axes = axes if "l" in axes else "l" + axes
+        self.bytes = np.zeros(math.prod(sizes[axis] for axis in axes), dtype=np.uint8)
+        # The same bytes, indexed by layer, plane, block, head, token, byte in this order.
+        tensor = self.bytes.reshape([sizes[axis] for axis in axes])
+        self.tensor = tensor.transpose([axes.index(axis) for axis in "lpbhts"])
+
+    def cache(self) -> RankCache:
+        """What the rank would say of its cache; addresses count from the array's start."""
+        block, head, token = self.tensor.strides[2:5]
+        layers = {}
+        for layer, group in enumerate(self.groups):
+            planes = tuple(
+                Plane(
+                    address=layer * self.tensor.strides[0] + plane * self.tensor.strides[1],
+                    block_stride_bytes=block,
+                    head_stride_bytes=head,
+                    token_stride_bytes=token,
+                    slot_bytes=SLOT,
+                    num_heads=self.num_heads,
+                    block_tokens=self.block_tokens,
+                )
+                for plane in range(2)
+            )
+            layers[f"layer.{layer}"] = LayerCache(planes, group)
+        return RankCache(NUM_BLOCKS, device_id=3, layers=layers)
+
+
+def descriptor(end, index: int) -> slice:
+    """The bytes that one index of a prepared list stands for."""
+    row, block = divmod(int(index), end.num_blocks)
+    address, length, device_id, stride, count = (int(value) for value in end.rows[row])
+    assert (device_id, count) == (3, NUM_BLOCKS)
+    return slice(address + block * stride, address + block * stride + length)
+
+
+def transfer(legs, src: Memory, dst: Memory, src_blocks, dst_blocks) -> int:
+    """Copy every descriptor; returns how many there were."""
+    copied = 0
+    for leg in legs:
+        src_indices, dst_indices = leg.indices(leg.select(src_blocks, dst_blocks))
+        assert src_indices.dtype == dst_indices.dtype == np.int32
+        for src_index, dst_index in zip(src_indices, dst_indices, strict=True):
+            dst.bytes[descriptor(leg.dst, dst_index)] = src.bytes[descriptor(leg.src, src_index)]
+            copied += 1
+    return copied
+
+
+def span(block_ids, start_token: int = 0) -> BlockSpan:
+    """Blocks of a request."""
+    return BlockSpan(np.asarray(block_ids, dtype=np.int32), start_token)
+
+
+def read(num_heads: int, src_head_offset: int = 0, dst_head_offset: int = 0) -> Read:
+    """A read of both layers."""
+    return Read(
+        MeshRank(0, 0),
+        MeshRank(0, 0),
+        ("layer.0", "layer.1"),
+        HeadInterval(0, num_heads),
+        src_head_offset,
+        dst_head_offset,
+    )
+
+
+@st.composite
+def transfers(draw):
+    """Two memories of any layout, a slice of heads, and a request's blocks at both ends."""
+    layouts = st.sampled_from(sorted(LAYOUTS))
+    num_heads = draw(st.integers(1, 3))
+    offsets = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
+    spare_heads = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
+    block_tokens = draw(st.tuples(st.sampled_from([2, 4, 6, 12]), st.sampled_from([2, 4, 6, 12])))
+    groups = draw(st.permutations([0, 1])), draw(st.permutations([0, 1]))
+    memories = tuple(
+        Memory(draw(layouts), num_heads + offset + spare, tokens, tuple(group))
+        for offset, spare, tokens, group in zip(
+            offsets, spare_heads, block_tokens, groups, strict=True
+        )
+    )
+    spans = []
+    for memory in memories:
+        spans.append([])
+        for _ in range(2):
+            ids = draw(st.permutations(range(NUM_BLOCKS)))[: draw(st.integers(0, 5))]
+            spans[-1].append(span(ids, draw(st.integers(0, 3)) * memory.block_tokens))
+    return memories, read(num_heads, *offsets), spans
+
+
+@settings(deadline=None)
+@given(case=transfers(), seed=st.integers(0, 2**32 - 1))
+def test_every_byte_lands_where_its_token_and_head_belong(case, seed):
+    """Between any two layouts exactly the shared tokens of the named heads are written, rightly."""
+    (src, dst), planned, (src_blocks, dst_blocks) = case
+    random = np.random.default_rng(seed)
+    src.bytes[:] = random.integers(1, 256, src.bytes.size)
+    expected = dst.tensor.copy()
+    for layer in range(2):
+        source, target = src_blocks[src.groups[layer]], dst_blocks[dst.groups[layer]]
+        for position in range(100):
+            src_block, src_token = divmod(position - source.start_token, src.block_tokens)
+            dst_block, dst_token = divmod(position - target.start_token, dst.block_tokens)
+            if not 0 <= src_block < len(source.block_ids):
+                continue
+            if not 0 <= dst_block < len(target.block_ids):
+                continue
+            for head in range(planned.num_heads):
+                expected[
+                    layer,
+                    :,
+                    target.block_ids[dst_block],
+                    planned.dst_head_offset + head,
+                    dst_token,
+                ] = src.tensor[
+                    layer,
+                    :,
+                    source.block_ids[src_block],
+                    planned.src_head_offset + head,
+                    src_token,
+                ]
+    legs = lower_read(planned, src.cache(), dst.cache())
+    transfer(legs, src, dst, src_blocks, dst_blocks)
+    np.testing.assert_array_equal(dst.tensor, expected)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "num_heads", "run", "descriptors"),
+    [
+        # 3 blocks of 4 tokens, 2 layers, 2 planes.
+        (("HND", 4, 4), ("HND", 2, 4), 2, Run(2, 4), 12),
+        (("HND", 4, 4), ("blocks first HND", 4, 4), 4, Run(4, 4), 12),
+        (("NHD", 2, 4), ("NHD", 2, 4), 2, Run(2, 4), 12),
+        (("NHD", 4, 4), ("NHD", 2, 4), 2, Run(2, 1), 12 * 4),
+        (("HND", 2, 4), ("HND", 2, 2), 2, Run(1, 2), 12 * 2 * 2),
+        (("HND", 2, 4), ("NHD", 2, 4), 2, Run(1, 1), 12 * 2 * 4),
+        (("HND", 1, 4), ("NHD", 1, 4), 1, Run(1, 4), 12),
+    ],
+)
+def test_descriptors_are_as_large_as_both_ends_allow(src, dst, num_heads, run, descriptors):
+    """The table of the module's documentation holds, and costs what it says."""
+    src, dst = Memory(*src), Memory(*dst)
+    (leg,) = lower_read(read(num_heads), src.cache(), dst.cache())
+    assert leg.run == run
+    tokens = 3 * src.block_tokens
+    src_blocks = [span(range(tokens // src.block_tokens))]
+    dst_blocks = [span(range(tokens // dst.block_tokens))]
+    assert transfer([leg], src, dst, src_blocks, dst_blocks) == descriptors
+
+
+@pytest.mark.parametrize("num_blocks", [10, 1_000_000])
+def test_rows_do_not_grow_with_the_number_of_blocks(num_blocks):
+    """A list for a million blocks is as small as one for ten."""
+    cache = Memory("HND", 4, 16).cache()
+    cache = RankCache(num_blocks, cache.device_id, cache.layers)
+    (leg,) = lower_read(read(2), cache, cache)
+    assert leg.src.rows.shape == leg.dst.rows.shape == (4, 5)
+    assert leg.src.num_descriptors == 4 * num_blocks
+
+
+def test_adjoining_blocks_stay_adjoining():
+    """Descriptors follow the sequence within each plane, so that neighbours can be merged."""
+    memory = Memory("HND", 2, 4)
+    (leg,) = lower_read(read(2), memory.cache(), memory.cache())
+    src_indices, _ = leg.indices(leg.select([span([3, 4, 5])], [span([7, 8, 9])]))
+    assert src_indices.tolist() == [
+        row * NUM_BLOCKS + block for row in range(4) for block in (3, 4, 5)
+    ]
+
+
+def test_prefix_that_is_already_here_is_not_read():
+    """Where the destination's blocks begin later, the source's earlier blocks are skipped."""
+    src, dst = Memory("HND", 1, 4), Memory("HND", 1, 8)
+    (leg,) = lower_read(read(1), src.cache(), dst.cache())
+    src_indices, dst_indices = leg.indices(
+        leg.select([span([0, 1, 2, 3, 4])], [span([6], start_token=8)])
+    )
+    assert sorted({int(index) % NUM_BLOCKS for index in src_indices}) == [2, 3]
+    assert {int(index) % NUM_BLOCKS for index in dst_indices} == {6}
+
+
+def test_nothing_in_common_is_nothing_to_read():
+    """A full prefix-cache hit leaves no blocks to fill and no descriptors."""
+    memory = Memory("HND", 1, 4)
+    (leg,) = lower_read(read(1), memory.cache(), memory.cache())
+    for indices in leg.indices(leg.select([span([1, 2])], [span([])])):
+        assert indices.dtype == np.int32
+        assert indices.size == 0
+
+
+def test_layers_with_different_blocks_become_different_legs():
+    """A hybrid model's groups may have blocks of different sizes."""
+    wide, narrow = Memory("HND", 2, 8), Memory("HND", 2, 4)
+    mixed = RankCache(
+        NUM_BLOCKS,
+        3,
+        {"layer.0": wide.cache().layers["layer.0"], "layer.1": narrow.cache().layers["layer.1"]},
+    )
+    legs = lower_read(read(2), mixed, mixed)
+    assert [leg.run for leg in legs] == [Run(2, 8), Run(2, 4)]
+
+
+def packed(block_tokens: int, num_heads: int = 2) -> RankCache:
+    """A cache whose backend arranges the tokens of a block as it likes."""
+    head_bytes = block_tokens * SLOT
+    planes = tuple(
+        Plane(
+            plane * NUM_BLOCKS * num_heads * head_bytes,
+            num_heads * head_bytes,
+            head_bytes,
+            SLOT,
+            SLOT,
+            num_heads,
+            block_tokens,
+            packed=True,
+        )
+        for plane in range(2)
+    )
+    return RankCache(NUM_BLOCKS, 3, {f"layer.{n}": LayerCache(planes, 0) for n in range(2)})
+
+
+def test_packed_blocks_move_whole_heads():
+    """Where tokens have no place of their own, heads are still sliced."""
+    (leg,) = lower_read(read(1, src_head_offset=1), packed(8), packed(8, num_heads=1))
+    assert leg.run == Run(1, 8)
+    assert leg.src.rows[0].tolist() == [8 * SLOT, 8 * SLOT, 3, 2 * 8 * SLOT, NUM_BLOCKS]
+
+
+@pytest.mark.parametrize(
+    ("src", "message"),
+    [
+        (packed(4), "4 packed tokens at the source but of 8 packed tokens here"),
+        (Memory("HND", 2, 8).cache(), "8 plain tokens at the source but of 8 packed tokens here"),
+    ],
+)
+def test_packed_blocks_that_differ_are_refused(src, message):
+    """The error names both blocks and the remedy."""
+    with pytest.raises(RemoteLayoutError, match=f"{message}: .*--block-size"):
+        lower_read(read(2), src, packed(8))
+
+
+def test_slots_that_differ_are_refused():
+    """Another dtype or head size is no layout to convert."""
+    cache = Memory("HND", 1, 4).cache()
+    plane = Plane(0, 32, 32, 8, 8, 1, 4)
+    other = RankCache(NUM_BLOCKS, 3, {f"layer.{n}": LayerCache((plane,) * 2, 0) for n in range(2)})
+    with pytest.raises(RemoteLayoutError, match="takes 8 bytes at the source but 4 here"):
+        lower_read(read(1), other, cache)
+
+
+def test_planes_that_differ_are_refused():
+    """Keys and values cannot be filled from a latent."""
+    cache = Memory("HND", 1, 4).cache()
+    layers = {name: LayerCache(layer.planes[:1], 0) for name, layer in cache.layers.items()}
+    with pytest.raises(RemoteLayoutError, match="has 1 planes at the source but 2 here"):
+        lower_read(read(1), RankCache(NUM_BLOCKS, 3, layers), cache)
+
+
+def test_heads_with_gaps_are_moved_slot_by_slot():
+    """A head whose slots do not adjoin has no run but its slots."""
+    torn = Plane(0, 400, 100, 10, SLOT, 1, 4)
+    cache = RankCache(NUM_BLOCKS, 3, {f"layer.{n}": LayerCache((torn,) * 2, 0) for n in range(2)})
+    (leg,) = lower_read(read(1), cache, cache)
+    assert leg.run == Run(1, 1)
+
+
+def test_lists_that_indices_cannot_count_are_refused():
+    """The limit and the remedy are in the message."""
+    cache = Memory("HND", 1, 4).cache()
+    with pytest.raises(LocalLayoutError, match=r"4 runs in each of 1000000000 blocks .*block-size"):
+        lower_read(read(1), cache, RankCache(1_000_000_000, 3, cache.layers))
+
+
+@given(
+    heads=st.integers(1, 3),
+    tokens=st.integers(1, 3),
+    strides=st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3, 4, 6])),
+)
+def test_orders_are_those_in_which_the_run_is_one_stretch(heads, tokens, strides):
+    """An order is offered exactly when visiting slots in that order visits adjoining bytes."""
+    head_stride, token_stride = (stride * SLOT for stride in strides)
+    plane = Plane(0, 1000, head_stride, token_stride, SLOT, 3, 3)
+    by_head = [plane.offset_bytes(head, token) for head in range(heads) for token in range(tokens)]
+    by_token = [plane.offset_bytes(head, token) for token in range(tokens) for head in range(heads)]
+    stretch = [position * SLOT for position in range(heads * tokens)]
+    expected = set()
+    if by_head == stretch:
+        expected.add(Order.HEAD_MAJOR)
+    if by_token == stretch:
+        expected.add(Order.TOKEN_MAJOR)
+    assert plane.orders(heads, tokens) == expected

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staged legs, judged by moving bytes as they say: from a source, by way of an arena."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.v1.kv_connector.unit.reshard.memory.test_lowering import (
+    SLOT,
+    Memory,
+    descriptor,
+    read,
+    span,
+    transfer,
+    transfers,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import Run, lower_read
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import StagedLeg, stage_leg
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import (
+    DeviceScatterer,
+    HostScatterer,
+)
+
+ARENA = 1 << 16
+
+
+def rebased(scatter, address: int):
+    """A scatter into a simulated memory, whose addresses count from its beginning."""
+    return replace(scatter, dst_addresses=scatter.dst_addresses + address)
+
+
+def stage(staged: StagedLeg, src: Memory, dst: Memory, blocks, limit: int, scatterer) -> list[int]:
+    """Move what a request's blocks have in common; returns the sizes of the windows."""
+    arena, sizes = torch.zeros(ARENA, dtype=torch.uint8), []
+    own = torch.from_numpy(dst.bytes)
+    copies = scatterer(arena, [own])
+    for window in staged.windows(staged.leg.select(*blocks), limit):
+        # Anywhere, as long as it is aligned.
+        start = 3 * staged.descriptor_bytes
+        where = Span(start, start + window.size_bytes)
+        src_indices, arena_indices = staged.indices(window, where)
+        assert src_indices.dtype == arena_indices.dtype == np.int32
+        assert len(src_indices) * staged.descriptor_bytes == window.size_bytes
+        assert arena_indices[0] * staged.descriptor_bytes == start
+        for from_index, to_index in zip(src_indices, arena_indices, strict=True):
+            to = int(to_index) * staged.descriptor_bytes
+            source = src.bytes[descriptor(staged.src, from_index)]
+            arena.numpy()[to : to + staged.descriptor_bytes] = source
+        copy = copies.submit(rebased(staged.scatter(window, where), own.data_ptr()))
+        assert copy.fault() is None and copy.done()
+        sizes.append(window.size_bytes)
+    copies.close()
+    return sizes
+
+
+@pytest.mark.parametrize("scatterer", [HostScatterer, DeviceScatterer])
+@settings(deadline=None, max_examples=60)
+@given(case=transfers(), limit=st.sampled_from([1, 100, 500, ARENA]), seed=st.integers(0, 99))
+def test_staged_reads_move_what_direct_ones_do(scatterer, case, limit, seed):
+    """Between any two layouts, in windows of any size, both leave the same bytes."""
+    (src, dst), planned, blocks = case
+    src.bytes[:] = np.random.default_rng(seed).integers(1, 256, src.bytes.size)
+    legs = lower_read(planned, src.cache(), dst.cache())
+    before = dst.bytes.copy()
+    transfer(legs, src, dst, *blocks)
+    expected, dst.bytes[:] = dst.bytes.copy(), before
+    for leg in legs:
+        staged = stage_leg(leg, src.cache())
+        sizes = stage(staged, src, dst, blocks, limit, scatterer)
+        assert all(size <= max(limit, staged.slice_bytes) for size in sizes)
+        assert sum(sizes) == staged.num_bytes(leg.select(*blocks))
+    np.testing.assert_array_equal(dst.bytes, expected)
+
+
+@pytest.mark.parametrize(
+    ("src", "num_heads", "run", "rows"),
+    [
+        (("HND", 4, 4), 4, Run(4, 4), 1),
+        (("HND", 4, 4), 2, Run(2, 4), 1),
+        (("NHD", 4, 4), 4, Run(4, 4), 1),
+        (("NHD", 4, 4), 2, Run(2, 1), 4),
+        (("blocks first HND", 3, 6), 2, Run(2, 6), 1),
+    ],
+)
+def test_descriptors_are_as_long_as_the_source_allows(src, num_heads, run, rows):
+    """Half of a page here does not cut the whole page there."""
+    memory = Memory(*src)
+    (leg,) = lower_read(read(num_heads), memory.cache(), Memory("NHD", 5, 2).cache())
+    staged = stage_leg(leg, memory.cache())
+    assert staged.descriptor_bytes == run.num_heads * run.num_tokens * SLOT
+    assert staged.rows_per_block == rows
+
+
+def legs_of(src_heads: int, dst_heads: int):
+    """A leg of two layers with two planes, and how it is staged."""
+    src = Memory("HND", src_heads, 4).cache()
+    (leg,) = lower_read(read(src_heads), src, Memory("HND", dst_heads, 4).cache())
+    return leg, stage_leg(leg, src)
+
+
+@pytest.mark.parametrize(
+    ("src_ids", "dst_ids", "direct", "staged"),
+    [
+        ([2, 3, 4, 5], [7, 8, 9, 10], 16, 4),
+        ([5, 4, 3, 2], [7, 8, 9, 10], 16, 4),
+        ([4, 2, 5, 3], [10, 1, 8, 6], 16, 4),
+        ([1, 3, 5, 7], [1, 3, 5, 7], 16, 16),
+        ([1, 2, 5, 6], [9, 3, 2, 8], 16, 8),
+    ],
+)
+def test_pages_that_adjoin_at_the_source_are_merged_in_the_arena_only(
+    src_ids, dst_ids, direct, staged
+):
+    """Of 4 blocks in 4 planes, whole pages there are halves of pages here."""
+    leg, stage = legs_of(2, 4)
+    selections = leg.select([span(src_ids)], [span(dst_ids)])
+    assert leg.num_merged(selections) == direct
+    assert stage.num_merged(selections) == staged
+
+
+@pytest.mark.parametrize(
+    ("src_ids", "dst_ids", "merged"),
+    [
+        ([2, 3, 4, 5], [7, 8, 9, 10], 4),
+        ([5, 4, 3, 2], [10, 9, 8, 7], 4),
+        ([5, 4, 3, 2], [7, 8, 9, 10], 16),
+        ([2, 3, 8, 9], [4, 5, 6, 7], 8),
+    ],
+)
+def test_direct_reads_merge_what_adjoins_at_both_ends(src_ids, dst_ids, merged):
+    """Also where both tables descend: descriptors are in the order of the source's memory."""
+    leg, _ = legs_of(4, 4)
+    selections = leg.select([span(src_ids)], [span(dst_ids)])
+    assert leg.num_merged(selections) == merged
+    src_indices, dst_indices = leg.indices(selections)
+    breaks = (np.diff(src_indices) != 1) | (np.diff(dst_indices) != 1)
+    assert np.count_nonzero(breaks) + 1 == merged

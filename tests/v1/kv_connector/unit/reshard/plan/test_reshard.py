@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans, judged by carrying them out and by counting who is burdened."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    LocalLayoutError,
+    RemoteLayoutError,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    HeadInterval,
+    Shard,
+    shard_model,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
+
+
+def engine(*, pp: int = 1, tp: int = 1, heads: int = 1, layers: int = 4, partition=None):
+    """The shards of an engine."""
+    return shard_model(ParallelMesh(pp, tp), layers, heads, partition)
+
+
+def summary(plan):
+    """The reads of a plan as plain tuples."""
+    return [
+        (
+            str(read.dst_rank),
+            str(read.src_rank),
+            list(read.layers),
+            (read.heads.start, read.heads.stop),
+            read.src_head_offset,
+            read.dst_head_offset,
+        )
+        for read in plan.reads
+    ]
+
+
+def notifiers(plan):
+    """Who releases whom, as plain strings."""
+    return {
+        str(release.src_rank): [str(rank) for rank in release.notifiers]
+        for release in plan.releases
+    }
+
+
+@given(data=st.data(), spread=st.integers(0, 40))
+def test_carrying_a_plan_out_rebuilds_every_destination(engine_pairs, data, spread):
+    """Copy cells as the reads say: every destination rank ends with what it needs, written once."""
+    src, dst = data.draw(engine_pairs)
+    plan = plan_reshard(src, dst, spread=spread)
+    stores = {
+        shard.rank: {
+            layer: [f"layer {layer} head {head}" for head in range(heads.start, heads.stop)]
+            for layer, heads in shard.heads_by_layer.items()
+        }
+        for shard in src
+    }
+    for shard in dst:
+        received = {layer: [None] * len(heads) for layer, heads in shard.heads_by_layer.items()}
+        for read in plan.reads_of(shard.rank):
+            for layer in read.layers:
+                for position in range(read.num_heads):
+                    target = read.dst_head_offset + position
+                    assert received[layer][target] is None
+                    received[layer][target] = stores[read.src_rank][layer][
+                        read.src_head_offset + position
+                    ]
+        assert received == {
+            layer: [f"layer {layer} head {head}" for head in range(heads.start, heads.stop)]
+            for layer, heads in shard.heads_by_layer.items()
+        }
+
+
+@given(data=st.data(), spread=st.integers(0, 40))
+def test_every_plan_passes_the_independent_check(engine_pairs, data, spread):
+    """Planner and checker agree for any two layouts."""
+    src, dst = data.draw(engine_pairs)
+    assert verify_plan(src, dst, plan_reshard(src, dst, spread=spread)) == []
+
+
+@given(data=st.data(), seed=st.integers())
+def test_order_of_ranks_does_not_matter(engine_pairs, data, seed):
+    """A plan depends on values only."""
+    src, dst = data.draw(engine_pairs)
+    shuffle = random.Random(seed)
+    again = plan_reshard(shuffle.sample(src, len(src)), shuffle.sample(dst, len(dst)))
+    assert again == plan_reshard(src, dst)
+
+
+@given(data=st.data())
+def test_equal_layouts_read_one_to_one(engine_pairs, data):
+    """Between equal layouts every rank reads from one rank of its stage, once."""
+    src, _ = data.draw(engine_pairs)
+    plan = plan_reshard(src, src)
+    assert Counter(read.dst_rank for read in plan.reads) == Counter(shard.rank for shard in src)
+    assert Counter(read.src_rank for read in plan.reads) == Counter(shard.rank for shard in src)
+    assert all(len(release.notifiers) == 1 for release in plan.releases)
+
+
+@given(data=st.data(), spread=st.integers(0, 40))
+def test_replicas_share_their_readers_evenly(engine_pairs, data, spread):
+    """Among ranks that hold the same, none has two readers more than another."""
+    src, dst = data.draw(engine_pairs)
+    readers = {shard.rank: set() for shard in src}
+    for read in plan_reshard(src, dst, spread=spread).reads:
+        readers[read.src_rank].add(read.dst_rank)
+    replicas: dict = {}
+    for shard in src:
+        replicas.setdefault(frozenset(shard.heads_by_layer.items()), []).append(
+            len(readers[shard.rank])
+        )
+    for counts in replicas.values():
+        assert max(counts) - min(counts) <= 1
+
+
+def test_wide_source_to_narrow_destination():
+    """TP4 to TP2 with 8 heads: two reads each, and the halves land behind one another."""
+    plan = plan_reshard(engine(tp=4, heads=8, layers=1), engine(tp=2, heads=8, layers=1))
+    assert summary(plan) == [
+        ("pp0tp0", "pp0tp0", [0], (0, 2), 0, 0),
+        ("pp0tp0", "pp0tp1", [0], (2, 4), 0, 2),
+        ("pp0tp1", "pp0tp2", [0], (4, 6), 0, 0),
+        ("pp0tp1", "pp0tp3", [0], (6, 8), 0, 2),
+    ]
+
+
+def test_sizes_that_do_not_divide_each_other():
+    """TP3 to TP2 with 6 heads is the worked example of the module's documentation."""
+    plan = plan_reshard(engine(tp=3, heads=6, layers=1), engine(tp=2, heads=6, layers=1))
+    assert summary(plan) == [
+        ("pp0tp0", "pp0tp0", [0], (0, 2), 0, 0),
+        ("pp0tp0", "pp0tp1", [0], (2, 3), 0, 2),
+        ("pp0tp1", "pp0tp1", [0], (3, 4), 1, 0),
+        ("pp0tp1", "pp0tp2", [0], (4, 6), 0, 1),
+    ]
+    assert notifiers(plan) == {
+        "pp0tp0": ["pp0tp0"],
+        "pp0tp1": ["pp0tp0", "pp0tp1"],
+        "pp0tp2": ["pp0tp1"],
+    }
+
+
+def test_stages_that_differ_on_both_sides():
+    """PP2 to PP3 over 4 layers: a stage reads from every stage that shares a layer with it."""
+    plan = plan_reshard(engine(pp=2), engine(pp=3, partition=[1, 2, 1]))
+    assert summary(plan) == [
+        ("pp0tp0", "pp0tp0", [0], (0, 1), 0, 0),
+        ("pp1tp0", "pp0tp0", [1], (0, 1), 0, 0),
+        ("pp1tp0", "pp1tp0", [2], (0, 1), 0, 0),
+        ("pp2tp0", "pp1tp0", [3], (0, 1), 0, 0),
+    ]
+
+
+@pytest.mark.parametrize("dst_tp", [1, 4])
+@pytest.mark.parametrize("spread", [0, 5])
+def test_mla_reads_once_and_notifies_everybody(dst_tp, spread):
+    """Of 16 holders of one latent head each reader burdens one; all 16 are released."""
+    src, dst = engine(tp=16), engine(tp=dst_tp)
+    plan = plan_reshard(src, dst, spread=spread)
+    assert [read.dst_rank.tp_rank for read in plan.reads] == list(range(dst_tp))
+    sources = {read.src_rank.tp_rank for read in plan.reads}
+    assert sources == {(spread + turn) % 16 for turn in range(dst_tp)}
+    assert [len(release.notifiers) for release in plan.releases] == [1] * 16
+    told = Counter(release.notifiers[0] for release in plan.releases)
+    assert max(told.values()) - min(told.values()) <= 1
+
+
+def test_stages_of_the_destination_share_the_replicas_too():
+    """Readers on different stages do not all turn to the first holder."""
+    plan = plan_reshard(engine(tp=4), engine(pp=2))
+    assert [read.src_rank.tp_rank for read in plan.reads] == [0, 1]
+
+
+def test_replicated_heads_on_both_sides():
+    """TP8 to TP4 with 2 heads: each reader has a holder of its own head for itself."""
+    plan = plan_reshard(engine(tp=8, heads=2, layers=1), engine(tp=4, heads=2, layers=1))
+    assert [(read.dst_rank.tp_rank, read.src_rank.tp_rank) for read in plan.reads] == [
+        (0, 0),
+        (1, 1),
+        (2, 4),
+        (3, 5),
+    ]
+    unread = {2, 3, 6, 7}
+    assert {
+        release.src_rank.tp_rank for release in plan.releases if release.src_rank.tp_rank in unread
+    } == unread
+
+
+def test_layers_are_matched_by_identity():
+    """Layers are found by name, wherever they stand on either side."""
+    one_head = HeadInterval(0, 1)
+    src = [
+        Shard(MeshRank(0, 0), {"draft.0": one_head, "model.1": one_head}),
+        Shard(MeshRank(1, 0), {"model.0": one_head, "unused": one_head}),
+    ]
+    dst = [Shard(MeshRank(0, 0), dict.fromkeys(("model.0", "model.1", "draft.0"), one_head))]
+    plan = plan_reshard(src, dst)
+    assert [read.layers for read in plan.reads] == [("model.1", "draft.0"), ("model.0",)]
+
+
+def test_layers_with_different_heads_are_read_separately():
+    """Layers of one model may have different numbers of heads."""
+    src = [
+        Shard(MeshRank(0, tp), {"a": HeadInterval(tp, tp + 1), "b": HeadInterval(0, 1)})
+        for tp in range(2)
+    ]
+    dst = [Shard(MeshRank(0, 0), {"a": HeadInterval(0, 2), "b": HeadInterval(0, 1)})]
+    plan = plan_reshard(src, dst)
+    assert summary(plan) == [
+        ("pp0tp0", "pp0tp0", ["a", "b"], (0, 1), 0, 0),
+        ("pp0tp0", "pp0tp1", ["a"], (1, 2), 0, 1),
+    ]
+
+
+def test_missing_heads_are_named():
+    """A source that lacks a head is refused with layer, heads and reader."""
+    src = engine(tp=2, heads=4)[:1]
+    with pytest.raises(RemoteLayoutError, match=r"heads \[2, 4\) of layer 0, .* rank pp0tp0 needs"):
+        plan_reshard(src, engine(heads=4))
+
+
+def test_missing_stage_is_named():
+    """A source whose second stage is unknown is refused."""
+    with pytest.raises(RemoteLayoutError, match="of layer 2"):
+        plan_reshard(engine(pp=2)[:1], engine())
+
+
+@pytest.mark.parametrize(
+    ("side", "error"), [("source", RemoteLayoutError), ("destination", LocalLayoutError)]
+)
+def test_rank_given_twice_is_refused(side, error):
+    """Two descriptions of one rank cannot both be true."""
+    shards = {"source": engine(), "destination": engine()}
+    shards[side] = shards[side] * 2
+    with pytest.raises(error, match=f"{side} rank pp0tp0 is given twice"):
+        plan_reshard(shards["source"], shards["destination"])
+
+
+def test_no_destination_is_refused():
+    """Somebody must release the source."""
+    with pytest.raises(LocalLayoutError, match="no destination rank"):
+        plan_reshard(engine(), [])

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checker finds what is wrong with a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Release, plan_reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    HeadInterval,
+    shard_model,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
+
+SRC = shard_model(ParallelMesh(pp_size=2, tp_size=3), num_layers=4, num_kv_heads=6)
+DST = shard_model(ParallelMesh(pp_size=1, tp_size=2), num_layers=4, num_kv_heads=6)
+PLAN = plan_reshard(SRC, DST)
+STRANGER = MeshRank(9, 9)
+
+
+def with_read(**changes):
+    """The plan with its first read changed."""
+    return replace(PLAN, reads=(replace(PLAN.reads[0], **changes), *PLAN.reads[1:]))
+
+
+def with_release(position: int, *notifiers: MeshRank):
+    """The plan with the notifiers of one source rank replaced."""
+    releases = list(PLAN.releases)
+    releases[position] = replace(releases[position], notifiers=notifiers)
+    return replace(PLAN, releases=tuple(releases))
+
+
+def test_right_plan_has_no_faults():
+    """The plan that the other tests break is right to begin with."""
+    assert verify_plan(SRC, DST, PLAN) == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "fault"),
+    [
+        (replace(PLAN, reads=PLAN.reads[1:]), "head 0 of layer 0 on pp0tp0 is read 0 times"),
+        (replace(PLAN, reads=PLAN.reads * 2), "head 0 of layer 0 on pp0tp0 is read 2 times"),
+        (with_read(src_head_offset=1), "source offset 1 holds heads"),
+        (with_read(src_head_offset=-2), "source offset -2 holds heads"),
+        (with_read(dst_head_offset=1), "destination offset 1 holds heads"),
+        (with_read(src_rank=MeshRank(0, 1)), "source offset 0 holds heads [2, 3], not [0, 1]"),
+        (with_read(src_rank=MeshRank(1, 0)), "source offset 0 holds heads []"),
+        (with_read(src_rank=STRANGER), "source offset 0 holds heads []"),
+        (with_read(dst_rank=STRANGER), "destination offset 0 holds heads []"),
+        (with_read(layers=(0,)), "head 0 of layer 1 on pp0tp0 is read 0 times"),
+        (with_read(heads=HeadInterval(0, 1)), "head 1 of layer 0 on pp0tp0 is read 0 times"),
+        (with_release(0), "source pp0tp0 is released by nobody"),
+        (with_release(0, MeshRank(0, 1)), "source pp0tp0 does not wait for its reader pp0tp0"),
+        (with_release(1, MeshRank(0, 0)), "source pp0tp1 does not wait for its reader pp0tp1"),
+        (with_release(0, MeshRank(0, 0), STRANGER), "source pp0tp0 waits for unknown pp9tp9"),
+        (with_release(0, MeshRank(0, 0), MeshRank(0, 0)), "source pp0tp0 counts a notifier twice"),
+        (replace(PLAN, releases=PLAN.releases[1:]), "source pp0tp0 has 0 release entries, not one"),
+        (replace(PLAN, releases=PLAN.releases * 2), "source pp0tp0 has 2 release entries, not one"),
+        (
+            replace(PLAN, releases=(*PLAN.releases, Release(STRANGER, (MeshRank(0, 0),)))),
+            "release of pp9tp9, which is no source rank",
+        ),
+    ],
+)
+def test_fault_is_found_and_named(broken, fault):
+    """Each way to break a plan is reported in a readable line."""
+    faults = verify_plan(SRC, DST, broken)
+    assert any(fault in line for line in faults), faults

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledgers, alone and joined by a fake wire."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
+    ConsumerLedger,
+    Expiry,
+    Outcome,
+    ProducerLedger,
+    Receipt,
+)
+
+
+@pytest.fixture
+def producer() -> ProducerLedger:
+    """A producer that has admitted one request."""
+    ledger = ProducerLedger()
+    ledger.admit(["a"])
+    return ledger
+
+
+class TestProducer:
+    """`ProducerLedger`."""
+
+    def test_request_is_released_by_its_last_reader(self, producer):
+        """Each of several readers is waited for."""
+        assert producer.offer("a", expires_at_s=10)
+        assert producer.hear("a", "d0", 2) is Receipt.COUNTED
+        assert producer.hear("a", "d1", 2) is Receipt.RELEASED
+        assert len(producer) == 0
+
+    def test_a_reader_counts_once(self, producer):
+        """A repeated notification neither releases nor harms."""
+        producer.offer("a", expires_at_s=10)
+        producer.hear("a", "d0", 2)
+        assert producer.hear("a", "d0", 2) is Receipt.REPEATED
+        assert producer.hear("a", "d1", 2) is Receipt.RELEASED
+
+    def test_readers_may_be_faster_than_the_offer(self, producer):
+        """A request that was read before it was offered is released then, once, and not before."""
+        assert producer.hear("a", "d0", 1) is Receipt.COUNTED
+        assert producer.take_released() == []
+        assert not producer.offer("a", expires_at_s=10)
+        assert producer.take_released() == ["a"]
+        assert producer.take_released() == []
+        assert producer.expire(now_s=11) == []
+
+    def test_count_before_the_offer_is_kept(self, producer):
+        """Readers heard before the offer need not repeat themselves."""
+        producer.hear("a", "d0", 2)
+        assert producer.offer("a", expires_at_s=10)
+        assert producer.hear("a", "d1", 2) is Receipt.RELEASED
+
+    def test_withdrawn_request_is_unknown(self, producer):
+        """An aborted request is neither offered nor counted."""
+        producer.withdraw(["a", "never seen"])
+        assert not producer.offer("a", expires_at_s=10)
+        assert producer.hear("a", "d0", 1) is Receipt.UNKNOWN
+
+    def test_lease_runs_out(self, producer):
+        """An expired request is let go once, with what was heard and awaited."""
+        producer.admit(["b"])
+        producer.offer("a", expires_at_s=10)
+        producer.offer("b", expires_at_s=5)
+        producer.hear("a", "d0", 3)
+        assert producer.expire(now_s=4.9) == []
+        assert producer.expire(now_s=10) == [Expiry("b", 0, None), Expiry("a", 1, 3)]
+        assert producer.expire(now_s=20) == []
+
+    def test_late_reader_is_told_apart(self, producer):
+        """Whoever reads after the lease ran out may have read other blocks."""
+        producer.offer("a", expires_at_s=10)
+        producer.expire(now_s=10)
+        assert producer.hear("a", "d0", 1) is Receipt.UNKNOWN
+
+    def test_renewal_moves_the_lease_forward_only(self, producer):
+        """A heartbeat that was overtaken by a later one does not shorten the lease."""
+        producer.offer("a", expires_at_s=10)
+        assert producer.renew(["a", "never seen"], expires_at_s=20) == 1
+        assert producer.renew(["a"], expires_at_s=15) == 1
+        assert producer.expire(now_s=19) == []
+        assert [expiry.request_id for expiry in producer.expire(now_s=20)] == ["a"]
+
+    def test_requests_that_were_not_offered_have_no_lease(self, producer):
+        """A request that is still being computed does not expire, and cannot be renewed."""
+        assert producer.renew(["a"], expires_at_s=20) == 0
+        assert producer.expire(now_s=1e9) == []
+
+    def test_disagreeing_readers_are_awaited_in_the_larger_number(self, producer):
+        """Blocks are kept too long rather than freed too early."""
+        producer.offer("a", expires_at_s=10)
+        assert producer.hear("a", "d0", 3) is Receipt.COUNTED
+        assert producer.hear("a", "d1", 1) is Receipt.COUNTED
+        assert producer.hear("a", "d2", 2) is Receipt.RELEASED
+
+    def test_admitting_again_keeps_the_count(self, producer):
+        """A request that is scheduled in several steps is one request."""
+        producer.hear("a", "d0", 2)
+        producer.admit(["a"])
+        producer.offer("a", expires_at_s=10)
+        assert producer.hear("a", "d1", 2) is Receipt.RELEASED
+
+
+class TestConsumer:
+    """`ConsumerLedger`."""
+
+    def test_all_legs_make_a_received_request(self):
+        """Nothing is reported before the last leg is done."""
+        ledger = ConsumerLedger()
+        ledger.begin("a", ["x", "y"])
+        assert not ledger.leg_done("a", "x")
+        assert ledger.take_ended() == []
+        assert ledger.leg_done("a", "y")
+        assert ledger.take_ended() == [Outcome("a", None)]
+        assert ledger.take_ended() == []
+
+    def test_request_without_legs_ends_at_once(self):
+        """A full prefix-cache hit has nothing to wait for."""
+        ledger = ConsumerLedger()
+        ledger.begin("a", [])
+        assert ledger.take_ended() == [Outcome("a", None)]
+
+    def test_steps_follow_the_legs(self):
+        """A request is received when what arrived is in its place."""
+        ledger = ConsumerLedger()
+        ledger.begin("a", ["x"], following_steps=2)
+        assert ledger.leg_done("a", "x")
+        ledger.step_done("a")
+        assert ledger.take_ended() == []
+        ledger.step_done("a")
+        assert ledger.take_ended() == [Outcome("a", None)]
+
+    def test_failure_waits_for_the_other_legs(self):
+        """Blocks are reported invalid only when nothing writes into them any more."""
+        ledger = ConsumerLedger()
+        ledger.begin("a", ["x", "y", "z"], following_steps=1)
+        assert ledger.leg_failed("a", "x", "lost") == {"y", "z"}
+        assert not ledger.leg_done("a", "y")
+        assert ledger.take_ended() == []
+        assert ledger.leg_failed("a", "z", "cancelled") == frozenset()
+        assert ledger.take_ended() == [Outcome("a", "lost")]
+
+    def test_last_leg_may_be_the_one_that_fails(self):
+        """Steps that never begin are not waited for."""
+        ledger = ConsumerLedger()
+        ledger.begin("a", ["x"], following_steps=3)
+        assert ledger.leg_failed("a", "x", "lost") == frozenset()
+        assert ledger.take_ended() == [Outcome("a", "lost")]
+
+    def test_success_after_failure_does_not_count(self):
+        """The last leg of a failed request does not start the steps."""
+        ledger = ConsumerLedger()
+        ledger.begin("a", ["x", "y"], following_steps=1)
+        ledger.leg_failed("a", "x", "lost")
+        assert not ledger.leg_done("a", "y")
+        assert ledger.take_ended() == [Outcome("a", "lost")]
+
+    def test_failure_from_outside_cancels_all_legs(self):
+        """A lease that ran out fails a request whose legs are all well."""
+        ledger = ConsumerLedger()
+        ledger.begin("a", ["x", "y"])
+        assert ledger.fail("a", "lease ran out") == {"x", "y"}
+        assert ledger.fail("a", "again") == frozenset()
+        ledger.leg_done("a", "x")
+        ledger.leg_done("a", "y")
+        assert ledger.take_ended() == [Outcome("a", "lease ran out")]
+
+    def test_failure_during_the_steps_waits_for_them(self):
+        """A copy that has begun writes into the blocks until it ends."""
+        ledger = ConsumerLedger()
+        ledger.begin("a", ["x"], following_steps=1)
+        ledger.leg_done("a", "x")
+        assert ledger.fail("a", "lease ran out") == frozenset()
+        assert "a" in ledger
+        ledger.step_done("a")
+        assert ledger.take_ended() == [Outcome("a", "lease ran out")]
+
+
+class ConsumerMachine(RuleBasedStateMachine):
+    """Any order of events: requests end once, when nothing is under way, and rightly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = ConsumerLedger()
+        self.legs: dict[str, set[int]] = {}
+        self.steps: dict[str, int] = {}
+        self.failed: set[str] = set()
+        self.cancelled: set[str] = set()
+        self.ended: dict[str, str | None] = {}
+
+    @rule(legs=st.sets(st.integers(0, 3)), steps=st.integers(0, 2))
+    def begin(self, legs, steps):
+        """A new request."""
+        request_id = f"request {len(self.legs)}"
+        self.legs[request_id] = set(legs)
+        self.steps[request_id] = steps
+        self.ledger.begin(request_id, legs, following_steps=steps)
+
+    @precondition(lambda self: any(self.legs.values()))
+    @rule(data=st.data(), well=st.booleans())
+    def end_leg(self, data, well):
+        """A leg in flight ends."""
+        request_id = data.draw(st.sampled_from([key for key, legs in self.legs.items() if legs]))
+        leg = data.draw(st.sampled_from(sorted(self.legs[request_id])))
+        self.legs[request_id].remove(leg)
+        if well:
+            ready = self.ledger.leg_done(request_id, leg)
+            assert ready == (not self.legs[request_id] and request_id not in self.failed)
+        else:
+            self.expect_cancellation(
+                request_id, self.ledger.leg_failed(request_id, leg, "leg failed")
+            )
+        if request_id in self.failed and not self.legs[request_id]:
+            self.steps[request_id] = 0
+
+    @precondition(lambda self: len(self.ledger) > 0)
+    @rule(data=st.data())
+    def fail(self, data):
+        """A request fails for another reason."""
+        request_id = data.draw(st.sampled_from([key for key in self.legs if key in self.ledger]))
+        begun = not self.legs[request_id]
+        self.expect_cancellation(request_id, self.ledger.fail(request_id, "failed"))
+        if not begun:
+            self.steps[request_id] = 0
+
+    @precondition(
+        lambda self: any(
+            not self.legs[key] and steps and key in self.ledger for key, steps in self.steps.items()
+        )
+    )
+    @rule(data=st.data())
+    def end_step(self, data):
+        """A step that follows the legs ends."""
+        running = [
+            key
+            for key, steps in self.steps.items()
+            if not self.legs[key] and steps and key in self.ledger
+        ]
+        request_id = data.draw(st.sampled_from(running))
+        self.steps[request_id] -= 1
+        self.ledger.step_done(request_id)
+
+    def expect_cancellation(self, request_id, cancelled):
+        """The first failure cancels what is in flight; later ones cancel nothing."""
+        expected = set() if request_id in self.failed else self.legs[request_id]
+        assert cancelled == expected
+        self.failed.add(request_id)
+
+    @invariant()
+    def requests_end_when_nothing_is_under_way(self):
+        """Exactly the requests without legs and steps have ended, each once."""
+        for outcome in self.ledger.take_ended():
+            assert outcome.request_id not in self.ended
+            self.ended[outcome.request_id] = outcome.failure
+        over = {key for key, legs in self.legs.items() if not legs and not self.steps[key]}
+        assert set(self.ended) == over
+        assert {key for key, failure in self.ended.items() if failure} == self.failed & over
+        assert len(self.ledger) == len(self.legs) - len(over)
+
+
+TestAnyOrderOfEvents = ConsumerMachine.TestCase
+
+
+@given(data=st.data(), order=st.randoms(use_true_random=False))
+def test_plan_releases_every_producer_exactly_once(engine_pairs, data, order):
+    """Notifications of a plan, delivered twice each and in any order, release every source rank."""
+    src, dst = data.draw(engine_pairs)
+    plan = plan_reshard(src, dst)
+    producers = {shard.rank: ProducerLedger() for shard in src}
+    for ledger in producers.values():
+        ledger.admit(["a"])
+        ledger.offer("a", expires_at_s=10)
+    wire = [
+        (release.src_rank, str(notifier), len(release.notifiers))
+        for release in plan.releases
+        for notifier in release.notifiers
+    ] * 2
+    order.shuffle(wire)
+    receipts = [producers[rank].hear("a", *message) for rank, *message in wire]
+    assert receipts.count(Receipt.RELEASED) == len(producers)
+    assert not any(len(ledger) for ledger in producers.values())
+
+
+def test_producer_waits_for_readers_of_all_stages():
+    """One prefill rank that decode stages share is released by the last of them."""
+    src = shard_model(ParallelMesh(1, 1), 4, 1)
+    dst = shard_model(ParallelMesh(2, 2), 4, 1)
+    (release,) = plan_reshard(src, dst).releases
+    producer = ProducerLedger()
+    producer.admit(["a"])
+    producer.offer("a", expires_at_s=10)
+    receipts = [
+        producer.hear("a", str(notifier), len(release.notifiers)) for notifier in release.notifiers
+    ]
+    assert receipts == [Receipt.COUNTED] * 3 + [Receipt.RELEASED]

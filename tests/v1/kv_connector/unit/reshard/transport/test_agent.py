@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NIXL is told, and what its errors become; `transport` has the rest."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+
+import numpy as np
+import pytest
+from vllm.distributed.nixl_utils import NixlWrapper
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
+
+
+@pytest.fixture
+def agents() -> tuple[NixlAgent, NixlAgent]:
+    """Two agents that have nothing registered."""
+    return tuple(NixlAgent(f"{role}-{uuid.uuid4()}", num_threads=1) for role in ("a", "b"))
+
+
+def test_memory_that_is_not_registered_is_refused(agents):
+    """The error names whose memory it is."""
+    rows = np.array([[4096, 64, 0, 64, 2]], dtype=np.uint64)
+    with pytest.raises(TransferError, match="1 rows of this worker's memory"):
+        agents[0].prepare(rows)
+
+
+def test_unknown_peer_is_refused(agents):
+    """Lists and messages for a peer that never shook hands are errors, not crashes."""
+    with pytest.raises(TransferError, match="nobody's memory"):
+        agents[0].prepare(np.array([[4096, 64, 0, 64, 2]], dtype=np.uint64), "nobody")
+    with pytest.raises(TransferError, match="cannot notify nobody"):
+        agents[0].notify("nobody", b"")
+
+
+def test_garbage_is_no_peer(agents):
+    """Metadata that no agent wrote is refused with a typed error."""
+    with pytest.raises(TransferError, match="does not accept a peer's metadata"):
+        agents[0].connect(b"garbage")
+
+
+def test_progress_delay_reaches_nixl(monkeypatch):
+    """What NIXL is configured with is the delay that was asked for, and only for this agent."""
+    bindings = sys.modules[NixlWrapper.__module__].nixlBind
+    make_agent, settings, delays_us = bindings.nixlAgent, bindings.nixlAgentConfig, []
+
+    def spy(name, config):
+        delays_us.append(config.pthrDelay)
+        return make_agent(name, config)
+
+    monkeypatch.setattr(bindings, "nixlAgent", spy)
+    NixlAgent(f"patient-{uuid.uuid4()}", num_threads=1, progress_delay_us=250)
+    assert delays_us == [250]
+    assert bindings.nixlAgentConfig is settings
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity")
+def test_nixls_threads_may_run_where_they_are_told(monkeypatch):
+    """They get the cores that were asked for; the calling thread keeps its own."""
+    bindings = sys.modules[NixlWrapper.__module__].nixlBind
+    make_agent, seen = bindings.nixlAgent, []
+
+    def spy(name, config):
+        seen.append(os.sched_getaffinity(0))
+        return make_agent(name, config)
+
+    monkeypatch.setattr(bindings, "nixlAgent", spy)
+    own = os.sched_getaffinity(0)
+    one_core = {min(own)}
+    os.sched_setaffinity(0, one_core)
+    try:
+        NixlAgent(f"free-{uuid.uuid4()}", num_threads=1, cores=own)
+        assert seen == [own]
+        assert os.sched_getaffinity(0) == one_core
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def test_a_peer_is_forgotten_when_nobody_has_it_any_more(agents):
+    """Whoever pretends to be another engine's worker does not cut its connection."""
+    one, other = agents
+    metadata = other.metadata()
+    peer = one.connect(metadata)
+    assert one.connect(metadata) == peer
+    one.disconnect(peer)
+    one.notify(peer, b"still there")
+    one.disconnect(peer)
+    with pytest.raises(TransferError):
+        one.notify(peer, b"gone")

@@ -1,0 +1,598 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side channel over real sockets: with ourselves, with upstream's connector, with strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    GET_META_MSG,
+    NixlHandshakePayload,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    LocalChannelError,
+    RemoteEngineChangedError,
+    RemoteHandshakeError,
+    RemoteIncompatibleError,
+    RemoteRefusedError,
+    RemoteUnreachableError,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
+    LayerCache,
+    Plane,
+    RankCache,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import HeadInterval, Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import metadata
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+    WorkerDescription,
+    WorkerHandshake,
+    encode_refusal,
+    encode_reply,
+    encode_worker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import side_channel
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
+    MAX_REQUEST_BYTES,
+    HandshakeServer,
+    ServerCounters,
+    fetch_handshake,
+)
+
+HOST = "127.0.0.1"
+FACTORS = {"dtype": "bfloat16"}
+DEADLINE_S = 20
+SHORT_S = 0.3
+encode = msgspec.msgpack.encode
+
+
+def describe(tp_rank: int, engine_id: str) -> WorkerDescription:
+    """A worker with one layer."""
+    plane = Plane(4096, 1024, 1024, 64, 64, 1, 16)
+    return WorkerDescription(
+        engine_id,
+        Shard(MeshRank(0, tp_rank), {"a": HeadInterval(tp_rank, tp_rank + 1)}),
+        RankCache(8, 0, {"a": LayerCache((plane, plane), 0)}),
+        LeaseTableAddress(1 << 20, 4),
+        b"agent",
+    )
+
+
+WORKERS = tuple(describe(tp_rank, "engine") for tp_rank in range(2))
+
+
+def reply_of(*workers: WorkerDescription) -> bytes:
+    """What an engine with these workers answers."""
+    return encode_reply(
+        {
+            (0, worker.shard.rank.tp_rank): WorkerHandshake(FACTORS, encode_worker(worker))
+            for worker in workers
+        }
+    )
+
+
+REPLY = reply_of(*WORKERS)
+
+
+@contextlib.contextmanager
+def serving(reply: bytes = REPLY, port: int = 0) -> Iterator[HandshakeServer]:
+    """A started server."""
+    server = HandshakeServer(HOST, port, reply)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def server() -> Iterator[HandshakeServer]:
+    """A server of an engine with two workers."""
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def warnings(monkeypatch) -> list[str]:
+    """What the side channel warns of, line by line."""
+    lines: list[str] = []
+    monkeypatch.setattr(
+        side_channel.logger, "warning", lambda text, *values: lines.append(text % values)
+    )
+    return lines
+
+
+@contextlib.contextmanager
+def open_socket(kind: int, port: int | None = None) -> Iterator[zmq.Socket]:
+    """A bare ZeroMQ socket, connected to a port or not, that never blocks for long."""
+    context = zmq.Context()
+    try:
+        bare = context.socket(kind)
+        bare.rcvtimeo = bare.sndtimeo = DEADLINE_S * 1000
+        if port is not None:
+            bare.connect(f"tcp://{HOST}:{port}")
+        yield bare
+    finally:
+        context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[socket.socket, int]]:
+    """A TCP socket that listens and never accepts, and its port."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        listener.listen()
+        yield listener, listener.getsockname()[1]
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with listening() as (_, port):
+        return port
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Poll until a condition holds; fail after a deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        threading.Event().wait(0.005)
+
+
+def fetch(port: int, *, engine_id: str = "engine", timeout_s: float = DEADLINE_S, **factors: str):
+    """Ask our own machine."""
+    return fetch_handshake(
+        HOST, port, FACTORS | factors, expected_engine_id=engine_id, timeout_s=timeout_s
+    )
+
+
+def ask(port: int, frame: bytes) -> bytes:
+    """Send a frame as a request, and return the answer."""
+    with open_socket(zmq.REQ, port) as bare:
+        bare.send(frame)
+        return bare.recv()
+
+
+class TestBetweenOurselves:
+    """Our client and our server."""
+
+    def test_one_round_trip(self, server):
+        """All workers arrive for one request."""
+        assert fetch(server.port) == WORKERS
+        assert server.counters == ServerCounters(answered=1)
+
+    def test_many_clients_at_once(self, server):
+        """Clients in several threads do not get in each other's way."""
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(lambda _: fetch(server.port), range(40)))
+        assert results == [WORKERS] * 40
+        assert server.counters == ServerCounters(answered=40)
+
+    def test_large_reply(self):
+        """A megabyte of metadata is no matter."""
+        worker = replace(WORKERS[0], agent_metadata=random.Random(0).randbytes(1 << 20))
+        with serving(reply_of(worker)) as server:
+            assert fetch(server.port) == (worker,)
+
+    def test_restarted_peer(self):
+        """An engine that restarts at the same address is told apart, and served as the new one."""
+        with serving() as server:
+            port = server.port
+            assert fetch(port) == WORKERS
+        restarted = describe(0, "restarted")
+        with serving(reply_of(restarted), port):
+            with pytest.raises(
+                RemoteEngineChangedError, match=f"{port}: engine restarted .* not engine: the peer"
+            ):
+                fetch(port)
+            assert fetch(port, engine_id="restarted") == (restarted,)
+
+    def test_differing_factor(self, server):
+        """The error says where, what and how it differs."""
+        with pytest.raises(
+            RemoteIncompatibleError,
+            match=f"{HOST}:{server.port}: .*dtype is bfloat16 there and float16 here",
+        ):
+            fetch(server.port, dtype="float16")
+
+    def test_another_version(self, server, monkeypatch):
+        """A client of another version is refused in words, and says so."""
+        answer = ask(server.port, encode([b"reshard/2", 0]))
+        monkeypatch.setattr(metadata, "CONNECTOR_VERSION", 2)
+        with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/1, .* reshard/2"):
+            metadata.decode_reply(answer, FACTORS)
+
+
+class TestPeersThatDoNotServe:
+    """Our client, at addresses where no engine of ours is."""
+
+    def test_nobody_there(self):
+        """The error comes in time, and says that there is no connection."""
+        began_s = time.monotonic()
+        with pytest.raises(RemoteUnreachableError, match=r"no connection within 0\.3 s"):
+            fetch(free_port(), timeout_s=SHORT_S)
+        assert time.monotonic() - began_s < 10 * SHORT_S
+
+    def test_peer_that_starts_late(self):
+        """A peer that comes up within the time is served."""
+        port = free_port()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(fetch, port)
+            with pytest.raises(TimeoutError):
+                waiting.result(SHORT_S)
+            with serving(port=port):
+                assert waiting.result(DEADLINE_S) == WORKERS
+
+    def test_port_of_something_else(self):
+        """A program that accepts connections and says nothing is not waited for."""
+        with (
+            listening() as (_, port),
+            pytest.raises(RemoteUnreachableError, match=r"within 0\.3 s"),
+        ):
+            fetch(port, timeout_s=SHORT_S)
+
+    def test_peer_that_is_stuck(self):
+        """A peer that is connected but does not answer is told apart."""
+        with open_socket(zmq.ROUTER) as stuck:
+            port = stuck.bind_to_random_port(f"tcp://{HOST}")
+            with pytest.raises(RemoteUnreachableError, match=r"connected, but no answer"):
+                fetch(port, timeout_s=SHORT_S)
+
+    @pytest.mark.parametrize(
+        ("host", "port"), [("no host", 1), ("line\nline", 1), (HOST, -1), ("", 1), ("\udc80", 1)]
+    )
+    def test_address_that_is_none(self, host, port):
+        """What a router passes on need not make sense."""
+        with pytest.raises(RemoteUnreachableError) as caught:
+            fetch_handshake(host, port, FACTORS, expected_engine_id="engine", timeout_s=SHORT_S)
+        assert str(caught.value).isprintable()
+
+    @pytest.mark.parametrize(
+        ("answer", "error"),
+        [
+            ([b""], RemoteHandshakeError),
+            ([b"garbage"], RemoteHandshakeError),
+            ([REPLY[:-1]], RemoteHandshakeError),
+            ([REPLY, REPLY], RemoteHandshakeError),
+            ([encode_refusal("not today")], RemoteRefusedError),
+        ],
+        ids=["empty", "garbage", "cut short", "two parts", "refusal"],
+    )
+    def test_answers_that_are_none(self, answer, error):
+        """Whatever comes back, a typed error comes out that names the address."""
+        with open_socket(zmq.REP) as peer, ThreadPoolExecutor(1) as pool:
+            port = peer.bind_to_random_port(f"tcp://{HOST}")
+            asking = pool.submit(fetch, port)
+            peer.recv()
+            peer.send_multipart(answer)
+            with pytest.raises(error, match=f"side channel {HOST}:{port}: "):
+                asking.result(DEADLINE_S)
+
+    def test_answer_beyond_bounds(self, monkeypatch):
+        """A reply that is too large is not taken in."""
+        monkeypatch.setattr(side_channel, "MAX_REPLY_BYTES", len(REPLY) - 1)
+        with serving() as server, pytest.raises(RemoteUnreachableError, match="no answer"):
+            fetch(server.port, timeout_s=SHORT_S)
+
+
+class TestUpstream:
+    """Either side of ours against the other side of upstream's NixlConnector."""
+
+    def test_our_client_at_upstreams_listener(self):
+        """The listener lives on, and our error says what the peer is."""
+        port, ready, stop = free_port(), threading.Event(), threading.Event()
+        payload = encode(NixlHandshakePayload("5ca1ab1e", b"metadata"))
+        listener = threading.Thread(
+            target=NixlConnectorScheduler._nixl_handshake_listener,
+            args=({0: payload, 1: payload}, ready, stop, HOST, port),
+            daemon=True,
+        )
+        listener.start()
+        try:
+            assert ready.wait(DEADLINE_S)
+            for _ in range(3):
+                with pytest.raises(RemoteIncompatibleError, match="runs upstream's NixlConnector"):
+                    fetch(port)
+            # Its own peers are still served.
+            assert ask(port, encode((GET_META_MSG, 1))) == payload
+            assert listener.is_alive()
+        finally:
+            stop.set()
+            listener.join(DEADLINE_S)
+
+    @pytest.mark.parametrize("tp_rank", [0, 7])
+    def test_upstreams_client_at_our_server(self, server, tp_rank):
+        """It can decode the answer, cannot take it for a match, and quotes our words."""
+        answer = ask(server.port, encode((GET_META_MSG, tp_rank)))
+        payload = msgspec.msgpack.decode(answer, type=NixlHandshakePayload)
+        assert payload.compatibility_hash.startswith("reshard/1: this engine does not run upstream")
+        assert payload.agent_metadata_bytes == b""
+        assert server.counters == ServerCounters(refused=1)
+        assert fetch(server.port) == WORKERS
+
+    @pytest.mark.parametrize(
+        ("enforced", "message"),
+        [
+            (True, "hash mismatch.*reshard/1: this engine does not run upstream's NixlConnector"),
+            (False, "Failed to decode NixlAgentMetadata"),
+        ],
+        ids=["hash checked", "hash not checked"],
+    )
+    def test_upstreams_worker_refuses_at_the_handshake(self, server, enforced, message):
+        """Its own code ends with an error that carries our words, and connects to nothing."""
+        worker = SimpleNamespace(
+            use_host_buffer=True,
+            transfer_topo=SimpleNamespace(handshake_target_ranks=lambda tp_size: [0]),
+            compat_hash="5ca1ab1e",
+            enforce_compat_hash=enforced,
+        )
+        with pytest.raises(RuntimeError, match=message):
+            NixlConnectorWorker._nixl_handshake(worker, HOST, server.port, 1, "engine")
+        assert server.counters == ServerCounters(refused=1)
+
+
+class TestStrangers:
+    """Our server, and those who are no engines."""
+
+    def test_unknown_request_is_refused_in_words(self, server):
+        """The refusal reads as such for our own client, and names the request."""
+        answer = msgspec.msgpack.decode(ask(server.port, encode([b"what?\n", 0])))
+        assert answer["refusal"] == r"request 'what?\n' is unknown, reshard/1 is not"
+        assert server.counters == ServerCounters(refused=1)
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            [b""],
+            [b"garbage"],
+            [b"", b""],
+            [b"", b"garbage"],
+            [b"", encode("reshard/1")],
+            [b"", encode([])],
+            [b"", encode({"verb": b"reshard/1"})],
+            [b"", encode(["reshard/1", 0])],
+            [b"", b"\xdd\xff\xff\xff\xff"],
+            [b"", b"\x91" * 60_000],
+            [b"", b"\x92" + encode(b"reshard/1") + b"\x91" * 60_000],
+            [b"", encode([b"reshard/1", 0]) + b"\0"],
+            [encode([b"reshard/1", 0])],
+            [b"x", encode([b"reshard/1", 0])],
+            [b"", b"", encode([b"reshard/1", 0])],
+            [b"", encode([b"reshard/1", 0]), b""],
+            [b"x"] * 1000,
+        ],
+        ids=lambda parts: b"|".join(parts)[:12].hex() or "empty",
+    )
+    def test_garbage_is_dropped_and_counted(self, server, warnings, parts):
+        """What is no request gets no answer, and does not disturb the next one."""
+        with open_socket(zmq.DEALER, server.port) as stranger:
+            stranger.send_multipart(parts)
+            wait_until(lambda: warnings)
+            assert "bytes is no request" in warnings[0]
+            assert server.counters == ServerCounters(dropped=1)
+            stranger.send_multipart([b"", encode([b"reshard/1", 0])])
+            assert stranger.recv_multipart() == [b"", REPLY]
+
+    def test_message_without_anything_is_dropped(self, server):
+        """A socket type that sends neither envelope nor body is no matter."""
+        with open_socket(zmq.REQ, server.port) as stranger:
+            stranger.send(b"")
+            wait_until(lambda: server.counters.dropped == 1)
+        assert fetch(server.port) == WORKERS
+
+    def test_ten_thousand_hostile_frames(self, server):
+        """The thread is alive afterwards, and has counted each of them."""
+        noise = random.Random(0)
+        good = encode([b"reshard/1", 0])
+        with open_socket(zmq.DEALER, server.port) as stranger:
+            for _ in range(10_000):
+                kind = noise.randrange(4)
+                if kind == 0:
+                    parts = [noise.randbytes(noise.randrange(1, 200))]
+                elif kind == 1:
+                    parts = [b"", b"\xc1" + noise.randbytes(noise.randrange(200))]
+                elif kind == 2:
+                    parts = [b"", encode([noise.randrange(1 << 60), b"reshard/1"])]
+                else:
+                    parts = [b"x", *[good] * noise.randrange(1, 9)]
+                stranger.send_multipart(parts)
+            wait_until(lambda: server.counters.dropped == 10_000)
+        assert fetch(server.port) == WORKERS
+        assert server.counters == ServerCounters(answered=1, dropped=10_000)
+
+    def test_oversized_frame_ends_its_connection(self, server):
+        """It is not taken in, and nobody else notices."""
+        with open_socket(zmq.DEALER, server.port) as stranger:
+            monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            stranger.send_multipart([b"", bytes(MAX_REQUEST_BYTES + 1)])
+            assert monitor.poll(DEADLINE_S * 1000), "the connection was kept"
+            stranger.disable_monitor()
+        assert fetch(server.port) == WORKERS
+        assert server.counters == ServerCounters(answered=1)
+
+    def test_largest_frame_is_taken_in(self, server):
+        """The bound is where it is said to be."""
+        with open_socket(zmq.DEALER, server.port) as stranger:
+            stranger.send_multipart([b"", bytes(MAX_REQUEST_BYTES)])
+            wait_until(lambda: server.counters.dropped == 1)
+
+    @pytest.mark.parametrize(
+        "garbage",
+        [
+            b"",
+            b"\0" * 100,
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\xff" * 10_000,
+            b"\xff\0\0\0\0\0\0\0\1\x7f",
+        ],
+        ids=["nothing", "zeros", "http", "ones", "half a greeting"],
+    )
+    def test_other_protocols(self, server, garbage):
+        """Bytes that are not even ZeroMQ's are no matter, nor is whoever keeps the line open."""
+        with contextlib.ExitStack() as kept:
+            for _ in range(20):
+                raw = kept.enter_context(socket.create_connection((HOST, server.port)))
+                with contextlib.suppress(ConnectionError):
+                    raw.sendall(garbage)
+            assert fetch(server.port) == WORKERS
+        assert server.counters == ServerCounters(answered=1)
+
+    def test_peer_that_does_not_read(self):
+        """Who asks again and again without listening holds up nobody, and loses the answers."""
+        worker = replace(WORKERS[0], agent_metadata=bytes(1 << 20))
+        with serving(reply_of(worker)) as server, open_socket(zmq.DEALER) as deaf:
+            deaf.rcvhwm = 1
+            deaf.connect(f"tcp://{HOST}:{server.port}")
+            for _ in range(300):
+                deaf.send_multipart([b"", encode([b"reshard/1", 0])])
+            wait_until(lambda: server.counters.answered == 300)
+            assert fetch(server.port) == (worker,)
+            deaf.rcvtimeo = int(1000 * SHORT_S)
+            received = 0
+            with contextlib.suppress(zmq.Again):
+                while deaf.recv_multipart():
+                    received += 1
+            assert 1 <= received < 100
+
+    def test_failure_inside_is_survived(self, server, monkeypatch):
+        """A fault of our own costs one request, not the thread."""
+
+        def fail(frame: bytes) -> bytes | None:
+            raise OSError("out of luck")
+
+        with monkeypatch.context() as patch, open_socket(zmq.DEALER, server.port) as stranger:
+            patch.setattr(side_channel, "_verb", fail)
+            stranger.send_multipart([b"", b"x"])
+            wait_until(lambda: server.counters == ServerCounters(dropped=1))
+        assert fetch(server.port) == WORKERS
+
+    def test_log_is_not_flooded(self, server, warnings, monkeypatch):
+        """One line tells of any number of strangers, until some time has passed."""
+        with open_socket(zmq.DEALER, server.port) as stranger:
+            for _ in range(100):
+                stranger.send_multipart([b"garbage"])
+            wait_until(lambda: server.counters.dropped == 100)
+            assert len(warnings) == 1
+            assert f"{HOST}:{server.port}: a message of 7 bytes is no request" in warnings[0]
+            monkeypatch.setattr(side_channel, "_COMPLAINT_INTERVAL_S", 0.0)
+            stranger.send_multipart([b"garbage"])
+            wait_until(lambda: len(warnings) == 2)
+        assert "dropped=101" in warnings[1]
+
+    def test_one_complaint_hides_no_other(self, server, warnings):
+        """Peers that differ in other ways within a minute are all told of, once each."""
+        with open_socket(zmq.DEALER, server.port) as stranger:
+            for verb in (b"get_meta_msg", b"reshard/2", b"get_meta_msg", b"reshard/3"):
+                stranger.send_multipart([b"", msgspec.msgpack.encode((verb, 0))])
+            stranger.send_multipart([b"garbage"])
+            wait_until(lambda: server.counters == ServerCounters(refused=4, dropped=1))
+        upstream, version, garbage = warnings
+        assert "upstream's NixlConnector" in upstream
+        assert "request reshard/2 is unknown" in version
+        assert "is no request" in garbage
+
+
+class TestLifeOfAServer:
+    """`start` and `close`."""
+
+    def test_port_that_is_taken(self, server):
+        """The error names the address and the remedy, and a later start may succeed."""
+        second = HandshakeServer(HOST, server.port, REPLY)
+        with pytest.raises(
+            LocalChannelError,
+            match=f"listen at {HOST}:{server.port} .*VLLM_NIXL_SIDE_CHANNEL_PORT to a free port",
+        ) as caught:
+            second.start()
+        # Nothing else comes before it in the log of an engine that ends with it.
+        assert "".join(traceback.format_exception(caught.value)).count("Error: ") == 1
+        second.close()
+        server.close()
+        second.start()
+        assert fetch(second.port) == WORKERS
+        second.close()
+
+    def test_address_of_another_machine(self):
+        """The error says which address is wanted."""
+        with pytest.raises(LocalChannelError, match="VLLM_NIXL_SIDE_CHANNEL_HOST to a numeric"):
+            HandshakeServer("203.0.113.1", 0, REPLY).start()
+
+    def test_close_is_quick_and_may_be_repeated(self, server):
+        """It ends the thread, frees the port, and does nothing the second time."""
+        thread = server._running.thread
+        began_s = time.monotonic()
+        server.close()
+        assert time.monotonic() - began_s < 1
+        assert not thread.is_alive()
+        server.close()
+        with socket.socket() as free:
+            free.bind((HOST, server.port))
+
+    def test_close_waits_for_the_thread(self, server, monkeypatch):
+        """The socket is not taken away from a thread that still uses it."""
+        begun, go_on = threading.Event(), threading.Event()
+
+        def wait(frame: bytes) -> bytes | None:
+            begun.set()
+            go_on.wait(DEADLINE_S)
+            return None
+
+        monkeypatch.setattr(side_channel, "_verb", wait)
+        with open_socket(zmq.REQ, server.port) as stranger, ThreadPoolExecutor(1) as pool:
+            stranger.send(b"x")
+            assert begun.wait(DEADLINE_S)
+            closing = pool.submit(server.close)
+            try:
+                with pytest.raises(TimeoutError):
+                    closing.result(SHORT_S)
+            finally:
+                go_on.set()
+            closing.result(DEADLINE_S)
+
+    def test_close_without_start(self):
+        """A server that never listened has nothing to give back."""
+        HandshakeServer(HOST, 0, REPLY).close()
+
+    def test_close_in_several_threads(self, server):
+        """Nobody waits for ever."""
+        with ThreadPoolExecutor(4) as pool:
+            for closing in [pool.submit(server.close) for _ in range(4)]:
+                closing.result(DEADLINE_S)
+
+    def test_start_twice(self, server):
+        """The second start changes nothing."""
+        port, thread = server.port, server._running.thread
+        server.start()
+        assert (server.port, server._running.thread) == (port, thread)
+
+    def test_ipv6(self):
+        """Addresses with colons are written as ZeroMQ wants them."""
+        try:
+            with socket.socket(socket.AF_INET6) as probe:
+                probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        server = HandshakeServer("::1", 0, REPLY)
+        server.start()
+        try:
+            assert (
+                fetch_handshake("::1", server.port, FACTORS, expected_engine_id="engine") == WORKERS
+            )
+        finally:
+            server.close()

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts on their way, with reads and copies that end when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from tests.v1.kv_connector.unit.reshard.memory.test_lowering import Memory, read, span
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import CostModel, Strategy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
+    Prepared,
+    Transfer,
+    TransferState,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.measure import DEFAULT_COSTS
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
+    PreparedLeg,
+    PreparedStaging,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
+    PATIENCE_S,
+    Part,
+    Transfers,
+)
+
+
+class Agent:
+    """Posts nothing; remembers what it was asked for, and answers what it is told."""
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[Prepared, np.ndarray, Prepared, np.ndarray]] = []
+        self.states: dict[int, TransferState] = {}
+        self.released: list[int] = []
+        self.refuses = False
+
+    def read(self, *lists) -> Transfer:
+        """Remember a read."""
+        if self.refuses:
+            raise TransferError("no")
+        self.posted.append(lists)
+        return Transfer("peer", len(self.posted) - 1)
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """What the test has said."""
+        return self.states.get(transfer.handle, TransferState.IN_FLIGHT)
+
+    def telemetry(self, transfer: Transfer) -> str:
+        """Something that is not None."""
+        return f"telemetry {transfer.handle}"
+
+    def release(self, transfer: Transfer) -> None:
+        """Remember it."""
+        self.released.append(transfer.handle)
+
+
+@dataclass
+class Copy:
+    """A copy that is done when the test says so."""
+
+    made: bool = False
+    reason: str | None = None
+
+    def done(self) -> bool:
+        """Whether it is."""
+        return self.made
+
+    def fault(self) -> str | None:
+        """Why it was not."""
+        return self.reason
+
+
+@dataclass
+class Copies:
+    """Every copy that was asked for."""
+
+    made: list[Copy] = field(default_factory=list)
+    closed: bool = False
+
+    def submit(self, scatter) -> Copy:
+        """Begin one."""
+        self.made.append(Copy())
+        return self.made[-1]
+
+    def let_run(self) -> None:
+        """The test says when they are done."""
+
+    def close(self) -> None:
+        """Wait for all."""
+        self.closed = True
+
+
+SRC = Memory("HND", 2, 4)
+(LEG,) = lower_read(read(2), SRC.cache(), Memory("HND", 4, 4).cache())
+STAGED = stage_leg(LEG, SRC.cache())
+DIRECT_LIST, ARENA_LIST, REMOTE_LIST = (Prepared(peer, None) for peer in (None, None, "peer"))
+PREPARED = PreparedLeg(
+    LEG, DIRECT_LIST, REMOTE_LIST, 1, PreparedStaging(STAGED, ARENA_LIST, REMOTE_LIST)
+)
+BLOCKS = [2, 3, 4, 5]
+PLANE_BYTES = len(BLOCKS) * STAGED.slice_bytes
+"""One of 4 planes; a window is an eighth of the arena."""
+
+
+def make(planes_in_arena: int) -> tuple[Transfers, Agent, Copies]:
+    """Transfers with an arena for so many planes, one plane being a window."""
+    agent, copies = Agent(), Copies()
+    area = StagingArea(torch.zeros(planes_in_arena * PLANE_BYTES, dtype=torch.uint8), copies)
+    return Transfers(agent, area), agent, copies
+
+
+def parts_of(transfers: Transfers) -> Sequence[Part]:
+    """All of a request's blocks."""
+    return list(transfers.cut(PREPARED, LEG.select([span(BLOCKS)], [span([7, 1, 9, 3])])))
+
+
+@pytest.fixture
+def one_window_parts() -> list[Part]:
+    """Parts of one plane each."""
+    transfers, _, _ = make(8)
+    parts = list(parts_of(transfers))
+    assert [len(part.window.selection.planes) for part in parts] == [1] * 4
+    return parts
+
+
+def test_staged_part_ends_once_it_is_scattered(one_window_parts):
+    """Not when it has landed; until then its span is nobody else's."""
+    transfers, agent, copies = make(4)
+    transfers.start("r", one_window_parts, 0.0)
+    assert len(agent.posted) == 4 and transfers.area.spans.free_bytes == 0
+    assert {lists[0] for lists in agent.posted} == {ARENA_LIST}
+    agent.states[2] = TransferState.DONE
+    assert transfers.advance(0.0) == [] and agent.released == [2]
+    assert len(copies.made) == 1 and transfers.area.spans.free_bytes == 0
+    copies.made[0].made = True
+    (ended,) = transfers.advance(0.0)
+    assert (ended.request_id, ended.key, ended.fault) == ("r", 2, None)
+    assert ended.strategy is Strategy.STAGED and ended.telemetry == "telemetry 2"
+    assert transfers.area.spans.free_bytes == PLANE_BYTES
+    assert len(transfers) == 3
+
+
+def test_span_of_a_failed_read_is_kept_while_its_peer_is_connected(one_window_parts):
+    """What NIXL has given up may still arrive, and must not arrive in another window."""
+    transfers, agent, copies = make(2)
+    transfers.start("r", one_window_parts, 0.0)
+    assert len(agent.posted) == 2
+    assert transfers.advance(0.0) == [] and len(agent.posted) == 2
+    agent.states[0] = TransferState.FAILED
+    (ended,) = transfers.advance(0.0)
+    assert "could not read from peer" in ended.fault and not ended.local and not copies.made
+    assert len(agent.posted) == 2 and transfers.area.spans.free_bytes == 0
+    transfers.area.end_quarantine("somebody else")
+    assert transfers.area.spans.free_bytes == 0
+    transfers.area.end_quarantine("peer")
+    transfers.advance(0.0)
+    assert len(agent.posted) == 3 and transfers.area.spans.free_bytes == 0
+
+
+def test_window_without_a_span_goes_direct_after_a_while(one_window_parts):
+    """A read that never ends holds up nobody for ever."""
+    transfers, agent, _ = make(1)
+    transfers.start("r", one_window_parts, 0.0)
+    transfers.advance(PATIENCE_S * 0.9)
+    assert len(agent.posted) == 1
+    transfers.advance(PATIENCE_S)
+    assert [lists[0] for lists in agent.posted] == [ARENA_LIST] + 3 * [DIRECT_LIST]
+    for number in (1, 2, 3):
+        agent.states[number] = TransferState.DONE
+    ended = transfers.advance(PATIENCE_S)
+    assert {(each.key, each.strategy) for each in ended} == {
+        (key, Strategy.DIRECT) for key in (1, 2, 3)
+    }
+
+
+def test_patience_begins_anew_when_a_span_was_given_back(one_window_parts):
+    """A queue that moves is waited in."""
+    transfers, agent, copies = make(1)
+    transfers.start("r", one_window_parts, 0.0)
+    now_s = 0.0
+    for number in range(4):
+        now_s += PATIENCE_S * 0.9
+        agent.states[number] = TransferState.DONE
+        transfers.advance(now_s)
+        copies.made[number].made = True
+        assert len(transfers.advance(now_s)) == 1
+    assert [lists[0] for lists in agent.posted] == 4 * [ARENA_LIST]
+    assert len(transfers) == 0
+
+
+def test_window_larger_than_the_arena_goes_direct_at_once(one_window_parts):
+    """It would never be its turn."""
+    transfers, agent, _ = make(0)
+    transfers.start("r", one_window_parts, 0.0)
+    assert [lists[0] for lists in agent.posted] == 4 * [DIRECT_LIST]
+
+
+def test_queued_windows_of_a_failed_request_are_given_up(one_window_parts):
+    """Nothing more is read for it, and another request takes its turn."""
+    transfers, agent, _ = make(1)
+    transfers.start("bad", one_window_parts, 0.0)
+    transfers.start("good", one_window_parts[:1], 0.0)
+    agent.states[0] = TransferState.FAILED
+    (failed,) = transfers.advance(0.0)
+    assert failed.key == 0 and len(agent.posted) == 1
+    transfers.give_up("bad")
+    ended = transfers.advance(0.0)
+    assert {(each.request_id, each.key) for each in ended} == {("bad", 1), ("bad", 2), ("bad", 3)}
+    assert all(each.fault and each.local for each in ended)
+    transfers.area.end_quarantine("peer")
+    transfers.advance(0.0)
+    assert len(agent.posted) == 2 and len(transfers) == 1
+
+
+def test_read_that_cannot_be_posted_ends_at_once(one_window_parts):
+    """Its span is kept as well: NIXL may have begun before it refused."""
+    transfers, agent, _ = make(4)
+    agent.refuses = True
+    transfers.start("r", one_window_parts, 0.0)
+    ended = transfers.advance(0.0)
+    assert [each.fault for each in ended] == 4 * ["no"]
+    assert transfers.area.spans.free_bytes == 0
+    transfers.area.end_quarantine("peer")
+    assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
+
+
+def test_copy_that_fails_fails_its_part(one_window_parts):
+    """Bytes that are not in their places have not arrived."""
+    transfers, agent, copies = make(4)
+    transfers.start("r", one_window_parts[:1], 0.0)
+    agent.states[0] = TransferState.DONE
+    transfers.advance(0.0)
+    copies.made[0].made, copies.made[0].reason = True, "broken"
+    (ended,) = transfers.advance(0.0)
+    assert ended.fault == "broken" and ended.local
+    assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
+
+
+def test_costs_decide_for_each_read():
+    """A few small pages go direct, and without an arena everything does."""
+    transfers, _, _ = make(8)
+    assert all(part.window is not None for part in parts_of(transfers))
+    transfers.area.costs = DEFAULT_COSTS
+    (part,) = parts_of(transfers)
+    assert part.window is None
+    transfers.area = None
+    (part,) = parts_of(transfers)
+    assert part.window is None
+
+
+def test_nothing_selected_is_no_part():
+    """A prefix-cache hit of everything reads nothing."""
+    transfers, _, _ = make(8)
+    assert list(transfers.cut(PREPARED, [])) == []
+
+
+def test_close_cancels_reads_and_waits_for_copies(one_window_parts):
+    """Nobody writes into blocks after that."""
+    transfers, agent, copies = make(2)
+    transfers.start("r", one_window_parts, 0.0)
+    transfers.close()
+    assert agent.released == [0, 1] and copies.closed and len(transfers) == 0
+
+
+def test_what_was_read_while_it_was_posted_is_scattered_at_once(one_window_parts):
+    """On one machine NIXL reads in the call that posts: nobody waits for the engine's next step."""
+    transfers, agent, copies = make(4)
+    agent.states = dict.fromkeys(range(4), TransferState.DONE)
+    transfers.start("r", one_window_parts, 0.0)
+    assert len(copies.made) == 4 and agent.released == [0, 1, 2, 3]
+
+
+def test_copy_that_cannot_begin_fails_its_part_only(one_window_parts):
+    """Without memory for it on the device, the engine goes on, and nothing is read twice."""
+    transfers, agent, copies = make(4)
+
+    def refuse(scatter):
+        raise RuntimeError("out of memory")
+
+    copies.submit = refuse
+    transfers.start("r", one_window_parts, 0.0)
+    agent.states[1] = TransferState.DONE
+    (ended,) = transfers.advance(0.0)
+    assert "out of memory" in ended.fault and ended.local
+    assert transfers.advance(0.0) == [] and agent.released == [1]
+    assert transfers.area.spans.free_bytes == PLANE_BYTES and len(transfers) == 3
+
+
+def test_long_step_is_no_standstill(one_window_parts):
+    """What has landed in a step that outlasts patience is copied, and its span is waited for."""
+    transfers, agent, copies = make(1)
+    transfers.start("r", one_window_parts, 0.0)
+    agent.states[0] = TransferState.DONE
+    transfers.advance(2 * PATIENCE_S)
+    assert len(agent.posted) == 1
+    transfers.advance(4 * PATIENCE_S)
+    assert len(agent.posted) == 1
+    copies.made[0].made = True
+    transfers.advance(6 * PATIENCE_S)
+    assert [lists[0] for lists in agent.posted] == 2 * [ARENA_LIST]
+
+
+def test_arena_that_stands_still_keeps_nobody_waiting(one_window_parts):
+    """Who comes when it has stood still for long goes direct at once."""
+    transfers, agent, _ = make(1)
+    transfers.start("first", one_window_parts[:1], 0.0)
+    transfers.start("late", one_window_parts[:1], 1000.0)
+    assert [lists[0] for lists in agent.posted] == [ARENA_LIST, DIRECT_LIST]
+
+
+def test_only_what_the_engine_computes_counts_as_its_step():
+    """Neither reads that are posted for long nor an idle engine speak against staging."""
+    transfers, _, _ = make(8)
+    transfers.area.costs = CostModel(1e-3, 1e-12, 1e-12, 1e-12, 1e-6)
+    assert all(part.window is not None for part in parts_of(transfers))
+    transfers.advance(1000.0)
+    assert all(part.window is not None for part in parts_of(transfers))
+    transfers.left_at_s = 1000.0
+    transfers.advance(1001.0)
+    (part,) = parts_of(transfers)
+    assert part.window is None

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels between an engine's scheduler and its workers, in the classes that vLLM carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from ..protocol.ledgers import RequestId
+from ..protocol.messages import Heartbeats, Receive
+from ..protocol.metadata import WorkerHandshake
+
+
+@dataclass(frozen=True)
+class ReshardHandshakeMetadata(WorkerHandshake, KVConnectorHandshakeMetadata):
+    """What a worker says of itself to other engines, on its way to its own scheduler."""
+
+
+@dataclass
+class ReshardConnectorMetadata(KVConnectorMetadata):
+    """What the scheduler asks of the workers in one step.
+
+    Attributes:
+        receive: Requests to read blocks for.
+        admitted: Requests that take part in a batch and may be read by another engine.
+        withdrawn: Requests that will not be offered.
+        offered: Requests whose blocks are held for another engine, and for how many seconds from
+            now: a duration, because workers on other hosts have other clocks.
+        offered_blocks: How many blocks each of these has, of all KV-cache groups.
+        heartbeats: Leases to renew.
+    """
+
+    receive: dict[RequestId, Receive] = field(default_factory=dict)
+    admitted: set[RequestId] = field(default_factory=set)
+    withdrawn: set[RequestId] = field(default_factory=set)
+    offered: dict[RequestId, float] = field(default_factory=dict)
+    offered_blocks: dict[RequestId, int] = field(default_factory=dict)
+    heartbeats: list[Heartbeats] = field(default_factory=list)

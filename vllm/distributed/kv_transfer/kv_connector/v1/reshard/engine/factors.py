@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this engine's configuration says about the meaning of its KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm import __version__ as vllm_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_ARCHITECTURE = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "sliding_window",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+)
+
+
+def compatibility_factors(
+    vllm_config: VllmConfig, attn_backend_names: Iterable[str]
+) -> dict[str, str]:
+    """What must be equal at both engines for one's KV cache to mean the same to the other.
+
+    Args:
+        vllm_config: This engine's configuration.
+        attn_backend_names: The attention backends of this worker's layers.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    dtype = _dtype_name(model.dtype)
+    # The model's path is left out on purpose: the same model may lie under another path or name.
+    # So are the sizes of both kinds of parallelism, of blocks, and the order of axes: to join
+    # engines that differ in those is what this connector is for.
+    return {
+        # What follows a `+` names the build, not the source: an engine on CPU and one on a GPU, or
+        # two releases of a fork, differ there.
+        "vllm_version": vllm_version.partition("+")[0],
+        "model": _architecture(model.hf_text_config),
+        "num_hidden_layers": str(model.get_total_num_hidden_layers()),
+        "num_kv_heads": str(model.get_total_num_kv_heads()),
+        "head_size": str(model.get_head_size()),
+        "mla": _yes_or_no(model.use_mla),
+        "dtype": dtype,
+        "kv_cache_dtype": dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
+        "attention_backends": ", ".join(sorted(set(attn_backend_names))),
+        "hybrid_kv_cache_manager": _yes_or_no(hybrid),
+    }
+
+
+def _architecture(text_config: object) -> str:
+    """What tells one architecture from another, and its positions from others.
+
+    Two trainings of one architecture cannot be told apart by this.
+    """
+    values = [f"{name} {getattr(text_config, name, None)}" for name in _ARCHITECTURE]
+    return ", ".join(value for value in values if not value.endswith(" None"))
+
+
+def _dtype_name(dtype: object) -> str:
+    """The name of a torch dtype, without importing torch for it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _yes_or_no(value: object) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker holds for other engines to read, until they were heard or have lost their lease.
+
+All of this belongs to the engine's thread.
+"""
+
+from __future__ import annotations
+
+from vllm.logger import init_logger
+
+from ..errors import ReshardError
+from ..protocol.compatibility import quote
+from ..protocol.leases import LeaseTable, LeaseTableAddress
+from ..protocol.ledgers import ProducerLedger, Receipt, RequestId
+from ..protocol.messages import Done, Renew, decode_notification
+from ..transport.agent import NixlAgent
+from .envelopes import ReshardConnectorMetadata
+from .stats import ReshardStats
+
+logger = init_logger(__name__)
+
+
+class Holder:
+    """The requests whose blocks a worker holds.
+
+    Args:
+        agent: This worker's agent; the table of leases is registered with it.
+        renewal_s: For how long a heartbeat renews a lease.
+        stats: Where to count.
+    """
+
+    def __init__(self, agent: NixlAgent, renewal_s: float, stats: ReshardStats) -> None:
+        self._agent = agent
+        self._renewal_s = renewal_s
+        self._stats = stats
+        self._ledger = ProducerLedger()
+        self._table = LeaseTable()
+        address = self._table.address
+        agent.register([(address.address, address.size_bytes, 0)], "DRAM")
+        self._num_blocks: dict[RequestId, int] = {}
+        self._counted_blocks = 0
+
+    @property
+    def table_address(self) -> LeaseTableAddress:
+        """Where readers see what is held."""
+        return self._table.address
+
+    def take_up(self, metadata: ReshardConnectorMetadata, now_s: float) -> None:
+        """Do what the scheduler asks for in a step."""
+        # First what has ended: a name may be used again in the same step.
+        self._ledger.withdraw(metadata.withdrawn)
+        for request_id in metadata.withdrawn:
+            self._table.strike(request_id)
+        self._ledger.admit(metadata.admitted)
+        for request_id in metadata.admitted:
+            if not self._table.enter(request_id):
+                logger.warning(
+                    "Request %s will not be read: too many requests are held for other engines.",
+                    request_id,
+                )
+        for request_id, lease_s in metadata.offered.items():
+            if self._ledger.offer(request_id, now_s + lease_s):
+                self._num_blocks[request_id] = metadata.offered_blocks.get(request_id, 0)
+
+    def let_go(self, now_s: float) -> set[RequestId]:
+        """Requests whose blocks may be used for something else, and are held no more."""
+        gone = self._hear(now_s) | set(self._ledger.take_released())
+        for expiry in self._ledger.expire(now_s):
+            self._stats.record_kv_expired_req()
+            logger.warning(
+                "Freeing the blocks of request %s: its lease ran out after %d of %s readers were "
+                "through. Give readers longer with kv_lease_duration, if they are alive.",
+                expiry.request_id,
+                expiry.heard,
+                "an unknown number of" if expiry.awaited is None else expiry.awaited,
+            )
+            gone.add(expiry.request_id)
+        for request_id in gone:
+            # Before anybody learns that the blocks may be used: see `leases`.
+            self._table.strike(request_id)
+            self._num_blocks.pop(request_id, None)
+        self._count_blocks()
+        return gone
+
+    def _hear(self, now_s: float) -> set[RequestId]:
+        """Take note of what other engines' workers say; returns the requests they release."""
+        released = set()
+        for sender, message in self._agent.take_notifications():
+            try:
+                notification = decode_notification(message)
+            except ReshardError as error:
+                logger.warning("From %s: %s", quote(sender), error)
+                continue
+            if isinstance(notification, Renew):
+                self._ledger.renew(notification.request_ids, now_s + self._renewal_s)
+            elif self._is_last(notification):
+                released.add(notification.request_id)
+        return released
+
+    def _is_last(self, done: Done) -> bool:
+        """Whether a request was waiting for this reader alone."""
+        receipt = self._ledger.hear(done.request_id, done.notifier, done.num_notifiers)
+        if receipt is Receipt.UNKNOWN:
+            logger.warning(
+                "%s was too late for the blocks of request %s, which this worker does not hold any "
+                "more. Give readers longer with kv_lease_duration.",
+                quote(done.notifier),
+                quote(done.request_id),
+            )
+        return receipt is Receipt.RELEASED
+
+    def _count_blocks(self) -> None:
+        """Count the blocks that are held, if they are others than before."""
+        num_blocks = sum(self._num_blocks.values())
+        if num_blocks != self._counted_blocks:
+            self._counted_blocks = num_blocks
+            self._stats.record_held_blocks(num_blocks)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of the connector.
+
+The life of a request is upstream's, and so are the parameters that routers pass on. What differs is
+the handshake, which serves all stages, and what the workers are told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+
+from ..protocol.messages import (
+    BlockIds,
+    EngineId,
+    Heartbeats,
+    Receive,
+    RemoteEngineAddress,
+)
+from ..protocol.metadata import encode_reply
+from ..protocol.params import (
+    asked_before,
+    concerns_us,
+    remote_blocks,
+    remote_request,
+    sound,
+    without_source,
+)
+from ..transport.side_channel import HandshakeServer
+from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
+from .geometry import window_groups
+from .settings import remarks
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+class ReshardScheduler(NixlConnectorScheduler):
+    """Upstream's scheduler with a handshake for all stages. Belongs to the scheduler's thread."""
+
+    _server: HandshakeServer | None = None
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_id: EngineId, kv_cache_config: KVCacheConfig
+    ) -> None:
+        assert vllm_config.kv_transfer_config is not None
+        for remark in remarks(vllm_config.kv_transfer_config):
+            logger.warning("%s.", remark)
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._offered_blocks: dict[str, int] = {}
+        # Which request reads the blocks of another engine's request.
+        self._readers: dict[tuple[str, str], str] = {}
+
+    def serve_handshake(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Answer other engines' handshakes with what all workers say of themselves.
+
+        Args:
+            metadata: The workers' handshakes by (pp_rank, tp_rank).
+
+        Raises:
+            LocalChannelError: The side channel's port cannot be used.
+        """
+        handshakes: dict[tuple[int, int], ReshardHandshakeMetadata] = {}
+        for rank, handshake in metadata.items():
+            assert isinstance(handshake, ReshardHandshakeMetadata)
+            handshakes[rank] = handshake
+        self._server = HandshakeServer(
+            self.side_channel_host, self.side_channel_port, encode_reply(handshakes)
+        )
+        self._server.start()
+
+    def on_new_request(self, request: Request) -> None:
+        """As upstream's, with parameters that it can believe.
+
+        Blocks are read by one request: their holder lets go when it was heard. Where one prompt has
+        several answers (`n`), the others compute it.
+        """
+        params, fault = sound(
+            request.kv_transfer_params, reads_back=self.is_bidirectional_kv_xfer_enabled
+        )
+        if fault is not None:
+            logger.warning("Computing all of request %s: %s", request.request_id, fault)
+        if params and (remote := remote_request(params)) is not None:
+            reader = self._readers.setdefault(remote, request.request_id)
+            params = params if reader == request.request_id else without_source(params)
+        request.kv_transfer_params = params
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """As upstream's, but for a prompt's last token where layers have windows.
+
+        vLLM computes that token anew, for its logits. Had it been counted as computed, the blocks
+        that only its own window reaches back to would not be there any more.
+
+        Nothing is read twice: a request that starts over, because it was preempted or because its
+        blocks did not arrive, would wait for ever for a read that nobody posts.
+        """
+        if asked_before(request.kv_transfer_params):
+            return 0, False
+        count: int
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if window_groups(self.kv_cache_config) and (
+            0 < count == request.num_tokens - num_computed_tokens
+        ):
+            count -= 1
+        return count, is_async and count > 0
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
+        """What the workers are asked to do in this step."""
+        wanted: dict[str, tuple[Request, BlockIds]] = dict(self._reqs_need_recv)
+        self._reqs_need_recv.clear()
+        upstream: Any = super().build_connector_meta(scheduler_output)
+        now_s = time.perf_counter()
+        metadata = ReshardConnectorMetadata(
+            admitted=upstream.reqs_in_batch,
+            withdrawn=upstream.reqs_not_processed,
+            offered={
+                request_id: max(expires_at_s - now_s, 0.0)
+                for request_id, expires_at_s in upstream.reqs_to_send.items()
+            },
+            offered_blocks=self._offered_blocks,
+            heartbeats=[
+                Heartbeats(
+                    RemoteEngineAddress(engine_id, info.host, info.port),
+                    frozenset(info.req_ids),
+                )
+                for engine_id, info in upstream.heartbeat_by_engine.items()
+            ],
+        )
+        self._offered_blocks = {}
+        metadata.receive = {
+            request_id: _receive(request, block_ids)
+            for request_id, (request, block_ids) in wanted.items()
+        }
+        return metadata
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As upstream's; the parameters for the next engine say how many stages there are.
+
+        Blocks that were allocated for more tokens than were computed, as for those of a draft
+        model, are none of the next engine's. Nor are those of a request that no engine was asked
+        about: workers would never report them as sent.
+        """
+        if not concerns_us(request.kv_transfer_params):
+            return False, None
+        remote = remote_request(request.kv_transfer_params or {})
+        if remote is not None and self._readers.get(remote) == request.request_id:
+            del self._readers[remote]
+        block_ids = tuple(
+            ids[: cdiv(request.num_computed_tokens, group.kv_cache_spec.block_size)]
+            for ids, group in zip(block_ids, self.kv_cache_config.kv_cache_groups, strict=True)
+        )
+        delay_free, params = super().request_finished(request, block_ids)
+        if delay_free:
+            self._offered_blocks[request.request_id] = sum(map(len, block_ids))
+        if params is not None:
+            params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
+        return delay_free, params
+
+    def shutdown(self) -> None:
+        """Stop answering handshakes."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        super().shutdown()
+
+
+def _receive(request: Request, local_block_ids: BlockIds) -> Receive:
+    """What to read for a request; with a fault where its parameters do not say so."""
+    source = remote_blocks(request.kv_transfer_params or {})
+    if isinstance(source, str):
+        nowhere = RemoteEngineAddress("unknown", "unknown", 0)
+        return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
+    remote_tokens = source.remote_num_tokens or request.num_prompt_tokens
+    return Receive(
+        RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port),
+        source.remote_request_id,
+        local_block_ids,
+        source.remote_block_ids,
+        # What is being read counts as computed.
+        local_tokens=min(remote_tokens, request.num_computed_tokens),
+        remote_tokens=remote_tokens,
+    )

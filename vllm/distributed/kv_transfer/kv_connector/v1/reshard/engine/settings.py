@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine's `--kv-transfer-config` sets, read and checked once when the engine starts.
+
+Every option has the name, the unit and the default that it has in upstream's connector; two that
+upstream reads as text are taken as text, too. Nothing else looks into `kv_connector_extra_config`,
+but for upstream's scheduler, which then finds there what has been checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ..errors import LocalLayoutError
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+_MAX_S = 1e9
+"""Longer than any engine runs, and far from what clocks cannot count."""
+
+_Seconds = Annotated[float, Meta(gt=0, le=_MAX_S)]
+_Bytes = Annotated[int, Meta(ge=0, lt=1 << 36)]
+_Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class Settings(msgspec.Struct, frozen=True, rename={"lease_s": "kv_lease_duration"}):
+    """The options of `kv_connector_extra_config`.
+
+    Attributes:
+        lease_s: How long blocks are held for a reader that is not heard of. `kv_lease_duration`.
+        num_threads: Threads of NIXL's UCX backend.
+        backends: NIXL backends, in the order of preference.
+        nixl_progress_delay_us: How long NIXL's progress thread rests when it found nothing to do;
+            None for what suits the device.
+        enforce_handshake_compat: Whether engines that name other values of what must be equal are
+            refused.
+        bidirectional_kv_xfer: Whether a prefill engine reads blocks of the last turn from a decode
+            engine, and a decode engine offers them.
+        kv_recompute_threshold: Fewer tokens than these are computed rather than read back.
+        decoder_kv_blocks_ttl: How long a decode engine offers the blocks of a turn, in seconds.
+        enable_cross_layers_blocks: Whether the caches of all layers should lie in one tensor.
+        transfer_strategy: Whether blocks are read direct, by way of a staging arena, or the one or
+            the other, whichever promises to be faster.
+        staging_arena_bytes: Size of that arena on each worker; None for what suits its memory, 0
+            for none.
+    """
+
+    lease_s: _Seconds = 30
+    num_threads: _Count = 4
+    backends: Annotated[tuple[str, ...], Meta(min_length=1)] = ("UCX",)
+    nixl_progress_delay_us: _Count | None = None
+    enforce_handshake_compat: bool = True
+    bidirectional_kv_xfer: bool = False
+    kv_recompute_threshold: _Count = 64
+    decoder_kv_blocks_ttl: _Seconds = 480
+    enable_cross_layers_blocks: bool = False
+    transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
+    staging_arena_bytes: _Bytes | None = None
+
+
+def read_settings(config: KVTransferConfig) -> Settings:
+    """Read and check the options.
+
+    Raises:
+        LocalLayoutError: The value of an option is none that it can have.
+    """
+    extra: Mapping[str, Any] = config.kv_connector_extra_config
+    try:
+        return msgspec.convert({**extra, **_from_text(extra)}, Settings)
+    except msgspec.ValidationError as error:
+        raise LocalLayoutError(
+            f"kv_connector_extra_config of --kv-transfer-config has a value that cannot be ({error}"
+            "): correct it, or leave it out"
+        ) from error
+
+
+def remarks(config: KVTransferConfig) -> list[str]:
+    """What is configured and does nothing, or not what it does with upstream's connector."""
+    known = set(Settings.__struct_encode_fields__)
+    found = [
+        f"kv_connector_extra_config names {name!r}, which this connector does not know"
+        for name in sorted(map(str, set(config.kv_connector_extra_config) - known))
+    ]
+    if config.enable_permute_local_kv:
+        found.append(
+            "enable_permute_local_kv is not needed: blocks are read from and into both orders of "
+            "heads and tokens"
+        )
+    settings = read_settings(config)
+    if settings.enable_cross_layers_blocks:
+        found.append(
+            "enable_cross_layers_blocks makes nothing faster: layers are read one by one, so that "
+            "other pipeline stages can be"
+        )
+    if not settings.enforce_handshake_compat:
+        found.append(
+            "enforce_handshake_compat is off: engines that run other models, versions or cache "
+            "formats are not refused"
+        )
+    return found
+
+
+def _from_text(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that upstream takes as text, as what they mean."""
+    values: dict[str, Any] = {}
+    flag, threshold = (
+        extra.get(name) for name in ("enable_cross_layers_blocks", "kv_recompute_threshold")
+    )
+    if isinstance(flag, str) and flag.lower() in ("true", "false"):
+        values["enable_cross_layers_blocks"] = flag.lower() == "true"
+    if isinstance(threshold, str) and threshold.isdecimal():
+        values["kv_recompute_threshold"] = int(threshold)
+    return values

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers and scheduler count, and how Prometheus names it.
+
+Upstream's metrics keep their names and meaning; these stand beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
+    NixlKVConnectorStats,
+    NixlPromMetrics,
+)
+
+from ..errors import (
+    LocalLayoutError,
+    RemoteEngineChangedError,
+    RemoteHandshakeError,
+    RemoteIncompatibleError,
+    RemoteLayoutError,
+    RemoteRefusedError,
+    RemoteUnreachableError,
+    TransferError,
+)
+from ..memory.strategy import Strategy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
+
+
+class HandshakeFailure(str, Enum):
+    """Why an engine could not be connected."""
+
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    INCOMPATIBLE = "incompatible"
+    ENGINE_CHANGED = "engine_changed"
+    MALFORMED = "malformed"
+    LAYOUT = "layout"
+    TRANSFER = "transfer"
+    OTHER = "other"
+
+
+class ReadFailure(str, Enum):
+    """Why the blocks of a request could not be read."""
+
+    PARAMETERS = "parameters"
+    """Its kv_transfer_params do not say where they are, or name blocks that are not there."""
+
+    HANDSHAKE = "handshake"
+    """The engine that holds them could not be connected."""
+
+    TRANSFER = "transfer"
+    """NIXL could not read them."""
+
+    COPY = "copy"
+    """They were read, and could not be brought from the staging arena to their places."""
+
+    LEASE = "lease"
+    """Their lease had run out when they had been read."""
+
+
+# The order matters: the first type that fits.
+_HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
+    (RemoteUnreachableError, HandshakeFailure.UNREACHABLE),
+    (RemoteRefusedError, HandshakeFailure.REFUSED),
+    (RemoteIncompatibleError, HandshakeFailure.INCOMPATIBLE),
+    (RemoteEngineChangedError, HandshakeFailure.ENGINE_CHANGED),
+    (RemoteHandshakeError, HandshakeFailure.MALFORMED),
+    (RemoteLayoutError, HandshakeFailure.LAYOUT),
+    (LocalLayoutError, HandshakeFailure.LAYOUT),
+    (TransferError, HandshakeFailure.TRANSFER),
+)
+
+_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+def handshake_failure(error: Exception) -> HandshakeFailure:
+    """The kind of an error that ended a handshake."""
+    return next(
+        (kind for type_, kind in _HANDSHAKE_FAILURES if isinstance(error, type_)),
+        HandshakeFailure.OTHER,
+    )
+
+
+@dataclass
+class ReshardStats(NixlKVConnectorStats):
+    """What happened since the last report: upstream's lists of values, and these.
+
+        handshake_seconds      duration of each handshake that succeeded
+        handshake_failures     a `HandshakeFailure` for each that did not
+        read_failures          a `ReadFailure` for each request that could not be read
+        read_strategies        a `Strategy` for each value of upstream's `transfer_duration`
+        notifications_sent     how many, as often as somebody counted
+        held_blocks            blocks held for other engines, each time that they changed
+
+    They travel from process to process as plain values. Where upstream's connector was left to
+    serve a model, its values come without ours; its reads are direct.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in _OWN:
+            self.data.setdefault(name, [])
+        missing = len(self.data["transfer_duration"]) - len(self.data["read_strategies"])
+        self.data["read_strategies"] += [Strategy.DIRECT.value] * missing
+
+    def reset(self) -> None:
+        """Begin anew."""
+        super().reset()
+        for name in _OWN:
+            self.data[name] = []
+
+    def record_transfer(self, res: Any, strategy: Strategy = Strategy.DIRECT) -> None:
+        """A leg has ended well."""
+        super().record_transfer(res)
+        self.data["read_strategies"].append(strategy.value)
+
+    def record_handshake(self, duration_s: float) -> None:
+        """An engine was connected."""
+        self.data["handshake_seconds"].append(duration_s)
+
+    def record_failed_handshake(self, error: Exception) -> None:
+        """An engine could not be connected."""
+        self.data["handshake_failures"].append(handshake_failure(error).value)
+
+    def record_failed_read(self, failure: ReadFailure) -> None:
+        """A request could not be read."""
+        self.record_failed_transfer()
+        self.data["read_failures"].append(failure.value)
+
+    def record_notification(self) -> None:
+        """A notification was sent."""
+        sent = self.data["notifications_sent"]
+        sent[:] = [sum(sent) + 1]
+
+    def record_held_blocks(self, num_blocks: int) -> None:
+        """So many blocks are held for other engines from now on."""
+        self.data["held_blocks"][:] = [num_blocks]
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return bool(super().is_empty()) and not any(self.data[name] for name in _OWN)
+
+
+_OWN = (
+    "handshake_seconds",
+    "handshake_failures",
+    "read_failures",
+    "read_strategies",
+    "notifications_sent",
+    "held_blocks",
+)
+
+
+class ReshardPromMetrics(NixlPromMetrics):
+    """Upstream's metrics, and ours."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        gauge, counter, histogram = (metric_types[each] for each in (Gauge, Counter, Histogram))
+        self._handshakes: Any = histogram(
+            name="vllm:nixl_handshake_seconds",
+            documentation="Time from asking another engine what it is until all is prepared.",
+            buckets=_BUCKETS_S,
+            labelnames=labelnames,
+        )
+        self._handshake_failures: Any = counter(
+            name="vllm:nixl_handshake_failures",
+            documentation="Handshakes with other engines that failed.",
+            labelnames=[*labelnames, "reason"],
+        )
+        self._read_failures: Any = counter(
+            name="vllm:nixl_read_failures",
+            documentation="Requests whose blocks could not be read, on one worker.",
+            labelnames=[*labelnames, "reason"],
+        )
+        self._reads: Any = histogram(
+            name="vllm:nixl_read_seconds",
+            documentation="Duration of reads from one rank of another engine.",
+            buckets=_BUCKETS_S,
+            labelnames=[*labelnames, "strategy"],
+        )
+        self._read_bytes: Any = counter(
+            name="vllm:nixl_read_bytes",
+            documentation="Bytes read from other engines.",
+            labelnames=[*labelnames, "strategy"],
+        )
+        self._notifications: Any = counter(
+            name="vllm:nixl_notifications_sent",
+            documentation="Notifications sent to other engines' workers.",
+            labelnames=labelnames,
+        )
+        self._held_blocks: Any = gauge(
+            name="vllm:nixl_held_blocks",
+            documentation="KV-cache blocks held for other engines to read.",
+            multiprocess_mode="mostrecent",
+            labelnames=labelnames,
+        )
+        # Series that begin at 0 can be told from series that are missing.
+        for labels in per_engine_labelvalues.values():
+            for metric, values in (
+                (self._handshake_failures, HandshakeFailure),
+                (self._read_failures, ReadFailure),
+                (self._reads, Strategy),
+                (self._read_bytes, Strategy),
+            ):
+                for value in values:
+                    metric.labels(*labels, value.value)
+            for metric in (self._handshakes, self._notifications, self._held_blocks):
+                metric.labels(*labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take note of what workers and scheduler have reported."""
+        super().observe(transfer_stats_data, engine_idx)
+        data: dict[str, Sequence[Any]] = ReshardStats(data=transfer_stats_data).data
+        labels = self.per_engine_labelvalues[engine_idx]
+        for duration_s in data["handshake_seconds"]:
+            self._handshakes.labels(*labels).observe(duration_s)
+        for reason in data["handshake_failures"]:
+            self._handshake_failures.labels(*labels, reason).inc()
+        for reason in data["read_failures"]:
+            self._read_failures.labels(*labels, reason).inc()
+        reads = (data["read_strategies"], data["transfer_duration"], data["bytes_transferred"])
+        for strategy, duration_s, num_bytes in zip(*reads, strict=True):
+            self._reads.labels(*labels, strategy).observe(duration_s)
+            self._read_bytes.labels(*labels, strategy).inc(num_bytes)
+        for count in data["notifications_sent"]:
+            self._notifications.labels(*labels).inc(count)
+        for num_blocks in data["held_blocks"][-1:]:
+            self._held_blocks.labels(*labels).set(num_blocks)

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 2: where bytes lie, and how reads become descriptors and indices. Knows numpy.
+
+cache           a rank's planes: addresses, strides, blocks
+lowering        reads -> lists of descriptors, requests -> indices
+arena, staging  where staged reads stop over, and how they are cut and copied on
+strategy        direct or staged, by cost
+summary         what a plan costs, and how it is told to people
+"""

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the bytes of a rank's KV cache lie in memory.
+
+A layer's cache is one or two *planes*: keys and values, or the latent of MLA. A plane is a row of
+blocks, and a block's *page* holds some heads of some tokens. However the tensor looks, a plane is
+an address and three strides:
+
+    tensor shape                              block stride    head stride    token stride
+    [2, blocks, heads, tokens, size]  HND     H*T*S           T*S            S
+    [2, blocks, tokens, heads, size]  NHD     H*T*S           S              H*S
+    [blocks, 2, heads, tokens, size]          2*H*T*S         T*S            S
+    [blocks, layers, 2, heads, tokens, size]  L*2*H*T*S       T*S            S
+    [blocks, tokens, size]            MLA     T*S             T*S            S
+
+with `S` the bytes of one head of one token, its *slot*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from ..plan.shards import Layer
+
+
+class Order(Enum):
+    """Which axis of a contiguous run of heads and tokens varies slowest."""
+
+    HEAD_MAJOR = "head-major"
+    TOKEN_MAJOR = "token-major"
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One plane of one layer on one rank.
+
+    Attributes:
+        address: Where block 0 begins.
+        block_stride_bytes: From one block to the next.
+        head_stride_bytes: From one head to the next, within a block.
+        token_stride_bytes: From one token to the next, within a block.
+        slot_bytes: Size of one head of one token.
+        num_heads: Heads that the rank holds.
+        block_tokens: Tokens in a block.
+        packed: The backend arranges a block's tokens as it likes: a head's tokens are contiguous,
+            but no token has a place of its own. `token_stride_bytes` means nothing then.
+    """
+
+    address: int
+    block_stride_bytes: int
+    head_stride_bytes: int
+    token_stride_bytes: int
+    slot_bytes: int
+    num_heads: int
+    block_tokens: int
+    packed: bool = False
+
+    def orders(self, num_heads: int, num_tokens: int) -> frozenset[Order]:
+        """In which orders a run of heads and tokens, aligned within a block, is contiguous.
+
+        A run of one head or one token is the same in both orders.
+        """
+        if self.packed and num_tokens != self.block_tokens:
+            return frozenset()
+        tokens_adjoin = num_tokens == 1 or self.packed or self.token_stride_bytes == self.slot_bytes
+        heads_adjoin = num_heads == 1 or self.head_stride_bytes == self.slot_bytes
+        orders = set()
+        if tokens_adjoin and (
+            num_heads == 1 or self.head_stride_bytes == num_tokens * self.slot_bytes
+        ):
+            orders.add(Order.HEAD_MAJOR)
+        if (
+            not self.packed
+            and heads_adjoin
+            and (num_tokens == 1 or self.token_stride_bytes == num_heads * self.slot_bytes)
+        ):
+            orders.add(Order.TOKEN_MAJOR)
+        if orders and 1 in (num_heads, num_tokens):
+            return frozenset(Order)
+        return frozenset(orders)
+
+    def offset_bytes(self, head: int, token: int) -> int:
+        """Where a head's run that begins at a token begins, within a block.
+
+        Args:
+            head: Position within the rank's heads.
+            token: Position within the block; 0 where tokens are packed.
+        """
+        return head * self.head_stride_bytes + (
+            0 if self.packed else token * self.token_stride_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The cache of one layer on one rank.
+
+    Attributes:
+        planes: Keys and values, or the latent, in this order on both sides.
+        group: The KV-cache group that the layer belongs to on this engine. Block ids are per group.
+    """
+
+    planes: tuple[Plane, ...]
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankCache:
+    """The KV cache of one rank.
+
+    Attributes:
+        num_blocks: Blocks in every plane.
+        device_id: The memory's device, as NIXL numbers it.
+        layers: The cache of each layer that the rank holds.
+        blocks_per_id: Blocks that one block id of the scheduler stands for, one after another. More
+            than 1 where the attention kernel wants smaller blocks than the scheduler allocates.
+    """
+
+    num_blocks: int
+    device_id: int
+    layers: Mapping[Layer, LayerCache]
+    blocks_per_id: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", MappingProxyType(dict(self.layers)))

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a planned read to descriptors, and from block ids to indices into them.
+
+A read becomes a *leg*: two lists of descriptors, one at each end, with the same meaning at the same
+index. A descriptor is a *run* of heads and tokens that is contiguous at both ends, the largest that
+is. Each list has one strided row for each run of a block, which stands for that run in all blocks:
+
+    index = row * num_blocks + block id
+
+so that preparing a list costs the same for any number of blocks. What a row is depends on how the
+two ends differ (`T` tokens in a block, `n` heads to read):
+
+    both ends                            run                    rows of a plane
+    HND, same T                          n heads x T tokens     1
+    HND, T and T'                        1 head x gcd(T, T')    n * T / gcd
+    NHD, all heads                       n heads x gcd(T, T')   T / gcd
+    NHD, some heads                      n heads x 1 token      T
+    HND and NHD                          1 head x 1 token       n * T
+    tokens packed by the backend         n heads x T tokens     1, and T must be the same
+
+Blocks of the two ends are matched by the position of their tokens in the sequence, not one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import LocalLayoutError, RemoteLayoutError
+from ..plan.reshard import Read
+from ..plan.shards import Layer
+from .cache import Plane, RankCache
+
+Rows: TypeAlias = npt.NDArray[np.uint64]
+"""Strided descriptors, shape (rows, 5): address, length, device id, stride, count; in bytes."""
+
+Indices: TypeAlias = npt.NDArray[np.int32]
+"""Descriptor indices of one end, shape (descriptors,)."""
+
+_MAX_DESCRIPTORS = int(np.iinfo(np.int32).max)
+_MAX_ROWS = 1 << 20
+"""Rows of one list: more than any model has runs in a block, and few enough to be written down."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """The blocks that hold a stretch of a sequence at one end, in one KV-cache group.
+
+    Attributes:
+        block_ids: Shape (blocks,), int32, in the order of the sequence.
+        start_token: Position in the sequence of the first token of the first block.
+    """
+
+    block_ids: npt.NDArray[np.int32]
+    start_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Heads and tokens that one descriptor moves."""
+
+    num_heads: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LegEnd:
+    """One end of a leg.
+
+    Attributes:
+        rows: The strided descriptors; the rows of one plane stand together, those of one head run
+            within a plane too, ordered by token.
+        num_blocks: Blocks that each row stands for.
+        block_tokens: Tokens in a block.
+        runs_per_block: Rows of one head run: runs of tokens in a block.
+    """
+
+    rows: Rows
+    num_blocks: int
+    block_tokens: int
+    runs_per_block: int
+
+    @property
+    def num_descriptors(self) -> int:
+        """Descriptors that the rows stand for."""
+        return len(self.rows) * self.num_blocks
+
+    def addresses(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where descriptors begin, by their indices; of the same shape."""
+        row, block = np.divmod(indices, self.num_blocks)
+        address, stride = self.rows[row, 0].astype(np.int64), self.rows[row, 3].astype(np.int64)
+        found: npt.NDArray[np.int64] = address + block * stride
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PlanePair:
+    """One plane of a layer at both ends, and the layer's groups there."""
+
+    src: Plane
+    dst: Plane
+    groups: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a request moves of the planes of one pair of KV-cache groups.
+
+    Attributes:
+        src: The request's blocks at the source.
+        dst: The same at the destination.
+        planes: Positions of the planes in the leg; shape (planes,), int64.
+        chunk_starts: Where in the sequence the chunks begin that both ends hold, a chunk being the
+            tokens that share a block with each other at both ends; shape (chunks,), int64. They are
+            in the order of the source's memory, so that adjoining blocks are adjoining chunks.
+        src_block_ids: The source's block of each chunk, ascending; shape (chunks,), int64.
+    """
+
+    src: BlockSpan
+    dst: BlockSpan
+    planes: npt.NDArray[np.int64]
+    chunk_starts: npt.NDArray[np.int64]
+    src_block_ids: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A read made ready for transfer.
+
+    Attributes:
+        read: The read.
+        pairs: Its planes, all alike in their shapes.
+        run: What one descriptor moves.
+        src: The source's end.
+        dst: The destination's end.
+        planes_by_groups: For each pair of a source and a destination KV-cache group, the positions
+            of the planes of its layers; shape (planes,), int64.
+    """
+
+    read: Read
+    pairs: tuple[PlanePair, ...]
+    run: Run
+    src: LegEnd
+    dst: LegEnd
+    planes_by_groups: tuple[tuple[tuple[int, int], npt.NDArray[np.int64]], ...]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens that share a block with each other at both ends."""
+        return math.gcd(self.src.block_tokens, self.dst.block_tokens)
+
+    def select(
+        self, src_blocks: Sequence[BlockSpan], dst_blocks: Sequence[BlockSpan]
+    ) -> list[Selection]:
+        """What a request's blocks have in common; nothing of groups where that is nothing.
+
+        Args:
+            src_blocks: The request's blocks at the source, one span for each of its groups.
+            dst_blocks: The same at the destination.
+        """
+        selections = []
+        for (src_group, dst_group), planes in self.planes_by_groups:
+            src, dst = src_blocks[src_group], dst_blocks[dst_group]
+            start = max(src.start_token, dst.start_token)
+            stop = min(
+                src.start_token + len(src.block_ids) * self.src.block_tokens,
+                dst.start_token + len(dst.block_ids) * self.dst.block_tokens,
+            )
+            if start < stop:
+                chunk_starts = np.arange(start, stop, self.chunk_tokens, dtype=np.int64)
+                ids = src.block_ids[(chunk_starts - src.start_token) // self.src.block_tokens]
+                if (np.diff(ids) < 0).any():
+                    order = np.argsort(ids, kind="stable")
+                    chunk_starts, ids = chunk_starts[order], ids[order]
+                selections.append(Selection(src, dst, planes, chunk_starts, ids.astype(np.int64)))
+        return selections
+
+    def indices(self, selections: Sequence[Selection]) -> tuple[Indices, Indices]:
+        """The descriptors that move what was selected.
+
+        Returns:
+            Indices at the source and at the destination, of equal length.
+        """
+        head_runs_per_plane = self.read.num_heads // self.run.num_heads
+        src_parts: list[npt.NDArray[np.int64]] = []
+        dst_parts: list[npt.NDArray[np.int64]] = []
+        for each in selections:
+            head_runs = _spread(each.planes * head_runs_per_plane, head_runs_per_plane, 1)
+            src, dst = self._descriptors(each, head_runs)
+            src_parts.append(src)
+            dst_parts.append(dst)
+        return _as_indices(src_parts), _as_indices(dst_parts)
+
+    def num_merged(self, selections: Sequence[Selection]) -> int:
+        """Descriptors that are left once those are merged that adjoin at both ends.
+
+        NIXL merges those that follow one another. That is done here for the first run of heads
+        only: the others lie in memory as it does.
+        """
+        count = 0
+        for each in selections:
+            ends = self._descriptors(each, np.zeros(1, dtype=np.int64))
+            addresses = self.src.addresses(ends[0]), self.dst.addresses(ends[1])
+            length = int(self.src.rows[0, 1])
+            count += count_merged(addresses, length) * self._head_runs(each)
+        return count
+
+    def _head_runs(self, selection: Selection) -> int:
+        return len(selection.planes) * (self.read.num_heads // self.run.num_heads)
+
+    def _descriptors(
+        self, selection: Selection, head_runs: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The descriptors of both ends for some runs of heads, by run of heads."""
+        num_runs = self.chunk_tokens // self.run.num_tokens
+        tokens = _spread(selection.chunk_starts, num_runs, self.run.num_tokens)
+        return (
+            _descriptors(self.src, selection.src, tokens, self.run, head_runs),
+            _descriptors(self.dst, selection.dst, tokens, self.run, head_runs),
+        )
+
+
+def count_merged(addresses: Sequence[npt.NDArray[np.int64]], length_bytes: int) -> int:
+    """How many are left of equally long descriptors when those that adjoin are merged.
+
+    Args:
+        addresses: Where they begin, at each end; shape (descriptors,) each.
+        length_bytes: Of each.
+    """
+    if not len(addresses[0]):
+        return 0
+    adjoin = [np.diff(each) == length_bytes for each in addresses]
+    return len(addresses[0]) - int(np.count_nonzero(np.logical_and.reduce(adjoin)))
+
+
+def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
+    """Turn a planned read into legs: one, unless its layers differ in the shape of their blocks.
+
+    Args:
+        read: The read.
+        src: The cache of `read.src_rank`.
+        dst: The cache of `read.dst_rank`.
+
+    Raises:
+        RemoteLayoutError: The two caches differ in their planes, in what makes a slot, or in the
+            size of blocks whose tokens are packed.
+        LocalLayoutError: A list would have more descriptors than NIXL's indices can count.
+    """
+    pairs_by_shape: dict[tuple[Run, Plane, Plane], list[PlanePair]] = defaultdict(list)
+    for layer in read.layers:
+        for pair in _paired_planes(layer, src, dst):
+            run = _common_run(read.num_heads, pair)
+            src_shape, dst_shape = (replace(each, address=0) for each in (pair.src, pair.dst))
+            pairs_by_shape[run, src_shape, dst_shape].append(pair)
+    return tuple(_leg(read, run, pairs, src, dst) for (run, _, _), pairs in pairs_by_shape.items())
+
+
+def _leg(read: Read, run: Run, pairs: Sequence[PlanePair], src: RankCache, dst: RankCache) -> Leg:
+    """Write both lists for planes that are alike."""
+    planes: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for position, pair in enumerate(pairs):
+        planes[pair.groups].append(position)
+    return Leg(
+        read,
+        tuple(pairs),
+        run,
+        write_end([pair.src for pair in pairs], src, read.src_head_offset, read.num_heads, run),
+        write_end([pair.dst for pair in pairs], dst, read.dst_head_offset, read.num_heads, run),
+        tuple(
+            (groups, np.asarray(positions, dtype=np.int64))
+            for groups, positions in sorted(planes.items())
+        ),
+    )
+
+
+def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[PlanePair]:
+    """Match a layer's planes by position."""
+    src_planes, dst_planes = src.layers[layer].planes, dst.layers[layer].planes
+    groups = src.layers[layer].group, dst.layers[layer].group
+    if len(src_planes) != len(dst_planes):
+        raise RemoteLayoutError(
+            f"layer {layer} has {len(src_planes)} planes at the source but {len(dst_planes)} here: "
+            "run both engines with the same attention backend"
+        )
+    for src_plane, dst_plane in zip(src_planes, dst_planes, strict=True):
+        if src_plane.slot_bytes != dst_plane.slot_bytes:
+            raise RemoteLayoutError(
+                f"a head of a token of layer {layer} takes {src_plane.slot_bytes} bytes at the "
+                f"source but {dst_plane.slot_bytes} here: run both engines with the same model, "
+                "dtype and --kv-cache-dtype"
+            )
+        if src_plane.packed != dst_plane.packed or (
+            src_plane.packed and src_plane.block_tokens != dst_plane.block_tokens
+        ):
+            raise RemoteLayoutError(
+                f"layer {layer} has blocks of {_page_text(src_plane)} at the source but of "
+                f"{_page_text(dst_plane)} here: run both engines with the same attention backend "
+                "and --block-size"
+            )
+        yield PlanePair(src_plane, dst_plane, groups)
+
+
+def _page_text(plane: Plane) -> str:
+    return f"{plane.block_tokens} {'packed' if plane.packed else 'plain'} tokens"
+
+
+def _common_run(num_heads: int, pair: PlanePair) -> Run:
+    """The largest run that is contiguous, in one order, at both ends."""
+    num_tokens = math.gcd(pair.src.block_tokens, pair.dst.block_tokens)
+    candidates = [Run(heads, tokens) for heads in (num_heads, 1) for tokens in (num_tokens, 1)]
+    candidates.sort(key=lambda run: run.num_heads * run.num_tokens, reverse=True)
+    # There always is one: a head of one token, or of one block where tokens are packed.
+    return next(
+        run
+        for run in candidates
+        if pair.src.orders(run.num_heads, run.num_tokens)
+        & pair.dst.orders(run.num_heads, run.num_tokens)
+    )
+
+
+def write_end(
+    planes: Sequence[Plane], cache: RankCache, head_offset: int, num_heads: int, run: Run
+) -> LegEnd:
+    """Write the strided rows of one end.
+
+    Args:
+        planes: The planes, all of one shape.
+        cache: Whose they are.
+        head_offset: The first head, within the planes.
+        num_heads: How many heads.
+        run: What one descriptor is to move; it must be contiguous.
+
+    Raises:
+        LocalLayoutError: There would be more descriptors than NIXL's indices can count.
+    """
+    block_tokens = planes[0].block_tokens
+    num_rows = len(planes) * (num_heads // run.num_heads) * (block_tokens // run.num_tokens)
+    if num_rows > _MAX_ROWS or num_rows * cache.num_blocks > _MAX_DESCRIPTORS:
+        raise LocalLayoutError(
+            f"{num_rows} runs in each of {cache.num_blocks} blocks are more descriptors than one "
+            f"transfer list can hold, {_MAX_ROWS} runs and {_MAX_DESCRIPTORS} in all: use a larger "
+            "--block-size, the same on both engines, or fewer blocks"
+        )
+    rows = [
+        (
+            plane.address + plane.offset_bytes(head, token),
+            run.num_heads * run.num_tokens * plane.slot_bytes,
+            cache.device_id,
+            plane.block_stride_bytes,
+            cache.num_blocks,
+        )
+        for plane in planes
+        for head in range(head_offset, head_offset + num_heads, run.num_heads)
+        for token in range(0, block_tokens, run.num_tokens)
+    ]
+    return LegEnd(
+        np.array(rows, dtype=np.uint64),
+        cache.num_blocks,
+        block_tokens,
+        block_tokens // run.num_tokens,
+    )
+
+
+def _descriptors(
+    end: LegEnd,
+    span: BlockSpan,
+    tokens: npt.NDArray[np.int64],
+    run: Run,
+    head_runs: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """The descriptors of one end for the runs that begin at the given tokens, by head run."""
+    block, token = np.divmod(tokens - span.start_token, end.block_tokens)
+    row_in_head_run = token // run.num_tokens
+    block_ids = span.block_ids.astype(np.int64)[block]
+    rows = head_runs[:, np.newaxis] * end.runs_per_block + row_in_head_run
+    descriptors: npt.NDArray[np.int64] = (rows * end.num_blocks + block_ids).ravel()
+    return descriptors
+
+
+def _spread(starts: npt.NDArray[np.int64], count: int, step: int) -> npt.NDArray[np.int64]:
+    """For each start so many numbers that begin there, in steps."""
+    spread: npt.NDArray[np.int64] = (starts[:, np.newaxis] + step * np.arange(count)).ravel()
+    return spread
+
+
+def _as_indices(parts: Sequence[npt.NDArray[np.int64]]) -> Indices:
+    return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, dtype=np.int32)

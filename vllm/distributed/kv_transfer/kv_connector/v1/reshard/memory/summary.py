@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan costs each rank, and how it is told to people.
+
+The figures are read off the legs that the engines themselves would prepare, for caches that exist
+as numbers alone. Nothing is counted here by a rule of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..plan.mesh import MeshRank
+from ..plan.reshard import Read, ReshardPlan
+from ..plan.shards import Layer, Shard
+from .cache import LayerCache, Plane, RankCache
+from .lowering import BlockSpan, Leg, lower_read
+from .staging import StagedLeg, stage_leg
+from .strategy import DEFAULT_COSTS, LARGEST_ARENA_BYTES, Room, Strategy
+
+DESCRIPTOR_TOKENS = 1024
+"""The length of prompt that descriptors are counted for."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """How both engines keep the KV cache: in pages that hold a block's heads before its tokens.
+
+    Attributes:
+        slot_bytes: Size of one head of one token in one plane.
+        num_planes: 2 for keys and values, 1 for the latent of MLA.
+        src_block_tokens: Tokens in a block of the source.
+        dst_block_tokens: Tokens in a block of the destination.
+        window_tokens_by_layer: The layers that keep the last tokens of a sequence only, and how
+            many. Others keep all.
+    """
+
+    slot_bytes: int
+    num_planes: int
+    src_block_tokens: int
+    dst_block_tokens: int
+    window_tokens_by_layer: Mapping[Layer, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFigures:
+    """What one read moves, for requests whose blocks adjoin at both ends.
+
+    Attributes:
+        read: The read.
+        token_bytes: Bytes of one token, in all of the read's layers.
+        request_bytes: Bytes of a prompt, which is read in whole blocks.
+        descriptors: Descriptors of a prompt of `DESCRIPTOR_TOKENS` tokens.
+        descriptor_bytes: Size of one descriptor: what is contiguous at both ends.
+        merged_descriptors: What is left of `descriptors` once those are merged that adjoin at both
+            ends.
+        staged_descriptors: The same of a read by way of an arena, where adjoining at the source is
+            enough.
+        strategy: What is better for the prompt, with `DEFAULT_COSTS`.
+    """
+
+    read: Read
+    token_bytes: int
+    request_bytes: int
+    descriptors: int
+    descriptor_bytes: int
+    merged_descriptors: int
+    staged_descriptors: int
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderFigures:
+    """What one destination rank reads, and whom it tells that it has.
+
+    Attributes:
+        rank: The rank.
+        reads: Its reads.
+        only_notifies: Source ranks that it does not read from, and releases nevertheless.
+    """
+
+    rank: MeshRank
+    reads: tuple[ReadFigures, ...]
+    only_notifies: tuple[MeshRank, ...]
+
+    @property
+    def fan_in(self) -> int:
+        """Source ranks that it reads from."""
+        return len({figures.read.src_rank for figures in self.reads})
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return sum(figures.token_bytes for figures in self.reads)
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes of a prompt."""
+        return sum(figures.request_bytes for figures in self.reads)
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors of a prompt of `DESCRIPTOR_TOKENS` tokens."""
+        return sum(figures.descriptors for figures in self.reads)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFigures:
+    """What one source rank serves.
+
+    Attributes:
+        rank: The rank.
+        fan_out: Destination ranks that read from it; 0 where it is only notified.
+        notifiers: Destination ranks that it waits for before it frees a request's blocks.
+        token_bytes: Bytes of one token that are read from it, by all readers together.
+    """
+
+    rank: MeshRank
+    fan_out: int
+    notifiers: tuple[MeshRank, ...]
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFigures:
+    """What a plan costs.
+
+    Attributes:
+        readers: One a destination rank, in the order of ranks.
+        sources: One a source rank, in the order of ranks.
+    """
+
+    readers: tuple[ReaderFigures, ...]
+    sources: tuple[SourceFigures, ...]
+
+
+def measure_plan(
+    plan: ReshardPlan,
+    src: Iterable[Shard],
+    dst: Iterable[Shard],
+    cache_format: CacheFormat,
+    prompt_tokens: int,
+) -> PlanFigures:
+    """Count what a plan moves, for one token and for a prompt.
+
+    Args:
+        plan: The plan.
+        src: The shards that it was made from.
+        dst: The same.
+        cache_format: How the caches lie in memory.
+        prompt_tokens: Length of the prompt, at least 1.
+    """
+    src_shards = {shard.rank: shard for shard in src}
+    dst_shards = {shard.rank: shard for shard in dst}
+    all_figures = [
+        _measure_read(
+            read, src_shards[read.src_rank], dst_shards[read.dst_rank], cache_format, prompt_tokens
+        )
+        for read in plan.reads
+    ]
+    return PlanFigures(
+        tuple(
+            ReaderFigures(
+                rank,
+                tuple(figures for figures in all_figures if figures.read.dst_rank == rank),
+                only_notified_by(plan, rank),
+            )
+            for rank in sorted(dst_shards)
+        ),
+        tuple(
+            SourceFigures(
+                release.src_rank,
+                len({read.dst_rank for read in plan.reads if read.src_rank == release.src_rank}),
+                release.notifiers,
+                sum(
+                    figures.token_bytes
+                    for figures in all_figures
+                    if figures.read.src_rank == release.src_rank
+                ),
+            )
+            for release in plan.releases
+        ),
+    )
+
+
+def only_notified_by(plan: ReshardPlan, dst_rank: MeshRank) -> tuple[MeshRank, ...]:
+    """The source ranks that a destination rank releases without reading from them."""
+    read_from = {read.src_rank for read in plan.reads_of(dst_rank)}
+    return tuple(
+        release.src_rank
+        for release in plan.notified_by(dst_rank)
+        if release.src_rank not in read_from
+    )
+
+
+def describe_reads(plan: ReshardPlan, dst_rank: MeshRank) -> str:
+    """What one destination rank reads from whom, and whom it only notifies, in one line."""
+    reads = "; ".join(
+        f"{layers_text(read.layers)}, heads {read.heads} from {read.src_rank}"
+        for read in plan.reads_of(dst_rank)
+    )
+    parts = [f"reads {reads}" if reads else "reads nothing"]
+    if notified := only_notified_by(plan, dst_rank):
+        parts.append(f"only notifies {ranks_text(notified)}")
+    return "; ".join(parts)
+
+
+def layers_text(layers: Sequence[Layer]) -> str:
+    """Name layers by their indices, as ranges, or count them where their names have none.
+
+    Names such as `model.layers.3.self_attn.attn` hold one index each, and are alike beside it.
+    """
+    indices = [_index_in(layer) for layer in layers]
+    known = sorted(index for index, _ in indices if index is not None)
+    if len(set(known)) < len(layers) or len({rest for _, rest in indices}) > 1:
+        return f"{len(layers)} layer{'s' * (len(layers) != 1)}"
+    return f"layer{'s' * (len(layers) != 1)} {ranges_text(known)}"
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Write ascending numbers as ranges: 0-9, 20-31."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
+
+
+def ranks_text(ranks: Iterable[MeshRank]) -> str:
+    """Write ranks, those of a stage as ranges: pp0tp1-7, pp1tp0."""
+    tp_ranks_by_stage: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        tp_ranks_by_stage.setdefault(rank.pp_rank, []).append(rank.tp_rank)
+    return ", ".join(
+        f"pp{pp_rank}tp{part}"
+        for pp_rank, tp_ranks in tp_ranks_by_stage.items()
+        for part in ranges_text(tp_ranks).split(", ")
+    )
+
+
+def _index_in(layer: Layer) -> tuple[int | None, str]:
+    """The index in a layer's name, if it is the only one, and the name without it."""
+    if isinstance(layer, int):
+        return layer, ""
+    parts = layer.split(".")
+    numbers = [part for part in parts if part.isdecimal()]
+    if len(numbers) != 1:
+        return None, layer
+    return int(numbers[0]), ".".join(part for part in parts if not part.isdecimal())
+
+
+def _measure_read(
+    read: Read, src: Shard, dst: Shard, cache_format: CacheFormat, prompt_tokens: int
+) -> ReadFigures:
+    """Lower a read between synthetic caches, and count what its legs would move."""
+    windows = sorted({cache_format.window_tokens_by_layer.get(layer, 0) for layer in read.layers})
+    block_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+    longest_tokens = max(prompt_tokens, DESCRIPTOR_TOKENS)
+    src_cache, dst_cache = (
+        _cache(read.layers, shard, cache_format, windows, tokens, longest_tokens)
+        for shard, tokens in zip((src, dst), block_tokens, strict=True)
+    )
+    figures = [
+        _measure_leg(leg, stage_leg(leg, src_cache), windows, prompt_tokens)
+        for leg in lower_read(read, src_cache, dst_cache)
+    ]
+    return ReadFigures(
+        read,
+        len(read.layers) * read.num_heads * cache_format.num_planes * cache_format.slot_bytes,
+        request_bytes=sum(each.request_bytes for each in figures),
+        descriptors=sum(each.descriptors for each in figures),
+        descriptor_bytes=min(each.descriptor_bytes for each in figures),
+        merged_descriptors=sum(each.merged for each in figures),
+        staged_descriptors=sum(each.staged for each in figures),
+        strategy=(
+            Strategy.STAGED
+            if any(each.strategy is Strategy.STAGED for each in figures)
+            else Strategy.DIRECT
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _LegFigures:
+    """A leg's part of `ReadFigures`."""
+
+    request_bytes: int
+    descriptors: int
+    descriptor_bytes: int
+    merged: int
+    staged: int
+    strategy: Strategy
+
+
+def _measure_leg(
+    leg: Leg, staged: StagedLeg, windows: Sequence[int], prompt_tokens: int
+) -> _LegFigures:
+    """Count what a leg would move; the windows are those of its groups."""
+    descriptor_bytes = int(leg.src.rows[0, 1])
+    counted, request = (
+        leg.select(
+            *(
+                [_span(window, tokens, end.block_tokens) for window in windows]
+                for end in (leg.src, leg.dst)
+            )
+        )
+        for tokens in (DESCRIPTOR_TOKENS, prompt_tokens)
+    )
+    return _LegFigures(
+        len(leg.indices(request)[0]) * descriptor_bytes,
+        len(leg.indices(counted)[0]),
+        descriptor_bytes,
+        leg.num_merged(counted),
+        staged.num_merged(counted),
+        staged.choose(request, DEFAULT_COSTS, Room(LARGEST_ARENA_BYTES)),
+    )
+
+
+def _cache(
+    layers: Iterable[Layer],
+    shard: Shard,
+    cache_format: CacheFormat,
+    windows: Sequence[int],
+    block_tokens: int,
+    longest_tokens: int,
+) -> RankCache:
+    """Some layers of a rank's cache, in memory that begins at 0; one group for each window."""
+    page_bytes = block_tokens * cache_format.slot_bytes
+
+    def planes(num_heads: int) -> tuple[Plane, ...]:
+        plane = Plane(
+            address=0,
+            block_stride_bytes=num_heads * page_bytes,
+            head_stride_bytes=page_bytes,
+            token_stride_bytes=cache_format.slot_bytes,
+            slot_bytes=cache_format.slot_bytes,
+            num_heads=num_heads,
+            block_tokens=block_tokens,
+        )
+        return (plane,) * cache_format.num_planes
+
+    return RankCache(
+        num_blocks=-(-longest_tokens // block_tokens),
+        device_id=0,
+        layers={
+            layer: LayerCache(
+                planes(len(shard.heads_by_layer[layer])),
+                windows.index(cache_format.window_tokens_by_layer.get(layer, 0)),
+            )
+            for layer in layers
+        },
+    )
+
+
+def _span(window_tokens: int, num_tokens: int, block_tokens: int) -> BlockSpan:
+    """The blocks of a prompt that hold what its last token attends to; a window of 0 is all."""
+    first_token = max(0, num_tokens - window_tokens) if window_tokens else 0
+    first_block = first_token // block_tokens
+    block_ids = np.arange(first_block, -(-num_tokens // block_tokens), dtype=np.int32)
+    return BlockSpan(block_ids, first_block * block_tokens)

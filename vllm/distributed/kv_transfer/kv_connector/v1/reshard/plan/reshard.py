@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who reads what from whom, and who tells whom that it has done so.
+
+`plan_reshard` intersects what every destination rank needs with what the source ranks hold. It is a
+function of values: the order in which ranks are given does not matter, and both engines compute the
+same plan from the same shards.
+
+Example, 6 KV heads and one layer, source TP3 to destination TP2:
+
+    destination    needs    reads from    global heads    at source    at destination
+    tp0            [0, 3)   tp0           [0, 2)          0            0
+                            tp1           [2, 3)          0            2
+    tp1            [3, 6)   tp1           [3, 4)          1            0
+                            tp2           [4, 6)          0            1
+
+Source rank tp1 is released by tp0 and tp1, the others by one destination rank each.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..errors import LocalLayoutError, RemoteLayoutError, ReshardError
+from .mesh import MeshRank
+from .shards import HeadInterval, Layer, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One destination rank's read of a slice of heads of some layers from one source rank.
+
+    Attributes:
+        dst_rank: Who reads.
+        src_rank: Who is read from.
+        layers: The layers to read, in the order of the destination's cache.
+        heads: The global heads to read of each layer.
+        src_head_offset: Position of the first head within the source's shard of each layer.
+        dst_head_offset: Position of the first head within the destination's shard of each layer.
+    """
+
+    dst_rank: MeshRank
+    src_rank: MeshRank
+    layers: tuple[Layer, ...]
+    heads: HeadInterval
+    src_head_offset: int
+    dst_head_offset: int
+
+    @property
+    def num_heads(self) -> int:
+        """Heads read of each layer."""
+        return len(self.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The destination ranks that a source rank must hear from before it may free a request.
+
+    Attributes:
+        src_rank: Who holds the blocks.
+        notifiers: Who notifies it, in the order of ranks: all that read from it, or one destination
+            rank where none does.
+    """
+
+    src_rank: MeshRank
+    notifiers: tuple[MeshRank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """All reads between two engines, and who releases whom.
+
+    Attributes:
+        reads: Ordered by destination rank, then source rank, then heads.
+        releases: One a source rank, in the order of ranks.
+    """
+
+    reads: tuple[Read, ...]
+    releases: tuple[Release, ...]
+
+    def reads_of(self, dst_rank: MeshRank) -> tuple[Read, ...]:
+        """The reads that one destination rank makes."""
+        return tuple(read for read in self.reads if read.dst_rank == dst_rank)
+
+    def notified_by(self, dst_rank: MeshRank) -> tuple[Release, ...]:
+        """The releases that one destination rank takes part in."""
+        return tuple(release for release in self.releases if dst_rank in release.notifiers)
+
+
+def plan_reshard(src: Iterable[Shard], dst: Iterable[Shard], *, spread: int = 0) -> ReshardPlan:
+    """Plan the reads that fill every destination rank from the source ranks.
+
+    Where several source ranks hold the same heads, their readers take turns among them, both in the
+    order of ranks. A reader keeps to the same holder for everything that the same ranks hold.
+
+    Args:
+        src: What each source rank holds.
+        dst: What each destination rank needs; at least one rank.
+        spread: Where the turn starts. Engines that read from the same source at the same time, such
+            as data-parallel replicas, pass different values so that they burden different holders.
+
+    Returns:
+        A plan in which every head of every destination layer is read exactly once.
+
+    Raises:
+        LocalLayoutError: `dst` is empty or names a rank twice.
+        RemoteLayoutError: `src` names a rank twice, or no source rank holds a head that a
+            destination rank needs.
+    """
+    src_by_rank = _by_rank(src, "source", RemoteLayoutError)
+    dst_by_rank = _by_rank(dst, "destination", LocalLayoutError)
+    if not dst_by_rank:
+        raise LocalLayoutError("there is no destination rank to read for: give at least one")
+    pieces = _elect(src_by_rank, dst_by_rank, spread)
+    reads = sorted(
+        _merge_layers(pieces, src_by_rank, dst_by_rank),
+        key=lambda read: (read.dst_rank, read.src_rank, read.heads, str(read.layers[0])),
+    )
+    return ReshardPlan(tuple(reads), tuple(_releases(reads, src_by_rank, dst_by_rank, spread)))
+
+
+def _by_rank(
+    shards: Iterable[Shard], side: str, error: type[ReshardError]
+) -> dict[MeshRank, Shard]:
+    """Index shards by their rank, in the order of ranks."""
+    by_rank: dict[MeshRank, Shard] = {}
+    for shard in sorted(shards, key=lambda shard: shard.rank):
+        if shard.rank in by_rank:
+            raise error(f"{side} rank {shard.rank} is given twice: give every rank once")
+        by_rank[shard.rank] = shard
+    return by_rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Heads of one layer that one destination rank reads from one source rank."""
+
+    dst_rank: MeshRank
+    src_rank: MeshRank
+    layer: Layer
+    heads: HeadInterval
+
+
+def _elect(src: dict[MeshRank, Shard], dst: dict[MeshRank, Shard], spread: int) -> Iterator[_Piece]:
+    """Choose a holder for every head of every destination layer."""
+    held_by_layer: dict[Layer, list[tuple[MeshRank, HeadInterval]]] = defaultdict(list)
+    for shard in src.values():
+        for layer, heads in shard.heads_by_layer.items():
+            held_by_layer[layer].append((shard.rank, heads))
+
+    # The readers of each set of replicas, in the order of ranks, which is the order of their turns.
+    readers: dict[tuple[MeshRank, ...], list[MeshRank]] = defaultdict(list)
+    for shard in dst.values():
+        for layer, needed in shard.heads_by_layer.items():
+            pieces: list[_Piece] = []
+            for heads in _cut(needed, [held for _, held in held_by_layer[layer]]):
+                holders = tuple(rank for rank, held in held_by_layer[layer] if held.contains(heads))
+                if not holders:
+                    raise RemoteLayoutError(
+                        f"no source rank holds heads {heads} of layer {layer}, which destination "
+                        f"rank {shard.rank} needs: run both engines with the same model, and "
+                        "describe every stage and rank of the source"
+                    )
+                if shard.rank not in readers[holders]:
+                    readers[holders].append(shard.rank)
+                turn = spread + readers[holders].index(shard.rank)
+                src_rank = holders[turn % len(holders)]
+                if pieces and pieces[-1].src_rank == src_rank:
+                    heads = HeadInterval(pieces.pop().heads.start, heads.stop)
+                pieces.append(_Piece(shard.rank, src_rank, layer, heads))
+            yield from pieces
+
+
+def _cut(needed: HeadInterval, held: list[HeadInterval]) -> Iterator[HeadInterval]:
+    """Cut an interval wherever a held one begins or ends: each piece is held as a whole or not."""
+    edges = {edge for heads in held for edge in (heads.start, heads.stop)}
+    inner = sorted(edge for edge in edges if needed.start < edge < needed.stop)
+    starts, stops = [needed.start, *inner], [*inner, needed.stop]
+    return (HeadInterval(start, stop) for start, stop in zip(starts, stops, strict=True))
+
+
+def _merge_layers(
+    pieces: Iterable[_Piece], src: dict[MeshRank, Shard], dst: dict[MeshRank, Shard]
+) -> Iterator[Read]:
+    """Join the pieces that are alike in everything but the layer."""
+    layers_by_slice: dict[tuple[MeshRank, MeshRank, HeadInterval, int, int], list[Layer]] = (
+        defaultdict(list)
+    )
+    for piece in pieces:
+        src_head_offset, dst_head_offset = (
+            piece.heads.start - shard.heads_by_layer[piece.layer].start
+            for shard in (src[piece.src_rank], dst[piece.dst_rank])
+        )
+        layers_by_slice[
+            piece.dst_rank, piece.src_rank, piece.heads, src_head_offset, dst_head_offset
+        ].append(piece.layer)
+    for (dst_rank, src_rank, heads, src_offset, dst_offset), layers in layers_by_slice.items():
+        yield Read(dst_rank, src_rank, tuple(layers), heads, src_offset, dst_offset)
+
+
+def _releases(
+    reads: Iterable[Read], src: dict[MeshRank, Shard], dst: dict[MeshRank, Shard], spread: int
+) -> Iterator[Release]:
+    """Name the notifiers of every source rank, also of those that nobody reads from."""
+    readers: dict[MeshRank, set[MeshRank]] = defaultdict(set)
+    for read in reads:
+        readers[read.src_rank].add(read.dst_rank)
+    dst_ranks = list(dst)
+    turn = spread
+    for src_rank in src:
+        if notifiers := sorted(readers[src_rank]):
+            yield Release(src_rank, tuple(notifiers))
+        else:
+            yield Release(src_rank, (dst_ranks[turn % len(dst_ranks)],))
+            turn += 1

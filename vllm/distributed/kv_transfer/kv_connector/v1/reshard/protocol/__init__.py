@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 3: bytes and state machines. No socket, no clock.
+
+ledgers                     what each side knows of its requests
+leases                      which requests a worker holds, where readers can see it
+compatibility, metadata     what engines tell each other when they shake hands
+messages                    what travels afterwards
+params                      what requests ask for
+"""

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be equal at two engines for the KV cache of one to mean the same to the other.
+
+These are named values rather than one hash, so that an error can say which of them differ, and how
+to make them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import RemoteIncompatibleError
+
+_REMEDIES = {
+    "vllm_version": "install the same version of vLLM",
+    "model": "serve the same model, with the same --hf-overrides",
+    "num_hidden_layers": "serve the same model",
+    "num_kv_heads": "serve the same model",
+    "head_size": "serve the same model",
+    "mla": "serve the same model, with the same VLLM_MLA_DISABLE",
+    "dtype": "give the same --dtype",
+    "kv_cache_dtype": "give the same --kv-cache-dtype",
+    "attention_backends": "give the same --attention-backend",
+    "hybrid_kv_cache_manager": "give --disable-hybrid-kv-cache-manager on both or on neither",
+}
+
+
+def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> None:
+    """Compare the factors of two engines.
+
+    Raises:
+        RemoteIncompatibleError: Some differ; the message names each, with both values.
+    """
+    names = [*local, *sorted(remote.keys() - local.keys())]
+    differing = [name for name in names if local.get(name) != remote.get(name)]
+    if not differing:
+        return
+    values = "; ".join(
+        f"{quote(name)} is {quote(remote.get(name))} there and {quote(local.get(name))} here"
+        for name in differing
+    )
+    remedies = ", ".join(dict.fromkeys(map(remedy, differing)))
+    raise RemoteIncompatibleError(
+        f"the peer's KV cache means something else: {values}: on both engines, {remedies}"
+    )
+
+
+def remedy(name: str) -> str:
+    """What makes a factor equal."""
+    return _REMEDIES.get(name, "run the same build")
+
+
+def quote(text: str | None) -> str:
+    """Make what a peer wrote fit for one line of a log."""
+    if text is None:
+        return "unset"
+    printable = text if text.isprintable() else ascii(text)
+    return printable if len(printable) <= 200 else f"{printable[:200]}..."

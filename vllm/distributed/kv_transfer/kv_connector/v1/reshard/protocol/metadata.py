@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines say of themselves when they shake hands, and how it is written for the wire.
+
+    worker     WorkerDescription --encode_worker--> bytes, in a WorkerHandshake
+    scheduler  WorkerHandshakes of all workers --encode_reply--> one reply, served to any peer
+    peer       reply --decode_reply--> WorkerDescriptions
+
+A reply is read in phases, each with types of its own, so that a later phase may change from version
+to version without making an earlier one unreadable: who answers (connector and version), then what
+must be equal (factors), then the workers' descriptions. What a peer writes is bounded and checked
+before it is used: nothing but a `RemoteHandshakeError` comes out of decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from ..errors import (
+    LocalLayoutError,
+    RemoteHandshakeError,
+    RemoteIncompatibleError,
+    RemoteRefusedError,
+    ReshardError,
+)
+from ..memory.cache import LayerCache, Plane, RankCache
+from ..plan.mesh import MeshRank
+from ..plan.shards import HeadInterval, Layer, Shard
+from .compatibility import check_compatibility, quote, remedy
+from .leases import LeaseTableAddress
+
+CONNECTOR_NAME = "reshard"
+
+# Raised whenever two builds would misunderstand each other: other fields in a reply or in a
+# notification, or another meaning of a field or of a parameter that a router passes on.
+#
+#   1  first version
+CONNECTOR_VERSION = 1
+
+MAX_REPLY_BYTES = 64 << 20
+"""Size of the largest reply, in bytes: thousands of workers with hundreds of layers each."""
+
+# Bounds of what a peer may say. All are far above what exists, and together they keep every address
+# that is computed from a description within 64 bits.
+_Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
+_Address: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Stride: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
+_SlotBytes: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 32)]
+_Head: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 12)]
+_Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 14)]
+_Blocks: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 31)]
+_BlocksPerId: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 10)]
+_LeaseBuckets: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
+_Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
+_LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
+_LayerName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
+_EngineId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
+_AgentMetadata: TypeAlias = Annotated[bytes, Meta(max_length=16 << 20)]
+
+_Struct = TypeVar("_Struct")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """What one worker says of itself.
+
+    Attributes:
+        engine_id: The engine that it belongs to; another one after a restart.
+        shard: Its place, and the layers and heads that it holds.
+        cache: Where their bytes lie; the same layers.
+        lease_table: Where it says which requests it holds.
+        agent_metadata: What NIXL needs to connect to it.
+    """
+
+    engine_id: str
+    shard: Shard
+    cache: RankCache
+    lease_table: LeaseTableAddress
+    agent_metadata: bytes
+
+
+@dataclass(frozen=True)
+class WorkerHandshake:
+    """What a worker hands to its engine's scheduler, in another process, for any peer.
+
+    Attributes:
+        factors: What must be equal at both engines, by name.
+        body: The worker's description, encoded.
+    """
+
+    factors: dict[str, str]
+    body: bytes
+
+
+class _WirePlane(msgspec.Struct, frozen=True, array_like=True):
+    """`Plane`, field by field in the same order."""
+
+    address: _Address
+    block_stride_bytes: _Stride
+    head_stride_bytes: _Stride
+    token_stride_bytes: _Stride
+    slot_bytes: _SlotBytes
+    num_heads: _Head
+    block_tokens: _Tokens
+    packed: bool
+
+
+class _WireLayer(msgspec.Struct, frozen=True, array_like=True):
+    """One layer of a shard and of its cache."""
+
+    layer: _LayerIndex | _LayerName
+    head_start: _Head
+    head_stop: _Head
+    group: _Group
+    planes: Annotated[list[_WirePlane], Meta(min_length=1, max_length=4)]
+
+
+class _WireWorker(msgspec.Struct, frozen=True, array_like=True):
+    """`WorkerDescription`."""
+
+    engine_id: _EngineId
+    pp_rank: _Rank
+    tp_rank: _Rank
+    num_blocks: _Blocks
+    blocks_per_id: _BlocksPerId
+    device_id: _Rank
+    lease_address: _Address
+    num_lease_buckets: _LeaseBuckets
+    agent_metadata: _AgentMetadata
+    layers: Annotated[list[_WireLayer], Meta(min_length=1, max_length=1 << 12)]
+
+
+class _Greeting(msgspec.Struct, frozen=True):
+    """The first phase: who answers. All versions of this connector write these fields.
+
+    Attributes:
+        connector: Name of the connector.
+        version: Its version.
+        refusal: Why there is no more than this.
+        compatibility_hash: What upstream's NixlConnector begins its own handshake with.
+    """
+
+    connector: str = ""
+    version: int = 0
+    refusal: str = ""
+    compatibility_hash: str | None = None
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    """The second phase, which this version of the connector can read of its own version."""
+
+    connector: str
+    version: int
+    factors: dict[str, str]
+    workers: Annotated[list[bytes], Meta(min_length=1, max_length=1 << 16)]
+
+
+class _UpstreamReply(msgspec.Struct, frozen=True):
+    """What upstream's NixlConnector takes for an answer."""
+
+    compatibility_hash: str
+    agent_metadata_bytes: bytes
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_WORKER_DECODER = msgspec.msgpack.Decoder(_WireWorker)
+_GREETING_DECODER = msgspec.msgpack.Decoder(_Greeting)
+_REPLY_DECODER = msgspec.msgpack.Decoder(_Reply)
+
+
+def encode_worker(description: WorkerDescription) -> bytes:
+    """Write a worker's description for the wire.
+
+    Raises:
+        LocalLayoutError: Its shard and its cache do not agree, or a peer would refuse it.
+    """
+    shard, cache = description.shard, description.cache
+    if shard.heads_by_layer.keys() != cache.layers.keys():
+        differing = shard.heads_by_layer.keys() ^ cache.layers.keys()
+        raise LocalLayoutError(
+            f"rank {shard.rank} does not hold the same layers as its cache; they differ in "
+            f"{', '.join(sorted(map(str, differing)))}: register the KV cache of every layer"
+        )
+    data = _ENCODER.encode(
+        _WireWorker(
+            description.engine_id,
+            shard.rank.pp_rank,
+            shard.rank.tp_rank,
+            cache.num_blocks,
+            cache.blocks_per_id,
+            cache.device_id,
+            description.lease_table.address,
+            description.lease_table.num_buckets,
+            description.agent_metadata,
+            [
+                _wire_layer(layer, heads, cache.layers[layer])
+                for layer, heads in shard.heads_by_layer.items()
+            ],
+        )
+    )
+    # One set of rules for both directions: what we say, we would accept.
+    _read_worker(data, LocalLayoutError, "this worker's description")
+    return data
+
+
+def decode_worker(data: bytes) -> WorkerDescription:
+    """Read a worker's description from the wire.
+
+    Raises:
+        RemoteHandshakeError: It is malformed, out of bounds, or contradicts itself.
+    """
+    return _read_worker(data, RemoteHandshakeError, "a worker's description")
+
+
+def encode_reply(handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> bytes:
+    """Write the reply of an engine to any peer.
+
+    Args:
+        handshakes: What each worker says, by pipeline and tensor-parallel rank.
+
+    Raises:
+        LocalLayoutError: There are no workers, or they disagree about their engine, their ranks or
+            a factor, or the reply is too large.
+    """
+    if not handshakes:
+        raise LocalLayoutError(
+            "no worker has handshake metadata: register KV caches before the handshake is served"
+        )
+    ordered = [(MeshRank(*rank), handshakes[rank]) for rank in sorted(handshakes)]
+    first_rank, first = ordered[0]
+    engine_id = decode_worker(first.body).engine_id
+    for rank, handshake in ordered:
+        for name in sorted(first.factors.keys() | handshake.factors.keys()):
+            one, other = first.factors.get(name), handshake.factors.get(name)
+            if one != other:
+                raise LocalLayoutError(
+                    f"{name} is {quote(one)} on rank {first_rank} but {quote(other)} on rank "
+                    f"{rank}: start all workers of an engine alike ({remedy(name)})"
+                )
+        said = decode_worker(handshake.body)
+        if said.shard.rank != rank or said.engine_id != engine_id:
+            raise LocalLayoutError(
+                f"the worker of rank {rank} of engine {engine_id} says that it is rank "
+                f"{said.shard.rank} of engine {said.engine_id}: start all workers of an engine "
+                "with one configuration"
+            )
+    data = _ENCODER.encode(
+        _Reply(
+            CONNECTOR_NAME,
+            CONNECTOR_VERSION,
+            first.factors,
+            [handshake.body for _, handshake in ordered],
+        )
+    )
+    if len(data) > MAX_REPLY_BYTES:
+        raise LocalLayoutError(
+            f"the handshake of {len(ordered)} workers takes {len(data)} bytes but peers accept "
+            f"{MAX_REPLY_BYTES}: use fewer workers in one engine"
+        )
+    return data
+
+
+def encode_refusal(reason: str) -> bytes:
+    """Write an answer that says no, for a peer that runs any version of this connector."""
+    return _ENCODER.encode(_Greeting(CONNECTOR_NAME, CONNECTOR_VERSION, reason))
+
+
+def encode_refusal_for_upstream() -> bytes:
+    """Write an answer that upstream's NixlConnector reads, and refuses with our reason.
+
+    What stands in place of its hash can equal none, and its error message quotes it. Where its
+    check is turned off, it fails on the empty metadata instead.
+    """
+    return _ENCODER.encode(
+        _UpstreamReply(
+            f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}: this engine does not run upstream's "
+            "NixlConnector; configure the same connector on both engines",
+            b"",
+        )
+    )
+
+
+def decode_reply(
+    data: bytes, local_factors: Mapping[str, str] | None
+) -> tuple[WorkerDescription, ...]:
+    """Read the reply of an engine.
+
+    Args:
+        data: The reply.
+        local_factors: What must be equal at both engines, as it is here; None to take any.
+
+    Returns:
+        What each worker says, in the order of ranks; at least one.
+
+    Raises:
+        RemoteIncompatibleError: The peer runs another connector or version, or factors differ.
+        RemoteRefusedError: The peer declined.
+        RemoteHandshakeError: The reply is malformed or contradicts itself.
+    """
+    greeting = _decode(_GREETING_DECODER, data, RemoteHandshakeError, "the answer")
+    _check_greeting(greeting)
+    reply = _decode(_REPLY_DECODER, data, RemoteHandshakeError, "the answer")
+    if local_factors is not None:
+        check_compatibility(local_factors, reply.factors)
+    workers = sorted(map(decode_worker, reply.workers), key=lambda worker: worker.shard.rank)
+    ranks = [worker.shard.rank for worker in workers]
+    for rank, following in pairwise(ranks):
+        if rank == following:
+            raise RemoteHandshakeError(
+                f"the answer describes rank {rank} twice: run the same build on both engines"
+            )
+    engine_ids = sorted({worker.engine_id for worker in workers})
+    if len(engine_ids) > 1:
+        raise RemoteHandshakeError(
+            f"the answer describes workers of several engines, {quote(' and '.join(engine_ids))}: "
+            "give every engine a side channel of its own"
+        )
+    return tuple(workers)
+
+
+def _check_greeting(greeting: _Greeting) -> None:
+    """Refuse an answer that is not from this connector in this version, or that is a refusal."""
+    if greeting.connector != CONNECTOR_NAME:
+        if greeting.compatibility_hash is not None:
+            raise RemoteIncompatibleError(
+                "the peer runs upstream's NixlConnector, but this engine runs "
+                f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}: configure the same connector on both "
+                "engines"
+            )
+        raise RemoteIncompatibleError(
+            f"the peer runs connector {quote(greeting.connector)}, but this engine runs "
+            f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}: configure the same connector on both engines"
+        )
+    if greeting.version != CONNECTOR_VERSION:
+        raise RemoteIncompatibleError(
+            f"the peer runs {CONNECTOR_NAME}/{greeting.version}, but this engine runs "
+            f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}: install the same build on both engines"
+        )
+    if greeting.refusal:
+        raise RemoteRefusedError(f"the peer refuses: {quote(greeting.refusal)}")
+
+
+def _wire_layer(layer: Layer, heads: HeadInterval, cache: LayerCache) -> _WireLayer:
+    planes = [_WirePlane(*dataclasses.astuple(plane)) for plane in cache.planes]
+    return _WireLayer(layer, heads.start, heads.stop, cache.group, planes)
+
+
+def _read_worker(data: bytes, error: type[ReshardError], what: str) -> WorkerDescription:
+    """Decode a description and check what types cannot say."""
+    wire = _decode(_WORKER_DECODER, data, error, what)
+    rank = MeshRank(wire.pp_rank, wire.tp_rank)
+    if wire.num_blocks % wire.blocks_per_id:
+        raise error(
+            f"rank {rank} has {wire.num_blocks} blocks, {wire.blocks_per_id} to a block id, which "
+            "does not divide them: run the same build on both engines"
+        )
+    heads_by_layer: dict[Layer, HeadInterval] = {}
+    layers: dict[Layer, LayerCache] = {}
+    for layer in wire.layers:
+        name = quote(str(layer.layer))
+        if layer.layer in layers:
+            raise error(f"rank {rank} describes layer {name} twice: describe every layer once")
+        if layer.head_start >= layer.head_stop:
+            raise error(
+                f"rank {rank} holds heads [{layer.head_start}, {layer.head_stop}) of layer {name}, "
+                "which are none: describe layers that the rank holds"
+            )
+        heads = HeadInterval(layer.head_start, layer.head_stop)
+        for plane in layer.planes:
+            if plane.num_heads != len(heads):
+                raise error(
+                    f"rank {rank} holds heads {heads} of layer {name}, but its cache has "
+                    f"{plane.num_heads} heads: use a model whose layers have equally many KV heads"
+                )
+        heads_by_layer[layer.layer] = heads
+        layers[layer.layer] = LayerCache(
+            tuple(Plane(*msgspec.structs.astuple(plane)) for plane in layer.planes), layer.group
+        )
+    return WorkerDescription(
+        wire.engine_id,
+        Shard(rank, heads_by_layer),
+        RankCache(wire.num_blocks, wire.device_id, layers, wire.blocks_per_id),
+        LeaseTableAddress(wire.lease_address, wire.num_lease_buckets),
+        wire.agent_metadata,
+    )
+
+
+def _decode(
+    decoder: msgspec.msgpack.Decoder[_Struct], data: bytes, error: type[ReshardError], what: str
+) -> _Struct:
+    """Decode what may be anything."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
+        # The last two escape from msgspec for strings that are not UTF-8 and for deep nesting.
+        raise error(
+            f"{what} of {len(data)} bytes is not understood ({fault}): run the same build of the "
+            "connector on both engines"
+        ) from fault

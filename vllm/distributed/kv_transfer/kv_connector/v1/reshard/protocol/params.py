@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kv_transfer_params of a request: what a router passes on from one engine to the next.
+
+They come from outside, by way of a client, so nothing of them is used before it has been checked.
+Upstream's scheduler takes them as they are; what it gets to see is made `sound` first.
+
+    from a prefill engine, do_remote_prefill   where a prompt's blocks are, which have to be read
+    from a decode engine, do_remote_decode     where blocks of the last turn are, if read at all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+Params = dict[str, Any]
+
+_FAULT = "_fault"
+_ASKED = "_remote_blocks_processed"
+"""Upstream's: the workers have been told to read, or that there is nothing to read."""
+_OURS = frozenset({_FAULT, _ASKED, "_p_side_truncated"})
+"""What the schedulers note down, and no client may."""
+_REMOTE_PREFIX = "remote_"
+
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1 << 10)]
+_BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class RemoteBlocks(msgspec.Struct, frozen=True):
+    """Where another engine holds blocks of a request.
+
+    Attributes:
+        remote_engine_id: The engine.
+        remote_request_id: What the request is called there.
+        remote_host: Host of its side channel.
+        remote_port: TCP port of its side channel.
+        remote_block_ids: The blocks, for each KV-cache group, the last ones of the request's.
+        remote_num_tokens: Tokens of the request up to the last one in these blocks; None or 0 where
+            it is the prompt's.
+    """
+
+    remote_engine_id: _Text
+    remote_request_id: _Text
+    remote_host: _Text
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    remote_block_ids: Annotated[list[list[_BlockId]], msgspec.Meta(min_length=1)]
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+
+
+def sound(params: Params | None, *, reads_back: bool) -> tuple[Params | None, str | None]:
+    """Make parameters fit for a scheduler that believes them.
+
+    Args:
+        params: What came with a request.
+        reads_back: Whether this engine reads blocks of the last turn from a decode engine.
+
+    Returns:
+        The parameters as they are, but for names that only schedulers may use; or, where a prompt's
+        blocks should be read and nobody can tell where from, some that lead to `remote_blocks`
+        returning the fault, so that the request fails or is computed here, as
+        `kv_load_failure_policy` has it; or, where blocks of the last turn need not or cannot be
+        read, the same without them. And why blocks that should be read back cannot be, if so.
+    """
+    if not params:
+        return params, None
+    if _OURS & params.keys():
+        params = {name: value for name, value in params.items() if name not in _OURS}
+    if params.get("do_remote_prefill"):
+        fault = _fault(params)
+        # Upstream's scheduler sends no heartbeats to an engine whose size it is not told.
+        return ({"tp_size": 1, **params} if fault is None else _faulty(fault)), None
+    if not params.get("remote_block_ids"):
+        return params, None
+    fault = _fault(params) if reads_back else None
+    if reads_back and fault is None:
+        return params, None
+    return without_source(params), fault
+
+
+def without_source(params: Params) -> Params:
+    """The same, but with nothing to read: the prompt is computed here.
+
+    A prefill engine still holds what it computes for the next one.
+    """
+    return {
+        name: value
+        for name, value in params.items()
+        if name != "do_remote_prefill" and not name.startswith(_REMOTE_PREFIX)
+    }
+
+
+def asked_before(params: Params | None) -> bool:
+    """Whether the workers were told of a request's remote blocks already."""
+    params = params or {}
+    return bool(params.get(_ASKED)) and not params.get("do_remote_prefill")
+
+
+def concerns_us(params: Params | None) -> bool:
+    """Whether a request's blocks came from another engine, or may go to one."""
+    params = params or {}
+    return any(params.get(name) for name in ("do_remote_prefill", "do_remote_decode", _ASKED))
+
+
+def remote_request(params: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The engine and the request, as it is called there, whose blocks `sound` parameters name."""
+    if _FAULT in params or not params.get("remote_block_ids"):
+        return None
+    return params["remote_engine_id"], params["remote_request_id"]
+
+
+def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:
+    """Where to read from, out of `sound` parameters, or why nobody can tell."""
+    fault = params.get(_FAULT)
+    return fault if isinstance(fault, str) else msgspec.convert(params, RemoteBlocks)
+
+
+def _fault(params: Params) -> str | None:
+    """What is wrong with parameters that should say where blocks are."""
+    try:
+        msgspec.convert(params, RemoteBlocks)
+    except (msgspec.ValidationError, RecursionError) as error:
+        return (
+            f"its kv_transfer_params are malformed ({error}): the router must pass on unchanged "
+            "those that the other engine returned"
+        )
+    return None
+
+
+def _faulty(fault: str) -> Params:
+    """Parameters that make upstream's scheduler ask for a read, which is then refused."""
+    address: Params = {"remote_engine_id": "", "remote_request_id": "", "remote_host": ""}
+    return {
+        "do_remote_prefill": True,
+        "remote_port": 0,
+        "remote_block_ids": [[0]],
+        _FAULT: fault,
+        **address,
+    }

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floor 4: the world. Knows NIXL, ZeroMQ and torch, and nothing of vLLM's engine.
+
+agent                       NIXL
+side_channel                how handshakes travel
+remote                      an engine that is connected: its lists are prepared
+transfers                   reads in flight
+staging_area, scatter       the arena's memory, and copies out of it
+measure                     what reads and copies cost here
+lease_check                 whether what was read was still held
+"""

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's end of NIXL: register memory, prepare lists, post reads, poll, notify.
+
+It adds no policy to NIXL. What it adds is types, errors that name the peer, and the certainty that
+whatever was acquired is released.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
+from vllm.logger import init_logger
+
+from ..errors import LocalLayoutError, TransferError
+from ..memory.lowering import Indices, Rows
+
+logger = init_logger(__name__)
+
+_LOCAL = "NIXL_INIT_AGENT"
+
+Memory = Literal["DRAM", "VRAM"]
+"""Memory of the host, or of the device."""
+
+
+class TransferState(Enum):
+    """How a posted read is doing."""
+
+    IN_FLIGHT = "in flight"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A prepared descriptor list.
+
+    Attributes:
+        peer: The agent whose memory it describes; None for our own.
+        handle: NIXL's handle.
+    """
+
+    peer: str | None
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """A posted read.
+
+    Attributes:
+        peer: The agent that is read from.
+        handle: NIXL's handle.
+    """
+
+    peer: str
+    handle: Any
+
+
+class NixlAgent:
+    """A NIXL agent for one worker.
+
+    All of its methods belong to one thread, the engine's: NIXL does not promise that two may use an
+    agent at once.
+
+    Args:
+        name: Unique among all agents that may meet.
+        memory: Where the KV cache lies.
+        backends: NIXL backends, in the order of preference.
+        num_threads: Threads of the UCX backend; each takes resources of the network card.
+        progress_delay_us: How long NIXL's progress thread rests when it found nothing to do. 0 for
+            not at all: the least latency, for one core.
+        cores: Where NIXL's threads may run, and this one while it waits for a peer; None for where
+            the calling thread may.
+
+    Raises:
+        LocalLayoutError: NIXL is not installed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        memory: Memory = "DRAM",
+        backends: Sequence[str] = ("UCX",),
+        num_threads: int = 4,
+        progress_delay_us: int = 0,
+        cores: Collection[int] | None = None,
+    ) -> None:
+        if NixlWrapper is None or nixl_agent_config is None:
+            raise LocalLayoutError(
+                "the Python package nixl cannot be imported: install nixl>=1.5 in this environment"
+            )
+        self.name = name
+        self._memory = memory
+        self._backends = list(backends)
+        config = nixl_agent_config(
+            num_threads=num_threads, backends=self._backends, capture_telemetry=True
+        )
+        with _progress_delay(progress_delay_us), _running_on(cores):
+            self._agent = NixlWrapper(name, config)
+        self._cores = cores
+        self._registered: list[Any] = []
+        self._connections: Counter[str] = Counter()
+
+    def register(
+        self, regions: Sequence[tuple[int, int, int]], memory: Memory | None = None
+    ) -> None:
+        """Make memory known to NIXL, so that it can be read and written.
+
+        Args:
+            regions: Address, size in bytes and device id of each region.
+            memory: Where they lie; None for where the KV cache does.
+        """
+        descriptors = self._agent.get_reg_descs(
+            [(*region, "") for region in regions], memory or self._memory
+        )
+        self._agent.register_memory(descriptors, backends=self._backends)
+        self._registered.append(descriptors)
+
+    def metadata(self) -> bytes:
+        """What a peer needs to `connect`; complete once all memory is registered."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def connect(self, metadata: bytes) -> str:
+        """Make a peer known; returns its name.
+
+        Raises:
+            TransferError: The metadata is not that of an agent that this one can reach.
+        """
+        try:
+            # NIXL yields in a loop until the peer has answered. Where two workers that share a core
+            # do so, neither lets the other's threads run.
+            with _running_on(self._cores):
+                peer = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise TransferError(f"NIXL does not accept a peer's metadata: {error}") from error
+        name = peer.decode() if isinstance(peer, bytes) else str(peer)
+        self._connections[name] += 1
+        return name
+
+    def disconnect(self, peer: str) -> bool:
+        """Forget a peer, once for each time that it was connected.
+
+        Lists prepared for it must be released before. Two engines may have the same peer: one that
+        is known at two addresses, or one that pretends to be another.
+
+        Returns:
+            Whether this was the last time, so that nothing of the peer's can arrive any more.
+        """
+        self._connections[peer] -= 1
+        if self._connections[peer]:
+            return False
+        del self._connections[peer]
+        self._give_back(f"peer {peer}", self._agent.remove_remote_agent, peer)
+        return True
+
+    def prepare(
+        self, rows: Rows, peer: str | None = None, memory: Memory | None = None
+    ) -> Prepared:
+        """Prepare strided descriptors, of a peer's memory or of our own.
+
+        Args:
+            rows: Shape (rows, 5), as in `lowering`.
+            peer: Whose memory; None for our own.
+            memory: Where it lies; None for where the KV cache does.
+
+        Raises:
+            TransferError: The memory is not registered, or the peer is not connected.
+        """
+        try:
+            handle = self._agent.prep_xfer_dlist(peer or _LOCAL, rows, memory or self._memory)
+        except Exception as error:
+            raise TransferError(
+                f"NIXL cannot prepare {len(rows)} rows of {_whose(peer)} memory: {error}"
+            ) from error
+        return Prepared(peer, handle)
+
+    def release_prepared(self, prepared: Prepared) -> None:
+        """Give a prepared list back."""
+        self._give_back("a list", self._agent.release_dlist_handle, prepared.handle)
+
+    def read(
+        self,
+        local: Prepared,
+        local_indices: Indices,
+        remote: Prepared,
+        remote_indices: Indices,
+    ) -> Transfer:
+        """Post a read of a peer's memory into our own.
+
+        Args:
+            local: A list of our own memory.
+            local_indices: Where to, shape (descriptors,); at least one.
+            remote: A list of the peer's memory.
+            remote_indices: Where from, of the same length.
+
+        Raises:
+            TransferError: NIXL refused it. Nothing is in flight then.
+        """
+        assert local.peer is None and remote.peer is not None
+        handle = None
+        try:
+            handle = self._agent.make_prepped_xfer(
+                "READ", local.handle, local_indices, remote.handle, remote_indices
+            )
+            state = self._agent.transfer(handle)
+        except Exception as error:
+            if handle is not None:
+                self._give_back("a read", self._agent.release_xfer_handle, handle)
+            raise TransferError(
+                f"NIXL cannot read {len(local_indices)} descriptors from {remote.peer}: {error}"
+            ) from error
+        if state == "ERR":
+            self._give_back("a read", self._agent.release_xfer_handle, handle)
+            raise TransferError(
+                f"NIXL cannot read {len(local_indices)} descriptors from {remote.peer}"
+            )
+        return Transfer(remote.peer, handle)
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """Look at a posted read. One that is not in flight any more is to be released."""
+        try:
+            state = self._agent.check_xfer_state(transfer.handle)
+        except Exception:
+            # NIXL raises where the peer is gone; the read has ended all the same.
+            return TransferState.FAILED
+        return {"DONE": TransferState.DONE, "PROC": TransferState.IN_FLIGHT}.get(
+            state, TransferState.FAILED
+        )
+
+    def telemetry(self, transfer: Transfer) -> Any:
+        """What NIXL measured of a read that is done; None where it cannot tell."""
+        try:
+            return self._agent.get_xfer_telemetry(transfer.handle)
+        except Exception:
+            return None
+
+    def release(self, transfer: Transfer) -> None:
+        """Give a read back; one in flight is cancelled."""
+        self._give_back("a read", self._agent.release_xfer_handle, transfer.handle)
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Send a peer a message.
+
+        Raises:
+            TransferError: The peer cannot be reached.
+        """
+        try:
+            self._agent.send_notif(peer, notif_msg=message)
+        except Exception as error:
+            raise TransferError(f"NIXL cannot notify {peer}: {error}") from error
+
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        """Messages that arrived since the last call, each with the name of its sender."""
+        try:
+            arrived = self._agent.get_new_notifs()
+        except Exception as error:
+            # Whatever a peer sent, it is not this engine's end.
+            logger.warning("NIXL cannot tell what notifications arrived: %s", error)
+            return []
+        return [(peer, message) for peer, messages in arrived.items() for message in messages]
+
+    def close(self) -> None:
+        """Deregister all memory. Peers, lists and reads must have been given back before."""
+        for descriptors in self._registered:
+            self._agent.deregister_memory(descriptors)
+        self._registered.clear()
+
+    def _give_back(self, what: str, function: Callable[[Any], None], handle: Any) -> None:
+        """Release something. Where NIXL fails at that, as with a peer that is gone, log it."""
+        try:
+            function(handle)
+        except Exception as error:
+            logger.warning("NIXL cannot release %s: %s", what, error)
+
+
+def _whose(peer: str | None) -> str:
+    return "this worker's" if peer is None else f"{peer}'s"
+
+
+@contextmanager
+def _progress_delay(delay_us: int) -> Iterator[None]:
+    """Let the agents that are made within have progress threads that rest.
+
+    NIXL's agent has such a setting, but its Python class always writes 0 into it, last seen in
+    1.5.1. So the settings that the class fills in are of a type that keeps to ours instead.
+    """
+    bindings = sys.modules[NixlWrapper.__module__].nixlBind
+    settings = bindings.nixlAgentConfig
+
+    class Settings(settings):  # type: ignore[misc, valid-type]
+        @property
+        def pthrDelay(self) -> int:
+            return int(settings.pthrDelay.__get__(self))
+
+        @pthrDelay.setter
+        def pthrDelay(self, _: int) -> None:
+            settings.pthrDelay.__set__(self, delay_us)
+
+    bindings.nixlAgentConfig = Settings
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = settings
+
+
+@contextmanager
+def _running_on(cores: Collection[int] | None) -> Iterator[None]:
+    """Let this thread, and threads that it starts within, run on some cores."""
+    if cores is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)

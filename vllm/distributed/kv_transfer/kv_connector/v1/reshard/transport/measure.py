@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NIXL and the copy out of the arena take on this machine, measured when a worker starts.
+
+A second agent in this process stands in for a peer on the same machine. Of a peer behind a network
+this knows nothing; but there, too, a descriptor costs more than the bytes of a small one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from ..errors import TransferError
+from ..memory.lowering import Indices
+from ..memory.staging import Scatter
+from ..memory.strategy import DEFAULT_COSTS, CostModel, fit_line
+from .agent import NixlAgent, Prepared, TransferState
+from .scatter import Scatterer
+
+logger = init_logger(__name__)
+
+SCRATCH_BYTES = 4 << 20
+"""What measuring needs of the arena, and once more at the stand-in."""
+
+_PIECE_BYTES = 2048
+_FEW, _MANY = 64, 512
+_SMALL_BYTES, _LARGE_BYTES = SCRATCH_BYTES >> 4, SCRATCH_BYTES >> 1
+_ROUNDS = 3
+_DEADLINE_S = 2.0
+_LEAST_S = 1e-12
+
+
+def measure_costs(
+    agent: NixlAgent,
+    make_stand_in: Callable[[], NixlAgent],
+    arena: torch.Tensor,
+    make_scatterer: Callable[[torch.Tensor], Scatterer],
+) -> CostModel:
+    """Measure with the real thing; what fails is told, and replaced by what is usual.
+
+    Args:
+        agent: This worker's agent; the arena is registered with it.
+        make_stand_in: Makes an agent that has nothing registered; it is closed at the end.
+        arena: The arena; its first `SCRATCH_BYTES` are written to.
+        make_scatterer: Makes what copies from the arena to a tensor.
+    """
+    if arena.nbytes < SCRATCH_BYTES:
+        return DEFAULT_COSTS
+    try:
+        return _measure(agent, make_stand_in(), arena, make_scatterer)
+    except Exception as error:
+        # Whatever it is that NIXL, torch or the system have not got: an engine serves without.
+        logger.warning("What reads cost could not be measured, and is guessed: %s", error)
+        return DEFAULT_COSTS
+
+
+def _measure(
+    agent: NixlAgent,
+    stand_in: NixlAgent,
+    arena: torch.Tensor,
+    make_scatterer: Callable[[torch.Tensor], Scatterer],
+) -> CostModel:
+    with ExitStack() as acquired:
+        acquired.callback(stand_in.close)
+        scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=arena.device)
+        device_id = max(arena.get_device(), 0)
+        scatterer = make_scatterer(scratch)
+        acquired.callback(scatterer.close)
+        stand_in.register([(scratch.data_ptr(), scratch.nbytes, device_id)])
+        peer = agent.connect(stand_in.metadata())
+        acquired.callback(agent.disconnect, peer)
+
+        def prepare(
+            memory: torch.Tensor, piece_bytes: int, count: int, whose: str | None
+        ) -> Prepared:
+            # Two pieces never adjoin, so that none are merged.
+            row = [memory.data_ptr(), piece_bytes, device_id, 2 * piece_bytes, count]
+            prepared = agent.prepare(np.array([row], dtype=np.uint64), whose)
+            acquired.callback(agent.release_prepared, prepared)
+            return prepared
+
+        def read_s(piece_bytes: int, count: int) -> float:
+            local = prepare(arena, piece_bytes, count, None)
+            remote = prepare(scratch, piece_bytes, count, peer)
+            indices = np.arange(count, dtype=np.int32)
+            return _least_s(lambda: _read(agent, local, remote, indices))
+
+        few, many = ((count, read_s(_PIECE_BYTES, count)) for count in (_FEW, _MANY))
+        small, large = ((size, read_s(size, 1)) for size in (_SMALL_BYTES, _LARGE_BYTES))
+        _, byte_s = fit_line(small, large, least=_LEAST_S)
+        _, piece_s = fit_line(few, many, least=_LEAST_S)
+
+        def copy_s(count: int) -> float:
+            return _least_s(lambda: _copy(scatterer, scratch, count))
+
+        stop_s, copied_piece_s = fit_line(
+            (_FEW, copy_s(_FEW)), (_MANY, copy_s(_MANY)), least=_LEAST_S
+        )
+    # Of a chunk's cost, half is taken for that of its bytes.
+    return CostModel(
+        descriptor_s=max(piece_s - _PIECE_BYTES * byte_s, _LEAST_S),
+        byte_s=byte_s,
+        chunk_s=copied_piece_s / 2,
+        copied_byte_s=copied_piece_s / 2 / _PIECE_BYTES,
+        stop_s=stop_s,
+    )
+
+
+def _least_s(function: Callable[[], None]) -> float:
+    """How long something takes when nobody is in the way; a first time does not count."""
+    function()
+    times = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _read(agent: NixlAgent, local: Prepared, remote: Prepared, indices: Indices) -> None:
+    """Read, and wait for it."""
+    transfer = agent.read(local, indices, remote, indices)
+    deadline = time.monotonic() + _DEADLINE_S
+    state = agent.poll(transfer)
+    while state is TransferState.IN_FLIGHT and time.monotonic() < deadline:
+        state = agent.poll(transfer)
+    agent.release(transfer)
+    if state is not TransferState.DONE:
+        raise TransferError(f"a read on this machine is {state.value} after {_DEADLINE_S} s")
+
+
+def _copy(scatterer: Scatterer, scratch: torch.Tensor, count: int) -> None:
+    """Copy so many pieces, side by side in the arena, to where every other one is left out."""
+    pieces = np.arange(count) * _PIECE_BYTES
+    copy = scatterer.submit(
+        Scatter(
+            src_offsets=pieces,
+            dst_addresses=scratch.data_ptr() + 2 * pieces,
+            num_heads=1,
+            num_tokens=1,
+            slot_bytes=_PIECE_BYTES,
+            src_strides_bytes=(0, 0),
+            dst_strides_bytes=(0, 0),
+        )
+    )
+    if (fault := copy.fault()) is not None:
+        raise TransferError(f"a copy on this machine has failed: {fault}")

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connected engine: what to read from which of its ranks, with everything prepared.
+
+All of this belongs to the engine's thread of the worker that reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from vllm.logger import init_logger
+
+from ..errors import LocalLayoutError, RemoteLayoutError, TransferError
+from ..memory.cache import RankCache
+from ..memory.lowering import BlockSpan, Leg, Rows, Selection, lower_read
+from ..memory.staging import StagedLeg, stage_leg
+from ..plan.mesh import MeshRank
+from ..plan.reshard import ReshardPlan
+from ..protocol.messages import BlockIds, Receive
+from ..protocol.metadata import WorkerDescription
+from .agent import NixlAgent, Prepared
+from .lease_check import PreparedTable, prepare_table
+from .staging_area import StagingArea
+
+logger = init_logger(__name__)
+
+_MAX_BLOCK = int(np.iinfo(np.int32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The worker that reads.
+
+    Attributes:
+        rank: Its rank.
+        cache: Its KV cache.
+        window_groups: The KV-cache groups that keep the last tokens of a sequence only.
+    """
+
+    rank: MeshRank
+    cache: RankCache
+    window_groups: Set[int]
+
+
+class LocalLists:
+    """Prepared lists of a worker's own memory, shared by all that describe the same rows.
+
+    Engines of equal layouts are read into the same places: the second one prepares nothing.
+    """
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._agent = agent
+        self._lists: dict[bytes, Prepared] = {}
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def get(self, rows: Rows) -> Prepared:
+        """The list for some rows, prepared now or before."""
+        key = rows.tobytes()
+        if key not in self._lists:
+            self._lists[key] = self._agent.prepare(rows)
+        return self._lists[key]
+
+    def close(self) -> None:
+        """Give all lists back."""
+        for prepared in self._lists.values():
+            self._agent.release_prepared(prepared)
+        self._lists.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStaging:
+    """A staged leg with its lists.
+
+    Attributes:
+        leg: The leg.
+        arena: The list of our arena.
+        remote: The list of the peer's memory.
+    """
+
+    leg: StagedLeg
+    arena: Prepared
+    remote: Prepared
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLeg:
+    """A leg with its lists.
+
+    Attributes:
+        leg: The leg.
+        local: The list of our memory.
+        remote: The list of the peer's memory.
+        remote_blocks_per_id: Blocks that one of the peer's block ids stands for.
+        staging: The same for reads by way of the arena; None where there is none.
+    """
+
+    leg: Leg
+    local: Prepared
+    remote: Prepared
+    remote_blocks_per_id: int
+    staging: PreparedStaging | None = None
+
+    def select(self, receive: Receive, reader: Reader) -> list[Selection]:
+        """What to read for a request.
+
+        Raises:
+            RemoteLayoutError: The blocks that the request names do not exist, or do not hold all
+                tokens that are needed.
+        """
+        src = _spans(
+            receive.remote_block_ids,
+            receive.remote_tokens,
+            self.leg.src.block_tokens,
+            self.remote_blocks_per_id,
+        )
+        dst = _spans(
+            receive.local_block_ids,
+            receive.local_tokens,
+            self.leg.dst.block_tokens,
+            reader.cache.blocks_per_id,
+        )
+        for (src_group, dst_group), _ in self.leg.planes_by_groups:
+            self._check(receive, src, src_group, dst[dst_group])
+        return self.leg.select(src, dst)
+
+    def _check(
+        self,
+        receive: Receive,
+        src: Sequence[BlockSpan],
+        src_group: int,
+        dst: BlockSpan,
+    ) -> None:
+        """See that a group's remote blocks exist and hold what the local ones need.
+
+        That is all of the tokens of every local block, also those before a window: once a block is
+        full, requests with other windows find it in the prefix cache.
+        """
+        if src_group >= len(src):
+            raise RemoteLayoutError(
+                f"request {receive.remote_request_id} names blocks of {len(src)} KV-cache groups "
+                f"but {receive.source.engine_id} has more: the router must pass remote_block_ids "
+                "on unchanged"
+            )
+        span = src[src_group]
+        if len(span.block_ids) and not (
+            span.block_ids.min() >= 0 and span.block_ids.max() < self.leg.src.num_blocks
+        ):
+            raise RemoteLayoutError(
+                f"request {receive.remote_request_id} names block {span.block_ids.max()} but "
+                f"{receive.source.engine_id} has {self.leg.src.num_blocks} blocks: the router must "
+                "pass remote_block_ids on unchanged"
+            )
+        if span.start_token < 0 or dst.start_token < 0:
+            raise RemoteLayoutError(
+                f"request {receive.remote_request_id} has more blocks than its tokens fill, "
+                f"{len(span.block_ids)} at {receive.source.engine_id} and {len(dst.block_ids)} "
+                "here: turn off speculative decoding on both engines"
+            )
+        if not len(dst.block_ids):
+            return
+        # Where a window has moved on, the null block stands in for what was freed.
+        null = np.flatnonzero(span.block_ids < self.remote_blocks_per_id)
+        num_gone = int(null[-1]) + 1 if len(null) else 0
+        start = span.start_token + num_gone * self.leg.src.block_tokens
+        stop = span.start_token + len(span.block_ids) * self.leg.src.block_tokens
+        if start > dst.start_token or stop < receive.local_tokens:
+            raise RemoteLayoutError(
+                f"request {receive.remote_request_id} needs tokens [{dst.start_token}, "
+                f"{receive.local_tokens}) but the blocks that {receive.source.engine_id} holds "
+                f"are those of tokens [{start}, {stop}): send the request to the "
+                "engine that computed it"
+            )
+
+
+class RemoteEngine:
+    """An engine that this worker reads from, or at least notifies.
+
+    Args:
+        agent: This worker's agent.
+        descriptions: What the engine's workers say of themselves.
+        plan: The plan between that engine and ours.
+        reader: This worker.
+        local_lists: This worker's lists.
+        area: Where staged reads stop over; None where all go direct.
+
+    Attributes:
+        legs: What to read for every request.
+        lease_tables: The table of each of its workers that is read from, by the agent's name.
+        releases: Whom to notify when a request was read, with the number of its notifiers.
+
+    Raises:
+        RemoteLayoutError: The caches at the two ends do not fit.
+        TransferError: NIXL does not accept one of the engine's workers.
+    """
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        descriptions: Mapping[MeshRank, WorkerDescription],
+        plan: ReshardPlan,
+        reader: Reader,
+        local_lists: LocalLists,
+        area: StagingArea | None = None,
+    ) -> None:
+        self._agent = agent
+        self._area = area
+        self._peers: dict[MeshRank, str] = {}
+        self._remote_lists: dict[tuple[str, bytes], Prepared] = {}
+        self.legs: list[PreparedLeg] = []
+        self.lease_tables: dict[str, PreparedTable] = {}
+        self.releases: list[tuple[str, int]] = []
+        try:
+            for read in plan.reads_of(reader.rank):
+                description = descriptions[read.src_rank]
+                peer = self._connect(description)
+                if peer not in self.lease_tables:
+                    table = prepare_table(agent, description.lease_table, peer)
+                    self.lease_tables[peer] = table
+                for leg in lower_read(read, description.cache, reader.cache):
+                    _check_windows(leg, reader)
+                    self.legs.append(
+                        PreparedLeg(
+                            leg,
+                            local_lists.get(leg.dst.rows),
+                            self._remote_list(leg.src.rows, peer),
+                            description.cache.blocks_per_id,
+                            self._stage(leg, description.cache, peer, local_lists),
+                        )
+                    )
+            for release in plan.notified_by(reader.rank):
+                peer = self._connect(descriptions[release.src_rank])
+                self.releases.append((peer, len(release.notifiers)))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Forget the engine. No read from it may be in flight."""
+        self.legs.clear()
+        for remote in self._remote_lists.values():
+            self._agent.release_prepared(remote)
+        self._remote_lists.clear()
+        for table in self.lease_tables.values():
+            self._agent.release_prepared(table.buckets)
+        self.lease_tables.clear()
+        self.releases.clear()
+        for peer in self._peers.values():
+            if self._agent.disconnect(peer) and self._area is not None:
+                self._area.end_quarantine(peer)
+        self._peers.clear()
+
+    def _stage(
+        self, leg: Leg, src: RankCache, peer: str, local_lists: LocalLists
+    ) -> PreparedStaging | None:
+        """Prepare a leg for reading by way of the arena; None where it can only be read direct."""
+        if self._area is None:
+            return None
+        try:
+            staged = stage_leg(leg, src)
+            if staged.slice_bytes > self._area.memory.nbytes:
+                return None
+            arena = local_lists.get(self._area.rows(staged.descriptor_bytes))
+            return PreparedStaging(staged, arena, self._remote_list(staged.src.rows, peer))
+        except (LocalLayoutError, TransferError) as error:
+            logger.warning("Reads from %s go direct, and are not staged: %s", peer, error)
+            return None
+
+    def _remote_list(self, rows: Rows, peer: str) -> Prepared:
+        """The list for some rows of a peer's memory: most staged legs have those of direct ones."""
+        key = peer, rows.tobytes()
+        if key not in self._remote_lists:
+            self._remote_lists[key] = self._agent.prepare(rows, peer)
+        return self._remote_lists[key]
+
+    def _connect(self, description: WorkerDescription) -> str:
+        rank = description.shard.rank
+        if rank not in self._peers:
+            self._peers[rank] = self._agent.connect(description.agent_metadata)
+        return self._peers[rank]
+
+
+def _check_windows(leg: Leg, reader: Reader) -> None:
+    """See that blocks which hold a window there can fill blocks that hold a window here."""
+    if leg.src.block_tokens % leg.dst.block_tokens == 0:
+        return
+    if any(dst_group in reader.window_groups for (_, dst_group), _ in leg.planes_by_groups):
+        raise RemoteLayoutError(
+            f"blocks of {leg.src.block_tokens} tokens at the source that hold a sliding window "
+            f"may not fill blocks of {leg.dst.block_tokens} tokens here: use one --block-size on "
+            "both engines, or a multiple of this one there"
+        )
+
+
+def _spans(
+    block_ids: BlockIds, num_tokens: int, block_tokens: int, blocks_per_id: int
+) -> list[BlockSpan]:
+    """The spans of a request's last blocks, which end with the block of its last token.
+
+    Args:
+        block_ids: The scheduler's block ids, for each group.
+        num_tokens: Tokens of the request up to its last one in these blocks.
+        block_tokens: Tokens in a block of the cache.
+        blocks_per_id: Blocks that a block id stands for.
+    """
+    tokens_per_id = block_tokens * blocks_per_id
+    num_ids = -(-num_tokens // tokens_per_id)
+    return [
+        BlockSpan(_expand(ids, blocks_per_id), (num_ids - len(ids)) * tokens_per_id)
+        for ids in block_ids
+    ]
+
+
+def _expand(block_ids: Sequence[int], blocks_per_id: int) -> npt.NDArray[np.int32]:
+    """Replace each block id by the ids of the blocks that it stands for."""
+    ids = np.asarray(block_ids, dtype=np.int64)
+    blocks = ids[:, np.newaxis] * blocks_per_id + np.arange(blocks_per_id)
+    # Ids that no cache can have stay out of range when they are narrowed.
+    expanded: npt.NDArray[np.int32] = blocks.ravel().clip(-1, _MAX_BLOCK).astype(np.int32)
+    return expanded

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copy out of the arena, apart from the engine's thread.
+
+It is one indexed copy for each stretch of memory that the KV cache lies in. On the host that is a
+single one, on a thread that computes with one core; Python is needed to begin it and to end it, and
+not in between. On a device it is one for each allocation, on a stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import time
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..memory.staging import Scatter
+
+_WORDS = {
+    16: torch.complex128,
+    8: torch.int64,
+    4: torch.int32,
+    2: torch.int16,
+    1: torch.int8,
+}
+"""Types whose values are copied as they are, by their size: the widest that fits is the fastest."""
+
+_MOMENT_S = 2e-5
+
+
+class Copy(Protocol):
+    """A copy that has been submitted."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    def fault(self) -> str | None:
+        """Wait until it has ended; returns why it did not end well, None where it did."""
+
+
+class Scatterer(Protocol):
+    """What makes the copies, one after the other."""
+
+    def submit(self, scatter: Scatter) -> Copy:
+        """Make a copy once those that were submitted before are made."""
+
+    def let_run(self) -> None:
+        """Leave a moment to copies that are being made."""
+
+    def close(self) -> None:
+        """Wait for all copies."""
+
+
+def fault_of(error: BaseException) -> str:
+    """Why a copy that raised this, when it began or later, did not end well."""
+    return f"its bytes could not be put in their places: {error}"
+
+
+class HostScatterer:
+    """Copies in host memory.
+
+    `submit` and `close` belong to the engine's thread. The copying thread is given values, and
+    writes into blocks and reads from spans that nobody else touches until the copy is done.
+
+    Args:
+        arena: The arena; uint8, contiguous.
+        caches: What the KV cache lies in.
+        cores: Where the copying thread may run; None for where this one may.
+    """
+
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        caches: Iterable[torch.Tensor],
+        cores: Collection[int] | None = None,
+    ) -> None:
+        self._arena = arena
+        self._caches = list(caches)
+        self._memory = _stretch(self._caches)
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="reshard-scatter", initializer=_be_modest, initargs=(cores,)
+        )
+
+    def submit(self, scatter: Scatter) -> Copy:
+        """Make a copy once those that were submitted before are made."""
+        return _HostCopy(self._thread.submit(_copy, scatter, self._arena, (self._memory,)))
+
+    def let_run(self) -> None:
+        """Let the copying thread have the interpreter, which it needs between two copies.
+
+        A thread that waits for it gets it 5 ms later where nobody lets go of it.
+        """
+        time.sleep(_MOMENT_S)
+
+    def close(self) -> None:
+        """Wait for all copies."""
+        self._thread.shutdown()
+
+
+class DeviceScatterer:
+    """Copies in a device's memory.
+
+    All of it belongs to the engine's thread.
+
+    Args:
+        arena: The arena; uint8, contiguous.
+        caches: What the KV cache lies in.
+    """
+
+    def __init__(self, arena: torch.Tensor, caches: Iterable[torch.Tensor]) -> None:
+        self._arena = arena
+        self._memories = _allocations(caches)
+        self._stream = torch.cuda.Stream(arena.device) if arena.is_cuda else None
+
+    def submit(self, scatter: Scatter) -> Copy:
+        """Make a copy once those that were submitted before are made."""
+        if self._stream is None:
+            _copy(scatter, self._arena, self._memories)
+            return _DeviceCopy(None)
+        # Whoever had the blocks before may have kernels in flight that still read them.
+        self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
+        try:
+            with torch.cuda.stream(self._stream):
+                _copy(scatter, self._arena, self._memories)
+                event = torch.cuda.Event()
+                event.record(self._stream)
+        except Exception:
+            # A part of it may be running, out of a span that is somebody else's next.
+            self._stream.synchronize()
+            raise
+        return _DeviceCopy(event)
+
+    def let_run(self) -> None:
+        """Nothing: the device needs nobody's leave."""
+
+    def close(self) -> None:
+        """Wait for all copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class _HostCopy:
+    future: Future[None]
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def fault(self) -> str | None:
+        error = self.future.exception()
+        return None if error is None else fault_of(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceCopy:
+    event: torch.cuda.Event | None
+
+    def done(self) -> bool:
+        return self.event is None or bool(self.event.query())
+
+    def fault(self) -> str | None:
+        if self.event is not None:
+            self.event.synchronize()
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """A stretch of memory.
+
+    Attributes:
+        address: Where it begins.
+        flat: All of its bytes; uint8.
+    """
+
+    address: int
+    flat: torch.Tensor
+
+
+def _stretch(caches: Sequence[torch.Tensor]) -> _Memory:
+    """The host's memory from the first cache to the last, and what may lie between them.
+
+    It is never touched where there is no cache.
+    """
+    flats = [_flat(each) for each in caches]
+    start = min(flat.data_ptr() for flat in flats)
+    start -= start % max(_WORDS)
+    stop = max(flat.data_ptr() + flat.nbytes for flat in flats)
+    size_bytes = stop - start
+    buffer = (ctypes.c_uint8 * size_bytes).from_address(start)
+    return _Memory(start, torch.frombuffer(buffer, dtype=torch.uint8))
+
+
+def _allocations(caches: Iterable[torch.Tensor]) -> tuple[_Memory, ...]:
+    """Every allocation that a cache lies in, by address."""
+    flats = {flat.data_ptr(): flat for flat in map(_flat, caches)}
+    return tuple(_Memory(address, flats[address]) for address in sorted(flats))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the allocation that a tensor lies in."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def _copy(scatter: Scatter, arena: torch.Tensor, memories: Sequence[_Memory]) -> None:
+    """Copy all chunks; those of one memory at once."""
+    starts = np.array([memory.address for memory in memories])
+    holders = np.searchsorted(starts, scatter.dst_addresses, side="right") - 1
+    for holder in np.unique(holders).tolist():
+        memory, chosen = memories[holder], np.flatnonzero(holders == holder)
+        sources = scatter.src_offsets[chosen]
+        targets = scatter.dst_addresses[chosen] - memory.address
+        word_bytes = _word_bytes(scatter, sources, targets)
+        src = scatter.src_strides_bytes
+        step = int(sources[1] - sources[0]) if len(sources) > 1 else word_bytes
+        if step > 0 and (np.diff(sources) == step).all():
+            values = _chunks(arena, scatter, src, word_bytes, int(sources[0]), step)
+            values = values[: len(sources)]
+        else:
+            every = _chunks(arena, scatter, src, word_bytes, 0, word_bytes)
+            values = every.index_select(0, _indices(sources // word_bytes, arena.device))
+        places = _chunks(memory.flat, scatter, scatter.dst_strides_bytes, word_bytes, 0, word_bytes)
+        places.index_copy_(0, _indices(targets // word_bytes, arena.device), values)
+
+
+def _chunks(
+    flat: torch.Tensor,
+    scatter: Scatter,
+    strides_bytes: tuple[int, int],
+    word_bytes: int,
+    first_bytes: int,
+    step_bytes: int,
+) -> torch.Tensor:
+    """Memory as chunks that begin every so many bytes, as many as there is room for.
+
+    They overlap where they are longer than that. Shape (chunks, heads, tokens, words).
+    """
+    head_stride_bytes, token_stride_bytes = strides_bytes
+    extent_bytes = (
+        (scatter.num_heads - 1) * head_stride_bytes
+        + (scatter.num_tokens - 1) * token_stride_bytes
+        + scatter.slot_bytes
+    )
+    count = (len(flat) - first_bytes - extent_bytes) // step_bytes + 1
+    words = flat[: len(flat) // word_bytes * word_bytes].view(_WORDS[word_bytes])
+    sizes = (count, scatter.num_heads, scatter.num_tokens, scatter.slot_bytes // word_bytes)
+    strides_bytes_of_all = (step_bytes, head_stride_bytes, token_stride_bytes, word_bytes)
+    strides = [stride // word_bytes for stride in strides_bytes_of_all]
+    return words.as_strided(sizes, strides, first_bytes // word_bytes)
+
+
+def _word_bytes(scatter: Scatter, sources: np.ndarray, targets: np.ndarray) -> int:
+    """The widest words that everything consists of."""
+    return math.gcd(
+        max(_WORDS),
+        scatter.slot_bytes,
+        *scatter.src_strides_bytes,
+        *scatter.dst_strides_bytes,
+        int(np.gcd.reduce(sources)),
+        int(np.gcd.reduce(targets)),
+    )
+
+
+def _indices(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(numbers).to(device, non_blocking=True)
+
+
+def _be_modest(cores: Collection[int] | None) -> None:
+    """Let this thread compute by itself, on some of the cores.
+
+    `torch.set_num_threads` would not do: it sets a default for threads of others as well, and a
+    worker on CPU replaces it by one that does nothing.
+    """
+    # What torch sets when a thread first asks comes before what is set here.
+    torch.get_num_threads()
+    openmp = ctypes.CDLL(None)
+    if hasattr(openmp, "omp_set_num_threads"):
+        openmp.omp_set_num_threads(1)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)

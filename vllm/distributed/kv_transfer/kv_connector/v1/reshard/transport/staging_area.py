@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arena of a worker: its memory, known to NIXL, and what copies out of it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import psutil
+import torch
+from vllm.logger import init_logger
+
+from ..memory.arena import ArenaAllocator, Span
+from ..memory.lowering import Rows
+from ..memory.strategy import LARGEST_ARENA_BYTES, CostModel
+from .agent import NixlAgent
+from .measure import measure_costs
+from .scatter import DeviceScatterer, HostScatterer, Scatterer
+
+logger = init_logger(__name__)
+
+_PART_OF_FREE_MEMORY = 16
+
+
+@dataclass(slots=True)
+class StagingArea:
+    """Where staged reads stop over. It belongs to the engine's thread.
+
+    Attributes:
+        memory: The arena; uint8, contiguous.
+        scatterer: Brings what has landed to where it belongs.
+        spans: Which bytes of the arena are in use.
+        quarantined: Spans of reads that have failed, by the peer that they read from: what NIXL
+            gives up may still arrive, as long as it is connected with that peer.
+        costs: Decides which reads are staged; None for all of them.
+    """
+
+    memory: torch.Tensor
+    scatterer: Scatterer
+    spans: ArenaAllocator = field(init=False)
+    quarantined: dict[str, list[Span]] = field(default_factory=dict)
+    costs: CostModel | None = None
+
+    def __post_init__(self) -> None:
+        self.spans = ArenaAllocator(self.memory.nbytes)
+
+    def quarantine(self, peer: str, span: Span) -> None:
+        """Keep the span of a read that has failed from everybody."""
+        self.quarantined.setdefault(peer, []).append(span)
+
+    def end_quarantine(self, peer: str) -> None:
+        """Take note that nothing of a peer's can arrive any more."""
+        for span in self.quarantined.pop(peer, ()):
+            self.spans.free(span)
+
+    def rows(self, descriptor_bytes: int) -> Rows:
+        """The arena as descriptors of one size, side by side; shape (1, 5), as in `lowering`."""
+        count = self.memory.nbytes // descriptor_bytes
+        row = (
+            self.memory.data_ptr(),
+            descriptor_bytes,
+            max(self.memory.get_device(), 0),
+            descriptor_bytes,
+            count,
+        )
+        return np.array([row], dtype=np.uint64)
+
+
+def open_area(
+    agent: NixlAgent,
+    caches: Iterable[torch.Tensor],
+    size_bytes: int | None,
+    *,
+    make_stand_in: Callable[[], NixlAgent] | None = None,
+    cores: Collection[int] | None = None,
+) -> StagingArea | None:
+    """Allocate the arena, make it known to NIXL, and measure what staging costs.
+
+    Args:
+        agent: This worker's agent.
+        caches: The KV cache; the arena is on the same device.
+        size_bytes: Size of the arena; None for a sixteenth of the memory that is free, but no more
+            than 256 MiB.
+        make_stand_in: Makes an agent to measure with; None where all reads are to be staged.
+        cores: Where the thread may run that copies on the host; None for where this one may.
+
+    Returns:
+        The area; None where its size is 0, or there is no such memory. Reads go direct then.
+    """
+    tensors = list(caches)
+    device = tensors[0].device
+    if device.type not in ("cpu", "cuda"):
+        return None
+    if size_bytes is None:
+        size_bytes = min(_free_bytes(device) // _PART_OF_FREE_MEMORY, LARGEST_ARENA_BYTES)
+    if not size_bytes:
+        return None
+    try:
+        memory = _allocate(size_bytes, device)
+        agent.register([(memory.data_ptr(), memory.nbytes, max(memory.get_device(), 0))])
+    except Exception as error:
+        logger.warning(
+            "There is no memory for a staging arena of %d bytes, so that all reads go direct: set "
+            "staging_arena_bytes in kv_connector_extra_config to less (%s)",
+            size_bytes,
+            error,
+        )
+        return None
+    area = StagingArea(memory, make_scatterer(memory, tensors, cores))
+    if make_stand_in is not None:
+        area.costs = measure_costs(
+            agent,
+            make_stand_in,
+            memory,
+            lambda scratch: make_scatterer(memory, (scratch,), cores),
+        )
+        logger.info("Reads are staged where that is faster: %s.", area.costs)
+    return area
+
+
+def make_scatterer(
+    arena: torch.Tensor, caches: Iterable[torch.Tensor], cores: Collection[int] | None = None
+) -> Scatterer:
+    """What copies from an arena to caches, all of them on one device.
+
+    Args:
+        arena: The arena; uint8, contiguous.
+        caches: What the KV cache lies in.
+        cores: Where the thread may run that copies on the host; None for where this one may.
+    """
+    if arena.device.type == "cpu":
+        return HostScatterer(arena, caches, cores)
+    return DeviceScatterer(arena, caches)
+
+
+def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of a device; of the host's, huge pages where there are some.
+
+    What is read from another process and copied again is looked up page by page both times.
+    """
+    if device.type != "cpu":
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Not every system has them.
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory of a device that nobody uses."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
