@@ -107,7 +107,7 @@ def test_an_older_connector_refuses_several_stages_at_start_up(start_engine):
     with pytest.raises(ValueError) as error:
         start_engine("RecordingConnector", [{(0, 0): "p0"}, {(1, 0): "p1"}])
     message = str(error.value)
-    assert message.startswith("RecordingConnector does not support pipeline parallelism")
+    assert message.startswith("RecordingConnector does not support PP-disaggregated KV transfer")
     assert "pp_rank 1" in message
     assert "--pipeline-parallel-size 1" in message
     assert "\n" not in message

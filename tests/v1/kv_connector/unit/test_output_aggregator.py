@@ -106,6 +106,14 @@ def test_workers_outputs_are_not_written_to():
     assert before == EMPTY_MODEL_RUNNER_OUTPUT
 
 
+def test_first_output_is_returned_itself():
+    """What the output rank returned is what the engine gets, with what all workers reported."""
+    outputs = [worker_output(), worker_output(received={"a"})]
+    output = KVOutputAggregator(1).aggregate(outputs)
+    assert output is outputs[0]
+    assert output.kv_connector_output.finished_recving == {"a"}
+
+
 def test_step_without_output_is_passed_on():
     """None from the output rank asks the engine for another call, and counts nothing."""
     aggregator = KVOutputAggregator(1)
@@ -161,6 +169,12 @@ def test_compiled_graph_executor_aggregates(monkeypatch, non_block):
     assert output.kv_connector_output.finished_sending == {"a"}
 
 
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_announcement_makes_an_output_worth_sending(count):
+    """Runners drop empty outputs: one that announces a count is none of them."""
+    assert KVConnectorOutput(expected_finished_count=count).is_empty() == (count == 0)
+
+
 class TestAnnouncement:
     """Worker connectors announce their count through both model runners."""
 
@@ -181,24 +195,42 @@ class TestAnnouncement:
         mock.build_connector_worker_meta.return_value = None
         return mock, announced
 
-    def test_v1(self, monkeypatch, worker_connector):
-        """The mixin of the v1 runner copies the count into its output."""
-        mock, announced = worker_connector
+    @pytest.fixture
+    def step_v1(self, monkeypatch, worker_connector):
+        """One step without a forward pass of the v1 runner."""
         module = kv_connector_model_runner_mixin
-        monkeypatch.setattr(module, "get_kv_transfer_group", lambda: mock)
+        monkeypatch.setattr(module, "get_kv_transfer_group", lambda: worker_connector[0])
         monkeypatch.setattr(module, "KVConnectorBase", MagicMock)
         monkeypatch.setattr(module, "set_forward_context", MagicMock())
         monkeypatch.setattr(module, "get_forward_context", lambda: None)
-        output = KVConnectorModelRunnerMixin.kv_connector_no_forward(self.SCHEDULED, None)
-        assert output.kv_connector_output.finished_sending == {"a"}
-        assert output.kv_connector_output.expected_finished_count == announced
+        return lambda: KVConnectorModelRunnerMixin.kv_connector_no_forward(self.SCHEDULED, None)
 
-    def test_v2(self, monkeypatch, worker_connector):
-        """The connector wrapper of the v2 runner copies the count into its output."""
+    @pytest.fixture
+    def step_v2(self, monkeypatch, worker_connector):
+        """One step without a forward pass of the v2 runner."""
+        module = kv_connector_v2
+        monkeypatch.setattr(module, "get_kv_transfer_group", lambda: worker_connector[0])
+        monkeypatch.setattr(module, "is_forward_context_available", lambda: True)
+        monkeypatch.setattr(module, "get_forward_context", lambda: None)
+        return lambda: ActiveKVConnector(None, {}).no_forward(self.SCHEDULED)
+
+    @pytest.fixture(params=["step_v1", "step_v2"])
+    def step(self, request):
+        """One step without a forward pass, of either runner."""
+        return request.getfixturevalue(request.param)
+
+    def test_count_travels_with_completions(self, step, worker_connector):
+        """The runner copies the count into its output, beside what is finished."""
+        output = step().kv_connector_output
+        assert output.finished_sending == {"a"}
+        assert output.expected_finished_count == worker_connector[1]
+
+    def test_count_travels_alone(self, step, worker_connector):
+        """A count that is announced in a step without other news still arrives."""
         mock, announced = worker_connector
-        monkeypatch.setattr(kv_connector_v2, "get_kv_transfer_group", lambda: mock)
-        monkeypatch.setattr(kv_connector_v2, "is_forward_context_available", lambda: True)
-        monkeypatch.setattr(kv_connector_v2, "get_forward_context", lambda: None)
-        output = ActiveKVConnector(None, {}).no_forward(self.SCHEDULED)
-        assert output.kv_connector_output.finished_sending == {"a"}
-        assert output.kv_connector_output.expected_finished_count == announced
+        mock.get_finished.return_value = (None, None)
+        output = step()
+        if announced:
+            assert output.kv_connector_output.expected_finished_count == announced
+        else:
+            assert output is EMPTY_MODEL_RUNNER_OUTPUT

@@ -143,15 +143,21 @@ class TestModelRunnerV2:
         finished_req_ids=set(),
     )
 
-    @pytest.mark.parametrize("connector_output", [None, FINISHED])
-    def test_stage_reports_its_connector_output(self, runner, connector_output):
+    def test_stage_reports_its_connector_output(self, runner):
         """What the connector said after the forward pass comes back from `sample_tokens`."""
-        runner.kv_connector.post_forward.return_value = connector_output
+        runner.kv_connector.post_forward.return_value = FINISHED
         assert isinstance(runner.execute_model(self.SCHEDULED), IntermediateTensors)
         output = runner.sample_tokens(None)
         assert_is_empty(output)
-        assert output.kv_connector_output is connector_output
+        assert output.kv_connector_output is FINISHED
         runner.postprocess.assert_called_once()
+
+    @pytest.mark.parametrize("connector_output", [None, KVConnectorOutput()])
+    def test_stage_with_nothing_to_report(self, runner, connector_output):
+        """Without news from a connector the output is the empty one that all workers share."""
+        runner.kv_connector.post_forward.return_value = connector_output
+        assert isinstance(runner.execute_model(self.SCHEDULED), IntermediateTensors)
+        assert runner.sample_tokens(None) is EMPTY_MODEL_RUNNER_OUTPUT
 
     def test_failed_forward_pass_is_none(self, runner):
         """Without a forward pass before it, `sample_tokens` reports the failure as None."""
