@@ -19,7 +19,7 @@ TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(VENV)/.installed: pyproject.toml build_backend/base.toml \
+$(VENV)/.installed: pyproject.toml build_backend/base.toml $(wildcard scripts/*) \
                     $(filter-out requirements/bench.txt,$(wildcard requirements/*.txt))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --editable . $(addprefix -r requirements/,build.txt test.txt demo.txt lint.txt docs.txt)
@@ -31,10 +31,15 @@ setup: $(VENV)/.installed rebuild  ## Create .venv with the fork installed edita
 rebuild: $(VENV)/.installed  ## Apply changed patches and overlay paths to the editable install
 	$(TOOLS) rebuild
 
-lint: $(VENV)/.installed  ## Check style and types
+# Its folder on the path makes the package importable by its own name: importing it by its whole one
+# would import vLLM.
+RESHARD_PARENT := vllm/distributed/kv_transfer/kv_connector/v1
+
+lint: $(VENV)/.installed  ## Check style, types, and that imports go down the floors only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	PYTHONPATH=$(RESHARD_PARENT) $(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.installed  ## Fix what the linter can fix
 	$(BIN)/ruff check --fix .

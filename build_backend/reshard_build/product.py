@@ -31,6 +31,7 @@ class Product:
         base: The same, open.
         changed: New content of files by path; `None` for one that a patch deletes.
         overlay: Source of the overlay's files by path.
+        scripts: Source of commands by path, which begins with `scripts/`.
     """
 
     target: Target
@@ -38,6 +39,7 @@ class Product:
     base: BaseWheel
     changed: Mapping[str, bytes | None]
     overlay: Mapping[str, Path]
+    scripts: Mapping[str, Path]
 
     @property
     def upstream_paths(self) -> frozenset[str]:
@@ -120,6 +122,8 @@ def compose(project: Project, target: Target, pin: WheelPin, base: BaseWheel) ->
         base=base,
         changed={**patched, VERSION_FILE: version_module(target.version)},
         overlay=overlay,
+        # The overlay's rule of what is a source holds for scripts too.
+        scripts=overlay_files(project.scripts_dir),
     )
     require_no_clash(overlay, product.upstream_paths | set(base.names), f"vllm {pin.version}")
     return product

@@ -42,6 +42,11 @@ class Project:
         return self.root / "vllm"
 
     @property
+    def scripts_dir(self) -> Path:
+        """Directory of the commands that are installed as they are, beside those of the base."""
+        return self.root / "scripts"
+
+    @property
     def scratch_dir(self) -> Path:
         """Default place of the scratch git repository."""
         return self.root / "build" / "tree"
