@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .archive import BaseWheel, WheelWriter, create_wheel, verify_wheel
+from .archive import EXECUTABLE_FILE_MODE, WheelWriter, create_wheel, verify_wheel
 from .base import Target, WheelPin
 from .product import Product
 
@@ -59,16 +59,16 @@ def write_wheel(product: Product, metadata: Mapping[str, bytes], directory: Path
         for name, source in product.overlay.items():
             writer.add(name, source.read_bytes())
 
-    return _write(product.target, product.pin, product.base, metadata, directory, fill)
+    return _write(product, metadata, directory, fill)
 
 
 def write_editable_wheel(
     product: Product, metadata: Mapping[str, bytes], directory: Path, tree: Path
 ) -> str:
-    """Write the wheel of an editable installation: metadata, and a path to the product's tree.
+    """Write the wheel of an editable installation: metadata, scripts and a path to the tree.
 
     Args:
-        product: Names the wheel.
+        product: Names the wheel, and holds the scripts.
         metadata: Files of the metadata directory, without RECORD.
         directory: Where to put the wheel.
         tree: Directory that is to be on `sys.path`.
@@ -83,25 +83,27 @@ def write_editable_wheel(
     def fill(writer: WheelWriter) -> None:
         writer.add("__editable__.vllm.pth", f"{tree.absolute()}\n".encode())
 
-    return _write(product.target, product.pin, product.base, metadata, directory, fill)
+    return _write(product, metadata, directory, fill)
 
 
 def _write(
-    target: Target,
-    pin: WheelPin,
-    base: BaseWheel,
+    product: Product,
     metadata: Mapping[str, bytes],
     directory: Path,
     fill: Callable[[WheelWriter], None],
 ) -> str:
-    name = wheel_name(target, pin)
+    name = wheel_name(product.target, product.pin)
     started_s = time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
     # The wheel takes its place only when it is whole and verified.
     with tempfile.TemporaryDirectory(prefix="wheel-", dir=directory) as staging:
         staged = Path(staging) / name
-        with create_wheel(staged, base.record_time) as writer:
+        with create_wheel(staged, product.base.record_time) as writer:
             fill(writer)
+            for script, source in product.scripts.items():
+                # The installer writes the interpreter's path in place of `#!python`.
+                path = f"{writer.data}/{script}"
+                writer.add(path, source.read_bytes(), mode=EXECUTABLE_FILE_MODE)
             for relative, content in sorted(metadata.items()):
                 writer.add(f"{writer.dist_info}/{relative}", content)
         verify_wheel(staged)

@@ -50,6 +50,11 @@ class Project:
         """The file that pins the wheels of a base."""
         return self.patches_dir(release) / "base.toml"
 
+    @property
+    def scripts_dir(self) -> Path:
+        """Directory of the commands that are installed as they are, beside those of the base."""
+        return self.root / "scripts"
+
     def patches_dir(self, release: str) -> Path:
         """Directory of the patch series of a base."""
         return self.bases_dir / release

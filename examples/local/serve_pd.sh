@@ -7,7 +7,7 @@
 #   serve_pd.sh Qwen/Qwen3-0.6B tp1pp2 tp2pp1 -- --enforce-eager
 #
 # A layout is tp<N>pp<M>: N tensor-parallel ranks in each of M pipeline stages. The two need not have
-# anything in common; `vllm kv-plan` shows what any pair costs. N has to suit the model: it divides
+# anything in common; `kv-plan` shows what any pair costs. N has to suit the model: it divides
 # the attention heads, and it divides the KV heads or is a multiple of them.
 #
 # On GPUs the engines take as many as they have ranks, the prefill engine first, from

@@ -10,6 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/troubleshooting.md"
 PACKAGE = ROOT / "vllm/distributed/kv_transfer/kv_connector/v1/reshard"
+COMMAND = PACKAGE / "cli"
+"""`kv-plan`, which answers to who has just typed: its lines say all there is to say."""
 BESIDE_IT = [ROOT / "bases/0.22.1/vllm/v1/core/sched/invalid_blocks.py"]
 SILENT = {"verify.py", "stats.py", "summary.py"}
 """Modules whose sentences are no messages: faults of a plan, which the worker's message quotes,
@@ -63,7 +65,11 @@ def patched_text():
 
 def known_messages():
     """All messages, by where they stand."""
-    modules = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name not in SILENT]
+    modules = [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name not in SILENT and COMMAND not in path.parents
+    ]
     return {where: text for path in [*modules, *BESIDE_IT] for where, text in messages(path)}
 
 
