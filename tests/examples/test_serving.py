@@ -61,7 +61,10 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
-@pytest.mark.parametrize("script", [LOCAL, RAY], ids=["local", "ray"])
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(LOCAL, id="local"), pytest.param(RAY, id="ray", marks=pytest.mark.full)],
+)
 def test_it_serves_and_ends(script: Path, model: str, tmp_path: Path) -> None:
     """The printed command gets one engine's answer by way of both, and Ctrl-C leaves nothing."""
     env = _environment()
