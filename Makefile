@@ -25,7 +25,7 @@ TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 .DEFAULT_GOAL := help
 .PHONY: help setup rebuild lint format test test-fast patches-check patches-import patches-export \
-        tree wheel demo serve sweep bench docs clean test-faults
+        tree wheel demo serve sweep bench docs clean test-faults test-full
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,14 +68,17 @@ format: $(VENV)/.installed  ## Fix what the linter can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: setup  ## Run all tests but test-faults', with real engines and both wheels
-	$(BIN)/python -m pytest -m "not faults" $(PYTEST_ARGS)
+test: setup  ## Run the tests that decide a change but test-faults', with real engines and a wheel
+	$(BIN)/python -m pytest -m "not faults and not full" $(PYTEST_ARGS)
 
 test-fast: setup  ## Run the tests that start no engine and build no real wheel
-	$(BIN)/python -m pytest -m "not e2e and not slow and not faults" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not e2e and not slow and not faults and not full" $(PYTEST_ARGS)
 
 test-faults: setup  ## Act out faults with real engines: peers that mismatch, vanish or restart
-	$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "faults and not full" $(PYTEST_ARGS)
+
+test-full: setup $(VENV)/.installed-bench  ## Run the tests that need not decide every change
+	$(BIN)/python -m pytest -m full $(PYTEST_ARGS)
 
 patches-check: $(VENV)/.installed  ## Prove series and overlay against all wheels of all bases
 	$(TOOLS) check

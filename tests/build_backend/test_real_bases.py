@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 PROJECT = Project(Path(__file__).parents[2])
 
 
-@pytest.fixture(scope="module", params=["cpu", "cuda"])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.full)])
 def choice(request: pytest.FixtureRequest) -> Choice:
     """Return what the variable asks for."""
     return choose(PROJECT, {**os.environ, "VLLM_TARGET_DEVICE": request.param})

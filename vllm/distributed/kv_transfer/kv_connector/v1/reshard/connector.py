@@ -3,11 +3,11 @@
 
 Select it with
 
-    --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both",
+    --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_producer",
       "kv_connector_module_path":
         "vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector"}'
 
-on both engines.
+on the prefill engine, and with the role `kv_consumer` on the decode engine.
 """
 
 from __future__ import annotations
