@@ -106,12 +106,26 @@ class Definitions:
         """Return what a name stands for at the top of a file."""
         if depth > 20:
             return None  # Modules that import from each other in a circle.
-        meanings = [
-            meaning
+        meanings = {
+            self._meaning(path, statement, name, depth)
             for statement in self.table(path).get(name, ())
-            if (meaning := self._meaning(path, statement, name, depth)) is not None
-        ]
-        return meanings[0] if len({*meanings}) == 1 else None
+            if not (isinstance(statement, FunctionNode) and "overload" in decorators(statement))
+        }
+        if not meanings and not name.startswith("_"):
+            meanings = {
+                meaning
+                for module in self._stars(path)
+                if (meaning := self.find(module, name, depth + 1)) is not None
+            }
+        return meanings.pop() if len(meanings) == 1 else None
+
+    def _stars(self, path: str) -> Iterator[str]:
+        """Yield the modules of vLLM's from which a file imports everything."""
+        for statement in top_level(self.universe.tree(path).body):
+            if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+                module = absolute(statement, package_of(path))
+                if is_ours(module):
+                    yield module
 
     def of(self, path: str, expression: ast.expr) -> Meaning | None:
         """Return what a dotted name stands for in a file."""
@@ -153,8 +167,6 @@ class Definitions:
 
     def _meaning(self, path: str, statement: ast.stmt, name: str, depth: int) -> Meaning | None:
         if isinstance(statement, ast.ClassDef | FunctionNode):
-            if "overload" in decorators(statement):
-                return None
             return self.define(path, statement)
         return self.imported(path, statement, name, depth)
 
