@@ -238,6 +238,14 @@ class Inference:
         self, path: str, node: ast.For | ast.AsyncFor | ast.comprehension, names: Names
     ) -> Iterator[tuple[str, Value | None]]:
         source, target = node.iter, node.target
+        if isinstance(source, ast.Call) and isinstance(target, ast.Tuple):
+            kind = last_name(source.func)
+            if kind in {"zip", "enumerate"}:
+                counted: list[ast.expr | None] = [None] if kind == "enumerate" else []
+                for each, place in zip([*counted, *source.args], target.elts, strict=False):
+                    told = None if each is None else self.evaluate(path, each, names)
+                    yield from _bind(place, told.element if isinstance(told, Container) else None)
+                return
         if isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute):
             owner = self.evaluate(path, source.func.value, names)
             if (

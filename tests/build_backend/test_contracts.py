@@ -173,6 +173,10 @@ def test_what_cannot_be_known_is_not_claimed(own: str) -> None:
         "from vllm.base import Config\ndef f(xs: dict[str, Config]): return [x.gone for x in "
         "xs.values()]\n",
         "from vllm.base import Config\ndef f(xs: dict[str, Config]): return xs['a'].gone\n",
+        "from vllm.base import Config\ndef f(xs: list[Config]):\n"
+        "    return [x.gone for n, x in enumerate(xs)]\n",
+        "from vllm.base import Config\ndef f(ys, xs: list[Config]):\n"
+        "    return {n: 1 for y, x in zip(ys, xs, strict=True) for n in x.gone}\n",
         "from vllm.base import Config\ndef f(): return Config(1).gone\n",
         "from vllm.base import Config\ndef f(x: 'Config | None'):\n    def g(): return x.gone\n",
         "def f():\n    from vllm.base import Config\n    x = Config(1)\n    return x.gone\n",
