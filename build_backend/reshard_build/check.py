@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from .archive import BaseWheel, open_base
 from .base import load_base
 from .bases import releases
+from .contracts import require_contracts
+from .duplicates import require_no_duplicates
 from .errors import BuildError, UnknownBaseError
 from .fetch import fetch
 from .overlay import base_overlay, clashes, require_no_clash
@@ -18,7 +21,9 @@ from .patchfile import Patch, describe
 from .project import Project
 from .roundtrip import require_round_trip
 from .series import apply_series, base_files, load_series, touched_paths
-from .symbols import Universe, require_symbols
+from .switches import settle
+from .symbols import require_symbols
+from .universe import Universe
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,9 @@ def _check_base(project: Project, release: str, environ: Mapping[str, str]) -> I
                 yield applied
             if described.ok and applied.ok:
                 yield _prove(f"re-export, {label}", against.reexport)
+                yield _prove(f"duplicates, {label}", against.duplicates)
                 yield _prove(f"symbols, {label}", against.symbols)
+                yield _prove(f"contracts, {label}", against.contracts)
             yield _prove(f"overlay, {label}", against.apart)
 
 
@@ -136,12 +143,28 @@ class _Against:
             require_no_clash(clashes(self._overlay, patch.paths), patch.paths, patch.name)
         return f"none of {len(self._overlay)} files exists upstream"
 
+    def duplicates(self) -> str:
+        for path, content in self._patched.items():
+            if path.endswith(".py") and content is not None:
+                require_no_duplicates(path, self._files.get(path), content)
+        return f"none of {len(self._patched)} files defines anything twice"
+
     def symbols(self) -> str:
+        count = require_symbols(self._universe, self._overlay, self._base.path.name)
+        return f"{count} imports from vllm exist"
+
+    def contracts(self) -> str:
+        where = self._base.path.name
+        count = require_contracts(self._universe, self._overlay, self._patched, where)
+        return f"{count} uses of vllm's classes and functions fit them"
+
+    @cached_property
+    def _universe(self) -> Universe:
         gone = {name for name, content in self._patched.items() if content is None}
         paths = frozenset((*self._base.names, *self._patched, *self._overlay)) - gone
-        where = self._base.path.name
-        count = require_symbols(Universe(paths, self._read), self._overlay, where)
-        return f"{count} imports from vllm exist"
+        universe = Universe(paths, self._read)
+        settle(universe, self._overlay)
+        return universe
 
     def _read(self, path: str) -> bytes:
         if path in self._overlay:

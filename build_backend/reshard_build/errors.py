@@ -116,6 +116,14 @@ class SymbolError(BuildError):
     """The overlay imports something that the base does not have."""
 
 
+class DuplicateError(BuildError):
+    """A patch defines what the base defines already."""
+
+
+class ContractError(BuildError):
+    """The overlay uses something of the base otherwise than the base defines it."""
+
+
 def require_python(version: tuple[int, ...], minimum: tuple[int, int] = (3, 10)) -> None:
     """Refuse a Python that can neither run the backend nor the product.
 

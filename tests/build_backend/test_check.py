@@ -44,7 +44,7 @@ def test_sound_tree_passes_for_both_bases(checked: Any, capsys: pytest.CaptureFi
     assert [line.partition(": ")[0] for line in lines] == ["ok   series, 0.22.1"] + [
         f"ok   {proof}, 0.22.1 {target} x86_64"
         for target in ("cpu", "cuda")
-        for proof in ("apply", "re-export", "symbols", "overlay")
+        for proof in ("apply", "re-export", "duplicates", "symbols", "contracts", "overlay")
     ]
 
 
