@@ -68,8 +68,16 @@ format: $(VENV)/.installed  ## Fix what the linter can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Of other bases than the default one, what depends on the release, and two real pairs.
+ifeq ($(BASE),$(DEFAULT_BASE))
 test: setup  ## Run the tests that decide a change but test-faults', with real engines and a wheel
 	$(BIN)/python -m pytest -m "not faults and not full" $(PYTEST_ARGS)
+else
+test: setup
+	$(BIN)/python -m pytest -m "not e2e and not faults and not full" tests/distributed \
+	  tests/entrypoints tests/scripts tests/v1 $(PYTEST_ARGS)
+	$(BIN)/python -m tools.pdstack sweep --subset base --requests 16
+endif
 
 test-fast: setup  ## Run the tests that start no engine and build no real wheel
 	$(BIN)/python -m pytest -m "not e2e and not slow and not faults and not full" $(PYTEST_ARGS)

@@ -131,6 +131,8 @@ SUBSETS: Mapping[str, tuple[str, ...]] = {
     # What the end-to-end tests do not run, in at most 20 minutes on two cores: there, an engine
     # takes up to 100 s to start, and a family 25 s once its engines are up.
     "ci": ("TP not divisible", "uneven stages", "MultiConnector", "P on Ray", "bfloat16"),
+    # One with stages and one without, to see that another base works at all.
+    "base": ("PP on P", "TP not divisible"),
 }
 """Families that are run together under one name."""
 
