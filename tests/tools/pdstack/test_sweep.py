@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from io import StringIO
 from unittest.mock import Mock, create_autospec
@@ -226,8 +225,7 @@ def test_the_list_shows_what_ci_runs(capsys):
     marked = set(SUBSETS["ci"])
     assert cli.main(["sweep", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    listed = {line.split(":")[0] for line in lines if re.search(r"\[[^]]*\bci\b[^]]*\]$", line)}
-    assert listed == marked
+    assert {line.split(":")[0] for line in lines if "[ci]" in line} == marked
     assert cli.main(["sweep", "--list", "--subset", "ci"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split(":")[0] for line in lines} == marked
