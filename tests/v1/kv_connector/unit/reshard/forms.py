@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
 from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.kv_cache_interface import KVCacheTensor
@@ -105,6 +106,17 @@ def results(connector: Any) -> tuple[set[str], set[str], dict[str, set[Any]]]:
     sent, received = connector.get_finished(set())
     failed = {"invalid_block_ids": connector.get_block_ids_with_load_errors()}
     return sent or set(), received or set(), failed
+
+
+def upstreams_request(tp_rank: int) -> tuple[bytes | int, ...]:
+    """What upstream's worker sends to a side channel, to hear of a rank of the first stage."""
+    return (GET_META_MSG, *compat.REQUEST_NUMBERS[1:], tp_rank)
+
+
+def upstreams_payloads(payload: bytes, num_ranks: int) -> dict[Any, bytes]:
+    """What upstream's listener is given, to tell of the ranks of one stage."""
+    stage = compat.REQUEST_NUMBERS[1:]
+    return {(*stage, rank) if stage else rank: payload for rank in range(num_ranks)}
 
 
 def register_together(
