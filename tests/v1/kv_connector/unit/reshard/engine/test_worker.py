@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import KVTransferConfig
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -25,12 +26,15 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import describe_cache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
@@ -73,10 +77,12 @@ class Engine:
         token_major: bool = False,
         cross_layers: bool = False,
         replica: int = 0,
+        head_size: int = HEAD_SIZE,
+        backend: type | None = None,
         **extra_config,
     ) -> None:
         self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
-        self.dtype = dtype
+        self.dtype, self.head_size = dtype, head_size
         self.mesh = ParallelMesh(pp, tp)
         self.shards = tuple(
             Shard(s.rank, {f"layers.{n}": heads for n, heads in s.heads_by_layer.items()})
@@ -89,7 +95,7 @@ class Engine:
                 dtype=dtype,
                 get_total_num_kv_heads=lambda: heads,
                 get_total_num_hidden_layers=lambda: NUM_LAYERS,
-                get_head_size=lambda: HEAD_SIZE,
+                get_head_size=lambda: head_size,
             ),
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
@@ -109,18 +115,18 @@ class Engine:
         )
         self.workers: dict[MeshRank, ReshardWorker] = {}
         self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
-        backend = forms.backend(mla=mla)
+        backend = backend or forms.backend(mla=mla)
         for shard in self.shards:
             num_heads = len(next(iter(shard.heads_by_layer.values())))
             spec = (MLAAttentionSpec if mla else FullAttentionSpec)(
                 block_size=block_tokens * blocks_per_id,
                 num_kv_heads=num_heads,
-                head_size=HEAD_SIZE,
+                head_size=head_size,
                 dtype=dtype,
             )
             names = list(shard.heads_by_layer)
             num_blocks = NUM_BLOCKS * blocks_per_id
-            sizes = num_blocks, num_heads, block_tokens, HEAD_SIZE
+            sizes = num_blocks, num_heads, block_tokens, head_size
             tensors = {
                 name: forms.empty(*sizes, mla=mla, dtype=dtype, token_major=token_major)
                 for name in names
@@ -274,7 +280,7 @@ def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
     heads = max(
         interval.stop for shard in engine.shards for interval in shard.heads_by_layer.values()
     )
-    shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, HEAD_SIZE)
+    shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, engine.head_size)
     random = np.random.default_rng(seed)
     if engine.dtype == torch.uint8:
         whole = random.integers(0, 256, shape, np.uint8)
@@ -332,6 +338,55 @@ def test_request_is_received_and_released(engines, prefill, decode):
     for worker in d.workers.values():
         assert worker.take_failed() == {}
         assert worker.take_stats().data["bytes_transferred"]
+
+
+@requires_base("0.32.0", "0.33.0", reason="it has no MLA on CPU")
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(dict(tp=2), dict(tp=1)), (dict(pp=2), dict(tp=1)), (dict(tp=1), dict(tp=2))],
+    ids=["TP2 to TP1", "PP2 to TP1", "TP1 to TP2"],
+)
+def test_latents_of_cpu_mla(engines, prefill, decode):
+    """Of the size that its kernels take, in blocks of the size that they take."""
+    backend = resolve_obj_by_qualname("vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend")
+    form = dict(mla=True, head_size=576, backend=backend)
+    p, d = engines("prefill", **form, **prefill), engines("decode", **form, **decode)
+    assert p.workers[MeshRank(0, 0)]._factors["attention_backends"] == "CPU_MLA"
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    progress.until(p, sent="p-a")
+    assert_received(d, [3, 4, 1], whole)
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "message"),
+    [
+        (dict(mla=True), dict(mla=False, heads=1), "caches KV heads but .* one latent, which are"),
+        (dict(mla=False, heads=1), dict(mla=True), "caches one latent but .* KV heads, which are"),
+        (
+            dict(mla=False, heads=4),
+            dict(mla=False, heads=2),
+            "has 2 KV heads on rank pp0tp0, which holds 4 of the model's 4",
+        ),
+    ],
+    ids=["draft with heads", "draft with a latent", "draft with fewer heads"],
+)
+def test_layers_that_are_split_in_another_way_are_refused(engines, model, layer, message):
+    """As a draft model's may be: their heads would be taken for others."""
+    (worker,) = engines("engine", **model).workers.values()
+    heads = layer.get("heads", 1)
+    kind = MLAAttentionSpec if layer["mla"] else FullAttentionSpec
+    spec = kind(block_size=16, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
+    config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["draft"], spec)])
+    tensor = forms.empty(NUM_BLOCKS, heads, 16, HEAD_SIZE, mla=layer["mla"])
+    backends = {"draft": forms.backend(mla=layer["mla"])}
+    worker._kv_cache_config = config
+    with pytest.raises(LocalLayoutError, match=f"layer draft {message}"):
+        worker._shard(describe_cache({"draft": tensor}, config, backends))
 
 
 @pytest.mark.parametrize(("src_tokens", "dst_tokens"), [(16, 48), (48, 16), (16, 24)])
