@@ -25,7 +25,7 @@ pytestmark = pytest.mark.faults
 
 ROWS = read_rows()
 UPSTREAMS = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-OTHER_VERSION = 2
+OTHER_VERSION = 3
 # The one other dtype that a cache can have on CPU beside the model's own.
 NO_FP8_CACHE = why_no_fp8_cache()
 
@@ -118,7 +118,7 @@ def test_ours_cannot_read_from_upstreams_connector(
 @contextmanager
 def side_channel_of_another_version() -> Iterator[int]:
     """Answer handshakes as a later version of the connector does; yields the port."""
-    refusal = f"request reshard/1 is unknown, reshard/{OTHER_VERSION} is not"
+    refusal = f"request reshard/2 is unknown, reshard/{OTHER_VERSION} is not"
     says = {"connector": "reshard", "version": OTHER_VERSION, "refusal": refusal}
     context = zmq.Context()
     listener = context.socket(zmq.REP)
@@ -166,7 +166,7 @@ def test_another_version_that_reads_is_refused(stage: Stage) -> None:
         assert client.poll(10_000)
         reply = msgspec.msgpack.decode(client.recv())
     assert (reply["connector"], reply["version"]) == ("reshard", 1)
-    assert reply["refusal"] == f"request reshard/{OTHER_VERSION} is unknown, reshard/1 is not"
+    assert reply["refusal"] == f"request reshard/{OTHER_VERSION} is unknown, reshard/2 is not"
     (line,) = log.complaints(but=LEASE_RAN_OUT)
     assert ROWS["another version of the connector reads from this one"].tells(
         "500", line, "lease"
