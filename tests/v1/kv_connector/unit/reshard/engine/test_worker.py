@@ -111,6 +111,7 @@ class Engine:
             ),
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
+            speculative_config=None,
             # A dense model's replicas all have rank 0.
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=tp, data_parallel_rank=0, data_parallel_index=replica
@@ -451,6 +452,34 @@ def test_second_replica_prepares_no_local_lists(engines):
     assert len(num_lists) == 1
 
 
+def test_idle_engines_leave_nothing_prepared(engines, monkeypatch):
+    """After `engine_ttl` lists of both ends are given back; the next request prepares them anew."""
+    d = engines("decode", engine_ttl=60)
+    (worker,) = d.workers.values()
+    now_s = time.monotonic()
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    addresses = {}
+    for name, layout in {"wide": dict(tp=2), "deep": dict(pp=2)}.items():
+        p = engines(name, **layout)
+        addresses[name] = p, p.serve()
+    lists = []
+    for request_id, name in (("a", "wide"), ("b", "deep"), ("c", "wide")):
+        p, address = addresses[name]
+        whole = fill(p, [5, 2, 9])
+        p.offer("p-a")
+        d.start(receive={request_id: receive(address, [3, 4, 1], [5, 2, 9])})
+        Progress(p, d).until(d, received=request_id)
+        assert_received(d, [3, 4, 1], whole)
+        lists.append(len(worker._local_lists))
+        now_s += 59.0
+        worker.get_finished()
+        assert lists[-1] == len(worker._local_lists)
+        now_s += 2.0
+        worker.get_finished()
+        assert len(worker._peers) == len(worker._local_lists) == 0
+    assert lists[0] == lists[2] > 0
+
+
 def test_handshake_is_told_in_one_line(engines, caplog_vllm):
     """The engine's log says once, however many requests there are, what is read from whom."""
     p, d = engines("prefill", tp=2), engines("decode")
@@ -653,6 +682,8 @@ def test_late_reader_fails(engines, caplog_vllm):
     while "which this worker does not hold any more" not in caplog_vllm.text:
         assert time.monotonic() < deadline
         progress.step()
+    counted = [worker.take_stats() for worker in p.workers.values()]
+    assert any(each and each.data["num_notifications_after_expiry"] for each in counted)
 
 
 @pytest.mark.parametrize("source_rank", [0, 1])
