@@ -55,6 +55,13 @@ def create(make_config):
         connector.shutdown()
 
 
+class Stub:
+    """Stands for upstream's connector."""
+
+    def shutdown(self) -> None:
+        """Nothing was opened."""
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """The connector believes that the KV cache is in a GPU's memory."""
@@ -66,6 +73,29 @@ def test_the_name_means_ours(create):
     connector = create()
     assert type(connector) is NixlConnector
     assert isinstance(connector, upstream.NixlConnector)
+
+
+UPSTREAMS_PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+
+
+def test_other_names_of_the_family_are_upstreams():
+    """Whoever asks for push, or for pull by its own name, gets what upstream has under it."""
+    others = [name for name in KVConnectorFactory._registry if name.startswith("Nixl")]
+    others.remove("NixlConnector")
+    assert ("NixlPushConnector" in others) == hasattr(upstream, "NixlPushConnector")
+    for name in others:
+        found = KVConnectorFactory.get_connector_class_by_name(name)
+        assert found is getattr(upstream, name)
+        assert found.__module__.startswith(UPSTREAMS_PACKAGE)
+
+
+def test_upstreams_can_be_asked_for(make_config):
+    """As by an engine whose peer is left to upstream's connector."""
+    config = make_config("NixlConnector")
+    config.kv_transfer_config.kv_connector_module_path = UPSTREAMS_PACKAGE
+    found = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    assert found is upstream.NixlConnector
+    assert not issubclass(found, NixlConnector)
 
 
 def test_mamba_state_is_left_to_upstream(create, caplog_vllm):
@@ -109,14 +139,29 @@ def test_scales_of_an_engines_own_are_refused(make_config, dtype):
         KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
 
 
-@pytest.mark.parametrize("axis", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_refused(make_config, axis):
-    """Ranks that hold other tokens of a block must not be taken for replicas."""
-    config = make_config("NixlConnector")
-    setattr(config.parallel_config, axis, 2)
-    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
+AXES = pytest.mark.parametrize(
+    "axis", ["decode_context_parallel_size", "prefill_context_parallel_size"]
+)
+
+
+@AXES
+def test_context_parallelism_is_left_to_upstream_where_it_serves_it(create, monkeypatch, axis):
+    """Its newer releases know which rank holds which tokens; what they lack they refuse."""
+    monkeypatch.setattr(connector_module, "CONTEXT_PARALLELISM_IS_UPSTREAMS", True)
+    asked = []
+    monkeypatch.setattr(upstream, "NixlConnector", lambda *given: asked.append(given) or Stub())
+    assert type(create(**{axis: 2})) is Stub
+    assert len(asked) == 1
+    with pytest.raises(LocalLayoutError, match=f"--{axis.replace('_', '-')} 2 .*--pipeline-para"):
+        create(pipeline_parallel_size=2, **{axis: 2})
+
+
+@AXES
+def test_context_parallelism_is_refused_where_upstream_does_not_look(create, monkeypatch, axis):
+    """Ranks that hold other tokens of a sequence must not be taken for replicas."""
+    monkeypatch.setattr(connector_module, "CONTEXT_PARALLELISM_IS_UPSTREAMS", False)
     with pytest.raises(LocalLayoutError, match=f"--{axis.replace('_', '-')} 2 .* use 1"):
-        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+        create(**{axis: 2})
 
 
 def test_options_that_do_nothing_are_mentioned(create, caplog_vllm):

@@ -34,6 +34,7 @@ RECORDS = {
     "notification": lambda stats: stats.record_notification(),
     "held blocks": lambda stats: stats.record_held_blocks(5),
     "expired lease": lambda stats: stats.record_kv_expired_req(),
+    "late notification": lambda stats: stats.record_late_notification(),
 }
 
 
@@ -87,6 +88,8 @@ def test_workers_add_up(workers):
     assert len(total.data["handshake_seconds"]) == names.count("handshake")
     assert len(total.data["handshake_failures"]) == names.count("failed handshake")
     assert len(total.data["read_failures"]) == names.count("failed read")
+    late = names.count("late notification")
+    assert len(total.data["num_notifications_after_expiry"]) == late
     assert total.num_successful_transfers == names.count("transfer")
     assert len(total.data["read_strategies"]) == names.count("transfer")
 
@@ -111,6 +114,7 @@ def test_prometheus_shows_every_kind(prometheus):
     assert value(registry, "vllm:nixl_bytes_transferred_sum") == 8192
     assert value(registry, "vllm:nixl_num_failed_transfers_total") == 2
     assert value(registry, "vllm:nixl_num_kv_expired_reqs_total") == 2
+    assert value(registry, "vllm:nixl_num_notifications_after_expiry_total") == 2
 
 
 def test_series_begin_at_zero(prometheus):

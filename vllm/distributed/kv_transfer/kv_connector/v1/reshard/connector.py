@@ -26,6 +26,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from .engine.compat import CONTEXT_PARALLELISM_IS_UPSTREAMS
 from .engine.envelopes import ReshardConnectorMetadata
 from .engine.geometry import split_layers
 from .engine.scheduler import ReshardScheduler
@@ -84,13 +85,8 @@ class NixlConnector(upstream.NixlConnector):
         self.kv_transfer_config = vllm_config.kv_transfer_config
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler = self.connector_worker = None
-        parallel = vllm_config.parallel_config
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if (size := getattr(parallel, name)) > 1:
-                raise LocalLayoutError(
-                    f"--{name.replace('_', '-')} {size} spreads the tokens of a block over ranks, "
-                    "which this connector cannot read: use 1"
-                )
+        if (spread := _spread_tokens(vllm_config)) is not None:
+            raise LocalLayoutError(f"{spread}, which this connector cannot read: use 1")
         cache_config = vllm_config.cache_config
         if cache_config.calculate_kv_scales and is_quantized_kv_cache(cache_config.cache_dtype):
             raise LocalLayoutError(
@@ -194,4 +190,14 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         and vllm_config.kv_transfer_config.kv_buffer_device == "cpu"
     ):
         return "kv_buffer_device is cpu, and the KV cache is not in host memory"
+    if CONTEXT_PARALLELISM_IS_UPSTREAMS:
+        return _spread_tokens(vllm_config)
+    return None
+
+
+def _spread_tokens(vllm_config: VllmConfig) -> str | None:
+    """What spreads the tokens of a block over ranks, if anything does."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(vllm_config.parallel_config, name)) > 1:
+            return f"--{name.replace('_', '-')} {size} spreads the tokens of a block over ranks"
     return None
