@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import Engine, Progress, fill, receive
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import is_in_two_memories
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
 )
@@ -119,6 +121,30 @@ def test_what_upstream_would_do_is_refused_with_pipeline_parallelism(create, gpu
     """Upstream's connector has no stages: the engine does not start, and says what would help."""
     with pytest.raises(LocalLayoutError, match=rf"{reason}.*--pipeline-parallel-size 1 instead"):
         create(pipeline_parallel_size=2, **case)
+
+
+@pytest.mark.parametrize(
+    ("predicate", "reason"),
+    [("is_in_two_memories", "in the host's memory"), ("keeps_groups_back", "not transferred")],
+)
+def test_caches_that_only_upstream_understands_are_left_to_it(
+    create, monkeypatch, predicate, reason
+):
+    """Those of later releases, part of which is somewhere else, or stays where it is."""
+    monkeypatch.setattr(connector_module, predicate, lambda _: True)
+    monkeypatch.setattr(upstream, "NixlConnector", lambda *_: Stub())
+    assert type(create()) is Stub
+    with pytest.raises(LocalLayoutError, match=rf"{reason}.*--pipeline-parallel-size 1 instead"):
+        create(pipeline_parallel_size=2)
+
+
+def test_caches_in_host_memory_are_recognised():
+    """By what says how large that part is, in the releases that have it."""
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
+    known = "hisparse_host_num_blocks" in {field.name for field in dataclasses.fields(cache)}
+    assert not is_in_two_memories(cache)
+    cache.hisparse_host_num_blocks = 8
+    assert is_in_two_memories(cache) == known
 
 
 def test_wrong_options_keep_the_engine_from_starting(create):

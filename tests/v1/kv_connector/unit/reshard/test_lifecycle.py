@@ -31,6 +31,7 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     assert_received,
     engines,
     fill,
+    lost_blocks,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     STEPS_IN_FLIGHT_KEEP_BLOCKS,
@@ -586,7 +587,7 @@ class Whole:
             for of_worker in seen.values():
                 of_worker -= by_all
         for worker in self.engine.workers.values():
-            self.invalid |= worker.take_invalid_block_ids()
+            self.invalid |= lost_blocks(worker)
         invalid, self.invalid = self.invalid, set()
         scheduled = self.serving.step(**reports, invalid=invalid)
         for worker in self.engine.workers.values():

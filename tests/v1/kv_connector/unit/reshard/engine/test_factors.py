@@ -28,6 +28,7 @@ def speculative(**changes) -> SimpleNamespace:
         method=values["method"],
         parallel_drafting=values["parallel"],
         num_speculative_tokens=values.get("tokens", 3),
+        kv_cache_dtype=None,
         use_eagle=lambda: values["method"] in ("eagle", "eagle3", "mtp"),
         draft_model_config=SimpleNamespace(
             model=values.get("model", "here/draft"),
@@ -46,7 +47,7 @@ def config(**changes) -> SimpleNamespace:
     values.update(
         vocabulary=99, cache_dtype="auto", no_hybrid=False, tp_size=1, pp_size=1, block_size=16
     )
-    values.update(speculative=None)
+    values.update(speculative=None, lookahead=1)
     values.update(changes)
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -65,6 +66,7 @@ def config(**changes) -> SimpleNamespace:
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=values["no_hybrid"]),
         speculative_config=values["speculative"],
+        num_prefill_lookahead_tokens=values["lookahead"],
         parallel_config=SimpleNamespace(
             tensor_parallel_size=values["tp_size"], pipeline_parallel_size=values["pp_size"]
         ),
@@ -105,6 +107,8 @@ def test_factors_of_a_real_configuration(tmp_path):
         "draft_model": "none",
         "draft_layers": "none",
         "draft_aux_layers": "none",
+        "draft_kv_cache_dtype": "none",
+        "draft_lookahead": "none",
         "parallel_drafting": "none",
     }
 
@@ -162,6 +166,26 @@ def test_drafts_from_hidden_states_are_made_alike_or_not_at_all(there, message):
         check_compatibility(DRAFTING, remote)
     with pytest.raises(RemoteIncompatibleError, match="give the same --speculative-config"):
         check_compatibility(remote, DRAFTING)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (dict(cache_dtype="fp8"), "draft_kv_cache_dtype is fp8 there and bfloat16 here"),
+        (dict(lookahead=3), "draft_lookahead is 3 there and 1 here"),
+    ],
+    ids=["format", "lookahead"],
+)
+def test_what_drafts_keep_and_how_far_they_read_must_be_equal(monkeypatch, change, name):
+    """Modules that read ahead leave the end of a prompt to the decode engine."""
+    monkeypatch.setattr(
+        factors_module,
+        "prefill_lookahead_tokens",
+        lambda vllm_config: vllm_config.num_prefill_lookahead_tokens,
+    )
+    remote = compatibility_factors(config(speculative=speculative(), **change), ["FLASH_ATTN"])
+    with pytest.raises(RemoteIncompatibleError, match=name):
+        check_compatibility(DRAFTING, remote)
 
 
 @pytest.mark.parametrize("change", [dict(model="there/draft"), dict(tokens=7)])

@@ -132,6 +132,8 @@ class ReshardStats(NixlKVConnectorStats):
 
     def record_failed_handshake(self, error: Exception) -> None:
         """An engine could not be connected."""
+        if UPSTREAM_COUNTS_ALL_FAILURES:
+            super().record_failed_handshake()
         self.data["handshake_failures"].append(handshake_failure(error).value)
 
     def record_failed_read(self, failure: ReadFailure) -> None:
