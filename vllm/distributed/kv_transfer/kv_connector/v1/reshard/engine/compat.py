@@ -45,8 +45,9 @@ CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22
 does not."""
 
 STEPS_IN_FLIGHT_KEEP_BLOCKS = not _IS_0_22
-"""Whether the scheduler keeps blocks from others while a step that may write them is in flight. That
-of 0.22.1 gives them back at once."""
+"""Whether the scheduler keeps blocks from others while a step that may write them is in flight.
+
+That of 0.22.1 gives them back at once."""
 
 UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
 """Whether upstream's statistics count handshakes that failed and notifications that came late,

@@ -178,8 +178,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         remote = remote_request(request.kv_transfer_params or {})
         if remote is not None and self._readers.get(remote) == request.request_id:
             del self._readers[remote]
-        # The last token was sampled and is not computed. What is counted beyond that is of a step in
-        # flight, or of drafts behind the one that ended the answer.
+        # The last token was sampled and is not computed. What is counted beyond that is of a step
+        # in flight, or of drafts behind the one that ended the answer.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         block_ids = tuple(
             ids[: cdiv(num_tokens, group.kv_cache_spec.block_size)]
