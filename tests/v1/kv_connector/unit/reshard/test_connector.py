@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +21,11 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
+from tests.bases import requires_base
+from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import Engine, Progress, fill, receive
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import is_in_two_memories
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
 )
@@ -40,13 +40,26 @@ def create(make_config):
     """Creates the scheduler's side of a connector by its name, as the engine does."""
     created = []
 
-    def make(name="NixlConnector", *, spec=ATTENTION, on_gpu=None, extra_config=None, **parallel):
+    def make(
+        name="NixlConnector",
+        *,
+        spec=ATTENTION,
+        on_gpu=None,
+        extra_config=None,
+        kv_role="kv_both",
+        kept_back=False,
+        **parallel,
+    ):
         config = make_config(name, extra_config=extra_config)
+        config.kv_transfer_config.kv_role = kv_role
         for field, value in parallel.items():
             setattr(config.parallel_config, field, value)
         if on_gpu:
             config.kv_transfer_config.kv_buffer_device = on_gpu
-        cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        if kept_back:
+            groups.append(KVCacheGroupSpec(["replica"], spec, enable_kv_transfer=False))
+        cache = KVCacheConfig(4, [], groups)
         created.append(
             KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
         )
@@ -55,13 +68,6 @@ def create(make_config):
     yield make
     for connector in created:
         connector.shutdown()
-
-
-class Stub:
-    """Stands for upstream's connector."""
-
-    def shutdown(self) -> None:
-        """Nothing was opened."""
 
 
 @pytest.fixture
@@ -75,29 +81,6 @@ def test_the_name_means_ours(create):
     connector = create()
     assert type(connector) is NixlConnector
     assert isinstance(connector, upstream.NixlConnector)
-
-
-UPSTREAMS_PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-
-
-def test_other_names_of_the_family_are_upstreams():
-    """Whoever asks for push, or for pull by its own name, gets what upstream has under it."""
-    others = [name for name in KVConnectorFactory._registry if name.startswith("Nixl")]
-    others.remove("NixlConnector")
-    assert ("NixlPushConnector" in others) == hasattr(upstream, "NixlPushConnector")
-    for name in others:
-        found = KVConnectorFactory.get_connector_class_by_name(name)
-        assert found is getattr(upstream, name)
-        assert found.__module__.startswith(UPSTREAMS_PACKAGE)
-
-
-def test_upstreams_can_be_asked_for(make_config):
-    """As by an engine whose peer is left to upstream's connector."""
-    config = make_config("NixlConnector")
-    config.kv_transfer_config.kv_connector_module_path = UPSTREAMS_PACKAGE
-    found = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-    assert found is upstream.NixlConnector
-    assert not issubclass(found, NixlConnector)
 
 
 def test_mamba_state_is_left_to_upstream(create, caplog_vllm):
@@ -123,36 +106,13 @@ def test_what_upstream_would_do_is_refused_with_pipeline_parallelism(create, gpu
         create(pipeline_parallel_size=2, **case)
 
 
-@pytest.mark.parametrize(
-    ("predicate", "reason"),
-    [("is_in_two_memories", "in the host's memory"), ("keeps_groups_back", "not transferred")],
-)
-def test_caches_that_only_upstream_understands_are_left_to_it(
-    create, monkeypatch, predicate, reason
-):
-    """Those of later releases, part of which is somewhere else, or stays where it is."""
-    monkeypatch.setattr(connector_module, predicate, lambda _: True)
-    monkeypatch.setattr(upstream, "NixlConnector", lambda *_: Stub())
-    assert type(create()) is Stub
-    with pytest.raises(LocalLayoutError, match=rf"{reason}.*--pipeline-parallel-size 1 instead"):
-        create(pipeline_parallel_size=2)
-
-
-def test_caches_in_host_memory_are_recognised():
-    """By what says how large that part is, in the releases that have it."""
-    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
-    known = "hisparse_host_num_blocks" in {field.name for field in dataclasses.fields(cache)}
-    assert not is_in_two_memories(cache)
-    cache.hisparse_host_num_blocks = 8
-    assert is_in_two_memories(cache) == known
-
-
 def test_wrong_options_keep_the_engine_from_starting(create):
     """The scheduler's side does not come up with a value that it cannot use."""
     with pytest.raises(LocalLayoutError, match="kv_lease_duration"):
         create(extra_config={"kv_lease_duration": "30"})
 
 
+@requires_base("0.22.1", reason="engines compute no scales")
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
 def test_scales_of_an_engines_own_are_refused(make_config, dtype):
     """What one engine writes with its scales, another would read with others."""
@@ -165,29 +125,45 @@ def test_scales_of_an_engines_own_are_refused(make_config, dtype):
         KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
 
 
-AXES = pytest.mark.parametrize(
-    "axis", ["decode_context_parallel_size", "prefill_context_parallel_size"]
-)
-
-
-@AXES
-def test_context_parallelism_is_left_to_upstream_where_it_serves_it(create, monkeypatch, axis):
-    """Its newer releases know which rank holds which tokens; what they lack they refuse."""
-    monkeypatch.setattr(connector_module, "CONTEXT_PARALLELISM_IS_UPSTREAMS", True)
-    asked = []
-    monkeypatch.setattr(upstream, "NixlConnector", lambda *given: asked.append(given) or Stub())
-    assert type(create(**{axis: 2})) is Stub
-    assert len(asked) == 1
-    with pytest.raises(LocalLayoutError, match=f"--{axis.replace('_', '-')} 2 .*--pipeline-para"):
-        create(pipeline_parallel_size=2, **{axis: 2})
-
-
-@AXES
-def test_context_parallelism_is_refused_where_upstream_does_not_look(create, monkeypatch, axis):
-    """Ranks that hold other tokens of a sequence must not be taken for replicas."""
-    monkeypatch.setattr(connector_module, "CONTEXT_PARALLELISM_IS_UPSTREAMS", False)
+@requires_base("0.22.1", reason="upstream's connector serves it")
+@pytest.mark.parametrize("axis", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused(make_config, axis):
+    """Ranks that hold other tokens of a block must not be taken for replicas."""
+    config = make_config("NixlConnector")
+    setattr(config.parallel_config, axis, 2)
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
     with pytest.raises(LocalLayoutError, match=f"--{axis.replace('_', '-')} 2 .* use 1"):
-        create(**{axis: 2})
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+
+
+@requires_base("0.32.0", "0.33.0", reason="upstream's connector does not serve it either")
+@pytest.mark.parametrize("axis", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_left_to_upstream(create, axis, caplog_vllm):
+    """Which reads it without stages, and is refused with them."""
+    parallel = {axis: 2}
+    assert type(create(kv_role="kv_producer", **parallel)) is upstream.NixlConnector
+    option = f"--{axis.replace('_', '-')} 2 spreads the tokens"
+    assert f"Using upstream's NixlConnector: {option}" in caplog_vllm.text
+    with pytest.raises(LocalLayoutError, match=f"{option}.*--pipeline-parallel-size 1 instead"):
+        create(pipeline_parallel_size=2, **parallel)
+
+
+@requires_base("0.32.0", "0.33.0", reason="it has no such groups")
+def test_groups_that_are_kept_back_are_left_to_upstream(create, caplog_vllm):
+    """What is rebuilt on the accelerator is none of the reader's business."""
+    assert type(create(kept_back=True)) is upstream.NixlConnector
+    assert "some of its KV-cache groups are not transferred" in caplog_vllm.text
+    with pytest.raises(LocalLayoutError, match="not transferred.*--pipeline-parallel-size 1"):
+        create(kept_back=True, pipeline_parallel_size=2)
+
+
+def test_sleep_mode_is_refused(make_config):
+    """Memory that comes and goes cannot be read by others."""
+    config = make_config("NixlConnector")
+    config.model_config.enable_sleep_mode = True
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
+    with pytest.raises(LocalLayoutError, match="--enable-sleep-mode .*leave it out"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
 
 
 def test_options_that_do_nothing_are_mentioned(create, caplog_vllm):
@@ -196,6 +172,7 @@ def test_options_that_do_nothing_are_mentioned(create, caplog_vllm):
     assert "'lease', which this connector does not know" in caplog_vllm.text
 
 
+@requires_base("0.22.1", reason="connectors are not asked")
 @pytest.mark.parametrize(("option", "expected"), [("True", True), (False, False)])
 def test_layers_lie_together_where_that_is_wanted(create, monkeypatch, option, expected):
     """As with upstream's connector, for backends and orders that can."""
@@ -230,7 +207,6 @@ def test_multi_connector_holds_ours(create, connectors):
     multi.set_xfer_handshake_metadata_pp_aware(stages)
     assert served == [stages]
     assert other.by_stage == stages
-    assert not multi.prefer_cross_layer_blocks
 
 
 def test_multi_connector_reports_what_ours_reports(make_config, connectors, monkeypatch):
@@ -256,12 +232,12 @@ def test_multi_connector_reports_what_ours_reports(make_config, connectors, monk
             )
         )
         multi.start_load_kv(None)
-        worker_like = SimpleNamespace(get_finished=lambda: as_sets(multi.get_finished(set())))
+        failed, worker_like = [], SimpleNamespace(get_finished=lambda: report(multi, failed))
         d.workers = {rank: worker_like for rank in d.workers}
         progress = Progress(p, d)
         progress.until(d, received="d-a")
         progress.until(d, received="d-b")
-        assert multi.get_block_ids_with_load_errors() == {6}
+        assert failed == [forms.failed_reads({"d-b": [6]})]
         stats = multi.get_kv_connector_stats()
         assert stats.data["NixlConnector"].data["num_failed_transfers"] == [1]
         assert sum(stats.data["NixlConnector"].data["bytes_transferred"])
@@ -272,7 +248,9 @@ def test_multi_connector_reports_what_ours_reports(make_config, connectors, monk
             engine.close()
 
 
-def as_sets(finished):
-    """None stands for no requests."""
-    sent, received = finished
-    return sent or set(), received or set()
+def report(connector, failed):
+    """What a runner asks of a connector after a step; failed reads are put into a list."""
+    sent, received, lost = forms.results(connector)
+    if any(lost.values()):
+        failed.append(lost)
+    return sent, received

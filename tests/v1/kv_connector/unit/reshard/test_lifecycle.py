@@ -89,7 +89,7 @@ class Serving:
             failed: Requests of the received ones that could not be read, with their blocks.
         """
         scheduled = self.begin()
-        self.end(scheduled, received=received, sent=sent, invalid=invalid)
+        self.end(scheduled, received=received, sent=sent, failed=failed)
         return dict(scheduled.num_scheduled_tokens)
 
     def begin(self) -> SchedulerOutput:
@@ -99,7 +99,7 @@ class Serving:
         return scheduled
 
     def end(
-        self, scheduled: SchedulerOutput, said=(7,), *, received=(), sent=(), invalid=()
+        self, scheduled: SchedulerOutput, said=(7,), *, received=(), sent=(), failed=None
     ) -> None:
         """End a step, in which the model has said the same for every request."""
         request_ids = list(scheduled.num_scheduled_tokens)
