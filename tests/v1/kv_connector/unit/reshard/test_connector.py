@@ -153,7 +153,7 @@ def test_groups_that_are_kept_back_are_left_to_upstream(create, caplog_vllm):
     """What is rebuilt on the accelerator is none of the reader's business."""
     assert type(create(kept_back=True)) is upstream.NixlConnector
     assert "some of its KV-cache groups are not transferred" in caplog_vllm.text
-    with pytest.raises(LocalLayoutError, match="not transferred.*--pipeline-parallel-size 1"):
+    with pytest.raises(LocalLayoutError, match=r"not transferred.*--pipeline-parallel-size 1"):
         create(kept_back=True, pipeline_parallel_size=2)
 
 
@@ -162,7 +162,7 @@ def test_sleep_mode_is_refused(make_config):
     config = make_config("NixlConnector")
     config.model_config.enable_sleep_mode = True
     cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
-    with pytest.raises(LocalLayoutError, match="--enable-sleep-mode .*leave it out"):
+    with pytest.raises(LocalLayoutError, match=r"--enable-sleep-mode .*leave it out"):
         KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
 
 

@@ -120,6 +120,16 @@ def test_prometheus_shows_every_kind(prometheus):
     assert value(registry, "vllm:nixl_num_notifications_after_expiry_total") == 2
 
 
+def test_late_notifications_are_counted_as_upstreams_are(prometheus):
+    """Readers that were through too late may have read what was somebody else's by then."""
+    metrics, registry = prometheus
+    stats = ReshardStats()
+    stats.record_late_notification()
+    assert not stats.is_empty()
+    metrics.observe(stats.data)
+    assert value(registry, "vllm:nixl_num_notifications_after_expiry_total") == 1
+
+
 def test_series_begin_at_zero(prometheus):
     """A dashboard can tell that nothing has failed from nobody having looked."""
     _, registry = prometheus

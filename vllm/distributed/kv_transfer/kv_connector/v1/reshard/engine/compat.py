@@ -47,7 +47,15 @@ does not."""
 STEPS_IN_FLIGHT_KEEP_BLOCKS = not _IS_0_22
 """Whether the scheduler keeps blocks from others while a step that may write them is in flight.
 
-That of 0.22.1 gives them back at once."""
+That of 0.22.1 gives them back at once.
+"""
+
+HOLDERS_KEEP_THE_LAST_WINDOW = _IS_0_22
+"""Whether an engine holds what the window of a request's last token reaches back to.
+
+The scheduler of 0.22.1 is patched to. Later ones are not: a prefill engine stops before that token,
+and what it holds is the window of the next.
+"""
 
 UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
 """Whether upstream's statistics count handshakes that failed and notifications that came late,
@@ -111,6 +119,7 @@ def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
 __all__ = [
     "CONTEXT_PARALLELISM_IS_UPSTREAMS",
     "FAILED_READS_ARE_NAMED",
+    "HOLDERS_KEEP_THE_LAST_WINDOW",
     "REQUEST_NUMBERS",
     "STEPS_IN_FLIGHT_KEEP_BLOCKS",
     "UPSTREAM_COUNTS_ALL_FAILURES",
