@@ -43,7 +43,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--only", action="append", default=[], metavar="NAME", help="this family; repeat it"
     )
     which.add_argument(
-        "--subset", choices=sorted(sweep.SUBSETS), help="these families: `ci` is what CI runs, `base` what `make test BASE=` runs"
+        "--subset",
+        choices=sorted(sweep.SUBSETS),
+        help="these families: `ci` is what CI runs, `base` what `make test BASE=` runs",
     )
     many.add_argument(
         "--list", action="store_true", help="print the families with their subsets and end"

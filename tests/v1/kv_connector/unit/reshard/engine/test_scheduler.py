@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler impor
     _receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Heartbeats,
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sound
@@ -166,7 +167,7 @@ def test_values_that_cannot_be_keys_harm_nobody(change):
     """What a router made of the names does not raise where they would be looked up."""
     owner = scheduler()
     arrive(owner, PARAMS | {"tp_size": 1} | change)
-    assert not owner._heartbeat_by_engine
+    assert not owner.build_connector_meta(None).heartbeats
 
 
 def test_prefill_engine_that_does_not_read_back_computes():
@@ -196,6 +197,7 @@ def test_only_computed_blocks_are_offered(computed, blocks):
     owner = scheduler(block_size=16)
     finished = arrive(owner, {"do_remote_decode": True}, 31)
     finished.status, finished.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, computed
+    finished.num_tokens = computed + 1
     delay_free, params = owner.request_finished(finished, ([7, 3, 5, 2],))
     assert delay_free
     assert params["remote_block_ids"] == ([7, 3, 5, 2][:blocks],)
@@ -222,7 +224,10 @@ def test_heartbeats_need_no_size():
     """A router that does not pass on `tp_size` does not cost a request its lease."""
     owner = scheduler()
     arrive(owner, {name: value for name, value in PARAMS.items() if name != "tp_size"})
-    assert owner._heartbeat_by_engine["prefill"].req_ids == {"p-a"}
+    (heartbeats,) = owner.build_connector_meta(None).heartbeats
+    assert heartbeats == Heartbeats(
+        RemoteEngineAddress("prefill", "10.0.0.1", 5600), frozenset({"p-a"})
+    )
 
 
 def test_sibling_on_a_prefill_engine_is_still_held():

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
-from tests.bases import requires_base
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import errors
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import compat
@@ -36,6 +35,7 @@ RECORDS = {
     "notification": lambda stats: stats.record_notification(),
     "held blocks": lambda stats: stats.record_held_blocks(5),
     "expired lease": lambda stats: stats.record_kv_expired_req(),
+    "late notification": lambda stats: stats.record_late_notification(),
 }
 
 
@@ -89,6 +89,8 @@ def test_workers_add_up(workers):
     assert len(total.data["handshake_seconds"]) == names.count("handshake")
     assert len(total.data["handshake_failures"]) == names.count("failed handshake")
     assert len(total.data["read_failures"]) == names.count("failed read")
+    late = names.count("late notification")
+    assert len(total.data["num_notifications_after_expiry"]) == late
     assert total.num_successful_transfers == names.count("transfer")
     assert len(total.data["read_strategies"]) == names.count("transfer")
 
@@ -115,9 +117,9 @@ def test_prometheus_shows_every_kind(prometheus):
         4 if compat.UPSTREAM_COUNTS_ALL_FAILURES else 2
     )
     assert value(registry, "vllm:nixl_num_kv_expired_reqs_total") == 2
+    assert value(registry, "vllm:nixl_num_notifications_after_expiry_total") == 2
 
 
-@requires_base("0.32.0", "0.33.0", reason="its statistics have no name for it")
 def test_late_notifications_are_counted_as_upstreams_are(prometheus):
     """Readers that were through too late may have read what was somebody else's by then."""
     metrics, registry = prometheus

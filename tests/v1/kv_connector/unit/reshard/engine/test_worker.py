@@ -99,6 +99,7 @@ class Engine:
             ),
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
+            speculative_config=None,
             # A dense model's replicas all have rank 0.
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=tp, data_parallel_rank=0, data_parallel_index=replica
@@ -473,6 +474,34 @@ def test_second_replica_prepares_no_local_lists(engines):
     assert len(num_lists) == 1
 
 
+def test_idle_engines_leave_nothing_prepared(engines, monkeypatch):
+    """After `engine_ttl` lists of both ends are given back; the next request prepares them anew."""
+    d = engines("decode", engine_ttl=60)
+    (worker,) = d.workers.values()
+    now_s = time.monotonic()
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    addresses = {}
+    for name, layout in {"wide": dict(tp=2), "deep": dict(pp=2)}.items():
+        p = engines(name, **layout)
+        addresses[name] = p, p.serve()
+    lists = []
+    for request_id, name in (("a", "wide"), ("b", "deep"), ("c", "wide")):
+        p, address = addresses[name]
+        whole = fill(p, [5, 2, 9])
+        p.offer("p-a")
+        d.start(receive={request_id: receive(address, [3, 4, 1], [5, 2, 9])})
+        Progress(p, d).until(d, received=request_id)
+        assert_received(d, [3, 4, 1], whole)
+        lists.append(len(worker._local_lists))
+        now_s += 59.0
+        worker.get_finished()
+        assert lists[-1] == len(worker._local_lists)
+        now_s += 2.0
+        worker.get_finished()
+        assert len(worker._peers) == len(worker._local_lists) == 0
+    assert lists[0] == lists[2] > 0
+
+
 def test_handshake_is_told_in_one_line(engines, caplog_vllm):
     """The engine's log says once, however many requests there are, what is read from whom."""
     p, d = engines("prefill", tp=2), engines("decode")
@@ -675,6 +704,8 @@ def test_late_reader_fails(engines, caplog_vllm):
     while "which this worker does not hold any more" not in caplog_vllm.text:
         assert time.monotonic() < deadline
         progress.step()
+    counted = [worker.take_stats() for worker in p.workers.values()]
+    assert any(each and each.data["num_notifications_after_expiry"] for each in counted)
 
 
 @pytest.mark.parametrize("source_rank", [0, 1])
@@ -746,3 +777,28 @@ def test_running_request_is_nobodys_to_release(engines):
     assert not any(progress.sent.values())
     p.start(offered={"p-a": 30.0})
     progress.until(p, sent="p-a")
+
+
+@pytest.mark.parametrize(
+    ("mla", "layers", "message"),
+    [
+        (False, {"model.0": 2, "draft.0": 3}, "draft.0 has 3 KV heads .* 2 of the model's 4: use"),
+        (True, {"draft.0": 1}, "draft.0 caches KV heads but the model's layers cache one latent"),
+    ],
+    ids=["other heads", "heads under MLA"],
+)
+def test_layers_of_other_heads_than_the_models_are_refused(mla, layers, message):
+    """A draft's layers are split as the model's are, or the engine does not start."""
+    worker = object.__new__(ReshardWorker)
+    worker._rank, worker._tp_size = MeshRank(0, 0), 2
+    worker._vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: 4)
+    )
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    worker._kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(list(layers), spec)])
+    caches = {
+        name: SimpleNamespace(planes=[SimpleNamespace(num_heads=heads)])
+        for name, heads in layers.items()
+    }
+    with pytest.raises(LocalLayoutError, match=message):
+        worker._shard(SimpleNamespace(layers=caches))

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from .engine.compat import (
     CONTEXT_PARALLELISM_IS_UPSTREAMS,
     FAILED_READS_ARE_NAMED,
+    is_in_two_memories,
     keeps_groups_back,
     makes_own_scales,
     transfer_results,
@@ -211,6 +212,8 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         and vllm_config.kv_transfer_config.kv_buffer_device == "cpu"
     ):
         return "kv_buffer_device is cpu, and the KV cache is not in host memory"
+    if is_in_two_memories(kv_cache_config):
+        return "some layers' KV caches are in the host's memory, and others' are not"
     if keeps_groups_back(kv_cache_config):
         return "some of its KV-cache groups are not transferred"
     if CONTEXT_PARALLELISM_IS_UPSTREAMS:

@@ -17,7 +17,7 @@ from vllm import __version__ as _vllm_version
 from . import cache_views, probed_shapes
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig
+    from vllm.config import CacheConfig, SpeculativeConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _IS_0_22 = Version(_vllm_version).release < (0, 32)
@@ -43,6 +43,12 @@ blocks where there are several groups, and take ids always.
 CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22
 """Whether upstream's connector reads caches whose tokens are spread over ranks, as that of 0.22.1
 does not."""
+
+STEPS_IN_FLIGHT_KEEP_BLOCKS = not _IS_0_22
+"""Whether the scheduler keeps blocks from others while a step that may write them is in flight.
+
+That of 0.22.1 gives them back at once.
+"""
 
 HOLDERS_KEEP_THE_LAST_WINDOW = _IS_0_22
 """Whether an engine holds what the window of a request's last token reaches back to.
@@ -91,15 +97,38 @@ def keeps_groups_back(kv_cache_config: KVCacheConfig) -> bool:
     )
 
 
+def is_in_two_memories(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some layers' caches are in the host's memory, which 0.22.1 does not know of."""
+    return not _IS_0_22 and kv_cache_config.hisparse_host_num_blocks is not None
+
+
+def draft_cache_dtype(speculative: SpeculativeConfig, cache_config: CacheConfig) -> str:
+    """The format of drafts' caches, which is the model's, but for what later releases are told."""
+    own = None if _IS_0_22 else speculative.kv_cache_dtype
+    return str(own or cache_config.cache_dtype)
+
+
+def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """How far drafts read ahead in a prompt, whose last tokens the decode engine then computes.
+
+    0.22.1 has no drafts that read further than the next token.
+    """
+    return 1 if _IS_0_22 else int(vllm_config.num_prefill_lookahead_tokens)
+
+
 __all__ = [
     "CONTEXT_PARALLELISM_IS_UPSTREAMS",
     "FAILED_READS_ARE_NAMED",
     "HOLDERS_KEEP_THE_LAST_WINDOW",
     "REQUEST_NUMBERS",
+    "STEPS_IN_FLIGHT_KEEP_BLOCKS",
     "UPSTREAM_COUNTS_ALL_FAILURES",
     "describe_layer",
+    "draft_cache_dtype",
+    "is_in_two_memories",
     "keeps_groups_back",
     "makes_own_scales",
+    "prefill_lookahead_tokens",
     "tokens_per_slot",
     "transfer_results",
 ]

@@ -19,12 +19,12 @@ from vllm.utils.math_utils import cdiv
 from ..protocol.messages import (
     BlockIds,
     EngineId,
-    Heartbeats,
     Receive,
     RemoteEngineAddress,
 )
 from ..protocol.metadata import encode_reply
 from ..protocol.params import (
+    RemoteBlocks,
     asked_before,
     concerns_us,
     remote_blocks,
@@ -36,7 +36,8 @@ from ..transport.side_channel import HandshakeServer
 from .compat import HOLDERS_KEEP_THE_LAST_WINDOW
 from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .geometry import window_groups
-from .settings import remarks
+from .heartbeats import HeartbeatBook
+from .settings import read_settings, remarks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,6 +60,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         for remark in remarks(vllm_config.kv_transfer_config):
             logger.warning("%s.", remark)
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._heartbeats = HeartbeatBook(read_settings(vllm_config.kv_transfer_config).lease_s)
         self._offered_blocks: dict[str, int] = {}
         # Which request reads the blocks of another engine's request.
         self._readers: dict[tuple[str, str], str] = {}
@@ -99,6 +101,11 @@ class ReshardScheduler(NixlConnectorScheduler):
             params = params if reader == request.request_id else without_source(params)
         request.kv_transfer_params = params
         super().on_new_request(request)
+        if params and params.get("do_remote_prefill"):
+            source = remote_blocks(params)
+            if not isinstance(source, str):
+                holder = _address(source)
+                self._heartbeats.begin(request.request_id, holder, source.remote_request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -150,13 +157,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 for request_id, expires_at_s in upstream.reqs_to_send.items()
             },
             offered_blocks=self._offered_blocks,
-            heartbeats=[
-                Heartbeats(
-                    RemoteEngineAddress(engine_id, info.host, info.port),
-                    frozenset(info.req_ids),
-                )
-                for engine_id, info in upstream.heartbeat_by_engine.items()
-            ],
+            heartbeats=self._heartbeats.due(now_s),
         )
         self._offered_blocks = {}
         metadata.receive = {
@@ -170,25 +171,35 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[bool, dict[str, Any] | None]:
         """As upstream's; the parameters for the next engine say how many stages there are.
 
-        Blocks that were allocated for more tokens than were computed, as for those of a draft
-        model, are none of the next engine's. Nor are those of a request that no engine was asked
-        about: workers would never report them as sent.
+        Blocks and tokens beyond the answer, as those of drafts, are none of the next engine's. Nor
+        are those of a request that no engine was asked about: workers would never report them as
+        sent.
         """
         if not concerns_us(request.kv_transfer_params):
             return False, None
         remote = remote_request(request.kv_transfer_params or {})
         if remote is not None and self._readers.get(remote) == request.request_id:
             del self._readers[remote]
+        # The last token was sampled and is not computed. What is counted beyond that is of a step
+        # in flight, or of drafts behind the one that ended the answer.
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         block_ids = tuple(
-            ids[: cdiv(request.num_computed_tokens, group.kv_cache_spec.block_size)]
+            ids[: cdiv(num_tokens, group.kv_cache_spec.block_size)]
             for ids, group in zip(block_ids, self.kv_cache_config.kv_cache_groups, strict=True)
         )
         delay_free, params = super().request_finished(request, block_ids)
         if delay_free:
             self._offered_blocks[request.request_id] = sum(map(len, block_ids))
+            assert params is not None
+            params["remote_num_tokens"] = num_tokens
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
+
+    def _stop_heartbeat(self, req_id: str) -> None:
+        """As upstream's, which calls this when a request was received or has ended."""
+        self._heartbeats.end(req_id)
+        super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:
         """Stop answering handshakes."""
@@ -206,7 +217,7 @@ def _receive(request: Request, local_block_ids: BlockIds) -> Receive:
         return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
     remote_tokens = source.remote_num_tokens or request.num_prompt_tokens
     return Receive(
-        RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port),
+        _address(source),
         source.remote_request_id,
         local_block_ids,
         source.remote_block_ids,
@@ -214,3 +225,8 @@ def _receive(request: Request, local_block_ids: BlockIds) -> Receive:
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,
     )
+
+
+def _address(source: RemoteBlocks) -> RemoteEngineAddress:
+    """The engine that a request's parameters name."""
+    return RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port)

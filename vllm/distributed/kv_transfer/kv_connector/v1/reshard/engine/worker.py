@@ -124,7 +124,9 @@ class ReshardWorker:
         self._lease_checker = LeaseChecker(self._agent)
         self._transfers = Transfers(self._agent)
         self._consumer: ConsumerLedger[int] = ConsumerLedger()
-        self._peers = PeerTable(self._threads, self._fetch, self._connect)
+        self._peers = PeerTable(
+            self._threads, self._fetch, self._connect, self._settings.engine_ttl_s
+        )
         self._reading: dict[RequestId, _Reading] = {}
         self._failed: dict[RequestId, frozenset[int]] = {}
         # Known once the caches are registered.
@@ -185,7 +187,7 @@ class ReshardWorker:
         now_s = time.monotonic()
         self._advance_peers(now_s)
         self._poll_reads(now_s)
-        self._check_leases()
+        self._check_leases(now_s)
         return self._holder.let_go(now_s), self._take_received()
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
@@ -387,7 +389,8 @@ class ReshardWorker:
             if part.fault is None and part.telemetry is not None:
                 self._stats.record_transfer(part.telemetry, part.strategy)
             if part.fault is not None:
-                reading.peer.broken |= not part.local
+                if not part.local:
+                    reading.peer.break_off(now_s)
                 kind = ReadFailure.COPY if part.local else ReadFailure.TRANSFER
                 reading.failure = reading.failure or kind
                 # What is in flight is left to end by itself: nobody else gets the blocks before.
@@ -398,13 +401,14 @@ class ReshardWorker:
                     remote_request_id = reading.receive.remote_request_id
                     self._lease_checker.want(part.request_id, remote_request_id, table)
 
-    def _check_leases(self) -> None:
+    def _check_leases(self, now_s: float) -> None:
         """See that what was read was still held."""
         for verdict in self._lease_checker.advance():
             if verdict.fault is not None:
                 self._consumer.fail(verdict.request_id, verdict.fault)
                 reading = self._reading[verdict.request_id]
-                reading.peer.broken |= verdict.peer_broken
+                if verdict.peer_broken:
+                    reading.peer.break_off(now_s)
                 kind = ReadFailure.TRANSFER if verdict.peer_broken else ReadFailure.LEASE
                 reading.failure = reading.failure or kind
             self._consumer.step_done(verdict.request_id)
