@@ -14,11 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import compat, probed_shapes
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import compat
 
 from .caches import reserve
 
-_SHAPED_BY_BACKENDS = compat.describe_layer is probed_shapes.describe_layer
+_SHAPED_BY_BACKENDS = not compat.CACHES_ARE_VIEWS
 """Every backend of 0.22.1 shapes its cache in its own way; later ones are views of one form."""
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from packaging.version import Version
+
 from .archive import BaseWheel, open_base
 from .base import load_base
 from .bases import releases
@@ -84,7 +86,7 @@ def _check_base(project: Project, release: str, environ: Mapping[str, str]) -> I
             for pin in target.wheels.values()
         ]
         for label, base in bases:
-            against = _Against(base, overlay, series.patches)
+            against = _Against(release, base, overlay, series.patches)
             if described.ok:
                 applied = _prove(f"apply, {label}", against.apply)
                 yield applied
@@ -121,8 +123,13 @@ class _Against:
     """Series and overlay against one base wheel; `apply` comes first."""
 
     def __init__(
-        self, base: BaseWheel, overlay: Mapping[str, Path], patches: tuple[Patch, ...]
+        self,
+        release: str,
+        base: BaseWheel,
+        overlay: Mapping[str, Path],
+        patches: tuple[Patch, ...],
     ) -> None:
+        self._release = Version(release).release
         self._base = base
         self._overlay = overlay
         self._patches = patches
@@ -163,7 +170,7 @@ class _Against:
         gone = {name for name, content in self._patched.items() if content is None}
         paths = frozenset((*self._base.names, *self._patched, *self._overlay)) - gone
         universe = Universe(paths, self._read)
-        settle(universe, self._overlay)
+        settle(universe, self._overlay, self._release)
         return universe
 
     def _read(self, path: str) -> bytes:

@@ -36,9 +36,9 @@ NEW = {"vllm/new.py": "class View:\n    def __init__(self, a): ...\ndef only_new
 OLD = {"vllm/old.py": "def shape(): ...\ndef only_old(a, b): ...\n"}
 
 
-def _universe(files: dict[str, str]) -> Universe:
+def _universe(files: dict[str, str], release: tuple[int, ...] = (1, 0)) -> Universe:
     universe = Universe(frozenset(files), lambda path: files[path].encode())
-    settle(universe, OWN)
+    settle(universe, OWN, release)
     return universe
 
 
@@ -77,4 +77,52 @@ def test_other_branches_are_left_alone(source: str) -> None:
     """What is not a switch of vLLM's keeps all its branches."""
     files = {**OLD, "vllm/own/compat.py": source, "vllm/own/a_use.py": ""}
     tree = _universe(files).tree("vllm/own/compat.py")
+    assert ast.dump(tree) == ast.dump(ast.parse(source))
+
+
+BY_RELEASE = """\
+from packaging.version import Version
+from vllm import __version__ as _version
+_IS_OLD = Version(_version).release < (2, 1)
+if _IS_OLD:
+    from vllm.old import shape
+else:
+    from vllm.new import View
+def read(config):
+    if _IS_OLD:
+        return shape()
+    from vllm.new import only_new
+    return only_new(config)
+def is_wanted(config):
+    return not _IS_OLD and only_new(config)
+def is_needed(config):
+    return _IS_OLD or only_new(config)
+"""
+
+
+@pytest.mark.parametrize(
+    ("release", "gone"),
+    [((2, 0, 9), ["View", "only_new"]), ((2, 1, 0), ["shape"]), ((2, 2), ["shape"])],
+)
+def test_release_decides(release: tuple[int, ...], gone: list[str]) -> None:
+    """Imports and names of the other side of a comparison are not asked for."""
+    files = {"vllm/own/compat.py": BY_RELEASE, "vllm/own/a_use.py": "", "vllm/__init__.py": ""}
+    tree = _universe(files, release).tree("vllm/own/compat.py")
+    text = ast.unparse(tree)
+    assert all(f"import {name}" not in text for name in gone)
+    is_old = "View" in gone
+    assert f"return {'shape()' if is_old else 'only_new(config)'}" in text
+    assert text.count("only_new(config)") == (0 if is_old else 3)
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["Version(other).release < (2, 1)", "Version(_version) < Version('2.1')", "_version < '2.1'"],
+)
+def test_other_comparisons_are_left_alone(test: str) -> None:
+    """Both branches stay where nothing is known."""
+    branches = f"if {test}:\n    A = 1\nelse:\n    A = 2\n"
+    source = f"from vllm import __version__ as _version\n{branches}"
+    files = {"vllm/own/compat.py": source, "vllm/own/a_use.py": "", "vllm/__init__.py": ""}
+    tree = _universe(files, (2, 0)).tree("vllm/own/compat.py")
     assert ast.dump(tree) == ast.dump(ast.parse(source))

@@ -18,9 +18,9 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import compat, probed_shapes
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import compat
 
-SHAPED_BY_BACKENDS = compat.describe_layer is probed_shapes.describe_layer
+SHAPED_BY_BACKENDS = not compat.CACHES_ARE_VIEWS
 """Whether every backend shapes its cache in its own way; else all are views of one form."""
 
 

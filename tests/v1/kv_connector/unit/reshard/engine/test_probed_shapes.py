@@ -15,13 +15,16 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from tests.bases import requires_base
+from tests.bases import skip_module_unless_base
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import memory_regions
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.probed_shapes import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
+
+skip_module_unless_base("0.22.1", reason="all caches are views of one form")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.probed_shapes import (  # noqa: E402
     describe_layer,
     split_layers,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 
 BLOCKS, HEADS, TOKENS, SIZE = 6, 3, 16, 8
 SIZES = dict(block_size=TOKENS, num_kv_heads=HEADS, head_size=SIZE)
@@ -93,7 +96,6 @@ def test_what_cannot_be_described_is_refused(tensor, axes, message):
         describe_layer("layer", tensor, None, Backend(axes), packed=False)
 
 
-@requires_base("0.22.1", reason="its caches are views of one form")
 @pytest.mark.parametrize("order", [(2, 4, 0, 1, 3, 5), (2, 0, 1, 3, 4, 5), (1, 3, 0, 2, 4, 5)])
 def test_layers_of_one_tensor_are_those_of_the_model_runner(order):
     """Each layer is the very memory that vLLM's runner gives to it, whatever the order of axes."""

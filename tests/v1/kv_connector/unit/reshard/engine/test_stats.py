@@ -28,7 +28,7 @@ TELEMETRY = SimpleNamespace(xferDuration=2000.0, postDuration=10.0, totalBytes=4
 RECORDS = {
     "transfer": lambda stats: stats.record_transfer(TELEMETRY),
     "handshake": lambda stats: stats.record_handshake(0.25),
-    "failed handshake": lambda stats: stats.record_failed_handshake(
+    "failed handshake": lambda stats: stats.record_handshake_failure(
         errors.RemoteRefusedError("no")
     ),
     "failed read": lambda stats: stats.record_failed_read(ReadFailure.LEASE),

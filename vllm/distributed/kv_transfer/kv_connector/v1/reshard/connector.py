@@ -29,15 +29,14 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from .engine.compat import (
     CONTEXT_PARALLELISM_IS_UPSTREAMS,
     FAILED_READS_ARE_NAMED,
+    UpstreamConnector,
     is_in_two_memories,
     keeps_groups_back,
     makes_own_scales,
     transfer_results,
 )
 from .engine.envelopes import ReshardConnectorMetadata
-from .engine.probed_shapes import split_layers
 from .engine.scheduler import ReshardScheduler
-from .engine.settings import read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
 from .engine.worker import ReshardWorker
 from .errors import LocalLayoutError
@@ -50,13 +49,12 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
 
 
-class NixlConnector(upstream.NixlConnector):
+class NixlConnector(UpstreamConnector):
     """Upstream's connector with a scheduler and a worker of our own.
 
     Constructed for a model or a device that these cannot serve, it is upstream's connector, with
@@ -113,15 +111,6 @@ class NixlConnector(upstream.NixlConnector):
         else:
             self.connector_worker = ReshardWorker(vllm_config, self.engine_id, kv_cache_config)
 
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """As upstream's, which asks for the attention backend also where nobody wants this.
-
-        Later releases than 0.22.1 do not ask: there it is a matter of VLLM_KV_CACHE_LAYOUT.
-        """
-        wanted = read_settings(self.kv_transfer_config).enable_cross_layers_blocks
-        return wanted and bool(super().prefer_cross_layer_blocks)
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -136,12 +125,6 @@ class NixlConnector(upstream.NixlConnector):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Make this worker's KV caches known."""
         self._worker.register_kv_caches(kv_caches)
-
-    def register_cross_layers_kv_cache(
-        self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]
-    ) -> None:
-        """Make this worker's KV caches known, which lie in one tensor."""
-        self._worker.register_kv_caches(split_layers(kv_cache, self.kv_cache_config, attn_backend))
 
     def set_host_xfer_buffer_ops(self, copy_operation: object) -> None:
         """There is no host buffer to copy from or to."""

@@ -14,8 +14,6 @@ from packaging.version import Version
 
 from vllm import __version__ as _vllm_version
 
-from . import cache_views, probed_shapes
-
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, SpeculativeConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -23,8 +21,20 @@ if TYPE_CHECKING:
 _IS_0_22 = Version(_vllm_version).release < (0, 32)
 """The base is 0.22.1; nothing between it and 0.32.0 is one."""
 
-describe_layer = probed_shapes.describe_layer if _IS_0_22 else cache_views.describe_layer
-"""How a layer's planes are found in its tensor, which every backend of 0.22.1 shapes in its way."""
+# `describe_layer`: how a layer's planes are found in its tensor, which every backend of 0.22.1
+# shapes in its way. `UpstreamConnector`: what ours is derived from, with what 0.22.1 alone asks.
+if _IS_0_22:
+    from .cross_layers import CrossLayerConnector as UpstreamConnector
+    from .probed_shapes import describe_layer
+else:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (  # type: ignore[no-redef]
+        NixlConnector as UpstreamConnector,
+    )
+
+    from .cache_views import describe_layer
+
+CACHES_ARE_VIEWS = not _IS_0_22
+"""Whether all layers' caches are views of one form, as they are not in 0.22.1."""
 
 REQUEST_NUMBERS: tuple[int, ...] = (0,) if _IS_0_22 else (0, 0)
 """What follows the verb in a request to a side channel: the rank, or the stage and the rank.
@@ -70,6 +80,8 @@ def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> An
         received: Requests that this worker is through with.
         failed: Those of the latter that could not be read.
     """
+    if _IS_0_22:
+        return sent, received
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
     return KVConnectorTransferResults(sent, received, failed)
@@ -117,12 +129,14 @@ def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
 
 
 __all__ = [
+    "CACHES_ARE_VIEWS",
     "CONTEXT_PARALLELISM_IS_UPSTREAMS",
     "FAILED_READS_ARE_NAMED",
     "HOLDERS_KEEP_THE_LAST_WINDOW",
     "REQUEST_NUMBERS",
     "STEPS_IN_FLIGHT_KEEP_BLOCKS",
     "UPSTREAM_COUNTS_ALL_FAILURES",
+    "UpstreamConnector",
     "describe_layer",
     "draft_cache_dtype",
     "is_in_two_memories",

@@ -136,7 +136,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         are those that the window of the next token reaches back to, which the decode engine
         computes. A scheduler that is patched to hold them, as 0.22.1's, does not ask for this.
         """
-        upstreams = int(super()._prefill_backoff())
+        upstreams = 0 if HOLDERS_KEEP_THE_LAST_WINDOW else int(super()._prefill_backoff())
         return max(upstreams, 1) if window_groups(self.kv_cache_config) else upstreams
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:

@@ -130,10 +130,10 @@ class ReshardStats(NixlKVConnectorStats):
         """An engine was connected."""
         self.data["handshake_seconds"].append(duration_s)
 
-    def record_failed_handshake(self, error: Exception) -> None:
+    def record_handshake_failure(self, error: Exception) -> None:
         """An engine could not be connected."""
         if UPSTREAM_COUNTS_ALL_FAILURES:
-            super().record_failed_handshake()
+            self.record_failed_handshake()
         self.data["handshake_failures"].append(handshake_failure(error).value)
 
     def record_failed_read(self, failure: ReadFailure) -> None:

@@ -287,7 +287,7 @@ class ReshardWorker:
                 for request_id, receive in peer.take_waiting():
                     self._begin(request_id, receive, peer, peer.engine)
                 continue
-            self._stats.record_failed_handshake(error)
+            self._stats.record_handshake_failure(error)
             unread = [each for each in peer.take_waiting() if any(each[1].local_block_ids)]
             # One line for all of them, which have one remedy. Where heartbeats alone have asked,
             # often those of a request that had just failed, nothing is lost.
