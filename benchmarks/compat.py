@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheTensor
@@ -72,6 +73,12 @@ def cache_place(name: str, num_blocks: int, page_bytes: int) -> KVCacheTensor:
     if _SHAPED_BY_BACKENDS:
         return KVCacheTensor(num_blocks * page_bytes, [name])
     return KVCacheTensor(num_blocks * page_bytes, [name], num_blocks * page_bytes, page_bytes)
+
+
+def resolve_layout(vllm_config: VllmConfig) -> None:
+    """Say how caches lie in memory, as engines of later releases than 0.22.1 do before they run."""
+    if not _SHAPED_BY_BACKENDS:
+        vllm_config.cache_config.kv_cache_layout = "LBHNC"
 
 
 def results(worker: KVConnectorBase_V1) -> Results:

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from .caches import RankCaches
-from .compat import cache_place, layer_cache
+from .compat import cache_place, layer_cache, resolve_layout
 from .model import MAX_TOKENS
 from .specs import EngineSpec
 
@@ -79,6 +79,7 @@ def rank_config(spec: EngineSpec, pp_rank: int, tp_rank: int) -> RankConfig:
     """Configure a rank, and reserve its caches."""
     shape = spec.shape
     vllm_config = _vllm_config(spec)
+    resolve_layout(vllm_config)
     backend = _backend(mla=shape.mla)
     heads = range(1)
     if not shape.mla:
