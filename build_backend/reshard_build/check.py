@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proves that series and overlay fit every pinned base wheel: what `make patches-check` runs."""
+"""Proves that series and overlay fit every wheel of every base: what `make patches-check` runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from .archive import BaseWheel, open_base
 from .base import load_base
-from .errors import BuildError
+from .bases import releases
+from .errors import BuildError, UnknownBaseError
 from .fetch import fetch
-from .overlay import clashes, overlay_files, require_no_clash
+from .overlay import base_overlay, clashes, require_no_clash
 from .patchfile import Patch, describe
 from .project import Project
 from .roundtrip import require_round_trip
@@ -38,7 +39,9 @@ class Proof:
         return f"{'ok  ' if self.ok else 'FAIL'} {self.name}: {self.text}"
 
 
-def run_checks(project: Project, environ: Mapping[str, str]) -> Iterator[Proof]:
+def run_checks(
+    project: Project, environ: Mapping[str, str], only: Collection[str] = ()
+) -> Iterator[Proof]:
     """Run all checks against all base wheels, and yield each outcome as soon as it is known.
 
     A check that cannot start because an earlier one failed is not run.
@@ -46,19 +49,33 @@ def run_checks(project: Project, environ: Mapping[str, str]) -> Iterator[Proof]:
     Args:
         project: Source tree.
         environ: Environment variables, for the cache and for pip.
+        only: Releases of the bases to check; all by default.
 
     Raises:
+        UnknownBaseError: There is no such base.
         BuildError: The base wheels cannot be had.
     """
-    overlay = overlay_files(project.overlay_dir)
-    series = _Series(project.patches_dir)
-    described = _prove("series", series.load)
+    known = releases(project)
+    if unknown := sorted(set(only) - set(known)):
+        raise UnknownBaseError(f"{unknown[0]} is not a base", f"choose from {', '.join(known)}")
+    for release in known:
+        if not only or release in only:
+            yield from _check_base(project, release, environ)
+
+
+def _check_base(project: Project, release: str, environ: Mapping[str, str]) -> Iterator[Proof]:
+    config = load_base(project.base_file(release))
+    overlay = base_overlay(project, release)
+    series = _Series(project.patches_dir(release))
+    described = _prove(f"series, {release}", series.load)
     yield described
     with ExitStack() as stack:
-        targets = load_base(project.base_file).targets.values()
         bases = [
-            (f"{target.name} {pin.machine}", stack.enter_context(open_base(fetch(pin, environ))))
-            for target in targets
+            (
+                f"{release} {target.name} {pin.machine}",
+                stack.enter_context(open_base(fetch(pin, environ))),
+            )
+            for target in config.targets.values()
             for pin in target.wheels.values()
         ]
         for label, base in bases:

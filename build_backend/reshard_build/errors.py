@@ -27,15 +27,19 @@ class BuildError(Exception):
 
 
 class PythonTooOldError(BuildError):
-    """The running Python is older than the backend and vLLM need."""
+    """The running Python is older than the backend or the base needs."""
 
 
 class ConfigError(BuildError):
-    """`base.toml` or `pyproject.toml` lacks something or contradicts itself."""
+    """A `base.toml`, `bases/default` or `pyproject.toml` lacks something or contradicts itself."""
+
+
+class UnknownBaseError(BuildError):
+    """`VLLM_RESHARD_BASE` names no known base."""
 
 
 class TargetError(BuildError):
-    """`VLLM_TARGET_DEVICE` names no known target."""
+    """`VLLM_TARGET_DEVICE` names no target of the base."""
 
 
 class PlatformError(BuildError):
@@ -67,7 +71,7 @@ class GitError(BuildError):
 
 
 class SeriesError(BuildError):
-    """`patches/series` and the patch files disagree."""
+    """The `series` of a base and its patch files disagree."""
 
 
 class PatchFormatError(BuildError):

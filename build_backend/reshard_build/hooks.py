@@ -11,7 +11,7 @@ from typing import Any
 
 from .archive import open_base
 from .assemble import dist_info_name, write_editable_wheel, write_wheel
-from .base import load_base
+from .bases import select_base
 from .editable import refresh
 from .errors import readable_exit
 from .fetch import fetch
@@ -80,7 +80,7 @@ def build_editable(
 ) -> str:
     """Write the tree of an editable installation, and the wheel that points to it."""
     with _frontend(), _product() as (project, product):
-        tree = project.editable_dir(product.target.name)
+        tree = project.editable_dir(product.pin.version, product.target.name)
         metadata = dist_info(project, product.target, product.pin, product.base)
         refresh(product, tree)
         return write_editable_wheel(product, metadata, Path(wheel_directory), tree)
@@ -90,7 +90,7 @@ def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
     """Write the source distribution, for which no base wheel is needed; return its file name."""
     with _frontend():
         project = Project(Path.cwd())
-        version = load_base(project.base_file).product_version
+        version = select_base(project, os.environ).product_version
         return write_sdist(project, version, Path(sdist_directory))
 
 

@@ -125,23 +125,24 @@ def rewrite_requirements(
         MetadataError: A rewrite has nothing to do, so it would hide what the base now says.
     """
     replacements = {canonicalize_name(r.name): r for r in rewrites.replace}
-    drops = set(rewrites.drop)
+    drops = {_drop_key(r): r for r in rewrites.drop}
     replaced: set[str] = set()
-    dropped: set[Requirement] = set()
+    dropped: set[str] = set()
     result: list[Requirement] = []
     for requirement in requirements:
         name = canonicalize_name(requirement.name)
         if _of_extra(requirement):
             result.append(requirement)
-        elif requirement in drops:
-            dropped.add(requirement)
+        elif drop := {str(requirement), name} & drops.keys():
+            dropped |= drop
         elif name in replacements:
             if name not in replaced:
                 result.append(replacements[name])
             replaced.add(name)
         else:
             result.append(requirement)
-    stale = [r for n, r in replacements.items() if n not in replaced] + list(drops - dropped)
+    stale = [r for n, r in replacements.items() if n not in replaced]
+    stale += [r for key, r in drops.items() if key not in dropped]
     present = {canonicalize_name(r.name) for r in result if not _of_extra(r)}
     stale += [r for r in rewrites.add if canonicalize_name(r.name) in present]
     if stale:
@@ -150,6 +151,11 @@ def rewrite_requirements(
             "adapt the lists replace, drop and add of the target",
         )
     return [*result, *rewrites.add]
+
+
+def _drop_key(drop: Requirement) -> str:
+    """Return the name of a project, or the text of one requirement on it."""
+    return canonicalize_name(drop.name) if str(drop) == drop.name else str(drop)
 
 
 def _of_extra(requirement: Requirement) -> bool:

@@ -27,28 +27,44 @@ class Project:
     root: Path
 
     @property
-    def base_file(self) -> Path:
-        """The file that pins the base wheels."""
-        return self.root / "build_backend" / "base.toml"
+    def backend_dir(self) -> Path:
+        """Directory of this backend."""
+        return self.root / "build_backend"
 
     @property
-    def patches_dir(self) -> Path:
-        """Directory of the patch series."""
-        return self.root / "patches"
+    def bases_dir(self) -> Path:
+        """Directory with one directory for each base, named after the release."""
+        return self.root / "bases"
+
+    @property
+    def default_file(self) -> Path:
+        """The file that names the default base; the Makefile reads it, too."""
+        return self.bases_dir / "default"
 
     @property
     def overlay_dir(self) -> Path:
         """Directory of the modules that this fork owns, laid out as in the product."""
         return self.root / "vllm"
 
-    @property
-    def scratch_dir(self) -> Path:
-        """Default place of the scratch git repository."""
-        return self.root / "build" / "tree"
+    def base_file(self, release: str) -> Path:
+        """The file that pins the wheels of a base."""
+        return self.patches_dir(release) / "base.toml"
 
-    def editable_dir(self, target_name: str) -> Path:
-        """Directory that an editable installation of a target puts on `sys.path`."""
-        return self.root / "build" / f"editable-{target_name}"
+    def patches_dir(self, release: str) -> Path:
+        """Directory of the patch series of a base."""
+        return self.bases_dir / release
+
+    def base_overlay_dir(self, release: str) -> Path:
+        """Directory of the modules that one base alone needs, laid out as in the product."""
+        return self.bases_dir / release / "vllm"
+
+    def scratch_dir(self, release: str) -> Path:
+        """Default place of the scratch git repository of a base."""
+        return self.root / "build" / f"tree-{release}"
+
+    def editable_dir(self, release: str, target_name: str) -> Path:
+        """Directory that an editable installation puts on `sys.path`."""
+        return self.root / "build" / f"editable-{release}-{target_name}"
 
     def table(self) -> dict[str, Any]:
         """Return the `[project]` table of `pyproject.toml`.

@@ -54,7 +54,7 @@ def patched_text():
     """What patches add to upstream's files, with strings that go over several lines joined."""
     lines = (
         line[1:].strip()
-        for path in sorted((ROOT / "patches").glob("*.patch"))
+        for path in sorted((ROOT / "bases").glob("*/*.patch"))
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.startswith("+")
     )
