@@ -31,7 +31,7 @@ class PythonTooOldError(BuildError):
 
 
 class ConfigError(BuildError):
-    """A `base.toml`, `bases/default` or `pyproject.toml` lacks something or contradicts itself."""
+    """A `base.toml`, `bases/default`, `pyproject.toml` or `plugin.toml` is incomplete or wrong."""
 
 
 class UnknownBaseError(BuildError):
@@ -105,7 +105,7 @@ class OverlayError(BuildError):
 
 
 class EditableError(BuildError):
-    """The tree of an editable installation is missing."""
+    """The tree of an editable installation is missing, or the distribution cannot have one."""
 
 
 class ScratchError(BuildError):
@@ -114,6 +114,14 @@ class ScratchError(BuildError):
 
 class SymbolError(BuildError):
     """The overlay imports something that the base does not have."""
+
+
+class SettingError(BuildError):
+    """A config setting of the build frontend has a value that the backend does not know."""
+
+
+class PluginError(BuildError):
+    """The overlay cannot be shipped as a plugin."""
 
 
 def require_python(version: tuple[int, ...], minimum: tuple[int, int] = (3, 10)) -> None:
