@@ -41,7 +41,7 @@ if sys.version_info < tuple(map(int, oldest.split("."))):
 endef
 export REQUIRE_PYTHON
 
-$(VENV)/.installed: pyproject.toml bases/$(BASE)/base.toml \
+$(VENV)/.installed: pyproject.toml bases/$(BASE)/base.toml $(wildcard scripts/*) \
                     $(filter-out requirements/bench.txt,$(wildcard requirements/*.txt))
 	@$(PYTHON) -c "$$REQUIRE_PYTHON"
 	$(PYTHON) -m venv $(VENV)
@@ -54,10 +54,15 @@ setup: $(VENV)/.installed rebuild  ## Create .venv (.venv-BASE) with the fork in
 rebuild: $(VENV)/.installed  ## Apply changed patches and overlay paths to the editable install
 	$(TOOLS) rebuild
 
-lint: $(VENV)/.installed  ## Check style and types
+# Its folder on the path makes the package importable by its own name: importing it by its whole one
+# would import vLLM.
+RESHARD_PARENT := vllm/distributed/kv_transfer/kv_connector/v1
+
+lint: $(VENV)/.installed  ## Check style, types, and that imports go down the floors only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	PYTHONPATH=$(RESHARD_PARENT) $(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.installed  ## Fix what the linter can fix
 	$(BIN)/ruff check --fix .

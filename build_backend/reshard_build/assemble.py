@@ -9,7 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .archive import DateTime, WheelWriter, create_wheel, verify_wheel
+from .archive import (
+    EXECUTABLE_FILE_MODE,
+    DateTime,
+    WheelWriter,
+    create_wheel,
+    verify_wheel,
+)
 from .base import Target, WheelPin
 from .product import Product
 
@@ -65,10 +71,10 @@ def write_wheel(product: Product, metadata: Mapping[str, bytes], directory: Path
 def write_editable_wheel(
     product: Product, metadata: Mapping[str, bytes], directory: Path, tree: Path
 ) -> str:
-    """Write the wheel of an editable installation: metadata, and a path to the product's tree.
+    """Write the wheel of an editable installation: metadata, scripts and a path to the tree.
 
     Args:
-        product: Names the wheel.
+        product: Names the wheel, and holds the scripts.
         metadata: Files of the metadata directory, without RECORD.
         directory: Where to put the wheel.
         tree: Directory that is to be on `sys.path`.
@@ -92,8 +98,15 @@ def _write_product(
     directory: Path,
     fill: Callable[[WheelWriter], None],
 ) -> str:
+    def fill_all(writer: WheelWriter) -> None:
+        fill(writer)
+        for script, source in product.scripts.items():
+            # The installer writes the interpreter's path in place of `#!python`.
+            path = f"{writer.data}/{script}"
+            writer.add(path, source.read_bytes(), mode=EXECUTABLE_FILE_MODE)
+
     name = wheel_name(product.target, product.pin)
-    return assemble(name, product.base.record_time, metadata, directory, fill)
+    return assemble(name, product.base.record_time, metadata, directory, fill_all)
 
 
 def assemble(

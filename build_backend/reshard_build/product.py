@@ -14,7 +14,7 @@ from .archive import BaseWheel, open_base
 from .base import Base, Target, WheelPin
 from .bases import load_bases, require_python_of, select_base
 from .fetch import fetch
-from .overlay import base_overlay, require_no_clash
+from .overlay import base_overlay, overlay_files, require_no_clash
 from .project import Project
 from .series import apply_series, base_files, load_series, touched_paths
 from .target import select_target, select_wheel
@@ -32,6 +32,7 @@ class Product:
         base: The same, open.
         changed: New content of files by path; `None` for one that a patch deletes.
         overlay: Source of the overlay's files by path.
+        scripts: Source of commands by path, which begins with `scripts/`.
     """
 
     target: Target
@@ -39,6 +40,7 @@ class Product:
     base: BaseWheel
     changed: Mapping[str, bytes | None]
     overlay: Mapping[str, Path]
+    scripts: Mapping[str, Path]
 
     @property
     def upstream_paths(self) -> frozenset[str]:
@@ -124,6 +126,8 @@ def compose(project: Project, target: Target, pin: WheelPin, base: BaseWheel) ->
         base=base,
         changed={**patched, VERSION_FILE: version_module(target.version)},
         overlay=overlay,
+        # The overlay's rule of what is a source holds for scripts too.
+        scripts=overlay_files(project.scripts_dir),
     )
     require_no_clash(overlay, product.upstream_paths | set(base.names), f"vllm {pin.version}")
     return product

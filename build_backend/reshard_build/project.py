@@ -47,6 +47,11 @@ class Project:
         return self.root / "vllm"
 
     @property
+    def scripts_dir(self) -> Path:
+        """Directory of the commands that are installed as they are, beside those of the base."""
+        return self.root / "scripts"
+
+    @property
     def plugin_dir(self) -> Path:
         """Directory of what the plugin has beside the overlay's package."""
         return self.root / "plugin"

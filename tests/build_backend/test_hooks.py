@@ -62,6 +62,7 @@ def test_source_archive_is_enough_to_build(
     pip_tree.edit_core("edit", 5, "'x'")
     pip_tree.write("vllm/own/mine.py", "MINE = 1\n")
     pip_tree.write("vllm/own/__pycache__/mine.pyc", "")
+    pip_tree.write("scripts/tool", "#!python\n")
     # A link to the package is not followed into an archive: real files, as in a checkout.
     (pip_tree.root / "build_backend" / "reshard_build").unlink()
     for path in PACKAGE_DIR.glob("*.py"):

@@ -8,7 +8,6 @@ import sys
 from types import ModuleType
 
 import pytest
-
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector as UpstreamConnector
 
@@ -90,7 +89,7 @@ def test_name_left_alone(entry, registry, find):
 
 @pytest.mark.parametrize("functions", [("register", "take_nixl_name")] * 2 + [("take_nixl_name",)])
 def test_any_order_and_number(entry, registry, find, logged, functions):
-    """vLLM may load plugins more than once in a process, in any order, and hears of it once."""
+    """Plugins may be loaded more than once in a process, in any order; it is told once."""
     find("0.32.0")
     for name in (*functions, *reversed(functions)):
         getattr(entry, name)()
@@ -128,7 +127,7 @@ def test_two_builds_are_a_warning(entry, registry, find, logged):
 def test_fork_and_plugin_refuse_each_other(entry, registry, function):
     """The vLLM of these tests is the fork: loading the plugin into it stops with one line."""
     before = dict(registry)
-    with pytest.raises(entry.UnsuitableVllmError, match="is the fork.*uninstall one of the two"):
+    with pytest.raises(entry.UnsuitableVllmError, match=r"is the fork.*uninstall one of the two"):
         getattr(entry, function)()
     assert registry == before
 

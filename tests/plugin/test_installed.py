@@ -15,6 +15,7 @@ from tests.plugin.conftest import PROJECT
 
 
 def installed(version, *distributions):
+    """What the plugin found."""
     from vllm_kv_reshard.installed import InstalledVllm
 
     return InstalledVllm(version, distributions)

@@ -34,7 +34,7 @@ def own():
 
 @pytest.fixture
 def host(monkeypatch):
-    """vLLM's logger with a handler of our own."""
+    """The logger of vLLM with a handler of our own."""
     logger = logging.getLogger("vllm")
     handler = Kept()
     monkeypatch.setattr(logger, "handlers", [handler])
@@ -58,7 +58,7 @@ def test_records_reach_the_hosts_handlers(own, host):
 
 
 def test_handlers_of_later(own, host, monkeypatch):
-    """vLLM configures its logging again once it has read its options."""
+    """Logging is configured again once vLLM has read its options."""
     from vllm_kv_reshard.logs import join_host
 
     join_host()

@@ -4,24 +4,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.summary import (
-    CacheFormat,
-    PlanFigures,
-    SourceFigures,
-    ranges_text,
-    ranks_text,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import ReshardPlan
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
-from vllm.entrypoints.cli.kv_plan_advice import advise, bytes_text
+from ..memory.summary import SourceFigures, ranges_text, ranks_text
+from .advice import advise, bytes_text
+from .report import PlanReport
 
 _UNKNOWN = "?"
 _WAYS_NOTE = (
@@ -29,37 +19,6 @@ _WAYS_NOTE = (
     "an arena, it is enough that they do at the source. How: what `auto` chooses for {tokens} "
     "tokens at the costs of a small machine; engines measure their own, and choose for each read."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PlanReport:
-    """All that is told about a plan.
-
-    Attributes:
-        prefill: The mesh that is read from.
-        decode: The mesh that reads.
-        src: The shards of the prefill engine.
-        dst: The shards of the decode engine.
-        plan: The plan.
-        figures: What it costs.
-        model: The model in words.
-        is_mla: The model keeps one latent in place of heads.
-        cache_format: How the caches lie in memory.
-        knows_bytes: Sizes in bytes are known; else only descriptors can be counted.
-        prompt_tokens: Length of the prompt that a request is counted with.
-    """
-
-    prefill: ParallelMesh
-    decode: ParallelMesh
-    src: Sequence[Shard]
-    dst: Sequence[Shard]
-    plan: ReshardPlan
-    figures: PlanFigures
-    model: str
-    is_mla: bool
-    cache_format: CacheFormat
-    knows_bytes: bool
-    prompt_tokens: int
 
 
 def print_report(report: PlanReport, console: Console) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as Tree
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import ReshardPlan
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import HeadInterval, Shard
+from ..plan.mesh import MeshRank, ParallelMesh
+from ..plan.reshard import ReshardPlan
+from ..plan.shards import HeadInterval, Shard
 
 # Okabe and Ito's palette, without black.
 _HUES = (

@@ -8,6 +8,9 @@ import io
 import pytest
 from rich.console import Console
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.advice import advise, bytes_text
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.report import PlanReport
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.text import print_report
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.summary import (
     CacheFormat,
     measure_plan,
@@ -15,8 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.summary import 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
-from vllm.entrypoints.cli.kv_plan_advice import advise, bytes_text
-from vllm.entrypoints.cli.kv_plan_text import PlanReport, print_report
 
 PAGES = CacheFormat(slot_bytes=256, num_planes=2, src_block_tokens=16, dst_block_tokens=16)
 
@@ -33,6 +34,8 @@ def report(prefill, decode, heads=8, *, cache_format=PAGES, is_mla=False, knows_
         dst=dst,
         plan=plan,
         figures=figures,
+        num_layers=80,
+        num_kv_heads=heads,
         model="80 layers",
         is_mla=is_mla,
         cache_format=cache_format,

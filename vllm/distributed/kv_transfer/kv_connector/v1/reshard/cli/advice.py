@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.summary import (
+from ..memory.strategy import Strategy
+from ..memory.summary import (
     CacheFormat,
     PlanFigures,
     SourceFigures,
     ranks_text,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from ..plan.shards import Shard
 
 SMALL_DESCRIPTOR_BYTES = 4096
 """Descriptors below this cost more to post than to move."""

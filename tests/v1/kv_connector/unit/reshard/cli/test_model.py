@@ -7,7 +7,11 @@ import json
 
 import pytest
 
-from vllm.entrypoints.cli.kv_plan_model import ModelSizes, element_bytes, read_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.model import (
+    ModelSizes,
+    element_bytes,
+    read_model,
+)
 
 LLAMA = {
     "num_hidden_layers": 4,

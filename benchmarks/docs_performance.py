@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of docs/performance.md, from what `make bench` has measured.
 
-    python -m tools.docs_performance build/bench/bench.json [MORE.json ...]
+    python -m benchmarks.docs_performance build/bench/bench.json [MORE.json ...]
 
 A table stands between `<!-- bench: NAME -->` and `<!-- /bench -->`; nothing else of the page is
 touched. Where two files have the same case, the later one wins. The table of a part that no file
@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.end_to_end import SINGLE
-from benchmarks.errors import ReportError
-from benchmarks.report import figures, from_json, seconds, size, speed
-from benchmarks.results import Metric, Part, Result
-from benchmarks.samples import Summary
-from benchmarks.specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
-from benchmarks.targets import Verdict, judge
+from .end_to_end import SINGLE
+from .errors import ReportError
+from .report import figures, from_json, seconds, size, speed
+from .results import Metric, Part, Result
+from .samples import Summary
+from .specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
+from .targets import Verdict, judge
 
 PAGE = Path(__file__).parents[1] / "docs/performance.md"
 
@@ -345,7 +345,7 @@ _NAMES = (_TARGETS, *(part.value for part in _TABLES))
 def main(argv: Sequence[str] | None = None, page: Path = PAGE) -> int:
     """Write the tables anew; the exit status is 2 where that cannot be done."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.docs_performance",
+        prog="python -m benchmarks.docs_performance",
         description="Write the tables of docs/performance.md from what `make bench` measured.",
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="BENCH_JSON", help="later ones win")

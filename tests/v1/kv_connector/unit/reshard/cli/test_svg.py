@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.svg import draw_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
-from vllm.entrypoints.cli.kv_plan_svg import draw_plan
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 

@@ -9,12 +9,12 @@ import re
 import pytest
 
 from benchmarks.cases import Depth, handshake_cases
+from benchmarks.docs_performance import PAGE, check_markers, main, rewrite
 from benchmarks.errors import BenchmarkError
 from benchmarks.handshake import refuse_upstream
 from benchmarks.report import to_json
 from benchmarks.results import Metric, Part, Result
 from benchmarks.specs import UPSTREAM
-from tools.docs_performance import PAGE, check_markers, main, rewrite
 
 NAMES = ("targets", *(part.value for part in Part))
 TP2 = "TP2->TP1, blocks of 16, 2 KiB chunks, 2 heads of 64, 8k tokens, contiguous"
