@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import multiprocessing
 from functools import cache
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ OWN_NAME = "ReshardConnector"
 NIXL_NAME = "NixlConnector"
 
 _MODULE = f"{__package__}.stock"
+# How vLLM calls the processes that one node has several of.
+_WORKER_PREFIX = "VllmWorker"
 
 logger = init_logger(__name__)
 
@@ -88,7 +91,11 @@ def _vllm() -> tuple[InstalledVllm, Verdict]:
 
 @cache
 def _report() -> None:
-    """Say once a process what was found: aloud where no other process of the node does."""
+    """Say once a process what was found.
+
+    The API server's line is lost in releases that configure their logs only after they have read
+    their options; the engine core's is not. Workers of one node need not repeat it.
+    """
     vllm, verdict = _vllm()
     ours = f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}"
     if verdict is Verdict.UNCHECKED:
@@ -96,8 +103,10 @@ def _report() -> None:
             "%s found %s, which it is not checked with: those are %s.",
             *(ours, vllm, checked_releases()),
         )
-    elif multiprocessing.parent_process() is None:
-        logger.info("%s found %s, which it is checked with.", ours, vllm)
+    else:
+        is_worker = multiprocessing.current_process().name.startswith(_WORKER_PREFIX)
+        level = logging.DEBUG if is_worker else logging.INFO
+        logger.log(level, "%s found %s, which it is checked with.", ours, vllm)
     if len(vllm.distributions) > 1:
         logger.warning(
             "%s lie over each other in one directory: uninstall all, and install one anew.",

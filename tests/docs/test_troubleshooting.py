@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/troubleshooting.md"
 PACKAGE = ROOT / "vllm/distributed/kv_transfer/kv_connector/v1/reshard"
-BESIDE_IT = [ROOT / "vllm/v1/core/sched/invalid_blocks.py"]
+BESIDE_IT = [ROOT / "bases/0.22.1/vllm/v1/core/sched/invalid_blocks.py"]
 SILENT = {"verify.py", "stats.py", "summary.py"}
 """Modules whose sentences are no messages: faults of a plan, which the worker's message quotes,
 help texts of metrics, and words for a plan."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import sys
 from types import ModuleType
 
@@ -111,6 +112,15 @@ def test_what_was_found_is_said(entry, registry, find, logged):
     find("0.32.0")
     entry.register()
     assert logged == [(logging.INFO, FOUND)]
+
+
+def test_workers_do_not_repeat_it(entry, registry, find, logged, monkeypatch):
+    """What each process of an engine would say in the same words is said by its core."""
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "VllmWorker-1")
+    find("0.32.0")
+    entry.logger.setLevel(logging.DEBUG)
+    entry.register()
+    assert logged == [(logging.DEBUG, FOUND)]
 
 
 def test_unchecked_release_is_a_warning(entry, registry, find, logged):

@@ -24,12 +24,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
-    Backend,
     Engine,
     Progress,
     engines,
     every_strategy,
+    lost_blocks,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import (
     describe_cache,
@@ -106,7 +107,7 @@ def test_groups_are_read_block_by_block(engines, prefill, decode, cached):
     progress.until(d, received="d-a")
     progress.until(p, sent="p-a")
     for shard in d.shards:
-        assert d.workers[shard.rank].take_invalid_block_ids() == set()
+        assert d.workers[shard.rank].take_failed() == {}
         # A tensor is written for both of the layers that share it.
         expected = {
             layer: torch.zeros_like(tensor).numpy()
@@ -138,7 +139,7 @@ def test_a_window_that_has_moved_on_is_refused(engines, caplog_vllm, sliding):
     assert "needs tokens [48, 100) but the blocks" in caplog_vllm.text
     assert "are those of tokens [64, 112)" in caplog_vllm.text
     for worker in d.workers.values():
-        assert worker.take_invalid_block_ids() == {*DST_FULL, *DST_SLIDING}
+        assert lost_blocks(worker) == {*DST_FULL, *DST_SLIDING}
         assert worker.take_stats().data["bytes_transferred"] == []
 
 
@@ -156,14 +157,14 @@ def test_windows_in_blocks_of_other_sizes(engines, caplog_vllm, src_tokens, serv
     Progress(d).until(d, received="d-a")
     assert ("may not fill blocks of 16 tokens" in caplog_vllm.text) is not served
     (worker,) = d.workers.values()
-    assert (worker.take_invalid_block_ids() == set()) is served
+    assert (worker.take_failed() == {}) is served
 
 
 def cache_of(spec) -> None:
     """Describe the cache of one layer."""
-    tensors = {"layer": torch.zeros(2, 4, 2, 16, 8)}
+    tensors = {"layer": forms.empty(4, 2, 16, 8)}
     config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
-    describe_cache(tensors, config, {"layer": Backend(mla=False)})
+    describe_cache(tensors, config, {"layer": forms.backend()})
 
 
 @pytest.mark.parametrize(
@@ -171,8 +172,8 @@ def cache_of(spec) -> None:
     [
         (CrossAttentionSpec(**COMMON), "keeps CrossAttentionSpec state"),
         (
-            SlidingWindowMLASpec(**COMMON, sliding_window=32, compress_ratio=4),
-            "stores 16 tokens in 4 slots",
+            forms.compressed(SlidingWindowMLASpec(**COMMON, sliding_window=32), 4),
+            "stores 4 tokens in a slot",
         ),
     ],
 )

@@ -21,6 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     DEADLINE_S,
     NUM_BLOCKS,
@@ -72,13 +73,13 @@ class Serving:
         self.scheduler.add_request(request)
         return request
 
-    def step(self, *, received=(), sent=(), invalid=()) -> dict[str, int]:
+    def step(self, *, received=(), sent=(), failed=None) -> dict[str, int]:
         """One step; returns the tokens scheduled.
 
         Args:
             received: Requests that all workers report as received.
             sent: Requests that all workers report as sent.
-            invalid: Blocks that workers report as invalid.
+            failed: Requests of the received ones that could not be read, with their blocks.
         """
         scheduled = self.scheduler.schedule()
         self.told = scheduled.kv_connector_metadata
@@ -92,7 +93,7 @@ class Serving:
                 kv_connector_output=KVConnectorOutput(
                     finished_sending=set(sent),
                     finished_recving=set(received),
-                    invalid_block_ids=set(invalid),
+                    **forms.failed_reads(failed or {}),
                 ),
             ),
         )
@@ -310,7 +311,7 @@ def test_failed_read_with_policy_fail_is_an_error_of_its_request(serving, cached
     d.step()
     (receive,) = d.told.receive.values()
     (blocks,) = receive.local_block_ids
-    d.step(received=["d-a"], invalid=blocks)
+    d.step(received=["d-a"], failed={"d-a": blocks})
     assert d.finished["d-a"] == FinishReason.ERROR
     assert "running" not in d.finished
     for _ in range(2):
@@ -330,7 +331,7 @@ def test_failed_read_with_policy_recompute_is_computed(serving, cached):
     d.step()
     (receive,) = d.told.receive.values()
     (blocks,) = receive.local_block_ids
-    d.step(received=["d-a"], invalid=blocks)
+    d.step(received=["d-a"], failed={"d-a": blocks})
     assert d.step() == {"d-a": PROMPT_TOKENS - cached * BLOCK_TOKENS}
     assert not d.told.receive
     assert d.finished["d-a"] == FinishReason.LENGTH
@@ -358,7 +359,7 @@ def test_malformed_parameters_cost_their_request_only(serving, policy, changes):
     receive = d.told.receive["d-a"]
     assert "malformed" in receive.fault
     (blocks,) = receive.local_block_ids
-    d.step(received=["d-a"], invalid=blocks)
+    d.step(received=["d-a"], failed={"d-a": blocks})
     for _ in range(3):
         d.step()
     expected = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
@@ -426,7 +427,7 @@ def test_failed_read_of_the_last_turn_is_computed_anew(serving):
     p.step()
     (receive,) = p.told.receive.values()
     (blocks,) = receive.local_block_ids
-    p.step(received=["p-a"], invalid=blocks)
+    p.step(received=["p-a"], failed={"p-a": blocks})
     assert p.step() == {"p-a": PROMPT_TOKENS}
     assert "p-a" in p.handed_over
 
@@ -461,7 +462,7 @@ class Whole:
     def __init__(self, serving: Serving, engine: Engine) -> None:
         self.serving, self.engine = serving, engine
         self.progress = Progress(engine)
-        self.invalid: set[int] = set()
+        self.failed: dict[str, frozenset[int]] = {}
 
     def step(self) -> dict[str, int]:
         """One step: workers report what they saw before it, and hear what it asks for."""
@@ -473,9 +474,9 @@ class Whole:
             for of_worker in seen.values():
                 of_worker -= by_all
         for worker in self.engine.workers.values():
-            self.invalid |= worker.take_invalid_block_ids()
-        invalid, self.invalid = self.invalid, set()
-        scheduled = self.serving.step(**reports, invalid=invalid)
+            self.failed |= worker.take_failed()
+        over = {name: self.failed.pop(name) for name in reports["received"] & self.failed.keys()}
+        scheduled = self.serving.step(**reports, failed=over)
         for worker in self.engine.workers.values():
             worker.start_load_kv(self.serving.told)
         return scheduled

@@ -21,11 +21,11 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
+from tests.v1.kv_connector.unit.reshard import forms
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
@@ -48,30 +48,12 @@ NUM_LAYERS, NUM_BLOCKS, HEAD_SIZE = 4, 16, 8
 DEADLINE_S = 120.0
 
 
-class Backend:
-    """An attention backend with plain HND blocks, or MLA's."""
-
-    def __init__(self, mla: bool) -> None:
-        self.mla = mla
-
-    def get_name(self) -> str:
-        """Name of the backend."""
-        return "TEST_ATTN"
-
-    def get_kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
-        """Shape of a layer's cache."""
-        if self.mla:
-            return num_blocks, block_size, head_size
-        return 2, num_blocks, num_kv_heads, block_size, head_size
-
-    def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
-        """Memory of all layers together: blocks, heads, layers, planes, tokens, size."""
-        assert include_num_layers_dimension
-        return 2, 3, 0, 1, 4, 5
-
-
 class Engine:
-    """All workers of an engine, and the side channel that its scheduler would serve."""
+    """All workers of an engine, and the side channel that its scheduler would serve.
+
+    Attributes:
+        caches: Of each layer of each rank, as planes.
+    """
 
     def __init__(
         self,
@@ -127,10 +109,10 @@ class Engine:
         )
         self.workers: dict[MeshRank, ReshardWorker] = {}
         self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
-        backend = Backend(mla)
+        backend = forms.backend(mla=mla)
         for shard in self.shards:
             num_heads = len(next(iter(shard.heads_by_layer.values())))
-            spec = FullAttentionSpec(
+            spec = (MLAAttentionSpec if mla else FullAttentionSpec)(
                 block_size=block_tokens * blocks_per_id,
                 num_kv_heads=num_heads,
                 head_size=HEAD_SIZE,
@@ -138,21 +120,17 @@ class Engine:
             )
             names = list(shard.heads_by_layer)
             num_blocks = NUM_BLOCKS * blocks_per_id
-            shape = backend.get_kv_cache_shape(num_blocks, block_tokens, num_heads, HEAD_SIZE)
-            caches = {name: torch.zeros(shape, dtype=dtype) for name in names}
-            if token_major:
-                caches = {
-                    name: torch.zeros(
-                        2, num_blocks, block_tokens, num_heads, HEAD_SIZE, dtype=dtype
-                    ).transpose(2, 3)
-                    for name in names
-                }
+            sizes = num_blocks, num_heads, block_tokens, HEAD_SIZE
+            tensors = {
+                name: forms.empty(*sizes, mla=mla, dtype=dtype, token_major=token_major)
+                for name in names
+            }
             groups = [KVCacheGroupSpec(names, spec)]
             if window_tokens:
                 groups = split(names, spec, window_tokens)
                 # One tensor for a layer of each group, as vLLM's hybrid allocator has it.
                 for full, sliding in zip(*(group.layer_names for group in groups), strict=False):
-                    caches[sliding] = caches[full]
+                    tensors[sliding] = tensors[full]
             with pytest.MonkeyPatch.context() as patch:
                 for group, number in (
                     ("get_pp_group", shard.rank.pp_rank),
@@ -164,14 +142,17 @@ class Engine:
                 patch.setattr(
                     ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
                 )
-                tensors = [KVCacheTensor(NUM_BLOCKS * spec.page_size_bytes, [n]) for n in names]
-                cache_config = KVCacheConfig(NUM_BLOCKS, tensors, groups)
+                places = forms.cache_tensors(names, NUM_BLOCKS, spec.page_size_bytes)
+                cache_config = KVCacheConfig(NUM_BLOCKS, places, groups)
                 worker = ReshardWorker(config, engine_id, cache_config)
                 if cross_layers:
-                    caches = register_together(worker, cache_config, shape, dtype, backend)
+                    tensors = forms.register_together(worker, cache_config, sizes, dtype)
                 else:
-                    worker.register_kv_caches(caches)
-            self.workers[shard.rank], self.caches[shard.rank] = worker, caches
+                    worker.register_kv_caches(tensors)
+            self.workers[shard.rank] = worker
+            self.caches[shard.rank] = {
+                name: forms.as_planes(tensor, mla=mla) for name, tensor in tensors.items()
+            }
         self.server: HandshakeServer | None = None
 
     def serve(self, port: int = 0) -> RemoteEngineAddress:
@@ -199,8 +180,6 @@ class Engine:
     def blocks(self, rank: MeshRank, layer: str, block_ids) -> np.ndarray:
         """The bytes of some blocks of a layer: planes, heads, tokens, size."""
         cache = self.caches[rank][layer].numpy()
-        if self.mla:
-            return np.concatenate(cache[block_ids])[None, None]
         return np.concatenate(cache[:, block_ids].swapaxes(0, 1), axis=2)
 
     def close(self) -> None:
@@ -209,20 +188,6 @@ class Engine:
             worker.close()
         if self.server is not None:
             self.server.close()
-
-
-def register_together(worker, cache_config, shape, dtype, backend) -> dict[str, torch.Tensor]:
-    """Give a worker all layers in one tensor, by way of its connector; returns each layer's."""
-    planes, blocks, heads, tokens, size = shape
-    num_layers = len(cache_config.kv_cache_tensors)
-    together = torch.zeros(blocks, heads, num_layers, planes, tokens, size, dtype=dtype)
-    connector = object.__new__(NixlConnector)
-    connector.connector_worker, connector.kv_cache_config = worker, cache_config
-    connector.register_cross_layers_kv_cache(together, backend)
-    return {
-        tensor.shared_by[0]: together[:, :, layer].permute(2, 0, 1, 3, 4)
-        for layer, tensor in enumerate(cache_config.kv_cache_tensors)
-    }
 
 
 def split(names: list[str], spec: FullAttentionSpec, window_tokens: int) -> list[KVCacheGroupSpec]:
@@ -293,6 +258,11 @@ class Progress:
             self.step()
 
 
+def lost_blocks(worker: ReshardWorker) -> set[int]:
+    """The blocks of all requests that could not be read."""
+    return set().union(*worker.take_failed().values())
+
+
 def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Receive:
     """A request of a number of tokens."""
     return Receive(address, remote_request_id, [local], [remote], tokens, tokens)
@@ -317,10 +287,7 @@ def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
             for position, block in enumerate(block_ids):
                 start = position * engine.block_tokens
                 page = part[:, :, start : start + engine.block_tokens]
-                if engine.mla:
-                    cache[block] = page[0, 0]
-                else:
-                    cache[:, block] = page
+                cache[:, block] = page
     return whole
 
 
@@ -363,7 +330,7 @@ def test_request_is_received_and_released(engines, prefill, decode):
     progress.until(p, sent="p-a")
     assert_received(d, [3, 4, 1], whole)
     for worker in d.workers.values():
-        assert worker.take_invalid_block_ids() == set()
+        assert worker.take_failed() == {}
         assert worker.take_stats().data["bytes_transferred"]
 
 
@@ -488,7 +455,7 @@ def test_unreachable_engine_fails_its_requests_only(engines):
     assert_received(d, [3, 4, 1], whole)
     progress.until(d, received="lost")
     for worker in d.workers.values():
-        assert worker.take_invalid_block_ids() == {6, 7, 8}
+        assert lost_blocks(worker) == {6, 7, 8}
         assert worker.take_stats().data["num_failed_transfers"] == [1]
 
 
@@ -515,7 +482,7 @@ def test_other_dtype_is_refused_at_the_handshake(engines, caplog_vllm):
     Progress(d).until(d, received="d-a")
     assert "dtype is bfloat16 there and float32 here" in caplog_vllm.text
     for worker in d.workers.values():
-        assert worker.take_invalid_block_ids() == {3}
+        assert lost_blocks(worker) == {3}
 
 
 @pytest.mark.parametrize(
@@ -538,7 +505,7 @@ def test_blocks_that_cannot_be_are_refused(engines, caplog_vllm, remote, tokens,
     progress.until(d, received="d-a")
     assert message in caplog_vllm.text
     (worker,) = d.workers.values()
-    assert worker.take_invalid_block_ids() == {1, 3, 4}
+    assert lost_blocks(worker) == {1, 3, 4}
     assert worker.take_stats().data["bytes_transferred"] == []
     progress.until(p, sent="p-a")
 
@@ -551,7 +518,7 @@ def test_more_blocks_than_tokens_are_refused(engines, caplog_vllm):
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9, 6])})
     Progress(p, d).until(d, received="d-a")
     assert "has more blocks than its tokens fill" in caplog_vllm.text
-    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+    assert lost_blocks(d.workers[MeshRank(0, 0)]) == {1, 3, 4}
 
 
 def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
@@ -564,7 +531,7 @@ def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
     Progress(d).until(d, received="d-a")
     assert fault in caplog_vllm.text
     for worker in d.workers.values():
-        assert worker.take_invalid_block_ids() == {3, 4}
+        assert lost_blocks(worker) == {3, 4}
         assert len(worker._peers) == 0
 
 
@@ -648,7 +615,7 @@ def test_late_reader_fails(engines, caplog_vllm):
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
     progress.until(d, received="d-a")
     assert "had run out when all was read" in caplog_vllm.text
-    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+    assert lost_blocks(d.workers[MeshRank(0, 0)]) == {1, 3, 4}
     deadline = time.monotonic() + DEADLINE_S
     while "which this worker does not hold any more" not in caplog_vllm.text:
         assert time.monotonic() < deadline
@@ -675,7 +642,7 @@ def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, so
     progress = Progress(p, d)
     progress.until(d, received="d-a")
     progress.until(d, received="d-b")
-    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+    assert lost_blocks(d.workers[MeshRank(0, 0)]) == {1, 3, 4}
 
 
 def test_what_happened_is_counted(engines):

@@ -26,8 +26,15 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from .engine.compat import (
+    CONTEXT_PARALLELISM_IS_UPSTREAMS,
+    FAILED_READS_ARE_NAMED,
+    keeps_groups_back,
+    makes_own_scales,
+    transfer_results,
+)
 from .engine.envelopes import ReshardConnectorMetadata
-from .engine.geometry import split_layers
+from .engine.probed_shapes import split_layers
 from .engine.scheduler import ReshardScheduler
 from .engine.settings import read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
@@ -84,15 +91,15 @@ class NixlConnector(upstream.NixlConnector):
         self.kv_transfer_config = vllm_config.kv_transfer_config
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler = self.connector_worker = None
-        parallel = vllm_config.parallel_config
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if (size := getattr(parallel, name)) > 1:
-                raise LocalLayoutError(
-                    f"--{name.replace('_', '-')} {size} spreads the tokens of a block over ranks, "
-                    "which this connector cannot read: use 1"
-                )
+        if (spread := _spread_tokens(vllm_config)) is not None:
+            raise LocalLayoutError(f"{spread}, which this connector cannot read: use 1")
+        if vllm_config.model_config.enable_sleep_mode:
+            raise LocalLayoutError(
+                "--enable-sleep-mode takes the KV cache's memory away while other engines may read "
+                "it, and NIXL goes on with what was there: leave it out"
+            )
         cache_config = vllm_config.cache_config
-        if cache_config.calculate_kv_scales and is_quantized_kv_cache(cache_config.cache_dtype):
+        if makes_own_scales(cache_config) and is_quantized_kv_cache(cache_config.cache_dtype):
             raise LocalLayoutError(
                 f"--calculate-kv-scales with --kv-cache-dtype {cache_config.cache_dtype} gives "
                 "every engine scales of its own, so that one's KV cache means something else to "
@@ -107,7 +114,10 @@ class NixlConnector(upstream.NixlConnector):
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """As upstream's, which asks for the attention backend also where nobody wants this."""
+        """As upstream's, which asks for the attention backend also where nobody wants this.
+
+        Later releases than 0.22.1 do not ask: there it is a matter of VLLM_KV_CACHE_LAYOUT.
+        """
         wanted = read_settings(self.kv_transfer_config).enable_cross_layers_blocks
         return wanted and bool(super().prefer_cross_layer_blocks)
 
@@ -147,9 +157,16 @@ class NixlConnector(upstream.NixlConnector):
         """Requests that were sent and received."""
         return self._worker.get_finished()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Requests that were sent and received, and those of the latter that are not there."""
+        sent, received = self._worker.get_finished()
+        return transfer_results(sent, received, set(self._worker.take_failed()))
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that could not be read."""
-        return self._worker.take_invalid_block_ids()
+        """Blocks that could not be read, where requests are not named instead."""
+        if FAILED_READS_ARE_NAMED:
+            return set()
+        return set().union(*self._worker.take_failed().values())
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this worker measured; None on the scheduler's side."""
@@ -194,4 +211,16 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         and vllm_config.kv_transfer_config.kv_buffer_device == "cpu"
     ):
         return "kv_buffer_device is cpu, and the KV cache is not in host memory"
+    if keeps_groups_back(kv_cache_config):
+        return "some of its KV-cache groups are not transferred"
+    if CONTEXT_PARALLELISM_IS_UPSTREAMS:
+        return _spread_tokens(vllm_config)
+    return None
+
+
+def _spread_tokens(vllm_config: VllmConfig) -> str | None:
+    """What spreads the tokens of a block over ranks, if anything does."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(vllm_config.parallel_config, name)) > 1:
+            return f"--{name.replace('_', '-')} {size} spreads the tokens of a block over ranks"
     return None

@@ -120,9 +120,23 @@ class ReshardScheduler(NixlConnectorScheduler):
             count -= 1
         return count, is_async and count > 0
 
+    def _prefill_backoff(self) -> int:
+        """As upstream's, but at least the last token of a prompt where layers have windows.
+
+        So many tokens of a prompt are not computed by the prefill engine: the blocks that it holds
+        are those that the window of the next token reaches back to, which the decode engine
+        computes. The scheduler of 0.22.1 is patched to hold them; it does not ask for this.
+        """
+        upstreams = int(super()._prefill_backoff())
+        return max(upstreams, 1) if window_groups(self.kv_cache_config) else upstreams
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """What the workers are asked to do in this step."""
-        wanted: dict[str, tuple[Request, BlockIds]] = dict(self._reqs_need_recv)
+        wanted: dict[str, tuple[Request, BlockIds]] = {
+            # What follows the blocks, if anything does, is for upstream's worker.
+            request_id: entry[:2]
+            for request_id, entry in self._reqs_need_recv.items()
+        }
         self._reqs_need_recv.clear()
         upstream: Any = super().build_connector_meta(scheduler_output)
         now_s = time.perf_counter()

@@ -28,6 +28,7 @@ from ..errors import (
     TransferError,
 )
 from ..memory.strategy import Strategy
+from .compat import UPSTREAM_COUNTS_ALL_FAILURES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -128,12 +129,19 @@ class ReshardStats(NixlKVConnectorStats):
 
     def record_failed_handshake(self, error: Exception) -> None:
         """An engine could not be connected."""
+        if UPSTREAM_COUNTS_ALL_FAILURES:
+            super().record_failed_handshake()
         self.data["handshake_failures"].append(handshake_failure(error).value)
 
     def record_failed_read(self, failure: ReadFailure) -> None:
         """A request could not be read."""
         self.record_failed_transfer()
         self.data["read_failures"].append(failure.value)
+
+    def record_late_notification(self) -> None:
+        """A reader was through with blocks that were not held for it any more."""
+        if UPSTREAM_COUNTS_ALL_FAILURES:
+            super().record_notification_after_expiry()
 
     def record_notification(self) -> None:
         """A notification was sent."""

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the releases of vLLM that this connector runs on do not have in common.
+
+This is the only module that tells one release from another: a test reads all others and sees that
+they do not ask. Each switch is named for what differs, and says which base needs it; it goes when
+that base goes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from vllm import __version__ as _vllm_version
+
+from . import cache_views, probed_shapes
+
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_IS_0_22 = Version(_vllm_version).release < (0, 32)
+"""The base is 0.22.1; nothing between it and 0.32.0 is one."""
+
+describe_layer = probed_shapes.describe_layer if _IS_0_22 else cache_views.describe_layer
+"""How a layer's planes are found in its tensor, which every backend of 0.22.1 shapes in its way."""
+
+REQUEST_NUMBERS: tuple[int, ...] = (0,) if _IS_0_22 else (0, 0)
+"""What follows the verb in a request to a side channel: the rank, or the stage and the rank.
+
+Upstream's listener unpacks exactly these; with more or fewer, its thread ends and answers nobody
+any more. That of 0.22.1 wants one.
+"""
+
+FAILED_READS_ARE_NAMED = not _IS_0_22
+"""Whether a request that could not be read is reported by its id, and not by its blocks.
+
+The scheduler of 0.22.1 learns of blocks, which its patches find in all groups; later ones refuse
+blocks where there are several groups, and take ids always.
+"""
+
+CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22
+"""Whether upstream's connector reads caches whose tokens are spread over ranks, as that of 0.22.1
+does not."""
+
+UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
+"""Whether upstream's statistics count handshakes that failed and notifications that came late,
+which those of 0.22.1 have no name for."""
+
+
+def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
+    """What runners ask a connector for; those of 0.22.1 do not, and have no class for it.
+
+    Args:
+        sent: Requests that other engines are through with.
+        received: Requests that this worker is through with.
+        failed: Those of the latter that could not be read.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults(sent, received, failed)
+
+
+def tokens_per_slot(spec: Any) -> float:
+    """How many tokens of a sequence a slot of an attention cache stands for.
+
+    0.22.1 says how many slots a block has instead.
+    """
+    if _IS_0_22:
+        return float(spec.block_size / spec.storage_block_size)
+    return float(spec.tokens_per_state)
+
+
+def makes_own_scales(cache_config: CacheConfig) -> bool:
+    """Whether an engine computes the scales of its quantized cache, which 0.22.1 still can."""
+    return _IS_0_22 and bool(cache_config.calculate_kv_scales)
+
+
+def keeps_groups_back(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some KV-cache groups are not to be transferred, which 0.22.1 does not know of."""
+    return not _IS_0_22 and not all(
+        group.enable_kv_transfer for group in kv_cache_config.kv_cache_groups
+    )
+
+
+__all__ = [
+    "CONTEXT_PARALLELISM_IS_UPSTREAMS",
+    "FAILED_READS_ARE_NAMED",
+    "REQUEST_NUMBERS",
+    "UPSTREAM_COUNTS_ALL_FAILURES",
+    "describe_layer",
+    "keeps_groups_back",
+    "makes_own_scales",
+    "tokens_per_slot",
+    "transfer_results",
+]
