@@ -51,6 +51,7 @@ def engine_pairs() -> st.SearchStrategy[tuple[tuple[Shard, ...], tuple[Shard, ..
 def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """What vLLM logs, also where its loggers do not propagate to the root."""
     logger = logging.getLogger("vllm")
+    caplog.set_level(logging.INFO, "vllm")
     if logger.propagate:
         yield caplog
         return

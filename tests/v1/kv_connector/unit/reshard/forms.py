@@ -95,6 +95,18 @@ def failed_reads(failed: Mapping[str, Iterable[int]]) -> dict[str, set[Any]]:
     return {"invalid_block_ids": set().union(*failed.values())}
 
 
+def results(connector: Any) -> tuple[set[str], set[str], dict[str, set[Any]]]:
+    """What a runner asks of a connector after a step: sent, received, and failed reads."""
+    if compat.FAILED_READS_ARE_NAMED:
+        found = connector.get_transfer_results(set())
+        assert not connector.get_block_ids_with_load_errors()
+        failed = {"failed_recving": found.failed_recving}
+        return found.finished_sending, found.finished_recving, failed
+    sent, received = connector.get_finished(set())
+    failed = {"invalid_block_ids": connector.get_block_ids_with_load_errors()}
+    return sent or set(), received or set(), failed
+
+
 def register_together(
     worker: Any, kv_cache_config: Any, sizes: tuple[int, int, int, int], dtype: torch.dtype
 ) -> Mapping[str, torch.Tensor]:

@@ -119,8 +119,12 @@ def scheduler(*, bidirectional: bool = False, block_size: int = 16) -> ReshardSc
     config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=block_size),
         parallel_config=SimpleNamespace(
-            data_parallel_index=0, tensor_parallel_size=2, pipeline_parallel_size=3
+            data_parallel_index=0,
+            tensor_parallel_size=2,
+            pipeline_parallel_size=3,
+            decode_context_parallel_size=1,
         ),
+        num_prefill_lookahead_tokens=0,
         kv_transfer_config=KVTransferConfig(
             kv_connector="NixlConnector",
             kv_role="kv_both",
@@ -150,7 +154,7 @@ def test_request_that_cannot_be_read_does_not_wait_for_ever(change):
     owner = scheduler()
     new = arrive(owner, PARAMS | change)
     assert owner.get_num_new_matched_tokens(new, 0) == (40, True)
-    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ([3, 4, 1],))
+    blocks = SimpleNamespace(blocks=(), get_unhashed_block_ids_all_groups=lambda: ([3, 4, 1],))
     owner.update_state_after_alloc(new, blocks, 40)
     (receive,) = owner.build_connector_meta(None).receive.values()
     assert "malformed" in receive.fault

@@ -44,6 +44,13 @@ CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22
 """Whether upstream's connector reads caches whose tokens are spread over ranks, as that of 0.22.1
 does not."""
 
+HOLDERS_KEEP_THE_LAST_WINDOW = _IS_0_22
+"""Whether an engine holds what the window of a request's last token reaches back to.
+
+The scheduler of 0.22.1 is patched to. Later ones are not: a prefill engine stops before that token,
+and what it holds is the window of the next.
+"""
+
 UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
 """Whether upstream's statistics count handshakes that failed and notifications that came late,
 which those of 0.22.1 have no name for."""
@@ -87,6 +94,7 @@ def keeps_groups_back(kv_cache_config: KVCacheConfig) -> bool:
 __all__ = [
     "CONTEXT_PARALLELISM_IS_UPSTREAMS",
     "FAILED_READS_ARE_NAMED",
+    "HOLDERS_KEEP_THE_LAST_WINDOW",
     "REQUEST_NUMBERS",
     "UPSTREAM_COUNTS_ALL_FAILURES",
     "describe_layer",

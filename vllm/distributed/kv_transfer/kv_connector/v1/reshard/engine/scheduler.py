@@ -33,6 +33,7 @@ from ..protocol.params import (
     without_source,
 )
 from ..transport.side_channel import HandshakeServer
+from .compat import HOLDERS_KEEP_THE_LAST_WINDOW
 from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .geometry import window_groups
 from .settings import remarks
@@ -105,7 +106,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         """As upstream's, but for a prompt's last token where layers have windows.
 
         vLLM computes that token anew, for its logits. Had it been counted as computed, the blocks
-        that only its own window reaches back to would not be there any more.
+        that only its own window reaches back to would not be there any more. Where the holder does
+        not keep them either, as it may be for a turn that asks for nothing new, all is computed.
 
         Nothing is read twice: a request that starts over, because it was preempted or because its
         blocks did not arrive, would wait for ever for a read that nobody posts.
@@ -117,7 +119,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         if window_groups(self.kv_cache_config) and (
             0 < count == request.num_tokens - num_computed_tokens
         ):
-            count -= 1
+            count = count - 1 if HOLDERS_KEEP_THE_LAST_WINDOW else 0
         return count, is_async and count > 0
 
     def _prefill_backoff(self) -> int:
@@ -125,7 +127,7 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         So many tokens of a prompt are not computed by the prefill engine: the blocks that it holds
         are those that the window of the next token reaches back to, which the decode engine
-        computes. The scheduler of 0.22.1 is patched to hold them; it does not ask for this.
+        computes. A scheduler that is patched to hold them, as 0.22.1's, does not ask for this.
         """
         upstreams = int(super()._prefill_backoff())
         return max(upstreams, 1) if window_groups(self.kv_cache_config) else upstreams
