@@ -31,7 +31,8 @@ def lay_stock(release: str, target: str, site: Path) -> None:
 def install(wheel: Path, site: Path) -> None:
     """Install a wheel without what it requires."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*command, "--no-compile", "--target", str(site), str(wheel)], check=True)
+    # Compiled once: every process of an engine would do it by itself.
+    subprocess.run([*command, "--target", str(site), str(wheel)], check=True)
 
 
 def _rename(site: Path, release: str) -> None:
