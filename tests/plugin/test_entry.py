@@ -59,6 +59,7 @@ def logged(entry, monkeypatch):
     entry.logger.addHandler(handler)
     yield said
     entry.logger.removeHandler(handler)
+    entry.logger.setLevel(logging.NOTSET)
 
 
 class Base:
