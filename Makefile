@@ -25,7 +25,7 @@ TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 .DEFAULT_GOAL := help
 .PHONY: help setup rebuild lint format test test-fast patches-check patches-import patches-export \
-        tree wheel demo serve sweep bench docs clean test-faults test-full
+        tree wheel plugin demo serve sweep bench docs clean test-faults test-full
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,9 @@ tree: $(VENV)/.installed  ## Write the whole patched vLLM as a git repository to
 
 wheel: $(VENV)/.installed  ## Build the wheel for VLLM_TARGET_DEVICE into dist/
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+plugin: $(VENV)/.installed  ## Build the wheel of vllm-kv-reshard, for vLLM as released, into dist/
+	$(BIN)/python -m pip wheel --no-deps --config-settings distribution=plugin --wheel-dir dist .
 
 demo: setup  ## Prefill, decode and router for real: PREFILL=tp1pp2 DECODE=tp1pp1
 	$(BIN)/python -m tools.pdstack demo --prefill $(PREFILL) --decode $(DECODE)

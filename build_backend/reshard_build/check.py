@@ -20,6 +20,7 @@ from .errors import BuildError, UnknownBaseError
 from .fetch import fetch
 from .overlay import base_overlay, clashes, require_no_clash
 from .patchfile import Patch, describe
+from .plugin import checked_releases, read_plugin
 from .project import Project
 from .roundtrip import require_round_trip
 from .series import apply_series, base_files, load_series, touched_paths
@@ -96,6 +97,25 @@ def _check_base(project: Project, release: str, environ: Mapping[str, str]) -> I
                 yield _prove(f"symbols, {label}", against.symbols)
                 yield _prove(f"contracts, {label}", against.contracts)
             yield _prove(f"overlay, {label}", against.apart)
+            yield from _check_plugin(project, release, label, base)
+
+
+def _check_plugin(project: Project, release: str, label: str, base: BaseWheel) -> Iterator[Proof]:
+    """Prove that the plugin fits a wheel as released, if it is meant for that release."""
+
+    def symbols() -> str:
+        plugin = read_plugin(project)
+
+        def read(path: str) -> bytes:
+            source = plugin.files.get(path)
+            return base.read(path) if source is None else source.read_bytes()
+
+        universe = Universe(frozenset((*base.names, *plugin.files)), read)
+        count = require_symbols(universe, plugin.files, base.path.name)
+        return f"{count} imports from vllm exist without patches"
+
+    if checked_releases(project).contains(release):
+        yield _prove(f"plugin, {label}", symbols)
 
 
 def _prove(name: str, check: Callable[[], str]) -> Proof:

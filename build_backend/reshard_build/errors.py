@@ -31,7 +31,7 @@ class PythonTooOldError(BuildError):
 
 
 class ConfigError(BuildError):
-    """A `base.toml`, `bases/default` or `pyproject.toml` lacks something or contradicts itself."""
+    """A `base.toml`, `bases/default`, `pyproject.toml` or `plugin.toml` is incomplete or wrong."""
 
 
 class UnknownBaseError(BuildError):
@@ -105,7 +105,7 @@ class OverlayError(BuildError):
 
 
 class EditableError(BuildError):
-    """The tree of an editable installation is missing."""
+    """The tree of an editable installation is missing, or the distribution cannot have one."""
 
 
 class ScratchError(BuildError):
@@ -122,6 +122,14 @@ class DuplicateError(BuildError):
 
 class ContractError(BuildError):
     """The overlay uses something of the base otherwise than the base defines it."""
+
+
+class SettingError(BuildError):
+    """A config setting of the build frontend has a value that the backend does not know."""
+
+
+class PluginError(BuildError):
+    """The overlay cannot be shipped as a plugin."""
 
 
 def require_python(version: tuple[int, ...], minimum: tuple[int, int] = (3, 10)) -> None:

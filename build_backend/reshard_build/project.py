@@ -46,14 +46,24 @@ class Project:
         """Directory of the modules that this fork owns, laid out as in the product."""
         return self.root / "vllm"
 
-    def base_file(self, release: str) -> Path:
-        """The file that pins the wheels of a base."""
-        return self.patches_dir(release) / "base.toml"
-
     @property
     def scripts_dir(self) -> Path:
         """Directory of the commands that are installed as they are, beside those of the base."""
         return self.root / "scripts"
+
+    @property
+    def plugin_dir(self) -> Path:
+        """Directory of what the plugin has beside the overlay's package."""
+        return self.root / "plugin"
+
+    @property
+    def plugin_file(self) -> Path:
+        """The file with the `[project]` table of the plugin."""
+        return self.plugin_dir / "plugin.toml"
+
+    def base_file(self, release: str) -> Path:
+        """The file that pins the wheels of a base."""
+        return self.patches_dir(release) / "base.toml"
 
     def patches_dir(self, release: str) -> Path:
         """Directory of the patch series of a base."""
@@ -72,16 +82,27 @@ class Project:
         return self.root / "build" / f"editable-{release}-{target_name}"
 
     def table(self) -> dict[str, Any]:
-        """Return the `[project]` table of `pyproject.toml`.
+        """Return the `[project]` table of `pyproject.toml`, which is the fork's.
 
         Raises:
             ConfigError: The file is missing, is not TOML or lacks the table.
         """
-        document = read_toml(self.root / "pyproject.toml")
-        table = document.get("project")
-        if not isinstance(table, dict):
-            raise ConfigError("pyproject.toml has no [project] table", "restore it")
-        return table
+        return _project_table(self.root / "pyproject.toml")
+
+    def plugin_table(self) -> dict[str, Any]:
+        """Return the `[project]` table of the plugin.
+
+        Raises:
+            ConfigError: The file is missing, is not TOML or lacks the table.
+        """
+        return _project_table(self.plugin_file)
+
+
+def _project_table(path: Path) -> dict[str, Any]:
+    table = read_toml(path).get("project")
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path.name} has no [project] table", "restore it")
+    return table
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -60,6 +60,7 @@ def _contents(project: Project, version: str) -> Iterator[tuple[str, bytes]]:
         project.backend_dir,
         project.bases_dir,
         project.overlay_dir,
+        project.plugin_dir,
         project.scripts_dir,
     ):
         # The overlay's rule of what is a source holds for the other directories too.

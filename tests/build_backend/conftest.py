@@ -92,6 +92,12 @@ license = "Apache-2.0"
 license-files = ["LICENSE"]
 dynamic = ["version", "requires-python", "dependencies"]
 """
+# For releases that are not there.
+PLUGIN_TOML = """\
+[project]
+name = "vllm-kv-reshard"
+optional-dependencies = { vllm = ["vllm>=99"] }
+"""
 
 
 def write_base_wheel(
@@ -156,6 +162,7 @@ class SourceTree:
             path.mkdir(parents=True)
         self.write("pyproject.toml", PYPROJECT)
         self.write("README.md", "# The product\n")
+        self.write("plugin/plugin.toml", PLUGIN_TOML)
         self.write("LICENSE", "Our licence.\n")
         self.write("bases/default", f"{RELEASE}\n")
         self.write(f"bases/{RELEASE}/series", "# Why the order matters.\n")

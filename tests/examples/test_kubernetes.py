@@ -268,7 +268,7 @@ def test_the_dockerfile_builds_the_images_that_are_deployed() -> None:
     assert copied
     assert [name for name in copied if not (ROOT / name).exists()] == []
     stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
-    assert stages == ["build", "engine", "router"]
+    assert stages == ["build", "engine", "plugin", "router"]
     entrypoints = [line for line in instructions if line.startswith("ENTRYPOINT")]
     assert entrypoints == ['ENTRYPOINT ["vllm", "serve"]', 'ENTRYPOINT ["vllm-router"]']
     users = {line.split()[1] for line in instructions if line.startswith("USER ")}
