@@ -115,7 +115,7 @@ def is_in_two_memories(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def draft_cache_dtype(speculative: SpeculativeConfig, cache_config: CacheConfig) -> str:
-    """The format of drafts' caches, which is the model's, but for what later releases are told."""
+    """The format of drafts' caches: the model's, unless they have one of their own, as not in 0.22.1."""
     own = None if _IS_0_22 else speculative.kv_cache_dtype
     return str(own or cache_config.cache_dtype)
 
