@@ -115,7 +115,7 @@ def is_in_two_memories(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def draft_cache_dtype(speculative: SpeculativeConfig, cache_config: CacheConfig) -> str:
-    """The format of drafts' caches: the model's, or one of their own, which 0.22.1 does not have."""
+    """The format of drafts' caches: the model's, or one of their own, as 0.22.1 has not."""
     own = None if _IS_0_22 else speculative.kv_cache_dtype
     return str(own or cache_config.cache_dtype)
 
