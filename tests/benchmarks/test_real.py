@@ -18,7 +18,8 @@ from benchmarks.turns import Plan
 from tools.pdstack.layout import Layout
 
 LANES = [OURS, UPSTREAM_AT_REST, RAW, MEMCPY]
-SHAPE = Shape(Layout(2, 1), Layout(1, 1), 2, 4, 64, 16)
+# Blocks as CPU attention has them: a multiple of 32 tokens.
+SHAPE = Shape(Layout(2, 1), Layout(1, 1), 2, 4, 64, 32)
 MLA = Shape(Layout(2, 1), Layout(1, 1), 2, 1, 576, 16, mla=True)
 
 
@@ -46,8 +47,8 @@ def test_wrong_bytes_are_found(plan, tmp_path, kind, shape):
     try:
         pair.start()
         pair.fill()
-        pair.check(Tables([3, 5], [7, 2], 32))
-        pair.read([Tables([3, 6], [7, 2], 32)])
+        pair.check(Tables([3, 5], [7, 2], 2 * shape.block_tokens))
+        pair.read([Tables([3, 6], [7, 2], 2 * shape.block_tokens)])
         pair.decode[0].post("check", [7, 2], [3, 5])
         with pytest.raises(BenchmarkError, match="wrong bytes"):
             pair.decode[0].result()

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import warnings
 from collections.abc import Sequence
 from typing import Any
+
+from tests.bases import RELEASE
 
 
 def parse_vllm_serve(args: Sequence[str]) -> argparse.Namespace:
@@ -15,7 +18,9 @@ def parse_vllm_serve(args: Sequence[str]) -> argparse.Namespace:
     Raises:
         AssertionError: an option is abbreviated, unknown, or has a value that it cannot have.
     """
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    # Where it stands in 0.22.1, and since.
+    places = "vllm.entrypoints.openai.cli_args", "vllm.entrypoints.launchers.cli_args"
+    make_arg_parser = importlib.import_module(places[RELEASE != "0.22.1"]).make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     return _parse(make_arg_parser(FlexibleArgumentParser()), args)

@@ -217,7 +217,7 @@ def test_a_good_score_ends_the_output(script, accuracy, calls, capsys):
     models = [_option(json.loads(line), "--model") for line in calls.read_text().splitlines()]
     assert models == ["dummy", "local-completions"]
     assert families[0].prefill.args == ("--max-model-len", "2048", "--x", "1")
-    spec = sweep._spec(families[0].prefill, (), 0)
+    spec = sweep._spec(families[0].prefill, (), 0, 128)
     assert "--num-gpu-blocks-override" not in spec.extra_args
 
 
