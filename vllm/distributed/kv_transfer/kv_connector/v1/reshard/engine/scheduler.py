@@ -15,7 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
+from ..protocol.binding import Binding, bind
 from ..protocol.messages import (
     BlockIds,
     EngineId,
@@ -27,6 +29,7 @@ from ..protocol.metadata import encode_reply
 from ..protocol.params import (
     asked_before,
     concerns_us,
+    offered_tokens,
     remote_blocks,
     remote_request,
     sound,
@@ -59,6 +62,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             logger.warning("%s.", remark)
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._offered_blocks: dict[str, int] = {}
+        self._bindings: dict[str, Binding] = {}
         # Which request reads the blocks of another engine's request.
         self._readers: dict[tuple[str, str], str] = {}
 
@@ -102,7 +106,10 @@ class ReshardScheduler(NixlConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """As upstream's, but for a prompt's last token where layers have windows.
+        """As upstream's, but for tokens that are not there, and a prompt's last one under windows.
+
+        Upstream takes it that a prompt that is to be read was prefilled whole. Where it has grown
+        since, what is more is computed here.
 
         vLLM computes that token anew, for its logits. Had it been counted as computed, the blocks
         that only its own window reaches back to would not be there any more.
@@ -114,6 +121,8 @@ class ReshardScheduler(NixlConnectorScheduler):
             return 0, False
         count: int
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if count > 0 and (offered := offered_tokens(request.kv_transfer_params)) is not None:
+            count = max(min(count, offered - num_computed_tokens), 0)
         if window_groups(self.kv_cache_config) and (
             0 < count == request.num_tokens - num_computed_tokens
         ):
@@ -134,6 +143,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 for request_id, expires_at_s in upstream.reqs_to_send.items()
             },
             offered_blocks=self._offered_blocks,
+            bindings=self._bindings,
             heartbeats=[
                 Heartbeats(
                     RemoteEngineAddress(engine_id, info.host, info.port),
@@ -142,7 +152,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 for engine_id, info in upstream.heartbeat_by_engine.items()
             ],
         )
-        self._offered_blocks = {}
+        self._offered_blocks, self._bindings = {}, {}
         metadata.receive = {
             request_id: _receive(request, block_ids)
             for request_id, (request, block_ids) in wanted.items()
@@ -155,7 +165,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         """As upstream's; the parameters for the next engine say how many stages there are.
 
         Blocks that were allocated for more tokens than were computed, as for those of a draft
-        model, are none of the next engine's. Nor are those of a request that no engine was asked
+        model, are none of the next engine's; nor are computed tokens that the request does not
+        have, which are drafts that were rejected, and what an answer's last token would have led
+        to. Nor are those of a request that no engine was asked
         about: workers would never report them as sent.
         """
         if not concerns_us(request.kv_transfer_params):
@@ -163,13 +175,20 @@ class ReshardScheduler(NixlConnectorScheduler):
         remote = remote_request(request.kv_transfer_params or {})
         if remote is not None and self._readers.get(remote) == request.request_id:
             del self._readers[remote]
+        # The last token of an answer is sampled, and has not gone through the model.
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         block_ids = tuple(
-            ids[: cdiv(request.num_computed_tokens, group.kv_cache_spec.block_size)]
+            ids[: cdiv(num_tokens, group.kv_cache_spec.block_size)]
             for ids, group in zip(block_ids, self.kv_cache_config.kv_cache_groups, strict=True)
         )
         delay_free, params = super().request_finished(request, block_ids)
         if delay_free:
+            assert params is not None
             self._offered_blocks[request.request_id] = sum(map(len, block_ids))
+            params["remote_num_tokens"] = num_tokens
+            self._bindings[request.request_id] = _bind(
+                request, num_tokens, params["remote_block_ids"]
+            )
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
@@ -197,4 +216,11 @@ def _receive(request: Request, local_block_ids: BlockIds) -> Receive:
         # What is being read counts as computed.
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,
+        binding=_bind(request, remote_tokens, source.remote_block_ids),
     )
+
+
+def _bind(request: Request, num_tokens: int, block_ids: BlockIds) -> Binding:
+    """What stands for the first tokens of a request in blocks of this or of another engine."""
+    extra_keys, _ = generate_block_hash_extra_keys(request, 0, num_tokens, 0)
+    return bind(request.all_token_ids, num_tokens, extra_keys, block_ids)
