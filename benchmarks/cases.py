@@ -148,7 +148,7 @@ def handshake_cases(depth: Depth) -> list[HandshakeCase]:
 
     def case(layouts: str, num_layers: int, num_blocks: int) -> HandshakeCase:
         prefill, decode = _layouts(layouts)
-        shape = Shape(prefill, decode, num_layers, 8, 128, 16)
+        shape = Shape(prefill, decode, num_layers, 8, 128, 32)
         return HandshakeCase(shape, num_blocks)
 
     if depth is Depth.QUICK:
@@ -172,7 +172,7 @@ def transfer_cases(depth: Depth) -> list[TransferCase]:
     """The requests to read, those of one shape together."""
     if depth is Depth.QUICK:
         orders = (TableOrder.CONTIGUOUS, TableOrder.SHUFFLED)
-        return list(_transfers("tp2pp1 tp1pp1", 16, 1, 64, [1024], orders))
+        return list(_transfers("tp2pp1 tp1pp1", 32, 1, 64, [1024], orders))
     if depth is Depth.FULL:
         return list(_all_transfers())
     contiguous, reversed_, shuffled = every = tuple(TableOrder)
@@ -207,7 +207,7 @@ def _all_transfers() -> Iterator[TransferCase]:
 def request_path_cases(depth: Depth) -> list[RequestPathCase]:
     """The numbers of requests to ask for at once."""
     prefill, decode = _layouts("tp2pp1 tp1pp1")
-    shape = Shape(prefill, decode, 32, 2, 64, 16)
+    shape = Shape(prefill, decode, 32, 2, 64, 32)
     counts = (16,) if depth is Depth.QUICK else (1, 16, 256)
     return [RequestPathCase(shape, count, 128) for count in counts]
 

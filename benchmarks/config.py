@@ -25,11 +25,11 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
-    KVCacheTensor,
     MLAAttentionSpec,
 )
 
-from .caches import RankCaches, reserve
+from .caches import RankCaches
+from .compat import cache_place, layer_cache, resolve_layout
 from .model import MAX_TOKENS
 from .specs import EngineSpec
 
@@ -79,6 +79,7 @@ def rank_config(spec: EngineSpec, pp_rank: int, tp_rank: int) -> RankConfig:
     """Configure a rank, and reserve its caches."""
     shape = spec.shape
     vllm_config = _vllm_config(spec)
+    resolve_layout(vllm_config)
     backend = _backend(mla=shape.mla)
     heads = range(1)
     if not shape.mla:
@@ -93,17 +94,20 @@ def rank_config(spec: EngineSpec, pp_rank: int, tp_rank: int) -> RankConfig:
     )
     device = str(current_platform.device_type)
     start, end = get_pp_indices(shape.num_layers, pp_rank, spec.layout.pp_size)
-    tensors, in_memory, registered = {}, {}, vllm_config.compilation_config.static_forward_context
+    layers, in_memory, registered = {}, {}, vllm_config.compilation_config.static_forward_context
     for layer in range(start, end):
         name = f"model.layers.{layer}.self_attn.attn"
         registered[name] = _Layer(backend, cache_spec)
-        tensors[name], in_memory[layer] = _cache(backend, cache_spec, spec.num_blocks, device)
+        layers[name] = layer_cache(backend, cache_spec, spec.num_blocks, device)
+        in_memory[layer] = layers[name].in_memory
     kv_cache_config = KVCacheConfig(
         spec.num_blocks,
-        [KVCacheTensor(spec.num_blocks * cache_spec.page_size_bytes, [name]) for name in tensors],
-        [KVCacheGroupSpec(list(tensors), cache_spec)],
+        [cache_place(name, spec.num_blocks, cache_spec.page_size_bytes) for name in layers],
+        [KVCacheGroupSpec(list(layers), cache_spec)],
     )
-    caches = RankCaches(in_memory, heads, 1 if shape.mla else 2)
+    (num_planes,) = {layer.num_planes for layer in layers.values()}
+    caches = RankCaches(in_memory, heads, num_planes)
+    tensors = {name: layer.tensor for name, layer in layers.items()}
     return RankConfig(vllm_config, kv_cache_config, tensors, caches)
 
 
@@ -155,18 +159,3 @@ def _backend(*, mla: bool) -> type[AttentionBackend]:
         name = f"{backends}.cpu_attn.CPUAttentionBackend"
     backend: type[AttentionBackend] = resolve_obj_by_qualname(name)
     return backend
-
-
-def _cache(
-    backend: type[AttentionBackend], spec: Any, num_blocks: int, device: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's cache: as the backend wants it, and as it lies in memory."""
-    shape = backend.get_kv_cache_shape(
-        num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
-    )
-    try:
-        order = backend.get_kv_cache_stride_order()
-    except (AttributeError, NotImplementedError):
-        order = tuple(range(len(shape)))
-    in_memory = reserve([shape[axis] for axis in order], torch.bfloat16, device)
-    return in_memory.permute([order.index(axis) for axis in range(len(shape))]), in_memory

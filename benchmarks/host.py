@@ -34,6 +34,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import _progress_delay
 
+from .compat import results
 from .config import RankConfig, rank_config
 from .errors import BenchmarkError
 from .memory import PeakMemory
@@ -130,6 +131,8 @@ class ConnectorHost:
             self._scheduler.get_num_new_matched_tokens(request, 0)
             self._scheduler.update_state_after_alloc(request, _blocks(spec), 0)
             request.num_computed_tokens = spec.num_tokens
+            # The answer's first token, which is sampled and not computed.
+            request.append_output_token_ids(0)
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
             # The one that engines call depends on the number of groups; it is the same for one.
             delayed, found = self._scheduler.request_finished(request, spec.block_ids)
@@ -178,13 +181,15 @@ class ConnectorHost:
             at_first_s = time.thread_time()
             worker.start_load_kv(None)
             started_s = time.thread_time()
-            _, received = worker.get_finished(set())
+            found = results(worker)
             finished_s = time.thread_time()
             worker.clear_connector_metadata()
             metadata, steps = idle, steps + 1
             start_cpu_s += started_s - at_first_s
             finished_cpu_s += finished_s - started_s
-            awaited -= received
+            if found.num_failed:
+                raise BenchmarkError(f"{found.num_failed} blocks or requests could not be read")
+            awaited -= found.received
             if not awaited:
                 break
             if time.monotonic() - began_s > _LIMIT_S:
@@ -192,8 +197,6 @@ class ConnectorHost:
             time.sleep(_STEP_S)
         ended_s = time.monotonic()
         peak_bytes = 0 if memory is None else memory.risen_bytes()
-        if faults := worker.get_block_ids_with_load_errors():
-            raise BenchmarkError(f"{len(faults)} blocks could not be read")
         if not self._posts:
             raise BenchmarkError("requests were reported that nothing was read for")
         if self._scheduler is not None:
@@ -243,9 +246,9 @@ class ConnectorHost:
     def _step(self, metadata: Any) -> tuple[set[str], set[str]]:
         self._worker.bind_connector_metadata(metadata)
         self._worker.start_load_kv(None)
-        sent, received = self._worker.get_finished(set())
+        found = results(self._worker)
         self._worker.clear_connector_metadata()
-        return sent or set(), received or set()
+        return found.sent, found.received
 
 
 def _request(spec: RequestSpec, params: dict[str, Any]) -> Request:

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pages show of `vllm kv-plan`: `python -m tools.docs_kv_plan` writes it anew.
+"""What pages show of `kv-plan`: `python -m tools.docs_kv_plan` writes it anew.
 
-A page shows a command as a block of `console` that begins with `$ vllm kv-plan`. What follows in
+A page shows a command as a block of `console` that begins with `$ kv-plan`. What follows in
 the block is what the command prints, and the files that it names with `--svg` are its drawings.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
 import shlex
-from argparse import ArgumentParser
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-_BLOCK = re.compile(r"^```console\n\$ vllm (kv-plan [^\n]+)\n.*?^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```console\n\$ (kv-plan [^\n]+)\n.*?^```$", re.MULTILINE | re.DOTALL)
 _COLUMNS = 80
 
 
@@ -27,7 +26,7 @@ def rewrite(page: str) -> str:
 
     Drawings are written to where the commands say, seen from the current directory.
     """
-    return _BLOCK.sub(lambda block: f"```console\n$ vllm {block[1]}\n{_run(block[1])}```", page)
+    return _BLOCK.sub(lambda block: f"```console\n$ {block[1]}\n{_run(block[1])}```", page)
 
 
 def drawings(page: str) -> list[Path]:
@@ -48,23 +47,15 @@ def _named_svg(command: str) -> list[str]:
 
 def _run(command: str) -> str:
     """What a command prints, without the spaces that fill its lines."""
-    from vllm.entrypoints.cli.kv_plan import cmd_init
-
-    (subcommand,) = cmd_init()
-    parser = ArgumentParser()
-    subcommand.subparser_init(parser.add_subparsers()).set_defaults(run=subcommand.cmd)
-    options = parser.parse_args(shlex.split(command))
-    printed = io.StringIO()
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(_COLUMNS)
-    try:
-        with contextlib.redirect_stdout(printed):
-            options.run(options)
-    finally:
-        del os.environ["COLUMNS"]
-        if before is not None:
-            os.environ["COLUMNS"] = before
-    return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
+    name, *arguments = shlex.split(command)
+    done = subprocess.run(
+        [Path(sys.executable).with_name(name), *arguments],
+        env={**os.environ, "COLUMNS": str(_COLUMNS)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from .archive import open_base
 from .assemble import write_wheel
-from .base import load_base
+from .bases import VARIABLE as BASE_VARIABLE
+from .bases import default_release, select_base
 from .check import run_checks
 from .editable import read_stamp, refresh
 from .errors import EditableError, readable_exit
@@ -19,7 +20,7 @@ from .export import export_series
 from .fetch import fetch
 from .messages import show_progress
 from .metadata import dist_info
-from .overlay import overlay_files
+from .overlay import base_overlay
 from .product import Choice, choose, open_product
 from .project import Project
 from .scratch import write_import, write_tree
@@ -40,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m reshard_build",
         description="Build the fork, and carry its patches to and from git.",
-        epilog=f"The target is taken from {VARIABLE} (cpu or cuda).",
+        epilog=f"The base is taken from {BASE_VARIABLE}, the target from {VARIABLE} (cpu or cuda).",
     )
     parser.add_argument(
         "--root",
@@ -62,9 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     exporter.set_defaults(run=_export)
     for command in (tree, importer, exporter):
         command.add_argument(
-            "repository", nargs="?", type=Path, help="the repository (default: build/tree)"
+            "repository", nargs="?", type=Path, help="the repository (default: build/tree-BASE)"
         )
-    check = commands.add_parser("check", help="prove that patches and overlay fit all base wheels")
+    check = commands.add_parser(
+        "check", help="prove that patches and overlay fit all wheels of all bases"
+    )
+    check.add_argument("base", nargs="*", help="only these bases (default: all)")
     check.set_defaults(run=_check)
     rebuild = commands.add_parser(
         "rebuild", help="bring the tree of an editable installation up to date"
@@ -83,19 +87,20 @@ def _wheel(project: Project, options: argparse.Namespace) -> int:
 
 
 def _tree(project: Project, options: argparse.Namespace) -> int:
-    repository = (options.repository or project.scratch_dir).absolute()
     choice = choose(project, os.environ)
+    release = choice.config.version
+    repository = (options.repository or project.scratch_dir(release)).absolute()
     with open_product(project, choice.target, choice.pin, os.environ) as product:
-        write_tree(product, load_series(project.patches_dir), repository)
+        write_tree(product, load_series(project.patches_dir(release)), repository)
     print(f"{repository}: tag base, branches patches and fork (checked out)")
     return 0
 
 
 def _import(project: Project, options: argparse.Namespace) -> int:
-    repository = (options.repository or project.scratch_dir).absolute()
     pin = choose(project, os.environ).pin
-    patches = load_series(project.patches_dir)
-    overlay = overlay_files(project.overlay_dir)
+    repository = (options.repository or project.scratch_dir(pin.version)).absolute()
+    patches = load_series(project.patches_dir(pin.version))
+    overlay = base_overlay(project, pin.version)
     with open_base(fetch(pin, os.environ)) as base:
         write_import(base, patches, overlay, repository)
     print(f"{repository}: edit the commits of branch patches (checked out), then export")
@@ -103,52 +108,60 @@ def _import(project: Project, options: argparse.Namespace) -> int:
 
 
 def _export(project: Project, options: argparse.Namespace) -> int:
-    repository = (options.repository or project.scratch_dir).absolute()
-    overlay = overlay_files(project.overlay_dir)
-    exported = export_series(repository, project.patches_dir, overlay)
+    release = select_base(project, os.environ).version
+    repository = (options.repository or project.scratch_dir(release)).absolute()
+    overlay = base_overlay(project, release)
+    exported = export_series(repository, project.patches_dir(release), overlay)
     for name in exported.written:
-        print(f"wrote   patches/{name}")
+        print(f"wrote   bases/{release}/{name}")
     for name in exported.removed:
-        print(f"removed patches/{name}")
+        print(f"removed bases/{release}/{name}")
     print(f"{len(exported.names)} patches in the series")
     return 0
 
 
 def _check(project: Project, options: argparse.Namespace) -> int:
     ok = True
-    for proof in run_checks(project, os.environ):
+    for proof in run_checks(project, os.environ, options.base):
         print(proof, flush=True)
         ok = ok and proof.ok
     return 0 if ok else 1
 
 
 def _rebuild(project: Project, options: argparse.Namespace) -> int:
-    config = load_base(project.base_file)
+    config = select_base(project, os.environ)
+    release = config.version
     if os.environ.get(VARIABLE):
         choices = [choose(project, os.environ)]
     else:
         choices = [
             Choice(config, target, select_wheel(target))
             for target in config.targets.values()
-            if project.editable_dir(target.name).is_dir()
+            if project.editable_dir(release, target.name).is_dir()
         ]
     if not choices:
         raise EditableError(
-            f"there is no editable installation in {project.root / 'build'}",
-            "make one with `pip install -e .`",
+            f"there is no editable installation of base {release} in {project.root / 'build'}",
+            f"make one with `{_install_command(project, release)}`",
         )
     for choice in choices:
-        tree = project.editable_dir(choice.target.name)
+        tree = project.editable_dir(release, choice.target.name)
         before = read_stamp(tree)
         with open_product(project, choice.target, choice.pin, os.environ) as product:
             whole = refresh(product, tree)
         print(f"{tree} is {'written anew' if whole else 'up to date'}: {choice.target.version}")
         if before is not None and before.version != choice.target.version:
             print(
-                f"its metadata still says {before.version}: run `pip install -e .` once more",
+                f"its metadata still says {before.version}: run "
+                f"`{_install_command(project, release)}` once more",
                 file=sys.stderr,
             )
     return 0
+
+
+def _install_command(project: Project, release: str) -> str:
+    chosen = "" if release == default_release(project) else f"{BASE_VARIABLE}={release} "
+    return f"{chosen}pip install -e ."
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from .errors import BaseWheelError, ProductError
 
 PACKAGE_PREFIX = "vllm/"
 REGULAR_FILE_MODE = stat.S_IFREG | 0o644
+EXECUTABLE_FILE_MODE = stat.S_IFREG | 0o755
 
 DateTime = tuple[int, int, int, int, int, int]
 
@@ -138,6 +139,8 @@ class WheelWriter:
         self._date_time = date_time
         #: Name of the metadata directory.
         self.dist_info: str = archive.dist_info_path
+        #: Name of the directory of files that an installer puts elsewhere than on `sys.path`.
+        self.data: str = f"{self.dist_info.removesuffix('.dist-info')}.data"
 
     def add(
         self,

@@ -9,7 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .archive import BaseWheel, WheelWriter, create_wheel, verify_wheel
+from .archive import (
+    EXECUTABLE_FILE_MODE,
+    DateTime,
+    WheelWriter,
+    create_wheel,
+    verify_wheel,
+)
 from .base import Target, WheelPin
 from .product import Product
 
@@ -59,16 +65,16 @@ def write_wheel(product: Product, metadata: Mapping[str, bytes], directory: Path
         for name, source in product.overlay.items():
             writer.add(name, source.read_bytes())
 
-    return _write(product.target, product.pin, product.base, metadata, directory, fill)
+    return _write_product(product, metadata, directory, fill)
 
 
 def write_editable_wheel(
     product: Product, metadata: Mapping[str, bytes], directory: Path, tree: Path
 ) -> str:
-    """Write the wheel of an editable installation: metadata, and a path to the product's tree.
+    """Write the wheel of an editable installation: metadata, scripts and a path to the tree.
 
     Args:
-        product: Names the wheel.
+        product: Names the wheel, and holds the scripts.
         metadata: Files of the metadata directory, without RECORD.
         directory: Where to put the wheel.
         tree: Directory that is to be on `sys.path`.
@@ -83,24 +89,54 @@ def write_editable_wheel(
     def fill(writer: WheelWriter) -> None:
         writer.add("__editable__.vllm.pth", f"{tree.absolute()}\n".encode())
 
-    return _write(product.target, product.pin, product.base, metadata, directory, fill)
+    return _write_product(product, metadata, directory, fill)
 
 
-def _write(
-    target: Target,
-    pin: WheelPin,
-    base: BaseWheel,
+def _write_product(
+    product: Product,
     metadata: Mapping[str, bytes],
     directory: Path,
     fill: Callable[[WheelWriter], None],
 ) -> str:
-    name = wheel_name(target, pin)
+    def fill_all(writer: WheelWriter) -> None:
+        fill(writer)
+        for script, source in product.scripts.items():
+            # The installer writes the interpreter's path in place of `#!python`.
+            path = f"{writer.data}/{script}"
+            writer.add(path, source.read_bytes(), mode=EXECUTABLE_FILE_MODE)
+
+    name = wheel_name(product.target, product.pin)
+    return assemble(name, product.base.record_time, metadata, directory, fill_all)
+
+
+def assemble(
+    name: str,
+    date_time: DateTime,
+    metadata: Mapping[str, bytes],
+    directory: Path,
+    fill: Callable[[WheelWriter], None],
+) -> str:
+    """Write any wheel and verify its RECORD.
+
+    Args:
+        name: File name of the wheel.
+        date_time: Time stamp of what has none of its own.
+        metadata: Files of the metadata directory, without RECORD.
+        directory: Where to put the wheel.
+        fill: Adds the files of the package.
+
+    Returns:
+        The wheel's file name.
+
+    Raises:
+        ProductError: What was written is not valid.
+    """
     started_s = time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
     # The wheel takes its place only when it is whole and verified.
     with tempfile.TemporaryDirectory(prefix="wheel-", dir=directory) as staging:
         staged = Path(staging) / name
-        with create_wheel(staged, base.record_time) as writer:
+        with create_wheel(staged, date_time) as writer:
             fill(writer)
             for relative, content in sorted(metadata.items()):
                 writer.add(f"{writer.dist_info}/{relative}", content)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pinned base: which upstream release, which wheel for which target, which requirements."""
+"""One base: which upstream release, which wheel for which target, which requirements."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ class WheelPin:
 
     Attributes:
         project: Name of the distribution on the package index.
-        version: Version of the distribution.
+        version: Version of the distribution, which names the base.
+        python: Oldest Python that the release runs on.
         machine: What `platform.machine()` returns where the wheel runs.
         file: File name of the wheel.
         sha256: Checksum of the file, 64 hexadecimal digits.
@@ -32,6 +34,7 @@ class WheelPin:
 
     project: str
     version: str
+    python: str
     machine: str
     file: str
     sha256: str
@@ -53,7 +56,8 @@ class Rewrites:
 
     Attributes:
         replace: Each takes the place of all the base's requirements on the same project.
-        drop: Requirements of the base that the product does not have.
+        drop: Requirements of the base that the product does not have; a bare name stands for all
+            of the base's requirements on that project.
         add: Requirements that the base does not have.
     """
 
@@ -79,55 +83,97 @@ class Target:
     wheels: Mapping[str, WheelPin]
 
 
+class Status(Enum):
+    """How far a base is proved."""
+
+    #: Engines of it are run.
+    RUN = "run"
+    #: Patches and overlay fit its wheels, and no more is known.
+    CHECKED = "checked"
+
+
 @dataclass(frozen=True)
 class Base:
-    """Everything that `base.toml` says.
+    """Everything that a `base.toml` says.
 
     Attributes:
         version: Upstream release.
+        status: How far it is proved.
+        python: Oldest Python that the release runs on.
         product_version: Version of the fork without a target's suffix.
         targets: By name.
     """
 
     version: str
+    status: Status
+    python: str
     product_version: str
     targets: Mapping[str, Target]
 
 
 def load_base(path: Path) -> Base:
-    """Read and validate `base.toml`.
+    """Read and validate a `base.toml`.
 
     Args:
-        path: The file.
+        path: The file; its directory bears the name of the release.
 
     Raises:
         ConfigError: A key is missing or a value is not of the required form.
     """
     document = read_toml(path)
-    name = path.name
+    name = f"{path.parent.name}/{path.name}"
     version = _text(document, "version", name)
+    if version != path.parent.name:
+        raise ConfigError(
+            f"{name}: version is {version!r}", "give it the name of the directory that it stands in"
+        )
     release = document.get("release")
     if not isinstance(release, int) or isinstance(release, bool) or release < 1:
         raise ConfigError(f"{name}: release is {release!r}", "give a whole number from 1")
+    status = _status(document, name)
+    python = _text(document, "python", name)
+    if not re.fullmatch(r"3\.\d+", python):
+        raise ConfigError(f"{name}: python is {python!r}", 'give the oldest version, e.g. "3.11"')
     product_version = f"{version}+reshard.{release}"
+    if status is not Status.RUN:
+        product_version += f".{status.value}"
     try:
         Version(product_version)
     except InvalidVersion:
         raise ConfigError(f"{name}: version {version!r} is invalid", "give a PEP 440 one") from None
     targets = {
-        target: _target(target, entry, version, product_version, f"{name}: targets.{target}")
+        target: _target(
+            target, entry, (version, python, product_version), f"{name}: targets.{target}"
+        )
         for target, entry in _table(document, "targets", name).items()
     }
-    return Base(version=version, product_version=product_version, targets=targets)
+    return Base(
+        version=version,
+        status=status,
+        python=python,
+        product_version=product_version,
+        targets=targets,
+    )
 
 
-def _target(name: str, entry: Any, version: str, product_version: str, where: str) -> Target:
+def _status(document: Mapping[str, Any], where: str) -> Status:
+    try:
+        return Status(document.get("status"))
+    except ValueError:
+        raise ConfigError(
+            f"{where}: status is {document.get('status')!r}",
+            f"give it one of {', '.join(status.value for status in Status)}",
+        ) from None
+
+
+def _target(name: str, entry: Any, versions: tuple[str, str, str], where: str) -> Target:
+    version, python, product_version = versions
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is not a table", "see base.toml's other targets")
     project = _text(entry, "project", where)
     suffix = _text(entry, "suffix", where, may_be_empty=True)
     wheels = {
-        machine: _pin(wheel, project, version, machine, f"{where}.wheels.{machine}")
+        machine: _pin(wheel, project, (version, python, machine), f"{where}.wheels.{machine}")
         for machine, wheel in _table(entry, "wheels", where).items()
     }
     return Target(
@@ -142,7 +188,8 @@ def _target(name: str, entry: Any, version: str, product_version: str, where: st
     )
 
 
-def _pin(entry: Any, project: str, version: str, machine: str, where: str) -> WheelPin:
+def _pin(entry: Any, project: str, about: tuple[str, str, str], where: str) -> WheelPin:
+    version, python, machine = about
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is not a table", "give it `file` and `sha256`")
     file = _text(entry, "file", where)
@@ -158,7 +205,9 @@ def _pin(entry: Any, project: str, version: str, machine: str, where: str) -> Wh
             f"{where}.file {file} is not {project} {version}",
             "let file, project and version agree",
         )
-    return WheelPin(project=project, version=version, machine=machine, file=file, sha256=sha256)
+    return WheelPin(
+        project=project, version=version, python=python, machine=machine, file=file, sha256=sha256
+    )
 
 
 def _text(table: Mapping[str, Any], key: str, where: str, *, may_be_empty: bool = False) -> str:

@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proves that series and overlay fit every pinned base wheel: what `make patches-check` runs."""
+"""Proves that series and overlay fit every wheel of every base: what `make patches-check` runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+from packaging.version import Version
 
 from .archive import BaseWheel, open_base
 from .base import load_base
-from .errors import BuildError
+from .bases import releases
+from .contracts import require_contracts
+from .duplicates import require_no_duplicates
+from .errors import BuildError, UnknownBaseError
 from .fetch import fetch
-from .overlay import clashes, overlay_files, require_no_clash
+from .overlay import base_overlay, clashes, require_no_clash
 from .patchfile import Patch, describe
+from .plugin import checked_releases, read_plugin
 from .project import Project
 from .roundtrip import require_round_trip
 from .series import apply_series, base_files, load_series, touched_paths
-from .symbols import Universe, require_symbols
+from .switches import settle
+from .symbols import require_symbols
+from .universe import Universe
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,9 @@ class Proof:
         return f"{'ok  ' if self.ok else 'FAIL'} {self.name}: {self.text}"
 
 
-def run_checks(project: Project, environ: Mapping[str, str]) -> Iterator[Proof]:
+def run_checks(
+    project: Project, environ: Mapping[str, str], only: Collection[str] = ()
+) -> Iterator[Proof]:
     """Run all checks against all base wheels, and yield each outcome as soon as it is known.
 
     A check that cannot start because an earlier one failed is not run.
@@ -46,30 +57,65 @@ def run_checks(project: Project, environ: Mapping[str, str]) -> Iterator[Proof]:
     Args:
         project: Source tree.
         environ: Environment variables, for the cache and for pip.
+        only: Releases of the bases to check; all by default.
 
     Raises:
+        UnknownBaseError: There is no such base.
         BuildError: The base wheels cannot be had.
     """
-    overlay = overlay_files(project.overlay_dir)
-    series = _Series(project.patches_dir)
-    described = _prove("series", series.load)
+    known = releases(project)
+    if unknown := sorted(set(only) - set(known)):
+        raise UnknownBaseError(f"{unknown[0]} is not a base", f"choose from {', '.join(known)}")
+    for release in known:
+        if not only or release in only:
+            yield from _check_base(project, release, environ)
+
+
+def _check_base(project: Project, release: str, environ: Mapping[str, str]) -> Iterator[Proof]:
+    config = load_base(project.base_file(release))
+    overlay = base_overlay(project, release)
+    series = _Series(project.patches_dir(release))
+    described = _prove(f"series, {release}", series.load)
     yield described
     with ExitStack() as stack:
-        targets = load_base(project.base_file).targets.values()
         bases = [
-            (f"{target.name} {pin.machine}", stack.enter_context(open_base(fetch(pin, environ))))
-            for target in targets
+            (
+                f"{release} {target.name} {pin.machine}",
+                stack.enter_context(open_base(fetch(pin, environ))),
+            )
+            for target in config.targets.values()
             for pin in target.wheels.values()
         ]
         for label, base in bases:
-            against = _Against(base, overlay, series.patches)
+            against = _Against(release, base, overlay, series.patches)
             if described.ok:
                 applied = _prove(f"apply, {label}", against.apply)
                 yield applied
             if described.ok and applied.ok:
                 yield _prove(f"re-export, {label}", against.reexport)
+                yield _prove(f"duplicates, {label}", against.duplicates)
                 yield _prove(f"symbols, {label}", against.symbols)
+                yield _prove(f"contracts, {label}", against.contracts)
             yield _prove(f"overlay, {label}", against.apart)
+            yield from _check_plugin(project, release, label, base)
+
+
+def _check_plugin(project: Project, release: str, label: str, base: BaseWheel) -> Iterator[Proof]:
+    """Prove that the plugin fits a wheel as released, if it is meant for that release."""
+
+    def symbols() -> str:
+        plugin = read_plugin(project)
+
+        def read(path: str) -> bytes:
+            source = plugin.files.get(path)
+            return base.read(path) if source is None else source.read_bytes()
+
+        universe = Universe(frozenset((*base.names, *plugin.files)), read)
+        count = require_symbols(universe, plugin.files, base.path.name)
+        return f"{count} imports from vllm exist without patches"
+
+    if checked_releases(project).contains(release):
+        yield _prove(f"plugin, {label}", symbols)
 
 
 def _prove(name: str, check: Callable[[], str]) -> Proof:
@@ -97,8 +143,13 @@ class _Against:
     """Series and overlay against one base wheel; `apply` comes first."""
 
     def __init__(
-        self, base: BaseWheel, overlay: Mapping[str, Path], patches: tuple[Patch, ...]
+        self,
+        release: str,
+        base: BaseWheel,
+        overlay: Mapping[str, Path],
+        patches: tuple[Patch, ...],
     ) -> None:
+        self._release = Version(release).release
         self._base = base
         self._overlay = overlay
         self._patches = patches
@@ -119,12 +170,28 @@ class _Against:
             require_no_clash(clashes(self._overlay, patch.paths), patch.paths, patch.name)
         return f"none of {len(self._overlay)} files exists upstream"
 
+    def duplicates(self) -> str:
+        for path, content in self._patched.items():
+            if path.endswith(".py") and content is not None:
+                require_no_duplicates(path, self._files.get(path), content)
+        return f"none of {len(self._patched)} files defines anything twice"
+
     def symbols(self) -> str:
+        count = require_symbols(self._universe, self._overlay, self._base.path.name)
+        return f"{count} imports from vllm exist"
+
+    def contracts(self) -> str:
+        where = self._base.path.name
+        count = require_contracts(self._universe, self._overlay, self._patched, where)
+        return f"{count} uses of vllm's classes and functions fit them"
+
+    @cached_property
+    def _universe(self) -> Universe:
         gone = {name for name, content in self._patched.items() if content is None}
         paths = frozenset((*self._base.names, *self._patched, *self._overlay)) - gone
-        where = self._base.path.name
-        count = require_symbols(Universe(paths, self._read), self._overlay, where)
-        return f"{count} imports from vllm exist"
+        universe = Universe(paths, self._read)
+        settle(universe, self._overlay, self._release)
+        return universe
 
     def _read(self, path: str) -> bytes:
         if path in self._overlay:

@@ -154,6 +154,8 @@ def _link(links: Mapping[str, str], tree: Path) -> None:
         if path.is_dir():
             # Upstream has no such directory: it is what a dropped patch left behind.
             shutil.rmtree(path)
+        # Also where a link to a whole directory stood that now comes from two places.
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(text)
 
 

@@ -27,15 +27,19 @@ class BuildError(Exception):
 
 
 class PythonTooOldError(BuildError):
-    """The running Python is older than the backend and vLLM need."""
+    """The running Python is older than the backend or the base needs."""
 
 
 class ConfigError(BuildError):
-    """`base.toml` or `pyproject.toml` lacks something or contradicts itself."""
+    """A `base.toml`, `bases/default`, `pyproject.toml` or `plugin.toml` is incomplete or wrong."""
+
+
+class UnknownBaseError(BuildError):
+    """`VLLM_RESHARD_BASE` names no known base."""
 
 
 class TargetError(BuildError):
-    """`VLLM_TARGET_DEVICE` names no known target."""
+    """`VLLM_TARGET_DEVICE` names no target of the base."""
 
 
 class PlatformError(BuildError):
@@ -67,7 +71,7 @@ class GitError(BuildError):
 
 
 class SeriesError(BuildError):
-    """`patches/series` and the patch files disagree."""
+    """The `series` of a base and its patch files disagree."""
 
 
 class PatchFormatError(BuildError):
@@ -101,7 +105,7 @@ class OverlayError(BuildError):
 
 
 class EditableError(BuildError):
-    """The tree of an editable installation is missing."""
+    """The tree of an editable installation is missing, or the distribution cannot have one."""
 
 
 class ScratchError(BuildError):
@@ -110,6 +114,22 @@ class ScratchError(BuildError):
 
 class SymbolError(BuildError):
     """The overlay imports something that the base does not have."""
+
+
+class DuplicateError(BuildError):
+    """A patch defines what the base defines already."""
+
+
+class ContractError(BuildError):
+    """The overlay uses something of the base otherwise than the base defines it."""
+
+
+class SettingError(BuildError):
+    """A config setting of the build frontend has a value that the backend does not know."""
+
+
+class PluginError(BuildError):
+    """The overlay cannot be shipped as a plugin."""
 
 
 def require_python(version: tuple[int, ...], minimum: tuple[int, int] = (3, 10)) -> None:

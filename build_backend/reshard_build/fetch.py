@@ -97,9 +97,9 @@ def _download(pin: WheelPin, staging: Path, environ: Mapping[str, str], cache: P
         f"{pin.project}==={pin.version} --hash=sha256:{pin.sha256}\n", encoding="utf-8"
     )
     # The wheel's own platform, not this machine's: the series is checked against all base wheels
-    # on any machine. Python is at least what the backend needs; the base's tag may be older.
+    # on any machine. Python is the oldest that the base runs on; the base's tag may be older.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--implementation", interpreter[:2], "--abi", abi, "--python-version", "3.10"]
+    command += ["--implementation", interpreter[:2], "--abi", abi, "--python-version", pin.python]
     command += ["--platform", platform_tag, "--dest", str(staging), "--requirement", str(wanted)]
     # Only pip's log says why it skipped an index.
     pip_log = staging / "pip.log"

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import email.message
 import email.policy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from email.parser import BytesParser
+from typing import Any
 
 from packaging.metadata import ExceptionGroup, Metadata
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.tags import Tag
 from packaging.utils import canonicalize_name
 
 from .archive import BaseWheel
@@ -44,11 +46,14 @@ def dist_info(project: Project, target: Target, pin: WheelPin, base: BaseWheel) 
         MetadataError: The base's metadata is not of the expected form.
         ConfigError: `pyproject.toml` names a file that does not exist.
     """
-    files = {"METADATA": product_metadata(project, target, base), "WHEEL": _wheel_file(pin)}
+    files = {
+        "METADATA": product_metadata(project, target, base),
+        "WHEEL": wheel_file(pin.tags, pure=False),
+    }
     for name in _KEPT:
         if name in base.dist_info_names:
             files[name] = base.read_dist_info(name)
-    for name, content in _own_licenses(project):
+    for name, content in own_licenses(project, project.table()):
         files[f"licenses/{name}"] = content
     for name in base.dist_info_names:
         if name.startswith("licenses/"):
@@ -70,7 +75,8 @@ def product_metadata(project: Project, target: Target, base: BaseWheel) -> bytes
         ConfigError: `pyproject.toml` names a file that does not exist.
     """
     upstream = BytesParser(policy=email.policy.compat32).parsebytes(base.read_dist_info("METADATA"))
-    fields = list(_own_fields(project, target.version))
+    table = project.table()
+    fields = list(own_fields(project, table, target.version))
     fields += [
         ("License-File", f"{_UPSTREAM_LICENSES}/{name.removeprefix('licenses/')}")
         for name in base.dist_info_names
@@ -86,7 +92,7 @@ def product_metadata(project: Project, target: Target, base: BaseWheel) -> bytes
         ) from None
     rewritten = rewrite_requirements(requirements, target.rewrites, base.path.name)
     fields += [("Requires-Dist", str(requirement)) for requirement in rewritten]
-    return _render(fields, project)
+    return render(project, table, fields)
 
 
 def sdist_metadata(project: Project, version: str) -> bytes:
@@ -101,9 +107,10 @@ def sdist_metadata(project: Project, version: str) -> bytes:
     Raises:
         ConfigError: `pyproject.toml` names a file that does not exist.
     """
-    fields = list(_own_fields(project, version))
+    table = project.table()
+    fields = list(own_fields(project, table, version))
     fields += [("Dynamic", name) for name in (*_TAKEN_FROM_BASE, "License-File")]
-    return _render(fields, project)
+    return render(project, table, fields)
 
 
 def rewrite_requirements(
@@ -125,23 +132,24 @@ def rewrite_requirements(
         MetadataError: A rewrite has nothing to do, so it would hide what the base now says.
     """
     replacements = {canonicalize_name(r.name): r for r in rewrites.replace}
-    drops = set(rewrites.drop)
+    drops = {_drop_key(r): r for r in rewrites.drop}
     replaced: set[str] = set()
-    dropped: set[Requirement] = set()
+    dropped: set[str] = set()
     result: list[Requirement] = []
     for requirement in requirements:
         name = canonicalize_name(requirement.name)
         if _of_extra(requirement):
             result.append(requirement)
-        elif requirement in drops:
-            dropped.add(requirement)
+        elif drop := {str(requirement), name} & drops.keys():
+            dropped |= drop
         elif name in replacements:
             if name not in replaced:
                 result.append(replacements[name])
             replaced.add(name)
         else:
             result.append(requirement)
-    stale = [r for n, r in replacements.items() if n not in replaced] + list(drops - dropped)
+    stale = [r for n, r in replacements.items() if n not in replaced]
+    stale += [r for key, r in drops.items() if key not in dropped]
     present = {canonicalize_name(r.name) for r in result if not _of_extra(r)}
     stale += [r for r in rewrites.add if canonicalize_name(r.name) in present]
     if stale:
@@ -152,12 +160,28 @@ def rewrite_requirements(
     return [*result, *rewrites.add]
 
 
+def _drop_key(drop: Requirement) -> str:
+    """Return the name of a project, or the text of one requirement on it."""
+    return canonicalize_name(drop.name) if str(drop) == drop.name else str(drop)
+
+
 def _of_extra(requirement: Requirement) -> bool:
     return requirement.marker is not None and "extra" in str(requirement.marker)
 
 
-def _own_fields(project: Project, version: str) -> Iterator[tuple[str, str]]:
-    table = project.table()
+def own_fields(
+    project: Project, table: Mapping[str, Any], version: str
+) -> Iterator[tuple[str, str]]:
+    """Yield the fields that a `[project]` table tells, but for what it requires.
+
+    Args:
+        project: Source tree.
+        table: That of the distribution.
+        version: Of the distribution.
+
+    Raises:
+        ConfigError: The table names a file that does not exist.
+    """
     yield "Metadata-Version", METADATA_VERSION
     yield "Name", table["name"]
     yield "Version", version
@@ -169,7 +193,7 @@ def _own_fields(project: Project, version: str) -> Iterator[tuple[str, str]]:
     for label, url in table.get("urls", {}).items():
         yield "Project-URL", f"{label}, {url}"
     yield "License-Expression", table["license"]
-    for name, _ in _own_licenses(project):
+    for name, _ in own_licenses(project, table):
         yield "License-File", name
     for classifier in table.get("classifiers", ()):
         yield "Classifier", classifier
@@ -177,8 +201,13 @@ def _own_fields(project: Project, version: str) -> Iterator[tuple[str, str]]:
     yield "Description-Content-Type", _CONTENT_TYPES.get(readme.suffix, "text/plain")
 
 
-def _own_licenses(project: Project) -> Iterator[tuple[str, bytes]]:
-    for name in project.table().get("license-files", ()):
+def own_licenses(project: Project, table: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """Yield the licence files that a `[project]` table names, with their content.
+
+    Raises:
+        ConfigError: One does not exist.
+    """
+    for name in table.get("license-files", ()):
         yield name, _read(project, name)
 
 
@@ -187,32 +216,48 @@ def _read(project: Project, name: str) -> bytes:
         return (project.root / name).read_bytes()
     except OSError:
         raise ConfigError(
-            f"pyproject.toml names {name}, which cannot be read in {project.root}",
+            f"a [project] table names {name}, which cannot be read in {project.root}",
             "build from a complete source tree",
         ) from None
 
 
-def _render(fields: Iterable[tuple[str, str]], project: Project) -> bytes:
-    """Write a core-metadata file with the README as its body, and validate it."""
+def render(project: Project, table: Mapping[str, Any], fields: Iterable[tuple[str, str]]) -> bytes:
+    """Write a core-metadata file with the README as its body, and validate it.
+
+    Args:
+        project: Source tree.
+        table: Names the README.
+        fields: All of them, in order.
+
+    Raises:
+        MetadataError: The fields are not valid.
+        ConfigError: The README does not exist.
+    """
     message = email.message.EmailMessage(
         policy=email.policy.EmailPolicy(utf8=True, max_line_length=0)
     )
     for name, value in fields:
         message.add_header(name, value)
     head = message.as_bytes()
-    content = head.rstrip(b"\n") + b"\n\n" + _read(project, project.table()["readme"])
+    content = head.rstrip(b"\n") + b"\n\n" + _read(project, table["readme"])
     try:
         Metadata.from_email(content)
     except ExceptionGroup as group:
         raise MetadataError(
-            f"the metadata of the product would be invalid: {group.exceptions[0]}",
-            "correct [project] in pyproject.toml",
+            f"the metadata of {table['name']} would be invalid: {group.exceptions[0]}",
+            "correct its [project] table",
         ) from None
     return content
 
 
-def _wheel_file(pin: WheelPin) -> bytes:
-    # The file name decides about the tags: the base's own WHEEL file may name others.
-    lines = ["Wheel-Version: 1.0", f"Generator: {GENERATOR}", "Root-Is-Purelib: false"]
-    lines += sorted(f"Tag: {tag}" for tag in pin.tags)
+def wheel_file(tags: Iterable[Tag], *, pure: bool) -> bytes:
+    """Return the WHEEL file.
+
+    Args:
+        tags: Those of the file name, which decides: the base's own WHEEL file may name others.
+        pure: Whether there is nothing compiled in it.
+    """
+    lines = ["Wheel-Version: 1.0", f"Generator: {GENERATOR}"]
+    lines += [f"Root-Is-Purelib: {str(pure).lower()}"]
+    lines += sorted(f"Tag: {tag}" for tag in tags)
     return ("\n".join(lines) + "\n").encode()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overlay: whole modules that this fork owns, at paths that upstream does not have."""
+"""The overlay: whole modules that this fork owns, at paths that upstream does not have.
+
+There is one for all bases, and for a base that needs modules of its own a second one beside it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from .errors import OverlayError
+from .project import Project
 
 
 def overlay_files(overlay_dir: Path) -> dict[str, Path]:
@@ -27,6 +31,25 @@ def overlay_files(overlay_dir: Path) -> dict[str, Path]:
                 path = Path(directory, name)
                 found[path.relative_to(overlay_dir.parent).as_posix()] = path
     return dict(sorted(found.items()))
+
+
+def base_overlay(project: Project, release: str) -> dict[str, Path]:
+    """List the overlay of a base: the modules for all bases, and those that it alone needs.
+
+    Args:
+        project: Source tree.
+        release: Names the base.
+
+    Returns:
+        File by its path in the product, sorted.
+
+    Raises:
+        OverlayError: A file stands in both.
+    """
+    shared = overlay_files(project.overlay_dir)
+    own = overlay_files(project.base_overlay_dir(release))
+    require_no_clash(own, shared, f"the overlay of all bases, beside that of {release},")
+    return dict(sorted({**shared, **own}.items()))
 
 
 def clashes(overlay: Iterable[str], upstream: Iterable[str]) -> list[str]:
@@ -78,8 +101,8 @@ def parents(paths: Iterable[str]) -> set[str]:
 def topmost_links(overlay: Mapping[str, Path], upstream: Collection[str]) -> dict[str, Path]:
     """Return what has to be linked so that the overlay lies over upstream's tree.
 
-    A directory that is wholly the overlay's becomes one link, so that files added to it later are
-    there too.
+    A directory that is wholly the overlay's, and stands in one place, becomes one link, so that
+    files added to it later are there too.
 
     Args:
         overlay: Files of the overlay, by path in the product.
@@ -88,14 +111,23 @@ def topmost_links(overlay: Mapping[str, Path], upstream: Collection[str]) -> dic
     Returns:
         What each link points to, by path in the product.
     """
+    sources: dict[str, set[Path]] = {}
+    for path, source in overlay.items():
+        for directory, place in _places(path, source):
+            sources.setdefault(directory, set()).add(place)
     directories = parents(upstream)
     links: dict[str, Path] = {}
     for path, source in overlay.items():
-        for parent in reversed(PurePosixPath(path).parents[:-1]):
-            if str(parent) not in directories:
-                depth = len(PurePosixPath(path).relative_to(parent).parts)
-                links[str(parent)] = source.parents[depth - 1]
+        for directory, place in _places(path, source):
+            if directory not in directories and len(sources[directory]) == 1:
+                links[directory] = place
                 break
         else:
             links[path] = source
     return links
+
+
+def _places(path: str, source: Path) -> list[tuple[str, Path]]:
+    """Return the directories above a file, from the top: in the product, and in the sources."""
+    above = list(PurePosixPath(path).parents)[:-1]
+    return [(str(directory), source.parents[depth]) for depth, directory in enumerate(above)][::-1]

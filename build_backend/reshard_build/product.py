@@ -11,9 +11,10 @@ from pathlib import Path
 from packaging.version import Version
 
 from .archive import BaseWheel, open_base
-from .base import Base, Target, WheelPin, load_base
+from .base import Base, Target, WheelPin
+from .bases import load_bases, require_python_of, select_base
 from .fetch import fetch
-from .overlay import overlay_files, require_no_clash
+from .overlay import base_overlay, overlay_files, require_no_clash
 from .project import Project
 from .series import apply_series, base_files, load_series, touched_paths
 from .target import select_target, select_wheel
@@ -31,6 +32,7 @@ class Product:
         base: The same, open.
         changed: New content of files by path; `None` for one that a patch deletes.
         overlay: Source of the overlay's files by path.
+        scripts: Source of commands by path, which begins with `scripts/`.
     """
 
     target: Target
@@ -38,6 +40,7 @@ class Product:
     base: BaseWheel
     changed: Mapping[str, bytes | None]
     overlay: Mapping[str, Path]
+    scripts: Mapping[str, Path]
 
     @property
     def upstream_paths(self) -> frozenset[str]:
@@ -49,11 +52,11 @@ class Product:
 
 @dataclass(frozen=True)
 class Choice:
-    """The target and base wheel that the environment asks for.
+    """The base, target and wheel that the environment asks for.
 
     Attributes:
-        config: All that `base.toml` says.
-        target: The chosen one.
+        config: All that the `base.toml` of the chosen base says.
+        target: The chosen one of its targets.
         pin: Its wheel for this machine.
     """
 
@@ -70,11 +73,14 @@ def choose(project: Project, environ: Mapping[str, str]) -> Choice:
         environ: Environment variables.
 
     Raises:
-        ConfigError: `base.toml` is invalid.
-        TargetError: `VLLM_TARGET_DEVICE` names no target.
+        ConfigError: A file of the bases is invalid.
+        UnknownBaseError: `VLLM_RESHARD_BASE` names no base.
+        PythonTooOldError: The base does not run on this Python.
+        TargetError: The base has no such target.
         PlatformError: The target does not run on this machine.
     """
-    config = load_base(project.base_file)
+    config = select_base(project, environ)
+    require_python_of(config, load_bases(project))
     target = select_target(config, environ)
     return Choice(config=config, target=target, pin=select_wheel(target))
 
@@ -104,22 +110,24 @@ def compose(project: Project, target: Target, pin: WheelPin, base: BaseWheel) ->
     Args:
         project: Source tree.
         target: What to build for.
-        pin: The base wheel's name and tags.
+        pin: Names the base, its wheel and the wheel's tags.
         base: The base wheel.
 
     Raises:
         PatchDriftError: A patch does not apply exactly.
         OverlayError: An overlay file stands where upstream has one.
     """
-    patches = load_series(project.patches_dir)
+    patches = load_series(project.patches_dir(pin.version))
     patched = apply_series(patches, base_files(base, touched_paths(patches)))
-    overlay = overlay_files(project.overlay_dir)
+    overlay = base_overlay(project, pin.version)
     product = Product(
         target=target,
         pin=pin,
         base=base,
         changed={**patched, VERSION_FILE: version_module(target.version)},
         overlay=overlay,
+        # The overlay's rule of what is a source holds for scripts too.
+        scripts=overlay_files(project.scripts_dir),
     )
     require_no_clash(overlay, product.upstream_paths | set(base.names), f"vllm {pin.version}")
     return product

@@ -27,14 +27,19 @@ class Project:
     root: Path
 
     @property
-    def base_file(self) -> Path:
-        """The file that pins the base wheels."""
-        return self.root / "build_backend" / "base.toml"
+    def backend_dir(self) -> Path:
+        """Directory of this backend."""
+        return self.root / "build_backend"
 
     @property
-    def patches_dir(self) -> Path:
-        """Directory of the patch series."""
-        return self.root / "patches"
+    def bases_dir(self) -> Path:
+        """Directory with one directory for each base, named after the release."""
+        return self.root / "bases"
+
+    @property
+    def default_file(self) -> Path:
+        """The file that names the default base; the Makefile reads it, too."""
+        return self.bases_dir / "default"
 
     @property
     def overlay_dir(self) -> Path:
@@ -42,25 +47,62 @@ class Project:
         return self.root / "vllm"
 
     @property
-    def scratch_dir(self) -> Path:
-        """Default place of the scratch git repository."""
-        return self.root / "build" / "tree"
+    def scripts_dir(self) -> Path:
+        """Directory of the commands that are installed as they are, beside those of the base."""
+        return self.root / "scripts"
 
-    def editable_dir(self, target_name: str) -> Path:
-        """Directory that an editable installation of a target puts on `sys.path`."""
-        return self.root / "build" / f"editable-{target_name}"
+    @property
+    def plugin_dir(self) -> Path:
+        """Directory of what the plugin has beside the overlay's package."""
+        return self.root / "plugin"
+
+    @property
+    def plugin_file(self) -> Path:
+        """The file with the `[project]` table of the plugin."""
+        return self.plugin_dir / "plugin.toml"
+
+    def base_file(self, release: str) -> Path:
+        """The file that pins the wheels of a base."""
+        return self.patches_dir(release) / "base.toml"
+
+    def patches_dir(self, release: str) -> Path:
+        """Directory of the patch series of a base."""
+        return self.bases_dir / release
+
+    def base_overlay_dir(self, release: str) -> Path:
+        """Directory of the modules that one base alone needs, laid out as in the product."""
+        return self.bases_dir / release / "vllm"
+
+    def scratch_dir(self, release: str) -> Path:
+        """Default place of the scratch git repository of a base."""
+        return self.root / "build" / f"tree-{release}"
+
+    def editable_dir(self, release: str, target_name: str) -> Path:
+        """Directory that an editable installation puts on `sys.path`."""
+        return self.root / "build" / f"editable-{release}-{target_name}"
 
     def table(self) -> dict[str, Any]:
-        """Return the `[project]` table of `pyproject.toml`.
+        """Return the `[project]` table of `pyproject.toml`, which is the fork's.
 
         Raises:
             ConfigError: The file is missing, is not TOML or lacks the table.
         """
-        document = read_toml(self.root / "pyproject.toml")
-        table = document.get("project")
-        if not isinstance(table, dict):
-            raise ConfigError("pyproject.toml has no [project] table", "restore it")
-        return table
+        return _project_table(self.root / "pyproject.toml")
+
+    def plugin_table(self) -> dict[str, Any]:
+        """Return the `[project]` table of the plugin.
+
+        Raises:
+            ConfigError: The file is missing, is not TOML or lacks the table.
+        """
+        return _project_table(self.plugin_file)
+
+
+def _project_table(path: Path) -> dict[str, Any]:
+    table = read_toml(path).get("project")
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path.name} has no [project] table", "restore it")
+    return table
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -56,7 +56,13 @@ def _contents(project: Project, version: str) -> Iterator[tuple[str, bytes]]:
         if (project.root / name).is_file():
             yield name, (project.root / name).read_bytes()
     sources: dict[str, Path] = {}
-    for directory in (project.base_file.parent, project.patches_dir, project.overlay_dir):
+    for directory in (
+        project.backend_dir,
+        project.bases_dir,
+        project.overlay_dir,
+        project.plugin_dir,
+        project.scripts_dir,
+    ):
         # The overlay's rule of what is a source holds for the other directories too.
         sources |= overlay_files(directory)
     for name, path in sources.items():

@@ -19,7 +19,7 @@ SERIES = "series"
 
 @dataclass(frozen=True)
 class SeriesFile:
-    """The file `patches/series`.
+    """The file `series` of a base.
 
     Attributes:
         comments: Lines before the first entry, each a comment or blank.
@@ -31,7 +31,7 @@ class SeriesFile:
 
 
 def read_series_file(patches_dir: Path) -> SeriesFile:
-    """Read `patches/series`; a directory without one is an empty series.
+    """Read `series`; a directory without one is an empty series.
 
     Raises:
         SeriesError: A patch is named twice.
@@ -41,7 +41,9 @@ def read_series_file(patches_dir: Path) -> SeriesFile:
     entries = [line.strip() for line in lines]
     names = [entry for entry in entries if entry and not entry.startswith("#")]
     if doubled := {name for name in names if names.count(name) > 1}:
-        raise SeriesError(f"patches/series names {min(doubled)} twice", "remove one of them")
+        raise SeriesError(
+            f"{path.parent.name}/{SERIES} names {min(doubled)} twice", "remove one of them"
+        )
     first = entries.index(names[0]) if names else len(lines)
     return SeriesFile(comments=tuple(lines[:first]), names=tuple(names))
 
@@ -57,12 +59,12 @@ def load_series(patches_dir: Path) -> tuple[Patch, ...]:
     present = {path.name for path in patches_dir.glob("*.patch")}
     if missing := [name for name in names if name not in present]:
         raise SeriesError(
-            f"patches/series names {missing[0]}, which does not exist",
+            f"{patches_dir.name}/{SERIES} names {missing[0]}, which does not exist",
             "remove the entry or restore the file",
         )
     if unlisted := present - set(names):
         raise SeriesError(
-            f"patches/{min(unlisted)} is not in patches/series",
+            f"{min(unlisted)} is not in {patches_dir.name}/{SERIES}",
             "add it where it is to be applied, or delete it",
         )
     return tuple(parse_patch(name, (patches_dir / name).read_bytes()) for name in names)

@@ -44,12 +44,12 @@ def select_target(
     """Choose the target: `VLLM_TARGET_DEVICE`, else what this machine has.
 
     Args:
-        base: The pinned base.
+        base: The chosen base.
         environ: Environment variables.
         driver_answers: Whether there is a usable NVIDIA device.
 
     Raises:
-        TargetError: The variable names no target of the base.
+        TargetError: What is wanted is no target of the base.
     """
     wanted = environ.get(VARIABLE, "").strip().lower()
     if not wanted:
@@ -57,9 +57,9 @@ def select_target(
         log.info("%s is not set: building for %s", VARIABLE, wanted)
     if wanted not in base.targets:
         raise TargetError(
-            f"{VARIABLE}={wanted} is not a target of this fork, which has "
+            f"{VARIABLE}={wanted} is not a target of base {base.version}, which has "
             + " and ".join(sorted(base.targets)),
-            f"set {VARIABLE} to one of them, or unset it to have it chosen by the NVIDIA driver",
+            f"set {VARIABLE} to {' or '.join(sorted(base.targets))}, or choose another base",
         )
     return base.targets[wanted]
 

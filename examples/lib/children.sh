@@ -9,6 +9,7 @@
 
 STARTUP_TIMEOUT_S=${STARTUP_TIMEOUT_S:-900}
 GRACE_S=${GRACE_S:-30}
+END_FOLLOWS_S=5
 
 # Process ids, each that of a process group, too, and what messages and logs call them. A script
 # that sources another one that sources this keeps what it has started.
@@ -48,7 +49,8 @@ start() {
   echo "$name is starting; log: $LOG_DIR/$name.log"
 }
 
-lives() { jobs -pr | grep -qx "$1"; }
+# The list as a whole: who is told no more of it than wanted ends `jobs`, and so it seems to fail.
+lives() { [[ $'\n'$(jobs -pr)$'\n' == *$'\n'"$1"$'\n'* ]]; }
 
 # Ends the script when a child has ended, with the last lines of its log.
 check_children() {
@@ -62,6 +64,26 @@ check_children() {
   done
 }
 
+# Until a child ends. Not with `wait -n`: it waits for the others where one has ended before it.
+watch_children() {
+  while :; do
+    check_children
+    sleep 0.5
+  done
+}
+
+# check_start NAME: ends the script when an engine has said that it cannot start. With Ray imported,
+# it may wait for ever at its end, where nothing but its log tells.
+check_start() {
+  local log=$LOG_DIR/$1.log
+  grep -qs "EngineCore failed to start" "$log" || return 0
+  # Most do end, and then their status is told.
+  sleep "$END_FOLLOWS_S"
+  check_children
+  tail -n 40 "$log" >&2
+  fail "$1 could not start and did not end by itself; its log is $log"
+}
+
 answers() { curl --noproxy '*' --silent --fail --max-time 5 --output /dev/null "$1"; }
 
 # wait_until_ready NAME WHAT...: until the command WHAT succeeds.
@@ -70,6 +92,7 @@ wait_until_ready() {
   shift
   until "$@"; do
     check_children
+    check_start "$name"
     ((SECONDS < deadline)) || fail "$name was not ready after $STARTUP_TIMEOUT_S s; its log is" \
       "$LOG_DIR/$name.log, and STARTUP_TIMEOUT_S gives it more time"
     sleep 0.5

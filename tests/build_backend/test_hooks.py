@@ -50,7 +50,7 @@ def test_pip_shows_the_error_as_one_line(pip_tree: Any, tmp_path: Path) -> None:
     text = done.stdout + done.stderr
     shown = [line.strip() for line in text.splitlines() if "error: VLLM_TARGET_DEVICE" in line]
     assert len(shown) == 1
-    assert shown[0].startswith("error: VLLM_TARGET_DEVICE=tpu is not a target of this fork")
+    assert shown[0].startswith("error: VLLM_TARGET_DEVICE=tpu is not a target of base 0.22.1")
     assert "Traceback" not in text
     assert "[1 lines of output]" in text
 
@@ -62,6 +62,7 @@ def test_source_archive_is_enough_to_build(
     pip_tree.edit_core("edit", 5, "'x'")
     pip_tree.write("vllm/own/mine.py", "MINE = 1\n")
     pip_tree.write("vllm/own/__pycache__/mine.pyc", "")
+    pip_tree.write("scripts/tool", "#!python\n")
     # A link to the package is not followed into an archive: real files, as in a checkout.
     (pip_tree.root / "build_backend" / "reshard_build").unlink()
     for path in PACKAGE_DIR.glob("*.py"):

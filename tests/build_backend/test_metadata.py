@@ -126,3 +126,18 @@ def test_rewriting_leaves_the_rest_alone(requirements: list[Requirement]) -> Non
 
     assert result.count(new) == 1
     assert [r for r in result if r != new] == [r for r in requirements if not is_replaced(r)]
+
+
+def test_bare_name_drops_all_requirements_on_a_project() -> None:
+    """A name without a version drops every requirement on it, but for those of an extra."""
+    texts = [
+        "torchvision",
+        'torchvision==1; os_name == "nt"',
+        'torchvision; extra == "video"',
+        "six",
+    ]
+    drop = Rewrites(drop=(Requirement("torchvision"),))
+    left = rewrite_requirements(map(Requirement, texts), drop, "the base")
+    assert [str(r) for r in left] == ['torchvision; extra == "video"', "six"]
+    with pytest.raises(MetadataError, match="torchvision"):
+        rewrite_requirements([Requirement("six")], drop, "the base")

@@ -80,3 +80,18 @@ def test_links_reach_every_overlay_file_once(upstream: set[str], overlay: set[st
         (link,) = behind(path)
         assert links[link] / PurePosixPath(path).relative_to(link) == source
     assert not any(behind(path) for path in upstream)
+
+
+def test_directory_of_two_places_is_linked_file_by_file() -> None:
+    """Where a base has modules of its own in a directory of the shared overlay, neither hides."""
+    shared, own = Path("/source"), Path("/source/bases/0.22.1")
+    files = {
+        "vllm/own/a.py": shared / "vllm/own/a.py",
+        "vllm/own/deep/b.py": shared / "vllm/own/deep/b.py",
+        "vllm/own/mine.py": own / "vllm/own/mine.py",
+    }
+    assert topmost_links(files, UPSTREAM) == {
+        "vllm/own/a.py": shared / "vllm/own/a.py",
+        "vllm/own/deep": shared / "vllm/own/deep",
+        "vllm/own/mine.py": own / "vllm/own/mine.py",
+    }

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both targets of this source tree, from the real base wheels."""
+"""All bases and targets of this source tree, from the real base wheels."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.metadata import Metadata
@@ -13,6 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 from reshard_build.archive import BaseWheel, open_base, verify_wheel
 from reshard_build.assemble import write_wheel
+from reshard_build.bases import default_release, load_bases
+from reshard_build.check import run_checks
 from reshard_build.fetch import fetch
 from reshard_build.metadata import dist_info
 from reshard_build.product import VERSION_FILE, Choice, Product, choose, compose
@@ -23,10 +27,26 @@ pytestmark = pytest.mark.slow
 PROJECT = Project(Path(__file__).parents[2])
 
 
-@pytest.fixture(scope="module", params=["cpu", "cuda"])
+BASES = load_bases(PROJECT)
+WHEELS = [(base.version, target) for base in BASES for target in base.targets]
+TORCH = {"0.22.1": "torch==2.11.0", "0.32.0": "torch==2.13.0", "0.33.0": "torch==2.14.0"}
+
+
+def _deciding(release: str, target: str) -> Any:
+    """Every change builds the wheel that is run by default; the others can wait for test-full."""
+    marks = () if (release, target) == (default_release(PROJECT), "cpu") else pytest.mark.full
+    return pytest.param((release, target), marks=marks, id=f"{release}-{target}")
+
+
+@pytest.fixture(scope="module", params=[_deciding(*wheel) for wheel in WHEELS])
 def choice(request: pytest.FixtureRequest) -> Choice:
-    """Return what the variable asks for."""
-    return choose(PROJECT, {**os.environ, "VLLM_TARGET_DEVICE": request.param})
+    """Return what the variables ask for."""
+    release, target = request.param
+    base = next(base for base in BASES if base.version == release)
+    if sys.version_info < tuple(int(part) for part in base.python.split(".")):
+        pytest.skip(f"base {release} needs Python {base.python}")
+    asked = {"VLLM_RESHARD_BASE": release, "VLLM_TARGET_DEVICE": target}
+    return choose(PROJECT, {**os.environ, **asked})
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +97,30 @@ def test_identity(product: Product, built: BaseWheel) -> None:
     assert b"vllm = vllm.entrypoints.cli.main:main" in built.read_dist_info("entry_points.txt")
 
 
-def test_requirements_can_be_satisfied(built: BaseWheel) -> None:
+def test_requirements_can_be_satisfied(choice: Choice, built: BaseWheel) -> None:
     """One pin of torch without a local version, what we import, and no needs of a build."""
     metadata = Metadata.from_email(built.read_dist_info("METADATA"))
     requirements = [r for r in metadata.requires_dist or [] if "extra" not in str(r.marker)]
     assert Requirement("nixl>=1.5") in requirements
     assert Requirement("rich>=13") in requirements
-    assert Requirement("setuptools==77.0.3") not in requirements
-    assert [str(r) for r in requirements if r.name in {"torch", "torchvision", "torchaudio"}]
-    assert {str(r) for r in requirements if r.name == "torch"} == {"torch==2.11.0"}
+    assert not [r for r in requirements if r.name == "setuptools" and "==" in str(r.specifier)]
+    release, target = choice.config.version, choice.target.name
+    assert {str(r) for r in requirements if r.name == "torch"} == {TORCH[release]}
+    vision = {r.name for r in requirements} & {"torchvision", "torchaudio", "torchcodec"}
+    assert bool(vision) != (target == "cpu" and release == "0.32.0")
     assert not [r for r in requirements if "+" in str(r.specifier)]
+
+
+def test_python_is_the_wheels_own(product: Product, choice: Choice) -> None:
+    """`python` in `base.toml` is the oldest version that the wheel accepts."""
+    needed = Metadata.from_email(product.base.read_dist_info("METADATA")).requires_python
+    major, minor = (int(part) for part in choice.config.python.split("."))
+    assert needed is not None
+    assert f"{major}.{minor}" in needed
+    assert f"{major}.{minor - 1}" not in needed
+
+
+def test_patches_and_overlay_fit_the_oldest_base() -> None:
+    """All proofs hold for both wheels of the base that needs the most patches."""
+    failed = [p for p in run_checks(PROJECT, os.environ, ["0.22.1"]) if not p.ok]
+    assert failed == []

@@ -89,9 +89,9 @@ def test_inside_of_another_repository(
     """The default place is inside of the source tree's own repository, which stays as it is."""
     as_developer(frontend.root, "init", "--quiet")
     monkeypatch.setenv("GIT_DIR", str(frontend.root / ".git"))
-    _main(frontend, "tree", frontend.project.scratch_dir)
+    _main(frontend, "tree", frontend.project.scratch_dir("0.22.1"))
     monkeypatch.delenv("GIT_DIR")
-    assert len(_subjects(as_developer, frontend.project.scratch_dir, "fork")) == 4
+    assert len(_subjects(as_developer, frontend.project.scratch_dir("0.22.1"), "fork")) == 4
     done = subprocess.run(["git", "rev-list", "--all"], cwd=frontend.root, capture_output=True)
     assert done.stdout == b""
 

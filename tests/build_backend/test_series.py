@@ -22,16 +22,16 @@ def _core(source_tree: Any) -> str:
 
 def test_empty_series_changes_nothing(source_tree: Any) -> None:
     """A directory without patches, or without `series`, is a series of none."""
-    assert load_series(source_tree.project.patches_dir) == ()
-    (source_tree.project.patches_dir / "series").unlink()
-    assert load_series(source_tree.project.patches_dir) == ()
+    assert load_series(source_tree.patches_dir) == ()
+    (source_tree.patches_dir / "series").unlink()
+    assert load_series(source_tree.patches_dir) == ()
     assert apply_series((), {CORE: b""}) == {}
 
 
 def test_comments_before_the_first_entry_are_kept_apart(source_tree: Any) -> None:
     """Only the comments at the top belong to the file as a whole."""
-    source_tree.write("patches/series", "# one\n\n# two\na.patch\n# three\nb.patch\n")
-    series = read_series_file(source_tree.project.patches_dir)
+    source_tree.write("bases/0.22.1/series", "# one\n\n# two\na.patch\n# three\nb.patch\n")
+    series = read_series_file(source_tree.patches_dir)
     assert series.comments == ("# one", "", "# two")
     assert series.names == ("a.patch", "b.patch")
 
@@ -40,7 +40,7 @@ def test_series_applies_in_order(source_tree: Any) -> None:
     """Later patches build on earlier ones."""
     first = source_tree.edit_core("first", 5, "'a'")
     second = source_tree.edit_core("second", 6, "'b'", core=first)
-    patches = load_series(source_tree.project.patches_dir)
+    patches = load_series(source_tree.patches_dir)
     assert touched_paths(patches) == (CORE,)
     result = apply_series(patches, {CORE: _core(source_tree).encode()})
     assert result == {CORE: second.encode()}
@@ -49,7 +49,7 @@ def test_series_applies_in_order(source_tree: Any) -> None:
 def test_new_and_deleted_files(source_tree: Any) -> None:
     """A new file appears with its content, a deleted one as `None`."""
     source_tree.add_patch("swap", {"vllm/a.py": b"a\n"}, {"vllm/sub/b.py": b"other\n"})
-    patches = load_series(source_tree.project.patches_dir)
+    patches = load_series(source_tree.patches_dir)
     result = apply_series(patches, {"vllm/a.py": b"a\n"})
     assert result == {"vllm/a.py": None, "vllm/sub/b.py": b"other\n"}
 
@@ -57,16 +57,19 @@ def test_new_and_deleted_files(source_tree: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.write("patches/series", "a.patch\na.patch\n"), r"names a\.patch twice"),
-        (lambda s: s.write("patches/series", "b.patch\n"), r"names b\.patch, which does not exist"),
-        (lambda s: s.write("patches/c.patch", ""), r"patches/c\.patch is not in patches/series"),
+        (lambda s: s.write("bases/0.22.1/series", "a.patch\na.patch\n"), r"names a\.patch twice"),
+        (
+            lambda s: s.write("bases/0.22.1/series", "b.patch\n"),
+            r"names b\.patch, which does not exist",
+        ),
+        (lambda s: s.write("bases/0.22.1/c.patch", ""), r"c\.patch is not in 0\.22\.1/series"),
     ],
 )
 def test_series_and_files_must_agree(source_tree: Any, change: Any, message: str) -> None:
     """A doubled, missing or unlisted patch is named."""
     change(source_tree)
     with pytest.raises(SeriesError, match=message):
-        load_series(source_tree.project.patches_dir)
+        load_series(source_tree.patches_dir)
 
 
 def test_drift_names_patch_file_and_hunk(source_tree: Any) -> None:
@@ -76,7 +79,7 @@ def test_drift_names_patch_file_and_hunk(source_tree: Any) -> None:
     source_tree.add_patch("two hunks", {CORE: old.encode()}, {CORE: new.encode()})
     drifted = old.replace("LINE_20 = 20", "LINE_20 = 'upstream'")
     with pytest.raises(PatchDriftError) as raised:
-        apply_series(load_series(source_tree.project.patches_dir), {CORE: drifted.encode()})
+        apply_series(load_series(source_tree.patches_dir), {CORE: drifted.encode()})
     error = raised.value
     assert (error.patch, error.path) == ("two-hunks.patch", CORE)
     assert error.hunk.startswith("2 of 2 (@@ -19,3 +19,3 @@")
@@ -89,7 +92,7 @@ def test_moved_context_is_not_exact(source_tree: Any) -> None:
     source_tree.edit_core("edit", 20, "'x'")
     moved = "# one more line\n" + _core(source_tree)
     with pytest.raises(PatchDriftError, match=r"edit\.patch .* hunk 1 of 1 .*offset 1 line"):
-        apply_series(load_series(source_tree.project.patches_dir), {CORE: moved.encode()})
+        apply_series(load_series(source_tree.patches_dir), {CORE: moved.encode()})
 
 
 def test_change_far_from_the_hunk_is_not_exact(source_tree: Any) -> None:
@@ -97,18 +100,16 @@ def test_change_far_from_the_hunk_is_not_exact(source_tree: Any) -> None:
     source_tree.edit_core("edit", 5, "'x'")
     other = _core(source_tree).replace("LINE_30 = 30", "LINE_30 = 'upstream'")
     with pytest.raises(PatchDriftError, match="not the one that the patch was made from"):
-        apply_series(load_series(source_tree.project.patches_dir), {CORE: other.encode()})
+        apply_series(load_series(source_tree.patches_dir), {CORE: other.encode()})
 
 
 def test_tampered_patch_is_found(source_tree: Any) -> None:
     """A patch that was edited by hand does not give what it promises."""
     source_tree.edit_core("edit", 5, "'x'")
-    path = source_tree.project.patches_dir / "edit.patch"
+    path = source_tree.patches_dir / "edit.patch"
     path.write_text(path.read_text().replace("+LINE_5 = 'x'", "+LINE_5 = 'y'"))
     with pytest.raises(PatchDriftError, match="not the one that the patch promises"):
-        apply_series(
-            load_series(source_tree.project.patches_dir), {CORE: _core(source_tree).encode()}
-        )
+        apply_series(load_series(source_tree.patches_dir), {CORE: _core(source_tree).encode()})
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_missing_and_unexpected_files(
     """A file that upstream dropped or gained is told as such."""
     source_tree.add_patch("edit", before, after)
     with pytest.raises(PatchDriftError, match=message):
-        apply_series(load_series(source_tree.project.patches_dir), files)
+        apply_series(load_series(source_tree.patches_dir), files)
 
 
 def test_enclosing_repository_is_not_consulted(
@@ -141,9 +142,7 @@ def test_enclosing_repository_is_not_consulted(
     as_developer(outer, "init", "--quiet")
     monkeypatch.setattr("tempfile.tempdir", str(outer))
     monkeypatch.setenv("GIT_DIR", str(outer / ".git"))
-    result = apply_series(
-        load_series(source_tree.project.patches_dir), {CORE: _core(source_tree).encode()}
-    )
+    result = apply_series(load_series(source_tree.patches_dir), {CORE: _core(source_tree).encode()})
     assert b"LINE_5 = 'x'\n" in (result[CORE] or b"")
 
 
@@ -161,7 +160,7 @@ def test_settings_of_the_user_do_not_matter(
     assert settings.stdout == "true\n"
     before, after = b"a\n", b"b  \t\n"
     source_tree.add_patch("edit", {CORE: before}, {CORE: after})
-    patches = load_series(source_tree.project.patches_dir)
+    patches = load_series(source_tree.patches_dir)
     assert apply_series(patches, {CORE: before}) == {CORE: after}
 
 
@@ -170,7 +169,7 @@ def test_without_git_the_need_is_named(
 ) -> None:
     """A machine without git is told to get it."""
     source_tree.edit_core("edit", 5, "'x'")
-    patches = load_series(source_tree.project.patches_dir)
+    patches = load_series(source_tree.patches_dir)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GitError, match="git is not installed"):
         apply_series(patches, {CORE: _core(source_tree).encode()})
@@ -196,7 +195,7 @@ def test_any_text_edit_applies_exactly(
     """Whatever lines an edit has, applying its patch gives the edited text."""
     if before == after:
         after = [*after, "end"]
-    source_tree.write("patches/series", "")
+    source_tree.write("bases/0.22.1/series", "")
     source_tree.add_patch("edit", {CORE: _text(before)}, {CORE: _text(after)})
-    patches = load_series(source_tree.project.patches_dir)
+    patches = load_series(source_tree.patches_dir)
     assert apply_series(patches, {CORE: _text(before)}) == {CORE: _text(after)}

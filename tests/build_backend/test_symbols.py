@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 from reshard_build.errors import SymbolError
-from reshard_build.symbols import Import, Universe, imports_of, missing, require_symbols
+from reshard_build.symbols import Import, imports_of, missing, require_symbols
+from reshard_build.universe import Universe
 
 FILES = {
     "vllm/__init__.py": (
@@ -125,7 +128,7 @@ def test_imports_are_found_everywhere() -> None:
         "def f():\n    from vllm.deep import x\n"
         "if TYPE_CHECKING:\n    from vllm.types import T\n"
     )
-    found = [(i.line, i.module, i.name) for i in imports_of("vllm/own/mine.py", source.encode())]
+    found = [(i.line, i.module, i.name) for i in imports_of("vllm/own/mine.py", ast.parse(source))]
     assert sorted(found) == [
         (1, "vllm.entry", ""),
         (2, "vllm.entry", "LLM"),
@@ -140,7 +143,7 @@ def test_imports_are_found_everywhere() -> None:
 
 def test_relative_imports_of_a_package_start_in_it() -> None:
     """In `__init__.py` one dot is the package itself."""
-    (found,) = imports_of("vllm/own/__init__.py", b"from .near import x\n")
+    (found,) = imports_of("vllm/own/__init__.py", ast.parse("from .near import x\n"))
     assert found.module == "vllm.own.near"
 
 
@@ -167,4 +170,4 @@ def test_error_names_file_line_and_symbol(universe: Universe) -> None:
 def test_invalid_overlay_file_is_named() -> None:
     """A file that is not Python is an error with its path."""
     with pytest.raises(SymbolError, match=r"vllm/own\.py is not valid Python"):
-        imports_of("vllm/own.py", b"def\n")
+        Universe(frozenset({"vllm/own.py"}), lambda path: b"def\n").tree("vllm/own.py")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pages show of `vllm kv-plan` is what it prints and draws.
+"""What pages show of `kv-plan` is what it prints and draws.
 
 Where it has changed, `python -m tools.docs_kv_plan` writes pages and drawings anew.
 """

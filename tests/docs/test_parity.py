@@ -14,7 +14,11 @@ STATES = {"yes", "partly", "upstream", "not needed", "refused"}
 def test_every_row_has_a_state_and_tests_that_exist():
     """Whoever renames a test finds the row that rests on it."""
     lines = (ROOT / "docs/parity.md").read_text().splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][2:]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in lines
+        if line.startswith("| ") and not line.startswith(("| feature |", "| --- |"))
+    ]
     assert len(rows) > 20
     for feature, state, how, tests in rows:
         assert state in STATES, feature

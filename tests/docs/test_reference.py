@@ -105,14 +105,33 @@ def test_every_value_of_a_label_is_told(heading, second, values):
     assert sorted(told) == sorted(value.value for value in values)
 
 
-def test_every_patch_is_told_in_order():
-    """The table of patches is the series, with the condition that each header states."""
-    told = [(named(row[0])[0], row[2]) for row in rows("rebasing.md", "patch") if named(row[0])]
+def patch_rows():
+    """The rows of the table of patches: file name, condition, and cells by base."""
+    bases = sorted(path.parent.name for path in (ROOT / "bases").glob("*/series"))
+    for row in rows("rebasing.md", "patch"):
+        name, _, condition, *cells = row
+        if named(name):
+            yield named(name)[0], condition, dict(zip(bases, cells, strict=True))
+
+
+@pytest.mark.parametrize(
+    "base", sorted(path.parent.name for path in (ROOT / "bases").glob("*/series"))
+)
+def test_every_patch_is_told_in_order(base):
+    """The table's patches of a base are its series, with the condition that each header states."""
+    told = [(name, condition) for name, condition, cells in patch_rows() if cells[base] == "patch"]
     headers = {
         patch.name: re.search(r"^Drop-when: (.*(?:\n .*)*)", patch.description, re.MULTILINE)
-        for patch in load_series(ROOT / "patches")
+        for patch in load_series(ROOT / "bases" / base)
     }
     assert told == [
         (name, " ".join(header[1].split())) for name, header in headers.items() if header
     ]
     assert len(told) == len(headers)
+
+
+def test_every_told_patch_exists():
+    """Each row says of each base how it has the behaviour, and is a patch of one at least."""
+    for name, _, cells in patch_rows():
+        assert set(cells.values()) <= {"patch", "upstream", "hook", "not needed"}, name
+        assert "patch" in cells.values(), name

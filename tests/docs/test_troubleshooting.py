@@ -10,7 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/troubleshooting.md"
 PACKAGE = ROOT / "vllm/distributed/kv_transfer/kv_connector/v1/reshard"
-BESIDE_IT = [ROOT / "vllm/v1/core/sched/invalid_blocks.py"]
+COMMAND = PACKAGE / "cli"
+"""`kv-plan`, which answers to who has just typed: its lines say all there is to say."""
+BESIDE_IT = sorted((ROOT / "bases").rglob("*.py"))
 SILENT = {"verify.py", "stats.py", "summary.py"}
 """Modules whose sentences are no messages: faults of a plan, which the worker's message quotes,
 help texts of metrics, and words for a plan."""
@@ -54,7 +56,7 @@ def patched_text():
     """What patches add to upstream's files, with strings that go over several lines joined."""
     lines = (
         line[1:].strip()
-        for path in sorted((ROOT / "patches").glob("*.patch"))
+        for path in sorted((ROOT / "bases").glob("*/*.patch"))
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.startswith("+")
     )
@@ -63,7 +65,11 @@ def patched_text():
 
 def known_messages():
     """All messages, by where they stand."""
-    modules = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name not in SILENT]
+    modules = [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name not in SILENT and COMMAND not in path.parents
+    ]
     return {where: text for path in [*modules, *BESIDE_IT] for where, text in messages(path)}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.e2e.pairs import BLOCK_TOKENS, Pair, ask_unaided, text_of
-from tools.pdstack.engine import EngineSpec
+from tools.pdstack.engine import EngineSpec, KVTransfer
 from tools.pdstack.layout import Layout, read_model_shape
 from tools.pdstack.stack import PDStack
 from tools.pdstack.tiny_models import write_tiny_gemma3
@@ -43,8 +43,8 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
     args = ("--no-disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override", "64")
     with PDStack(model, tmp_path_factory.mktemp("run")) as stack:
         prefill, decode = stack.start_engines(
-            EngineSpec("prefill", Layout(1, 2), extra_args=args),
-            EngineSpec("decode", extra_args=args),
+            EngineSpec("prefill", Layout(1, 2), KVTransfer(role="kv_producer"), args),
+            EngineSpec("decode", kv_transfer=KVTransfer(role="kv_consumer"), extra_args=args),
         )
         router = stack.start_router([prefill], [decode])
         yield Hybrid(Pair(model.name, prefill, decode, router), per_token * BLOCK_TOKENS)

@@ -43,6 +43,7 @@ def _engine_cores(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 @pytest.mark.faults
+@pytest.mark.full
 def test_a_killed_engine_is_reported(
     model: ServedModel, tmp_path: Path, survivors: Survivors
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_killed_engine_is_reported(
     assert survivors() == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_end_during_start_up_leaves_nothing(
     model: ServedModel, tmp_path: Path, survivors: Survivors, number: signal.Signals

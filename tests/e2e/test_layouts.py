@@ -4,40 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import pytest
 
-from tests.e2e.pairs import BLOCK_TOKENS, REPORT_LIMIT_S, Pair, ask_unaided, metric, text_of
+from tests.e2e.layouts import BOTH, ONE, RANKS, STAGES, Case, Engines, running
+from tests.e2e.pairs import BLOCK_TOKENS, REPORT_LIMIT_S, Pair, metric, text_of
 from tests.tools.pdstack.helpers import wait_until
-from tools.pdstack.engine import EngineSpec
-from tools.pdstack.layout import Layout, read_model_shape
 from tools.pdstack.metrics import NixlCounters
-from tools.pdstack.stack import Engine, PDStack
 from tools.pdstack.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.e2e
 
-FLOAT32_BYTES = 4
-ONE, STAGES, RANKS, BOTH = Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(2, 2)
 # Stages of three layers and of one; those of the other engine with stages are equal.
 UNEVEN = {"VLLM_PP_LAYER_PARTITION": "3,1"}
 # A part of a block, exactly one, one token more, and several with a part.
 PROMPT_TOKENS = (12, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS + 16)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A pair of layouts, and the number of reads that fill the decode engine's blocks."""
-
-    prefill: Layout
-    decode: Layout
-    reads: int
-
-    def __str__(self) -> str:
-        return f"{self.prefill}-{self.decode}"
-
 
 CASES = (
     Case(STAGES, ONE, reads=2),
@@ -49,46 +30,13 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Engines:
-    """One running engine of each layout."""
-
-    stack: PDStack
-    by_layout: dict[Layout, Engine]
-    block_bytes: int
-
-    @contextmanager
-    def pair(self, case: Case) -> Iterator[Pair]:
-        """Put a router in front of two of them for a while."""
-        prefill, decode = self.by_layout[case.prefill], self.by_layout[case.decode]
-        router = self.stack.start_router([prefill], [decode])
-        yield Pair(self.stack.model.name, prefill, decode, router)
-        self.stack.stop(router)
-
-    def right_answer(self, text: str) -> str:
-        """Return what one engine of one rank answers."""
-        return ask_unaided(self.by_layout[ONE], self.stack.model.name, text)
-
-
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """Start them all; which of them work together is settled when they first do."""
+    """Start one of each layout."""
     model = write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
-    per_token = read_model_shape(model.directory).kv_bytes_per_token(FLOAT32_BYTES)
-    specs = [
-        EngineSpec(
-            str(layout),
-            layout,
-            env=UNEVEN if layout == STAGES else {},
-            extra_args=("--num-gpu-blocks-override", "64"),
-            max_model_len=1024,
-        )
-        for layout in (ONE, STAGES, RANKS, BOTH)
-    ]
-    with PDStack(model, tmp_path_factory.mktemp("run")) as stack:
-        running = stack.start_engines(*specs)
-        by_layout = {each.spec.layout: each for each in running}
-        yield Engines(stack, by_layout, per_token * BLOCK_TOKENS)
+    layouts = (ONE, STAGES, RANKS, BOTH)
+    with running(model, tmp_path_factory.mktemp("run"), layouts, {STAGES: UNEVEN}) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)

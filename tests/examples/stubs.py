@@ -20,6 +20,9 @@ behaviour = os.environ.get("STUB_" + name.upper().replace("-", "_"), "end")
 if behaviour == "die":
     print(name, "has no luck today")
     sys.exit(7)
+if behaviour == "fail":
+    print("ERROR EngineCore failed to start.\\nValueError: no luck either", flush=True)
+    time.sleep(3600)
 if behaviour == "hang" and "health-check" not in sys.argv:
     time.sleep(3600)
 if behaviour == "serve" and "--port" in sys.argv:
@@ -58,7 +61,8 @@ class Stubs:
     """A directory of stubs for `vllm`, `vllm-router`, `ray` and `nvidia-smi`.
 
     What one does is said by the variable `STUB_` and its name: `serve` answers at its `--port`,
-    `hang` and `die` do that, and otherwise it ends at once, as `ray health-check` does anyway.
+    `hang` and `die` do that, `fail` does what an engine does that cannot start and does not end,
+    and otherwise it ends at once, as `ray health-check` does anyway.
 
     Args:
         directory: Where to put them; made if it is not there.

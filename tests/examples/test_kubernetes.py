@@ -25,7 +25,7 @@ from tests.examples.manifests import (
     read_manifests,
 )
 from tests.examples.parsers import parse_vllm_router, parse_vllm_serve
-from tests.examples.test_scripts import check_kv_transfer
+from tests.examples.test_scripts import ROLES, check_kv_transfer
 
 ROOT = DIRECTORY.parents[1]
 ENGINES = ("prefill", "decode")
@@ -125,7 +125,7 @@ def test_engines_start_with_what_vllm_knows(name: str) -> None:
     args = parse_vllm_serve(container["args"])
     ranks = args.tensor_parallel_size * args.pipeline_parallel_size
     assert container["resources"]["limits"]["nvidia.com/gpu"] == ranks
-    check_kv_transfer(args.kv_transfer_config)
+    check_kv_transfer(args.kv_transfer_config, name)
 
 
 def test_layouts_differ() -> None:
@@ -138,10 +138,14 @@ def test_layouts_differ() -> None:
 
 
 def test_both_engines_serve_the_same_model() -> None:
-    """Model and what lies beside the layout are equal, because KV caches have to be."""
+    """Model and what lies beside layout and role are equal, because KV caches have to be."""
     sizes = ("--tensor-parallel-size=", "--pipeline-parallel-size=")
     prefill, decode = (
-        [arg for arg in container_of(find("Deployment", name))["args"] if not arg.startswith(sizes)]
+        [
+            arg.replace(ROLES[name], "ROLE")
+            for arg in container_of(find("Deployment", name))["args"]
+            if not arg.startswith(sizes)
+        ]
         for name in ENGINES
     )
     assert prefill == decode
@@ -264,7 +268,7 @@ def test_the_dockerfile_builds_the_images_that_are_deployed() -> None:
     assert copied
     assert [name for name in copied if not (ROOT / name).exists()] == []
     stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
-    assert stages == ["build", "engine", "router"]
+    assert stages == ["build", "engine", "plugin", "router"]
     entrypoints = [line for line in instructions if line.startswith("ENTRYPOINT")]
     assert entrypoints == ['ENTRYPOINT ["vllm", "serve"]', 'ENTRYPOINT ["vllm-router"]']
     users = {line.split()[1] for line in instructions if line.startswith("USER ")}

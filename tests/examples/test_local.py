@@ -7,35 +7,48 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.examples.parsers import parse_ray_start, parse_vllm_router, parse_vllm_serve
 from tests.examples.stubs import Call, Stubs
 from tests.examples.test_scripts import EXAMPLES, check_kv_transfer
 from tests.tools.pdstack.helpers import living_in, read_until, wait_until
-from tools.pdstack.ports import PortAllocator
+from tools.pdstack.logs import tail
+from tools.pdstack.ports import PortAllocator, can_bind
 
 LOCAL = EXAMPLES / "local/serve_pd.sh"
 RAY = EXAMPLES / "ray/single_machine.sh"
 LIMIT_S = 60.0
+LOG_LINES = 40
+SIDE_CHANNEL_OFFSET = 500
 
 
 def free_ports() -> dict[str, str]:
-    """Return free ports for all that the scripts start; side channels lie 500 above engines."""
+    """Return free ports for all that the scripts start."""
     ports = PortAllocator()
-    names = ("PORT", "PREFILL_PORT", "DECODE_PORT", "METRICS_PORT")
+    taken = {name: str(ports.take()) for name in ("PORT", "METRICS_PORT")}
     # Ray takes the next one, too.
-    return {**{name: str(ports.take()) for name in names}, "RAY_PORT": str(ports.take(2))}
+    taken["RAY_PORT"] = str(ports.take(2))
+    for name in ("PREFILL_PORT", "DECODE_PORT"):
+        port = ports.take()
+        while not can_bind(port + SIDE_CHANNEL_OFFSET):
+            port = ports.take()
+        taken[name] = str(port)
+    return taken
 
 
 @contextmanager
 def started(
     script: Path, *args: str, env: dict[str, str], directory: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a script in a directory; whatever lives there is killed in the end."""
+    """Run a script in a directory; whatever lives there is killed in the end.
+
+    A test that fails meanwhile shows all that the script and its servers have said.
+    """
     logs = directory / "logs"
     logs.mkdir()
     process = subprocess.Popen(
@@ -49,11 +62,26 @@ def started(
     )
     try:
         yield process
-    finally:
-        process.kill()
-        for survivor in living_in(directory):
+    except BaseException:
+        out, err = _end(process, directory)
+        _tell({"its output, what was not read": out, "its errors": err}, logs)
+        raise
+    _end(process, directory)
+
+
+def _end(process: subprocess.Popen[str], directory: Path) -> tuple[str, str]:
+    process.kill()
+    for survivor in living_in(directory):
+        with suppress(psutil.NoSuchProcess):
             survivor.kill()
-        process.communicate()
+    return process.communicate()
+
+
+def _tell(said: dict[str, str], logs: Path) -> None:
+    """Print what the script has said and how its servers' logs end: pytest shows it."""
+    ends = {path.name: "\n".join(tail(path, LOG_LINES)) for path in sorted(logs.glob("*.log"))}
+    for title, text in {**said, **ends}.items():
+        print(f"--- {title} ---\n{text}")
 
 
 def run(script: Path, *args: str, env: dict[str, str], directory: Path) -> tuple[int, str]:
@@ -134,12 +162,12 @@ def test_what_is_started_locally(
     assert (decode.tensor_parallel_size, decode.pipeline_parallel_size) == (2, 1)
     assert (decode.max_num_seqs, decode.enforce_eager) == (3, True)
     assert (prefill.max_num_seqs, prefill.enforce_eager) == (None, False)
-    for args, call in zip(engines, calls, strict=True):
+    for side, args, call in zip(("prefill", "decode"), engines, calls, strict=True):
         assert (args.model_tag, args.host, args.max_model_len) == ("m", "127.0.0.1", 64)
         assert call.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
         assert call.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(args.port + 500)
         assert args.kv_transfer_config.kv_buffer_device == "cpu"
-        check_kv_transfer(args.kv_transfer_config)
+        check_kv_transfer(args.kv_transfer_config, side)
     (call,) = stubs.calls("vllm-router")
     router = parse_vllm_router(call.args)
     assert router.host == router.prometheus_host == "127.0.0.1"
@@ -174,10 +202,10 @@ def test_engines_share_out_the_gpus(
     _stop_when_ready(LOCAL, "m", "tp1pp2", "tp1pp1", env=env, directory=tmp_path)
     seen = [call.env["CUDA_VISIBLE_DEVICES"] for call in _engines(stubs, env)]
     assert seen == (["0,1", "2"] if visible is None else ["4,5", "6"])
-    for call in _engines(stubs, env):
+    for side, call in zip(("prefill", "decode"), _engines(stubs, env), strict=True):
         args = parse_vllm_serve(call.args[1:])
         assert args.kv_transfer_config.kv_buffer_device == "cuda"
-        check_kv_transfer(args.kv_transfer_config)
+        check_kv_transfer(args.kv_transfer_config, side)
 
 
 def test_engines_may_share_a_gpu_that_is_named(
@@ -280,6 +308,52 @@ def test_a_server_that_dies_later_ends_the_rest(
         assert process.returncode == 1
         assert "decode has ended with status 137" in err
         wait_until(lambda: living_in(tmp_path) == [], "the end of all processes", LIMIT_S)
+
+
+def test_an_engine_that_cannot_start_is_not_waited_for(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]], tmp_path: Path
+) -> None:
+    """What its log says ends the script, although the process lives, and is shown."""
+    _, env = serving(STUB_VLLM="fail")
+    status, err = run(LOCAL, "m", env=env, directory=tmp_path)
+    assert status == 1
+    assert "ValueError: no luck either" in err
+    assert "prefill could not start and did not end by itself; its log is " in err
+
+
+def test_a_failed_test_shows_what_the_script_said(
+    serving: Callable[..., tuple[Stubs, dict[str, str]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A script that never got ready is known by its errors and by the logs of its servers."""
+    _, env = serving(STUB_VLLM="die")
+    with (
+        pytest.raises(AssertionError, match="'Ready' was never printed"),
+        started(LOCAL, "m", env=env, directory=tmp_path) as process,
+    ):
+        read_until(process, "Ready")
+    shown = capsys.readouterr().out
+    assert "prefill has ended with status 7" in shown
+    assert "--- prefill.log ---\nvllm has no luck today" in shown
+
+
+def test_a_child_that_lives_is_known_to(tmp_path: Path) -> None:
+    """Also when `jobs` is interrupted between two lines, as on a machine with too few cores."""
+    script = f"""
+        set -euo pipefail
+        LOG_DIR={tmp_path}
+        source {EXAMPLES / "lib/children.sh"}
+        jobs() {{
+          builtin jobs "$@" >"$LOG_DIR/jobs"
+          while read -r line; do echo "$line"; sleep 0.1; done <"$LOG_DIR/jobs"
+        }}
+        start one sleep 100
+        start other sleep 100
+        lives "${{children[0]}}" && lives "${{children[1]}}" && ! lives 1
+    """
+    ran = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, timeout=LIMIT_S)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_server_that_is_never_ready_is_given_up(

@@ -41,6 +41,7 @@ ENGINES = {
     "two_nodes/decode.sh": (2, 1),
     "ray/prefill.sh": (1, 2),
 }
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 def _name(path: Path) -> str:
@@ -90,7 +91,7 @@ def test_an_engine_starts_with_what_vllm_knows(name: str, tmp_path: Path) -> Non
     assert args.enforce_eager
     assert call.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == COMMANDS[name]["HOST_IP"] == args.host
     assert call.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
-    check_kv_transfer(args.kv_transfer_config)
+    check_kv_transfer(args.kv_transfer_config, Path(name).stem)
 
 
 def test_variables_choose_layout_model_and_ports(tmp_path: Path) -> None:
@@ -162,9 +163,13 @@ def test_every_command_is_tried() -> None:
     assert {_name(script) for script in PROGRAMS} == {*COMMANDS, *started_elsewhere}
 
 
-def check_kv_transfer(config: Any) -> None:
-    """Check that an engine's connector is ours, and that it understands all options."""
+def check_kv_transfer(config: Any, side: str) -> None:
+    """Check that an engine's connector is ours, in its role, and that it understands all options.
+
+    Args:
+        side: `prefill` or `decode`.
+    """
     assert isinstance(config, KVTransferConfig)
-    assert (config.kv_connector, config.kv_role) == ("NixlConnector", "kv_both")
+    assert (config.kv_connector, config.kv_role) == ("NixlConnector", ROLES[side])
     read_settings(config)
     assert remarks(config) == []

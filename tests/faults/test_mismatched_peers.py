@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.cpu import why_no_fp8_cache
 from tests.e2e.pairs import ask_unaided, post
 from tests.faults.logs import Log
 from tests.faults.stage import LEASE_RAN_OUT, Stage, assert_failed, spec
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.faults
 
 ROWS = read_rows()
 UPSTREAMS = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-OTHER_VERSION = 2
+OTHER_VERSION = 3
+# The one other dtype that a cache can have on CPU beside the model's own.
+NO_FP8_CACHE = why_no_fp8_cache()
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +44,19 @@ def strangers(
     stack = PDStack(stage.stack.model, run)
     with stack, others:
         (another_model,) = others.start_engines(spec("other-model"))
-        dtype, kv_cache_dtype = stack.start_engines(
-            spec("dtype", "--dtype", "bfloat16"),
-            spec("kv-cache-dtype", "--kv-cache-dtype", "fp8"),
-        )
-        block_size, upstream = stack.start_engines(
-            spec("block-size", "--block-size", "64"),
-            spec("upstream", module_path=UPSTREAMS),
-        )
-        yield {
-            "another model": another_model,
-            "another dtype": dtype,
-            "another KV-cache dtype": kv_cache_dtype,
-            "a block size that does not fit": block_size,
-            "upstream's connector": upstream,
-        }
+        strangers = {"another model": another_model}
+        pairs = [
+            {"another dtype": spec("dtype", "--dtype", "bfloat16")},
+            {
+                "a block size that does not fit": spec("block-size", "--block-size", "64"),
+                "upstream's connector": spec("upstream", module_path=UPSTREAMS),
+            },
+        ]
+        if not NO_FP8_CACHE:
+            pairs[0]["another KV-cache dtype"] = spec("kv-cache-dtype", "--kv-cache-dtype", "fp8")
+        for pair in pairs:
+            strangers |= zip(pair, stack.start_engines(*pair.values()), strict=True)
+        yield strangers
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,10 @@ def strangers(
     [
         "another model",
         "another dtype",
-        "another KV-cache dtype",
+        pytest.param(
+            "another KV-cache dtype",
+            marks=pytest.mark.skipif(bool(NO_FP8_CACHE), reason=NO_FP8_CACHE),
+        ),
         "a block size that does not fit",
     ],
 )
@@ -114,7 +118,7 @@ def test_ours_cannot_read_from_upstreams_connector(
 @contextmanager
 def side_channel_of_another_version() -> Iterator[int]:
     """Answer handshakes as a later version of the connector does; yields the port."""
-    refusal = f"request reshard/1 is unknown, reshard/{OTHER_VERSION} is not"
+    refusal = f"request reshard/2 is unknown, reshard/{OTHER_VERSION} is not"
     says = {"connector": "reshard", "version": OTHER_VERSION, "refusal": refusal}
     context = zmq.Context()
     listener = context.socket(zmq.REP)
@@ -162,7 +166,7 @@ def test_another_version_that_reads_is_refused(stage: Stage) -> None:
         assert client.poll(10_000)
         reply = msgspec.msgpack.decode(client.recv())
     assert (reply["connector"], reply["version"]) == ("reshard", 1)
-    assert reply["refusal"] == f"request reshard/{OTHER_VERSION} is unknown, reshard/1 is not"
+    assert reply["refusal"] == f"request reshard/{OTHER_VERSION} is unknown, reshard/2 is not"
     (line,) = log.complaints(but=LEASE_RAN_OUT)
     assert ROWS["another version of the connector reads from this one"].tells(
         "500", line, "lease"

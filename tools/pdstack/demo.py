@@ -10,7 +10,7 @@ from functools import partial
 from rich.console import Console
 
 from .chat import Answer, ChatClient, while_alive
-from .engine import EngineSpec
+from .engine import EngineSpec, KVTransfer
 from .errors import PDStackError
 from .layout import Layout
 from .metrics import NixlCounters, settled
@@ -18,6 +18,7 @@ from .report import AnswerView, Exchange
 from .stack import Engine, PDStack, Router
 
 _METRICS_LIMIT_S = 10.0
+_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,14 @@ def engine_specs(
     layouts: Sequence[Layout],
     extra_args: Sequence[str] = (),
 ) -> list[EngineSpec]:
-    """Return one spec for each layout, named ``prefill`` or ``prefill-1``, ``prefill-2``, ..."""
+    """Return one spec for each layout, named ``prefill`` or ``prefill-1``, ``prefill-2``, ...
+
+    Args:
+        role: ``prefill`` or ``decode``.
+    """
     names = [role] if len(layouts) == 1 else [f"{role}-{i + 1}" for i in range(len(layouts))]
     return [
-        EngineSpec(name, layout, extra_args=tuple(extra_args))
+        EngineSpec(name, layout, KVTransfer(role=_KV_ROLES[role]), tuple(extra_args))
         for name, layout in zip(names, layouts, strict=True)
     ]
 

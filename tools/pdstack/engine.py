@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import sys
@@ -17,6 +18,7 @@ from .errors import UsageError
 from .layout import Layout
 from .ports import HOST
 
+_CPU_MLA = "v1/attention/backends/mla/cpu_mla.py"
 _GIB = 1 << 30
 _LOOPBACK = "127.0.0.1,localhost"
 
@@ -41,6 +43,22 @@ def installed_device() -> Device:
     return Device.CPU if "cpu" in version else Device.CUDA
 
 
+def why_no_mla() -> str:
+    """Return why the installed vLLM cannot serve MLA at float32; an empty string where it can.
+
+    Raises:
+        UsageError: vLLM is not installed in this interpreter's environment.
+    """
+    if installed_device() is not Device.CPU:
+        return "MLA at float32 runs on CPU only"
+    # Found, not imported, which takes seconds.
+    found = importlib.util.find_spec("vllm")
+    places = found.submodule_search_locations if found is not None else None
+    if any((Path(place) / _CPU_MLA).is_file() for place in places or ()):
+        return ""
+    return f"vLLM {importlib.metadata.version('vllm')} has no MLA on CPU"
+
+
 def find_script(name: str) -> str:
     """Return the console script that is installed beside this interpreter.
 
@@ -55,10 +73,17 @@ def find_script(name: str) -> str:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model directory, and the name under which clients ask for it."""
+    """A model directory, and the name under which clients ask for it.
+
+    Attributes:
+        engine_args: what the model needs on every engine's command line.
+        block_tokens: size of a block of its KV cache on CPU, where nobody chooses another one.
+    """
 
     directory: Path
     name: str
+    engine_args: tuple[str, ...] = ()
+    block_tokens: int = 128
 
 
 @dataclass(frozen=True)
@@ -67,6 +92,8 @@ class KVTransfer:
 
     Attributes:
         connector: its class name.
+        role: `kv_producer` of an engine that only prefills, `kv_consumer` of one that only decodes;
+            by default either, for engines that pairs share.
         extra_config: passed through to it.
         module_path: where the class is imported from; by default where vLLM has it registered.
         load_failure_policy: what becomes of a request whose blocks cannot be read; by default
@@ -146,7 +173,7 @@ def engine_command(
         command += ["--kv-cache-memory-bytes", str(spec.kv_cache_gib * _GIB)]
     if spec.kv_transfer is not None:
         command += ["--kv-transfer-config", spec.kv_transfer.to_json(device)]
-    return [*command, *spec.extra_args]
+    return [*command, *model.engine_args, *spec.extra_args]
 
 
 def engine_env(

@@ -32,5 +32,9 @@ class ProcessDiedError(PDStackError):
         self.log_tail = log_tail
 
 
+class StartFailedError(ProcessDiedError):
+    """An engine said that it could not start, and had to be ended, as it did not end by itself."""
+
+
 class StartupTimeoutError(ProcessDiedError):
     """A process lives, but did not become ready before its deadline."""

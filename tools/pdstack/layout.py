@@ -45,7 +45,12 @@ def parse_layout(text: str) -> Layout:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that a layout has to divide, and those that give the size of the KV cache."""
+    """The sizes that a layout has to divide, and those that give the size of the KV cache.
+
+    Attributes:
+        num_planes: vectors that a KV head keeps of a token: its key and its value. MLA has one head
+            for all, which keeps one latent.
+    """
 
     num_layers: int
     num_attention_heads: int
@@ -53,10 +58,12 @@ class ModelShape:
     head_size: int
     intermediate_size: int | None = None
     vocabulary_size: int | None = None
+    num_planes: int = 2
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of keys and values of one token, over all layers and heads."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * element_bytes
+        """Bytes of the KV cache of one token, over all layers and heads."""
+        elements = self.num_planes * self.num_kv_heads * self.head_size
+        return self.num_layers * elements * element_bytes
 
 
 def read_model_shape(directory: Path) -> ModelShape:
@@ -74,13 +81,20 @@ def read_model_shape(directory: Path) -> ModelShape:
     config = config.get("text_config", config)
     try:
         heads = int(config["num_attention_heads"])
+        latent = config.get("kv_lora_rank")
+        if latent:
+            kv_heads, num_planes, head_size = 1, 1, int(latent) + int(config["qk_rope_head_dim"])
+        else:
+            kv_heads, num_planes = int(config.get("num_key_value_heads") or heads), 2
+            head_size = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
         return ModelShape(
             num_layers=int(config["num_hidden_layers"]),
             num_attention_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_size=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            num_kv_heads=kv_heads,
+            head_size=head_size,
             intermediate_size=config.get("intermediate_size"),
             vocabulary_size=config.get("vocab_size"),
+            num_planes=num_planes,
         )
     except KeyError as error:
         raise UsageError(f"{path} has no {error.args[0]}") from error

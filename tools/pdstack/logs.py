@@ -15,6 +15,8 @@ _PREFIX = re.compile(
 _EXCEPTION = re.compile(r"^(\w+\.)*(?!Runtime\w*Warning)\w*(Error|Exception|Exit)\b(:\s*\S.*)?$")
 # They only say that something else, further up, went wrong.
 _CONSEQUENCES = ("See root cause above", "See stack trace for root cause", "EngineDeadError")
+# What the core of an engine says last, in every release that is served here.
+_START_FAILED = "EngineCore failed to start"
 _ERROR_LINE = re.compile(
     r"\b(ERROR|CRITICAL|fatal|panicked)\b|\b[Ee]rror:|[Aa]ddress already in use"
 )
@@ -59,6 +61,11 @@ def cause_of(lines: Iterable[str]) -> str:
         elif _ERROR_LINE.search(raw) and line:
             error_line = line
     return error_line or consequence
+
+
+def start_failed(path: Path) -> bool:
+    """Say whether a vLLM server has written that its engine could not be started."""
+    return _START_FAILED in _read_end(path)
 
 
 def find_phase(path: Path) -> str:

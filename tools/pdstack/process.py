@@ -112,6 +112,14 @@ class ChildProcess:
             with suppress(OSError):
                 self._keeper.stdin.close()
 
+    def kill(self) -> None:
+        """End what does not react any more, and all its descendants, without a word before."""
+        self._stop_requested = True
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.stop()
+
     def stop(self) -> None:
         """End the child and all its descendants, and wait until they are gone."""
         self.request_stop()

@@ -36,7 +36,7 @@ from .engine import (
     installed_device,
     server_env,
 )
-from .errors import PDStackError, ProcessDiedError, StartupTimeoutError
+from .errors import PDStackError, ProcessDiedError, StartFailedError, StartupTimeoutError
 from .metrics import NixlCounters, fetch_nixl_counters
 from .ports import HOST, PortAllocator, can_bind
 from .process import ChildProcess, stop_all, uninterrupted
@@ -47,6 +47,9 @@ _START_ATTEMPTS = 3
 _PORT_CLASH = ("address already in use", "Address already in use", "EADDRINUSE")
 _DEATH_FOLLOWS_S = 15.0
 """An API server notices within 5 s that its engine died, and then needs a moment to end."""
+_END_FOLLOWS_S = 5.0
+"""How long a server may take to end by itself once its engine could not be started. Some never do:
+at its end a process that has imported Ray was seen to wait for ever in zmq's ``Context.term``."""
 
 
 @contextmanager
@@ -67,6 +70,7 @@ class Server:
         start: starts its process, with new ports, and returns it and its port.
         movable: whether it may be started again with other ports, where its own were lost.
         ready_after_s: how long its start-up took; ``None`` while it is not ready.
+        failed_at: when its log was seen to say that it cannot start; ``None`` while it does not.
     """
 
     name: str
@@ -75,6 +79,7 @@ class Server:
     port: int
     movable: bool = True
     ready_after_s: float | None = None
+    failed_at: float | None = None
     attempts: int = 1
 
     @property
@@ -164,6 +169,7 @@ class PDStack:
         Raises:
             PDStackError: the port that one of them should serve at is taken.
             ProcessDiedError: one of them ended (or another server of the stack did).
+            StartFailedError: one of them could not start, and lived on; it is ended.
             StartupTimeoutError: one of them was not ready in time.
         """
         return self._start([self._new_engine(spec) for spec in specs])
@@ -270,7 +276,7 @@ class PDStack:
             while not all(server.ready_after_s is not None for server in starting):
                 self._on_wait(starting)
                 for server in starting:
-                    if server.ready_after_s is None and not self._restarted(server):
+                    if server.ready_after_s is None:
                         self._look_at(server, client)
                 self.check()
                 time.sleep(_POLL_S)
@@ -278,15 +284,18 @@ class PDStack:
         return starting
 
     def _look_at(self, server: Server, client: httpx.Client) -> None:
+        has_hung = server.child.exit_status is None and _has_hung(server)
+        if has_hung:
+            server.child.kill()
+        if self._restarted(server):
+            return
+        if has_hung:
+            raise _died(StartFailedError, server, "could not start and did not end by itself")
         if _answers(server, client):
             server.ready_after_s = server.waited_s
         elif server.waited_s > self._startup_timeout_s:
-            raise StartupTimeoutError(
-                server.name,
-                f"was not ready after {self._startup_timeout_s:.0f} s ({server.phase})",
-                logs.find_cause(server.child.log_path),
-                server.child.log_tail(),
-            )
+            waited = f"was not ready after {self._startup_timeout_s:.0f} s ({server.phase})"
+            raise _died(StartupTimeoutError, server, waited)
 
     @staticmethod
     def _restarted(server: Server) -> bool:
@@ -297,8 +306,21 @@ class PDStack:
         if not any(text in line for line in server.child.log_tail(200) for text in _PORT_CLASH):
             return False
         server.attempts += 1
+        server.failed_at = None
         server.child, server.port = server.start()
         return True
+
+
+def _has_hung(server: Server) -> bool:
+    """Whether a server that lives has said long ago that it cannot start."""
+    if server.failed_at is None and logs.start_failed(server.child.log_path):
+        server.failed_at = time.monotonic()
+    return server.failed_at is not None and time.monotonic() - server.failed_at > _END_FOLLOWS_S
+
+
+def _died(kind: type[ProcessDiedError], server: Server, how: str) -> ProcessDiedError:
+    log = server.child.log_path
+    return kind(server.name, how, logs.find_cause(log), server.child.log_tail())
 
 
 def _answers(server: Server, client: httpx.Client) -> bool:

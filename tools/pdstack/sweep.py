@@ -17,13 +17,13 @@ from rich.table import Table
 
 from . import accuracy
 from .accuracy import Accuracy, Completion
-from .engine import EngineSpec, KVTransfer, ServedModel
+from .engine import EngineSpec, KVTransfer, ServedModel, why_no_mla
 from .errors import PDStackError, UsageError
 from .layout import Layout
 from .metrics import NixlCounters
 from .report import format_bytes, yes_no
 from .stack import Engine, PDStack, Router
-from .tiny_models import write_tiny_gemma3, write_tiny_llama
+from .tiny_models import write_tiny_deepseek2, write_tiny_gemma3, write_tiny_llama
 
 MAX_WORKERS = 8
 """Worker processes that are kept alive at the same time."""
@@ -31,6 +31,7 @@ MAX_WORKERS = 8
 BF16_AGREEMENT = 0.5
 """Share of tokens that must agree where layouts round differently."""
 
+_CACHE_TOKENS = 16384
 _ONE = Layout(1, 1)
 
 
@@ -87,9 +88,14 @@ MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
         directory, num_layers=4, num_heads=4, num_kv_heads=2
     ),
     "gemma 3": write_tiny_gemma3,
+    "deepseek 2, MLA": write_tiny_deepseek2,
 }
 
-_SIX, _TWO, _GEMMA = MODELS
+_SIX, _TWO, _GEMMA, _MLA = MODELS
+
+WHY_NOT: Mapping[str, Callable[[], str]] = {_MLA: why_no_mla}
+"""For models that not every vLLM can serve: says why the installed one cannot, if it cannot."""
+
 _HYBRID = ("--no-disable-hybrid-kv-cache-manager",)
 _BF16 = ("--dtype", "bfloat16")
 _RAY = ("--distributed-executor-backend", "ray")
@@ -115,6 +121,9 @@ FAMILIES: tuple[Family, ...] = (
     Family("P on Ray", _SIX, Side(_STAGES, args=_RAY), Side()),
     Family("replicated heads", _TWO, Side(Layout(4, 1)), Side()),
     Family("sliding windows", _GEMMA, Side(_STAGES), Side(), args=_HYBRID),
+    Family("MLA TP down", _MLA, Side(Layout(2, 1)), Side()),
+    Family("MLA PP on P", _MLA, Side(_STAGES), Side()),
+    Family("MLA TP up", _MLA, Side(), Side(Layout(2, 1))),
     Family("bfloat16", _TWO, Side(_STAGES), Side(Layout(2, 1)), exact=False, args=_BF16),
 )
 
@@ -122,6 +131,8 @@ SUBSETS: Mapping[str, tuple[str, ...]] = {
     # What the end-to-end tests do not run, in at most 20 minutes on two cores: there, an engine
     # takes up to 100 s to start, and a family 25 s once its engines are up.
     "ci": ("TP not divisible", "uneven stages", "MultiConnector", "P on Ray", "bfloat16"),
+    # One with stages and one without, to see that another base works at all.
+    "base": ("PP on P", "TP not divisible"),
 }
 """Families that are run together under one name."""
 
@@ -158,6 +169,16 @@ def choose(names: Iterable[str]) -> list[Family]:
         if name.lower() not in known:
             raise UsageError(f"no family {name!r}; there are {', '.join(map(repr, known))}")
     return [known[name.lower()] for name in wanted] or list(FAMILIES)
+
+
+def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, str]]:
+    """Return the families that the installed vLLM can serve, and by name why not the others."""
+    wanted = list(families)
+    models = {family.model for family in wanted}
+    why = {model: ask() for model, ask in WHY_NOT.items() if model in models}
+    served = [family for family in wanted if not why.get(family.model)]
+    left_out = {family.name: why[family.model] for family in wanted if why.get(family.model)}
+    return served, left_out
 
 
 def subsets_of(family: Family) -> list[str]:
@@ -303,7 +324,7 @@ class _Group:
         return prefill, decode
 
     def _start_engines(self, keys: Sequence[tuple[Side, tuple[str, ...], int]]) -> list[Engine]:
-        specs = [_spec(*key) for key in keys]
+        specs = [_spec(*key, self.stack.model.block_tokens) for key in keys]
         engines = self.stack.start_engines(*specs) if specs else []
         self._engines.update(zip(keys, engines, strict=True))
         return engines
@@ -319,8 +340,8 @@ def _workers(keys: Iterable[tuple[Side, tuple[str, ...], int]]) -> int:
     return sum(side.layout.world_size for side, _, _ in keys)
 
 
-def _spec(side: Side, args: tuple[str, ...], number: int) -> EngineSpec:
-    """How an engine is started."""
+def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> EngineSpec:
+    """How an engine is started; pairs share it, so that it may prefill and decode."""
     kv_transfer = KVTransfer()
     if side.connector == "MultiConnector":
         child = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
@@ -330,7 +351,8 @@ def _spec(side: Side, args: tuple[str, ...], number: int) -> EngineSpec:
     name = "-".join(part.strip("-") for part in parts if part)
     # So many blocks hold the prompts of a sweep, but not longer ones that somebody asks for.
     is_longer = any(word.split("=")[0] == "--max-model-len" for word in side.args)
-    blocks = () if is_longer else ("--num-gpu-blocks-override", "128")
+    num_blocks = _CACHE_TOKENS // block_tokens
+    blocks = () if is_longer else ("--num-gpu-blocks-override", str(num_blocks))
     return EngineSpec(
         name,
         side.layout,

@@ -43,7 +43,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--only", action="append", default=[], metavar="NAME", help="this family; repeat it"
     )
     which.add_argument(
-        "--subset", choices=sorted(sweep.SUBSETS), help="these families: `ci` is what CI runs"
+        "--subset",
+        choices=sorted(sweep.SUBSETS),
+        help="these families: `ci` is what CI runs, `base` what `make test BASE=` runs",
     )
     many.add_argument(
         "--list", action="store_true", help="print the families with their subsets and end"
@@ -83,6 +85,11 @@ def execute(args: argparse.Namespace, console: Console) -> int:
             for family in families:
                 console.print(Text(_listed(family)), soft_wrap=True)
             return 0
+        families, left_out = sweep.split_by_vllm(families)
+        for name, why in left_out.items():
+            if args.only:
+                raise UsageError(f"family {name!r} cannot run here: {why}")
+            console.print(Text(f"{name}: left out, {why}"), soft_wrap=True)
     check_options(args)
     gsm8k = _Gsm8kStep.of(args, console)
     started = time.monotonic()

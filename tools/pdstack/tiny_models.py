@@ -11,6 +11,7 @@ long as it may be, because nothing but a character is ever the likeliest.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ _CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['conten
 # Standard deviation of a weight, times the root of its inputs. With 1, attention is an average over
 # the prompt, in which no single token counts.
 _GAIN = 2.0
+_CPU_MLA_BLOCK_TOKENS = 16
+# The one block size of its kernel. Blocks cannot be used again by another request. Named, because
+# vLLM takes another kernel on CPUs with AMX, and answers are to be the same everywhere.
+_CPU_MLA_ARGS = (
+    *("--attention-backend", "CPU_MLA"),
+    *("--block-size", str(_CPU_MLA_BLOCK_TOKENS)),
+    "--no-enable-prefix-caching",
+)
 
 
 def write_tiny_llama(
@@ -82,6 +91,46 @@ def write_tiny_gemma3(
         query_pre_attn_scalar=2,
     )
     return _write(directory, transformers.Gemma3ForCausalLM(config), seed)
+
+
+def write_tiny_deepseek2(
+    directory: Path,
+    *,
+    num_layers: int = 6,
+    num_heads: int = 4,
+    head_size: int = 32,
+    seed: int = 0,
+) -> ServedModel:
+    """Write a DeepSeek-V2 without experts, whose layers keep one latent for all heads (MLA).
+
+    The latent has the sizes that vLLM's attention for CPU knows, 512 and 64 with a position.
+
+    Args:
+        directory: Where to; made if it is not there.
+        head_size: Of the part of a query without a position, and of a value.
+        seed: Other weights for another number.
+    """
+    import transformers
+
+    common = _common(num_layers, num_heads, num_heads, head_size)
+    # Another name for the part with a position, here.
+    del common["head_dim"]
+    config = transformers.DeepseekV2Config(
+        **common,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=head_size,
+        v_head_dim=head_size,
+        # Every layer is dense; no weights of experts are written, whatever their number.
+        first_k_dense_replace=num_layers,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        num_experts_per_tok=1,
+        moe_intermediate_size=head_size,
+    )
+    written = _write(directory, transformers.DeepseekV2ForCausalLM(config), seed)
+    return replace(written, engine_args=_CPU_MLA_ARGS, block_tokens=_CPU_MLA_BLOCK_TOKENS)
 
 
 def _common(num_layers: int, num_heads: int, num_kv_heads: int, head_size: int) -> dict[str, Any]:

@@ -5,6 +5,8 @@ Run as ``fake_server.py serve MODEL --port N ...`` or ``fake_server.py --port N 
 ``FAKE_<NAME>`` in the environment, where NAME is ENGINE, SINGLE or ROUTER, holds words:
 
 * ``crash``: log an exception and end at the start;
+* ``fail``: log as vLLM does that the engine could not start, and end;
+* ``stuck``: do not end after that, nor because of SIGTERM;
 * ``slow``: never become ready;
 * ``stubborn``: leave a grandchild in a session of its own that ignores SIGTERM;
 * ``clash``: the first start ends as if another server had taken the port;
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -42,7 +45,22 @@ METRICS = """\
 vllm:nixl_bytes_transferred_sum{{engine="0"}} {bytes}
 vllm:nixl_bytes_transferred_count{{engine="0"}} 1.0
 """
+FAILURE = """\
+(EngineCore pid=11) ERROR 11-21 09:34:10 [core.py:10] EngineCore failed to start.
+(EngineCore pid=11) ERROR 11-21 09:34:10 [core.py:10] Traceback (most recent call last):
+(EngineCore pid=11) ERROR 11-21 09:34:10 [core.py:10] {cause}
+(APIServer pid=10) RuntimeError: Engine core initialization failed. See root cause above.
+"""
 moved_bytes = 0.0
+
+
+def fail(cause: str) -> None:
+    """Say that the engine could not start, as vLLM does, and end, unless that hangs."""
+    print(FAILURE.format(cause=cause), flush=True)
+    if "stuck" in BEHAVIOUR:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        threading.Event().wait()
+    sys.exit(1)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -96,8 +114,9 @@ if __name__ == "__main__":
     marker = Path(f"clashed-{KIND}")
     if "clash" in BEHAVIOUR and not marker.exists():
         marker.touch()
-        print("OSError: [Errno 98] Address already in use")
-        sys.exit(1)
+        fail("OSError: [Errno 98] Address already in use")
+    if "fail" in BEHAVIOUR:
+        fail("NotImplementedError: the CPU cannot do what the fake engine was asked for")
     if "stubborn" in BEHAVIOUR:
         code = (
             "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "

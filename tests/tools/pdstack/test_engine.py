@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tools.pdstack.engine import (
     ServedModel,
     engine_command,
     engine_env,
+    why_no_mla,
 )
 from tools.pdstack.errors import UsageError
 from tools.pdstack.layout import Layout
@@ -146,3 +148,26 @@ def test_the_device_follows_from_the_version(
     """The installed distribution says what it was built for."""
     monkeypatch.setattr("importlib.metadata.version", lambda _: version)
     assert engine.installed_device() is device
+
+
+@pytest.mark.parametrize(
+    ("version", "has_backend", "why"),
+    [
+        ("9.0+reshard.1.cpu", True, ""),
+        ("9.0+reshard.1.cpu", False, "vLLM 9.0+reshard.1.cpu has no MLA on CPU"),
+        ("9.0+reshard.1", True, "MLA at float32 runs on CPU only"),
+    ],
+)
+def test_mla_needs_a_kernel_for_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, has_backend: bool, why: str
+) -> None:
+    """Whether the installed vLLM has it is seen from its files."""
+    backend = tmp_path / "v1/attention/backends/mla/cpu_mla.py"
+    if has_backend:
+        backend.parent.mkdir(parents=True)
+        backend.touch()
+    found = ModuleSpec("vllm", None, is_package=True)
+    found.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert why_no_mla() == why

@@ -105,6 +105,17 @@ def test_the_shape_is_read_from_the_config(tmp_path: Path) -> None:
     assert shape.kv_bytes_per_token(element_bytes=4) == 2 * 2 * 4 * 8 * 4
 
 
+def test_a_latent_is_one_head_whatever_the_config_calls_heads(tmp_path: Path) -> None:
+    """With MLA every rank keeps the same latent and the same part with a position of a token."""
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 64}
+    sizes = {"hidden_size": 48, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    config = {"num_hidden_layers": 3, **heads, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_model_shape(tmp_path)
+    assert shape.kv_bytes_per_token(element_bytes=4) == 3 * (512 + 64) * 4
+    check_layout(Layout(2, 3), shape)
+
+
 @pytest.mark.parametrize("content", [None, "{", '{"num_hidden_layers": 2}'])
 def test_a_directory_without_a_usable_config_is_refused(
     tmp_path: Path, content: str | None

@@ -49,6 +49,17 @@ def test_other_causes(text: str, cause: str) -> None:
     assert logs.cause_of(text.splitlines()) == cause
 
 
+def test_a_failed_start_is_recognised(tmp_path: Path) -> None:
+    """The core's last words count, wherever in the log they are; what precedes them does not."""
+    path = tmp_path / "server.log"
+    said, _, _ = FAILED_ENGINE.partition("failed to start")
+    path.write_text(said)
+    assert not logs.start_failed(path)
+    path.write_text(FAILED_ENGINE)
+    assert logs.start_failed(path)
+    assert not logs.start_failed(tmp_path / "none.log")
+
+
 def test_the_tail_is_short_and_skips_empty_lines(tmp_path: Path) -> None:
     """Only the last lines with text are returned, oldest first."""
     path = tmp_path / "server.log"

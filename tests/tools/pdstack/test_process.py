@@ -69,6 +69,18 @@ def test_a_child_has_a_group_of_its_own_in_the_launchers_session(run_dir: Path, 
     child.stop()
 
 
+def test_a_child_that_ignores_requests_can_be_killed(
+    run_dir: Path, wait: Wait, survivors: Survivors
+) -> None:
+    """It is not given its time to end, nothing is left, and that end is no error."""
+    child = _child(run_dir, STUBBORN + WAIT_FOREVER, grace_s=600.0)
+    wait(_is_up(child), "the start")
+    child.kill()
+    child.check()
+    assert child.exit_status == 128 + signal.SIGKILL
+    assert survivors() == []
+
+
 def test_a_grandchild_that_hides_and_ignores_is_ended(
     run_dir: Path, wait: Wait, survivors: Survivors
 ) -> None:

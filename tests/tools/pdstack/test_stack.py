@@ -11,7 +11,12 @@ import psutil
 import pytest
 
 from tools.pdstack.engine import Device, EngineSpec, ServedModel
-from tools.pdstack.errors import PDStackError, ProcessDiedError, StartupTimeoutError
+from tools.pdstack.errors import (
+    PDStackError,
+    ProcessDiedError,
+    StartFailedError,
+    StartupTimeoutError,
+)
 from tools.pdstack.metrics import NixlCounters
 from tools.pdstack.router import RouterSpec
 from tools.pdstack.stack import PDStack, Server, run_directory
@@ -81,6 +86,31 @@ def test_a_crash_at_the_start_stops_the_others(make_stack: MakeStack, survivors:
     assert survivors() == []
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "kind", "how"),
+    [
+        ("fail", ProcessDiedError, "ended with exit status 1"),
+        ("fail stuck", StartFailedError, "could not start and did not end by itself"),
+    ],
+)
+def test_an_engine_that_cannot_start_is_not_waited_for(
+    make_stack: MakeStack,
+    survivors: Survivors,
+    behaviour: str,
+    kind: type[ProcessDiedError],
+    how: str,
+) -> None:
+    """Its log is believed, also where the process hangs at its end; the cause is the root one."""
+    stack = make_stack(startup_timeout_s=600.0)
+    with pytest.raises(ProcessDiedError) as caught, stack:
+        stack.start_engines(EngineSpec("decode", env={"FAKE_ENGINE": behaviour}))
+    assert type(caught.value) is kind
+    cause = "NotImplementedError: the CPU cannot do what the fake engine was asked for"
+    assert str(caught.value) == f"decode {how}: {cause}"
+    assert any("EngineCore failed to start" in line for line in caught.value.log_tail)
+    assert survivors() == []
+
+
 def test_a_server_that_never_gets_ready_is_reported(
     make_stack: MakeStack, survivors: Survivors
 ) -> None:
@@ -92,10 +122,11 @@ def test_a_server_that_never_gets_ready_is_reported(
     assert survivors() == []
 
 
-def test_a_lost_port_is_replaced(make_stack: MakeStack) -> None:
-    """An engine whose port was taken in the meantime is started again with another one."""
+@pytest.mark.parametrize("behaviour", ["clash", "clash stuck"])
+def test_a_lost_port_is_replaced(make_stack: MakeStack, behaviour: str) -> None:
+    """An engine whose port was taken is started again with another one, also if it hangs."""
     with make_stack() as stack:
-        (engine,) = stack.start_engines(EngineSpec("e", env={"FAKE_ENGINE": "clash"}))
+        (engine,) = stack.start_engines(EngineSpec("e", env={"FAKE_ENGINE": behaviour}))
         assert engine.attempts == 2
         assert _get(f"{engine.url}/health") == "ok"
 

@@ -10,7 +10,7 @@ from unittest.mock import Mock, create_autospec
 import pytest
 from rich.console import Console
 
-from tools.pdstack import accuracy, cli
+from tools.pdstack import accuracy, cli, sweep
 from tools.pdstack.accuracy import Accuracy, Completion
 from tools.pdstack.engine import Device
 from tools.pdstack.errors import ProcessDiedError, UsageError
@@ -31,6 +31,7 @@ from tools.pdstack.sweep import (
     choose,
     judge,
     result_table,
+    split_by_vllm,
     subsets_of,
 )
 
@@ -62,7 +63,7 @@ def test_engines_of_a_sweep_have_names_of_their_own():
     """Two engines that differ in anything write different logs."""
     specs = {
         (side.layout, side.env, side.args, side.connector, family.args, first): _spec(
-            replace(side, count=1), family.args, first
+            replace(side, count=1), family.args, first, 128
         ).name
         for family in FAMILIES
         for side, first in _numbered(family)
@@ -80,7 +81,7 @@ def test_equal_sides_are_two_engines():
 
 def test_multi_connector_has_ours_as_its_child():
     """The engine is told of MultiConnector with NixlConnector in it."""
-    spec = _spec(Side(connector="MultiConnector"), (), 0)
+    spec = _spec(Side(connector="MultiConnector"), (), 0, 128)
     config = spec.kv_transfer.to_json(Device.CPU)
     assert '"kv_connector": "MultiConnector"' in config
     assert '"connectors": [{"kv_connector": "NixlConnector"' in config
@@ -144,6 +145,30 @@ def test_what_passes(found, counters, exact, fault):
     assert judge(replace(FAMILY, exact=exact), found, counters) == fault
 
 
+def test_caches_are_as_large_whatever_their_blocks(tmp_path):
+    """An engine of a model with small blocks has more of them."""
+    told = [_spec(Side(), (), 0, block_tokens).extra_args for block_tokens in (128, 16)]
+    blocks = [int(args[args.index("--num-gpu-blocks-override") + 1]) for args in told]
+    assert blocks == [128, 1024]
+
+
+@pytest.mark.parametrize("why", ["", "vLLM 1 has no MLA on CPU"])
+def test_families_that_vllm_cannot_serve_are_left_out(monkeypatch, why):
+    """Those of MLA are, with the reason, where it cannot; all others stay in any case."""
+    monkeypatch.setitem(sweep.WHY_NOT, "deepseek 2, MLA", lambda: why)
+    served, left_out = split_by_vllm(FAMILIES)
+    names = ("MLA TP down", "MLA PP on P", "MLA TP up")
+    assert left_out == ({name: why for name in names} if why else {})
+    assert [*served] == [family for family in FAMILIES if family.name not in left_out]
+
+
+def test_a_family_that_cannot_run_is_refused_by_name(monkeypatch, capsys):
+    """Who asks for it is told why; nothing is started."""
+    monkeypatch.setitem(sweep.WHY_NOT, "deepseek 2, MLA", lambda: "there is none")
+    assert cli.main(["sweep", "--only", "MLA TP up"]) == 2
+    assert "family 'MLA TP up' cannot run here: there is none" in capsys.readouterr().err
+
+
 def test_families_are_chosen_by_name():
     """Names are matched whatever their case; unknown ones are told apart."""
     assert [family.name for family in choose(["pp ON p"])] == ["PP on P"]
@@ -175,7 +200,7 @@ def test_subsets_name_families():
     """What a subset holds exists, and each family knows which subsets it is in."""
     for subset, names in SUBSETS.items():
         assert [subset in subsets_of(family) for family in choose(names)] == [True] * len(names)
-    assert subsets_of(FAMILIES[0]) == []
+    assert subsets_of(FAMILIES[1]) == []
 
 
 def test_the_table_tells_what_did_not_pass():
@@ -200,7 +225,7 @@ def test_the_list_shows_what_ci_runs(capsys):
     marked = set(SUBSETS["ci"])
     assert cli.main(["sweep", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split(":")[0] for line in lines if line.endswith("[ci]")} == marked
+    assert {line.split(":")[0] for line in lines if "[ci]" in line} == marked
     assert cli.main(["sweep", "--list", "--subset", "ci"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split(":")[0] for line in lines} == marked

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
-from tools.pdstack.engine import ServedModel
-from tools.pdstack.layout import read_model_shape
-from tools.pdstack.tiny_models import write_tiny_gemma3, write_tiny_llama
+from tools.pdstack.engine import Device, EngineSpec, ServedModel, engine_command
+from tools.pdstack.layout import Layout, check_layout, read_model_shape
+from tools.pdstack.tiny_models import write_tiny_deepseek2, write_tiny_gemma3, write_tiny_llama
 
-WRITERS = [write_tiny_llama, write_tiny_gemma3]
+GROUPED = [write_tiny_llama, write_tiny_gemma3]
+WRITERS = [*GROUPED, write_tiny_deepseek2]
 TEXT = "".join(f"On day {day} the gardener planted {3 * day} tulips.\n" for day in range(1, 11))
 Writer = Callable[..., ServedModel]
 
@@ -41,7 +43,7 @@ def test_weights_depend_on_the_seed_only(tmp_path: Path, write: Writer) -> None:
     assert one.read_bytes() == other.read_bytes() != third.read_bytes()
 
 
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("write", GROUPED)
 def test_sizes_are_those_asked_for(tmp_path: Path, write: Writer) -> None:
     """The launcher reads from the directory what the writer was given."""
     model = write(
@@ -74,3 +76,30 @@ def test_gemma3_mixes_windows_with_full_attention(tmp_path: Path) -> None:
     sliding, full = "sliding_attention", "full_attention"
     assert config.layer_types == [sliding, sliding, full, sliding, sliding]
     assert config.sliding_window == 64
+
+
+def test_deepseek2_keeps_one_latent_for_all_heads(tmp_path: Path) -> None:
+    """It has the sizes of vLLM's kernel for CPU, which the launcher reads, and no experts."""
+    model = write_tiny_deepseek2(tmp_path / "tiny", num_layers=2, num_heads=8)
+    shape = read_model_shape(model.directory)
+    assert (shape.num_layers, shape.num_attention_heads) == (2, 8)
+    assert shape.kv_bytes_per_token(element_bytes=4) == 2 * (512 + 64) * 4
+    for layout in (Layout(2, 1), Layout(1, 2)):
+        check_layout(layout, shape)
+    with safe_open(model.directory / "model.safetensors", "pt") as weights:
+        names = [name for name in weights.keys() if ".layers.1." in name]  # noqa: SIM118
+    parts = ("kv_a_layernorm", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_proj")
+    assert {name.split(".")[-2] for name in names if "self_attn" in name} == set(parts)
+    assert {name.split(".")[-2] for name in names if "mlp" in name} == {
+        *("gate_proj", "up_proj", "down_proj")
+    }
+
+
+def test_deepseek2_says_how_engines_serve_it(tmp_path: Path) -> None:
+    """Every engine is told of the one kernel and the one block size, before what it adds itself."""
+    model = write_tiny_deepseek2(tmp_path / "tiny", num_layers=1)
+    spec = EngineSpec("e", extra_args=("--block-size", "32"))
+    command = engine_command(spec, model, Device.CPU, 1, "vllm")
+    args = ["--attention-backend", "CPU_MLA", "--block-size", "16", "--no-enable-prefix-caching"]
+    assert command[-7:] == [*args, *spec.extra_args]
+    assert model.block_tokens == 16

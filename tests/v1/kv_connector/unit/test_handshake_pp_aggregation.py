@@ -21,6 +21,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from tests.bases import requires_base
+
 
 def fake_executor(workers_metadata: list[dict | None]) -> type[Executor]:
     """An executor whose workers hold one attention layer and answer the handshake as given."""
@@ -42,6 +44,7 @@ def fake_executor(workers_metadata: list[dict | None]) -> type[Executor]:
                 "determine_available_memory": [1 << 20],
                 "compile_or_warm_up_model": [CompilationTimes(0.0, 0.0)],
                 "get_kv_connector_handshake_metadata": workers_metadata,
+                "get_supported_kv_cache_layouts": [["LBNHC"]],
             }
             result = answers.get(method, [None])
             if not non_block:
@@ -103,14 +106,20 @@ def test_one_stage_reaches_an_older_connector_by_tp_rank(start_engine):
 
 
 def test_an_older_connector_refuses_several_stages_at_start_up(start_engine):
-    """The engine does not come up, and the message names connector and remedy."""
+    """The engine does not come up, and the message names the connector in upstream's words."""
     with pytest.raises(ValueError) as error:
         start_engine("RecordingConnector", [{(0, 0): "p0"}, {(1, 0): "p1"}])
     message = str(error.value)
-    assert message.startswith("RecordingConnector does not support pipeline parallelism")
-    assert "pp_rank 1" in message
-    assert "--pipeline-parallel-size 1" in message
+    assert message.startswith("RecordingConnector ")
+    assert "does not support PP-disaggregated KV transfer" in message
     assert "\n" not in message
+
+
+@requires_base("0.22.1", reason="the message is upstream's")
+def test_the_refusal_names_stage_and_remedy(start_engine):
+    """The message says which stage came as a surprise, and what to do."""
+    with pytest.raises(ValueError, match=r"pp_rank 1 .*--pipeline-parallel-size 1"):
+        start_engine("RecordingConnector", [{(0, 0): "p0"}, {(1, 0): "p1"}])
 
 
 @pytest.mark.parametrize("workers_metadata", [[], [None, None]])
@@ -157,6 +166,11 @@ def test_worker_names_its_stage_and_tp_rank(monkeypatch, worker_class):
     monkeypatch.setattr(gpu_worker, "get_pp_group", lambda: SimpleNamespace(rank_in_group=2))
     monkeypatch.setattr(gpu_worker, "get_tp_group", lambda: SimpleNamespace(rank_in_group=5))
     worker = object.__new__(worker_class)
+    worker.vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            prefill_context_parallel_size=1, decode_context_parallel_size=1
+        )
+    )
     assert worker.get_kv_connector_handshake_metadata() == {(2, 5): metadata}
 
 

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.v1.executor import ray_executor, ray_utils
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-from vllm.v1.executor.ray_executor import RayDistributedExecutor
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.gpu import kv_connector as kv_connector_v2
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from tests.bases import requires_base
 
 
 def connector(finished_count: int | None) -> SimpleNamespace:
@@ -106,13 +106,21 @@ def test_workers_outputs_are_not_written_to():
     assert before == EMPTY_MODEL_RUNNER_OUTPUT
 
 
+def test_first_output_is_returned_itself():
+    """What the output rank returned is what the engine gets, with what all workers reported."""
+    outputs = [worker_output(), worker_output(received={"a"})]
+    output = KVOutputAggregator(1).aggregate(outputs)
+    assert output is outputs[0]
+    assert output.kv_connector_output.finished_recving == {"a"}
+
+
 def test_step_without_output_is_passed_on():
     """None from the output rank asks the engine for another call, and counts nothing."""
     aggregator = KVOutputAggregator(1)
     assert aggregator.aggregate([None, None], output_rank=1) is None
 
 
-EXECUTORS = [MultiprocExecutor, RayExecutorV2, RayDistributedExecutor]
+EXECUTORS = [MultiprocExecutor, RayExecutorV2]
 
 
 @pytest.mark.parametrize("executor_class", EXECUTORS)
@@ -127,12 +135,13 @@ def test_every_executor_uses_the_connectors_count(executor_class, finished_count
     assert finished == [None] * (expected - 1) + [{"a"}]
 
 
-@pytest.mark.parametrize("executor_class", [MultiprocExecutor, RayExecutorV2])
+@pytest.mark.parametrize("executor_class", EXECUTORS)
 @pytest.mark.parametrize("method", ["execute_model", "sample_tokens"])
 def test_message_queue_executors_hand_over_their_aggregator(executor_class, method):
     """Both calls of a step collect the answers of all workers, through the same aggregator."""
     executor = MagicMock(spec=executor_class)
     executor.output_rank = 2
+    executor.ec_output_aggregator = None
     executor.kv_output_aggregator = KVOutputAggregator(2)
     getattr(executor_class, method)(executor, None)
     keywords = executor.collective_rpc.call_args.kwargs
@@ -140,15 +149,20 @@ def test_message_queue_executors_hand_over_their_aggregator(executor_class, meth
     assert keywords["unique_reply_rank"] == 2
 
 
+@requires_base("0.22.1", "0.32.0", reason="its Ray executor has no compiled graphs")
 @pytest.mark.parametrize("non_block", [False, True])
 def test_compiled_graph_executor_aggregates(monkeypatch, non_block):
     """The Ray executor of compiled graphs counts with the connector's count, too."""
+    from vllm.v1.executor import ray_executor, ray_utils
+
     fake_ray = SimpleNamespace(get=lambda refs, timeout=None: refs)
     monkeypatch.setattr(ray_executor, "ray", fake_ray)
     monkeypatch.setattr(ray_utils, "ray", fake_ray)
-    executor = MagicMock(spec=RayDistributedExecutor)
+    executor_class = ray_executor.RayDistributedExecutor
+    executor = MagicMock(spec=executor_class)
+    executor.parallel_config = SimpleNamespace(world_size=4)
+    executor_class.init_kv_output_aggregator(executor, connector(2))
     executor.has_connector = True
-    executor.kv_output_aggregator = KVOutputAggregator.from_connector(connector(2), 4)
     executor.forward_dag = MagicMock()
     executor.forward_dag.execute.return_value = [
         worker_output(sent={"a"}),
@@ -156,16 +170,33 @@ def test_compiled_graph_executor_aggregates(monkeypatch, non_block):
         worker_output(sent={"a", "b"}),
         worker_output(),
     ]
-    output = RayDistributedExecutor._execute_dag(executor, None, None, non_block)
+    output = executor_class._execute_dag(executor, None, None, non_block)
     output = output.result() if non_block else output
     assert output.kv_connector_output.finished_sending == {"a"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_announcement_makes_an_output_worth_sending(count):
+    """Runners drop empty outputs: one that announces a count is none of them."""
+    assert KVConnectorOutput(expected_finished_count=count).is_empty() == (count == 0)
+
+
+def finishes(worker_connector: MagicMock, sent: set[str] | None) -> None:
+    """What a worker's connector has finished sending, by the call of each base's runners."""
+    worker_connector.get_finished.return_value = (sent, None)
+    worker_connector.get_transfer_results.return_value = SimpleNamespace(
+        finished_sending=sent, finished_recving=None, failed_recving=set()
+    )
 
 
 class TestAnnouncement:
     """Worker connectors announce their count through both model runners."""
 
     SCHEDULED = SimpleNamespace(
-        kv_connector_metadata=object(), finished_req_ids=set(), total_num_scheduled_tokens=0
+        kv_connector_metadata=object(),
+        finished_req_ids=set(),
+        total_num_scheduled_tokens=0,
+        has_sync_kv_loads=False,
     )
 
     @pytest.fixture(params=[(None, 0), (2, 2)])
@@ -174,31 +205,49 @@ class TestAnnouncement:
         finished_count, announced = request.param
         mock = MagicMock()
         mock.get_finished_count.return_value = finished_count
-        mock.get_finished.return_value = ({"a"}, None)
+        finishes(mock, {"a"})
         mock.get_block_ids_with_load_errors.return_value = set()
         mock.get_kv_connector_stats.return_value = None
         mock.get_kv_connector_kv_cache_events.return_value = None
         mock.build_connector_worker_meta.return_value = None
         return mock, announced
 
-    def test_v1(self, monkeypatch, worker_connector):
-        """The mixin of the v1 runner copies the count into its output."""
-        mock, announced = worker_connector
+    @pytest.fixture
+    def step_v1(self, monkeypatch, worker_connector):
+        """One step without a forward pass of the v1 runner."""
         module = kv_connector_model_runner_mixin
-        monkeypatch.setattr(module, "get_kv_transfer_group", lambda: mock)
+        monkeypatch.setattr(module, "get_kv_transfer_group", lambda: worker_connector[0])
         monkeypatch.setattr(module, "KVConnectorBase", MagicMock)
         monkeypatch.setattr(module, "set_forward_context", MagicMock())
         monkeypatch.setattr(module, "get_forward_context", lambda: None)
-        output = KVConnectorModelRunnerMixin.kv_connector_no_forward(self.SCHEDULED, None)
-        assert output.kv_connector_output.finished_sending == {"a"}
-        assert output.kv_connector_output.expected_finished_count == announced
+        return lambda: KVConnectorModelRunnerMixin.kv_connector_no_forward(self.SCHEDULED, None)
 
-    def test_v2(self, monkeypatch, worker_connector):
-        """The connector wrapper of the v2 runner copies the count into its output."""
+    @pytest.fixture
+    def step_v2(self, monkeypatch, worker_connector):
+        """One step without a forward pass of the v2 runner."""
+        module = kv_connector_v2
+        monkeypatch.setattr(module, "get_kv_transfer_group", lambda: worker_connector[0])
+        monkeypatch.setattr(module, "is_forward_context_available", lambda: True)
+        monkeypatch.setattr(module, "get_forward_context", lambda: None)
+        return lambda: ActiveKVConnector(None, {}).no_forward(self.SCHEDULED)
+
+    @pytest.fixture(params=["step_v1", "step_v2"])
+    def step(self, request):
+        """One step without a forward pass, of either runner."""
+        return request.getfixturevalue(request.param)
+
+    def test_count_travels_with_completions(self, step, worker_connector):
+        """The runner copies the count into its output, beside what is finished."""
+        output = step().kv_connector_output
+        assert output.finished_sending == {"a"}
+        assert output.expected_finished_count == worker_connector[1]
+
+    def test_count_travels_alone(self, step, worker_connector):
+        """A count that is announced in a step without other news still arrives."""
         mock, announced = worker_connector
-        monkeypatch.setattr(kv_connector_v2, "get_kv_transfer_group", lambda: mock)
-        monkeypatch.setattr(kv_connector_v2, "is_forward_context_available", lambda: True)
-        monkeypatch.setattr(kv_connector_v2, "get_forward_context", lambda: None)
-        output = ActiveKVConnector(None, {}).no_forward(self.SCHEDULED)
-        assert output.kv_connector_output.finished_sending == {"a"}
-        assert output.kv_connector_output.expected_finished_count == announced
+        finishes(mock, None)
+        output = step()
+        if announced:
+            assert output.kv_connector_output.expected_finished_count == announced
+        else:
+            assert output is EMPTY_MODEL_RUNNER_OUTPUT

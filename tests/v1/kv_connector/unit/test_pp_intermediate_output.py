@@ -21,6 +21,8 @@ from vllm.v1.worker.gpu import model_runner as gpu_model_runner_v2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from tests.bases import RELEASE, requires_base
+
 FINISHED = KVConnectorOutput(finished_recving={"a"}, invalid_block_ids={7})
 
 
@@ -81,14 +83,16 @@ class TestModelRunnerV1:
         assert_is_empty(runner.sample_tokens(None))
         runner._pp_receive_prev_sampled_token_ids_to_input_batch.assert_called_once_with()
 
+    @requires_base("0.22.1", reason="upstream answers with the empty output there as well")
     def test_none_on_the_last_stage_still_means_failure(self, monkeypatch):
         """The engine takes None for a failed forward pass: without PP nothing changes."""
         set_stage(monkeypatch, gpu_model_runner, is_last=True)
         assert runner_v1(None).sample_tokens(None) is None
 
 
+@requires_base("0.22.1", reason="the runner asks its connector when tokens are sampled")
 class TestModelRunnerV2:
-    """`vllm.v1.worker.gpu.model_runner`."""
+    """`vllm.v1.worker.gpu.model_runner`, which asks its connector after the forward pass."""
 
     @pytest.fixture
     def runner(self, monkeypatch):
@@ -143,19 +147,55 @@ class TestModelRunnerV2:
         finished_req_ids=set(),
     )
 
-    @pytest.mark.parametrize("connector_output", [None, FINISHED])
-    def test_stage_reports_its_connector_output(self, runner, connector_output):
+    def test_stage_reports_its_connector_output(self, runner):
         """What the connector said after the forward pass comes back from `sample_tokens`."""
-        runner.kv_connector.post_forward.return_value = connector_output
+        runner.kv_connector.post_forward.return_value = FINISHED
         assert isinstance(runner.execute_model(self.SCHEDULED), IntermediateTensors)
         output = runner.sample_tokens(None)
         assert_is_empty(output)
-        assert output.kv_connector_output is connector_output
+        assert output.kv_connector_output is FINISHED
         runner.postprocess.assert_called_once()
+
+    @pytest.mark.parametrize("connector_output", [None, KVConnectorOutput()])
+    def test_stage_with_nothing_to_report(self, runner, connector_output):
+        """Without news from a connector the output is the empty one that all workers share."""
+        runner.kv_connector.post_forward.return_value = connector_output
+        assert isinstance(runner.execute_model(self.SCHEDULED), IntermediateTensors)
+        assert runner.sample_tokens(None) is EMPTY_MODEL_RUNNER_OUTPUT
 
     def test_failed_forward_pass_is_none(self, runner):
         """Without a forward pass before it, `sample_tokens` reports the failure as None."""
         assert runner.sample_tokens(None) is None
+
+
+@requires_base("0.32.0", "0.33.0", reason="the runner asks its connector after a forward pass")
+class TestModelRunnerV2AtSampling:
+    """`vllm.v1.worker.gpu.model_runner`, which asks its connector when tokens are sampled."""
+
+    @pytest.fixture
+    def runner(self):
+        """A v2 runner on a stage before the last, after its forward pass."""
+        runner = object.__new__(gpu_model_runner_v2.GPUModelRunner)
+        for name in ["eplb", "kv_connector", "model_state", "pp_handler"]:
+            setattr(runner, name, MagicMock())
+        runner.postprocess_num_computed_tokens = MagicMock()
+        runner.pcp_manager = None
+        runner.is_last_pp_rank = False
+        runner.execute_model_state = MagicMock(ec_connector_output=None)
+        return runner
+
+    def test_stage_reports_its_connector_output(self, runner):
+        """What the connector says comes back from `sample_tokens`."""
+        runner.kv_connector.post_forward.return_value = FINISHED
+        output = runner.sample_tokens(None)
+        assert_is_empty(output)
+        assert output.kv_connector_output is FINISHED
+
+    @pytest.mark.parametrize("connector_output", [None, KVConnectorOutput()])
+    def test_stage_with_nothing_to_report(self, runner, connector_output):
+        """Without news from a connector the output is the empty one that all workers share."""
+        runner.kv_connector.post_forward.return_value = connector_output
+        assert runner.sample_tokens(None) is EMPTY_MODEL_RUNNER_OUTPUT
 
 
 class TestWorker:
@@ -175,7 +215,13 @@ class TestWorker:
         worker.vllm_config.parallel_config.pipeline_parallel_size = 2
         worker.vllm_config.compilation_config.pass_config.enable_sp = False
         worker.model_runner = MagicMock()
-        worker.model_runner.execute_model.return_value = IntermediateTensors({}, FINISHED)
+        if RELEASE == "0.22.1":
+            tensors = IntermediateTensors({}, FINISHED)
+        else:
+            # What the connector said stays with the runner.
+            tensors = IntermediateTensors({})
+            worker.model_runner.kv_connector_output = FINISHED
+        worker.model_runner.execute_model.return_value = tensors
         worker.group = group
         return worker
 
@@ -186,6 +232,14 @@ class TestWorker:
         assert_is_empty(output)
         assert output.kv_connector_output is FINISHED
         worker.group.isend_tensor_dict.assert_called_once()
+
+    @requires_base("0.32.0", "0.33.0", reason="the output comes with the tensors")
+    def test_pooling_stage_reports_once(self, worker):
+        """What the runner kept of a step is not reported again in the next."""
+        worker.model_runner.is_pooling_model = True
+        worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=1))
+        output = worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=1))
+        assert output is EMPTY_MODEL_RUNNER_OUTPUT
 
     def test_generating_stage_waits_for_sample_tokens(self, worker):
         """None from `execute_model` asks the engine to call `sample_tokens`."""

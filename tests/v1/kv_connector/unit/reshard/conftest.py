@@ -49,8 +49,12 @@ def engine_pairs() -> st.SearchStrategy[tuple[tuple[Shard, ...], tuple[Shard, ..
 
 @pytest.fixture
 def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What vLLM logs, which its loggers do not propagate to the root."""
+    """What vLLM logs, also where its loggers do not propagate to the root."""
     logger = logging.getLogger("vllm")
+    caplog.set_level(logging.INFO, "vllm")
+    if logger.propagate:
+        yield caplog
+        return
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)

@@ -21,6 +21,8 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
+from tests.bases import requires_base
+from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import Engine, Progress, fill, receive
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
@@ -38,13 +40,26 @@ def create(make_config):
     """Creates the scheduler's side of a connector by its name, as the engine does."""
     created = []
 
-    def make(name="NixlConnector", *, spec=ATTENTION, on_gpu=None, extra_config=None, **parallel):
+    def make(
+        name="NixlConnector",
+        *,
+        spec=ATTENTION,
+        on_gpu=None,
+        extra_config=None,
+        kv_role="kv_both",
+        kept_back=False,
+        **parallel,
+    ):
         config = make_config(name, extra_config=extra_config)
+        config.kv_transfer_config.kv_role = kv_role
         for field, value in parallel.items():
             setattr(config.parallel_config, field, value)
         if on_gpu:
             config.kv_transfer_config.kv_buffer_device = on_gpu
-        cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        if kept_back:
+            groups.append(KVCacheGroupSpec(["replica"], spec, enable_kv_transfer=False))
+        cache = KVCacheConfig(4, [], groups)
         created.append(
             KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
         )
@@ -97,6 +112,7 @@ def test_wrong_options_keep_the_engine_from_starting(create):
         create(extra_config={"kv_lease_duration": "30"})
 
 
+@requires_base("0.22.1", reason="engines compute no scales")
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
 def test_scales_of_an_engines_own_are_refused(make_config, dtype):
     """What one engine writes with its scales, another would read with others."""
@@ -109,6 +125,7 @@ def test_scales_of_an_engines_own_are_refused(make_config, dtype):
         KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
 
 
+@requires_base("0.22.1", reason="upstream's connector serves it")
 @pytest.mark.parametrize("axis", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallelism_is_refused(make_config, axis):
     """Ranks that hold other tokens of a block must not be taken for replicas."""
@@ -119,12 +136,43 @@ def test_context_parallelism_is_refused(make_config, axis):
         KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
 
 
+@requires_base("0.32.0", "0.33.0", reason="upstream's connector does not serve it either")
+@pytest.mark.parametrize("axis", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_left_to_upstream(create, axis, caplog_vllm):
+    """Which reads it without stages, and is refused with them."""
+    parallel = {axis: 2}
+    assert type(create(kv_role="kv_producer", **parallel)) is upstream.NixlConnector
+    option = f"--{axis.replace('_', '-')} 2 spreads the tokens"
+    assert f"Using upstream's NixlConnector: {option}" in caplog_vllm.text
+    with pytest.raises(LocalLayoutError, match=f"{option}.*--pipeline-parallel-size 1 instead"):
+        create(pipeline_parallel_size=2, **parallel)
+
+
+@requires_base("0.32.0", "0.33.0", reason="it has no such groups")
+def test_groups_that_are_kept_back_are_left_to_upstream(create, caplog_vllm):
+    """What is rebuilt on the accelerator is none of the reader's business."""
+    assert type(create(kept_back=True)) is upstream.NixlConnector
+    assert "some of its KV-cache groups are not transferred" in caplog_vllm.text
+    with pytest.raises(LocalLayoutError, match=r"not transferred.*--pipeline-parallel-size 1"):
+        create(kept_back=True, pipeline_parallel_size=2)
+
+
+def test_sleep_mode_is_refused(make_config):
+    """Memory that comes and goes cannot be read by others."""
+    config = make_config("NixlConnector")
+    config.model_config.enable_sleep_mode = True
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
+    with pytest.raises(LocalLayoutError, match=r"--enable-sleep-mode .*leave it out"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+
+
 def test_options_that_do_nothing_are_mentioned(create, caplog_vllm):
     """The engine starts, and its log says what was in vain."""
     create(extra_config={"lease": 3})
     assert "'lease', which this connector does not know" in caplog_vllm.text
 
 
+@requires_base("0.22.1", reason="connectors are not asked")
 @pytest.mark.parametrize(("option", "expected"), [("True", True), (False, False)])
 def test_layers_lie_together_where_that_is_wanted(create, monkeypatch, option, expected):
     """As with upstream's connector, for backends and orders that can."""
@@ -159,7 +207,6 @@ def test_multi_connector_holds_ours(create, connectors):
     multi.set_xfer_handshake_metadata_pp_aware(stages)
     assert served == [stages]
     assert other.by_stage == stages
-    assert not multi.prefer_cross_layer_blocks
 
 
 def test_multi_connector_reports_what_ours_reports(make_config, connectors, monkeypatch):
@@ -185,12 +232,12 @@ def test_multi_connector_reports_what_ours_reports(make_config, connectors, monk
             )
         )
         multi.start_load_kv(None)
-        worker_like = SimpleNamespace(get_finished=lambda: as_sets(multi.get_finished(set())))
+        failed, worker_like = [], SimpleNamespace(get_finished=lambda: report(multi, failed))
         d.workers = {rank: worker_like for rank in d.workers}
         progress = Progress(p, d)
         progress.until(d, received="d-a")
         progress.until(d, received="d-b")
-        assert multi.get_block_ids_with_load_errors() == {6}
+        assert failed == [forms.failed_reads({"d-b": [6]})]
         stats = multi.get_kv_connector_stats()
         assert stats.data["NixlConnector"].data["num_failed_transfers"] == [1]
         assert sum(stats.data["NixlConnector"].data["bytes_transferred"])
@@ -201,7 +248,9 @@ def test_multi_connector_reports_what_ours_reports(make_config, connectors, monk
             engine.close()
 
 
-def as_sets(finished):
-    """None stands for no requests."""
-    sent, received = finished
-    return sent or set(), received or set()
+def report(connector, failed):
+    """What a runner asks of a connector after a step; failed reads are put into a list."""
+    sent, received, lost = forms.results(connector)
+    if any(lost.values()):
+        failed.append(lost)
+    return sent, received

@@ -24,13 +24,18 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.bases import requires_base
+from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     OFFER,
-    Backend,
     Engine,
     Progress,
     engines,
     every_strategy,
+    lost_blocks,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
+    scheduler as scheduler_module,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import (
     describe_cache,
@@ -107,7 +112,7 @@ def test_groups_are_read_block_by_block(engines, prefill, decode, cached):
     progress.until(d, received="d-a")
     progress.until(p, sent="p-a")
     for shard in d.shards:
-        assert d.workers[shard.rank].take_invalid_block_ids() == set()
+        assert d.workers[shard.rank].take_failed() == {}
         # A tensor is written for both of the layers that share it.
         expected = {
             layer: torch.zeros_like(tensor).numpy()
@@ -139,7 +144,7 @@ def test_a_window_that_has_moved_on_is_refused(engines, caplog_vllm, sliding):
     assert "needs tokens [48, 100) but the blocks" in caplog_vllm.text
     assert "are those of tokens [64, 112)" in caplog_vllm.text
     for worker in d.workers.values():
-        assert worker.take_invalid_block_ids() == {*DST_FULL, *DST_SLIDING}
+        assert lost_blocks(worker) == {*DST_FULL, *DST_SLIDING}
         assert worker.take_stats().data["bytes_transferred"] == []
 
 
@@ -157,14 +162,14 @@ def test_windows_in_blocks_of_other_sizes(engines, caplog_vllm, src_tokens, serv
     Progress(d).until(d, received="d-a")
     assert ("may not fill blocks of 16 tokens" in caplog_vllm.text) is not served
     (worker,) = d.workers.values()
-    assert (worker.take_invalid_block_ids() == set()) is served
+    assert (worker.take_failed() == {}) is served
 
 
 def cache_of(spec) -> None:
     """Describe the cache of one layer."""
-    tensors = {"layer": torch.zeros(2, 4, 2, 16, 8)}
+    tensors = {"layer": forms.empty(4, 2, 16, 8)}
     config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
-    describe_cache(tensors, config, {"layer": Backend(mla=False)})
+    describe_cache(tensors, config, {"layer": forms.backend()})
 
 
 @pytest.mark.parametrize(
@@ -172,8 +177,8 @@ def cache_of(spec) -> None:
     [
         (CrossAttentionSpec(**COMMON), "keeps CrossAttentionSpec state"),
         (
-            SlidingWindowMLASpec(**COMMON, sliding_window=32, compress_ratio=4),
-            "stores 16 tokens in 4 slots",
+            forms.compressed(SlidingWindowMLASpec(**COMMON, sliding_window=32), 4),
+            "stores 4 tokens in a slot",
         ),
     ],
 )
@@ -199,15 +204,18 @@ def test_groups_with_windows_are_recognised():
 
 
 @pytest.mark.parametrize(
-    ("spec", "cached", "expected"),
+    ("spec", "cached", "kept", "expected"),
     [
-        (FullAttentionSpec(**COMMON), 32, (68, True)),
-        (SlidingWindowSpec(**COMMON, sliding_window=50), 32, (67, True)),
-        (SlidingWindowSpec(**COMMON, sliding_window=50), 99, (0, False)),
+        (FullAttentionSpec(**COMMON), 32, True, (68, True)),
+        (FullAttentionSpec(**COMMON), 32, False, (68, True)),
+        (SlidingWindowSpec(**COMMON, sliding_window=50), 32, True, (67, True)),
+        (SlidingWindowSpec(**COMMON, sliding_window=50), 32, False, (0, False)),
+        (SlidingWindowSpec(**COMMON, sliding_window=50), 99, True, (0, False)),
     ],
 )
-def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, expected):
+def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, kept, expected):
     """It is not counted as computed, so that its window's blocks are kept until it is."""
+    monkeypatch.setattr(scheduler_module, "HOLDERS_KEEP_THE_LAST_WINDOW", kept)
     monkeypatch.setattr(
         NixlConnectorScheduler,
         "get_num_new_matched_tokens",
@@ -217,3 +225,22 @@ def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, 
     scheduler.kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
     request = SimpleNamespace(num_tokens=NUM_TOKENS, kv_transfer_params=None)
     assert scheduler.get_num_new_matched_tokens(request, cached) == expected
+
+
+@requires_base("0.32.0", "0.33.0", reason="its scheduler has no such hook")
+@pytest.mark.parametrize(
+    ("spec", "lookahead_tokens", "expected"),
+    [
+        (FullAttentionSpec(**COMMON), 0, 0),
+        (FullAttentionSpec(**COMMON), 3, 2),
+        (SlidingWindowSpec(**COMMON, sliding_window=50), 0, 1),
+        (SlidingWindowSpec(**COMMON, sliding_window=50), 3, 2),
+    ],
+)
+def test_prefill_engine_stops_before_the_last_token(spec, lookahead_tokens, expected):
+    """Where layers have windows: what it then holds is what that token attends to."""
+    scheduler = ReshardScheduler.__new__(ReshardScheduler)
+    scheduler.kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
+    scheduler.vllm_config = SimpleNamespace(num_prefill_lookahead_tokens=lookahead_tokens)
+    scheduler._has_mamba = scheduler._bounded_replay = False
+    assert scheduler._prefill_backoff() == expected

@@ -15,6 +15,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -22,6 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     DEADLINE_S,
     NUM_BLOCKS,
@@ -30,6 +33,9 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     assert_received,
     engines,
     fill,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
+    STEPS_IN_FLIGHT_KEEP_BLOCKS,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
@@ -58,10 +64,12 @@ class Serving:
         max_tokens: int = 1,
         num_tokens: int = PROMPT_TOKENS,
         first_token: int = 0,
+        stop_token: int | None = None,
         prompt: Sequence[int] = (),
     ) -> Request:
         """Add a request; those of one first token have one prompt, unless one is given."""
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        stop = [] if stop_token is None else [stop_token]
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop)
         sampling.update_from_generation_config({})
         sampling.extra_args = None if params is None else {"kv_transfer_params": params}
         request = Request(
@@ -74,27 +82,39 @@ class Serving:
         self.scheduler.add_request(request)
         return request
 
-    def step(self, *, received=(), sent=(), invalid=()) -> dict[str, int]:
+    def step(self, *, received=(), sent=(), failed=None) -> dict[str, int]:
         """One step; returns the tokens scheduled.
 
         Args:
             received: Requests that all workers report as received.
             sent: Requests that all workers report as sent.
-            invalid: Blocks that workers report as invalid.
+            failed: Requests of the received ones that could not be read, with their blocks.
         """
+        scheduled = self.begin()
+        self.end(scheduled, received=received, sent=sent, failed=failed)
+        return dict(scheduled.num_scheduled_tokens)
+
+    def begin(self) -> SchedulerOutput:
+        """Begin a step; with asynchronous scheduling, while another one is under way."""
         scheduled = self.scheduler.schedule()
         self.told = scheduled.kv_connector_metadata
+        return scheduled
+
+    def end(
+        self, scheduled: SchedulerOutput, said=(7,), *, received=(), sent=(), failed=None
+    ) -> None:
+        """End a step, in which the model has said the same for every request."""
         request_ids = list(scheduled.num_scheduled_tokens)
         outputs = self.scheduler.update_from_output(
             scheduled,
             ModelRunnerOutput(
                 request_ids,
                 {request_id: position for position, request_id in enumerate(request_ids)},
-                [[7]] * len(request_ids),
+                [list(said) for _ in request_ids],
                 kv_connector_output=KVConnectorOutput(
                     finished_sending=set(sent),
                     finished_recving=set(received),
-                    invalid_block_ids=set(invalid),
+                    **forms.failed_reads(failed or {}),
                 ),
             ),
         )
@@ -104,7 +124,6 @@ class Serving:
                     self.finished[output.request_id] = output.finish_reason
                 if output.kv_transfer_params is not None:
                     self.handed_over[output.request_id] = output.kv_transfer_params
-        return dict(scheduled.num_scheduled_tokens)
 
     def abort(self, request_id: str) -> None:
         """The client has gone."""
@@ -126,7 +145,7 @@ def serving(make_config):
     init_none_hash(sha256)
     made: list[Serving] = []
 
-    def make(policy: str = "fail", **extra_config) -> Serving:
+    def make(policy: str = "fail", *, asynchronous: bool = False, **extra_config) -> Serving:
         config = make_config("NixlConnector", extra_config=extra_config)
         config.kv_transfer_config.kv_load_failure_policy = policy
         config.kv_transfer_config.engine_id = f"engine-{len(made)}"
@@ -135,7 +154,8 @@ def serving(make_config):
         spec = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32
         )
-        scheduler = Scheduler(
+        config.scheduler_config.async_scheduling = asynchronous
+        scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             config,
             KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layers.0"], spec)]),
             StructuredOutputManager(config),
@@ -236,11 +256,24 @@ def test_decode_waits_for_its_blocks_and_goes_on(serving):
 
 def test_heartbeats_go_on_while_requests_wait(serving):
     """Also for those that are not scheduled yet, in every interval."""
-    d = serving(kv_lease_duration=0.5)
+    d = serving(kv_lease_duration=1e-6)
     d.add("d-a", from_prefill())
     for _ in range(3):
         d.step()
         assert [heartbeats.request_ids for heartbeats in d.told.heartbeats] == [{"p-a"}]
+
+
+def test_heartbeats_go_where_their_own_request_says(serving):
+    """A request that names the right engine at a wrong address costs no other its lease."""
+    d = serving(kv_lease_duration=1e-6)
+    d.add("wrong", from_prefill(remote_host="192.0.2.66", remote_request_id="x"))
+    d.add("d-a", from_prefill(), first_token=100)
+    d.step()
+    told = {each.source.host: each.request_ids for each in d.told.heartbeats}
+    assert told == {"192.0.2.66": {"x"}, "127.0.0.1": {"p-a"}}
+    d.abort("wrong")
+    d.step()
+    assert [each.source.host for each in d.told.heartbeats] == ["127.0.0.1"]
 
 
 def test_cached_prefix_is_not_read(serving):
@@ -312,7 +345,7 @@ def test_failed_read_with_policy_fail_is_an_error_of_its_request(serving, cached
     d.step()
     (receive,) = d.told.receive.values()
     (blocks,) = receive.local_block_ids
-    d.step(received=["d-a"], invalid=blocks)
+    d.step(received=["d-a"], failed={"d-a": blocks})
     assert d.finished["d-a"] == FinishReason.ERROR
     assert "running" not in d.finished
     for _ in range(2):
@@ -332,7 +365,7 @@ def test_failed_read_with_policy_recompute_is_computed(serving, cached):
     d.step()
     (receive,) = d.told.receive.values()
     (blocks,) = receive.local_block_ids
-    d.step(received=["d-a"], invalid=blocks)
+    d.step(received=["d-a"], failed={"d-a": blocks})
     assert d.step() == {"d-a": PROMPT_TOKENS - cached * BLOCK_TOKENS}
     assert not d.told.receive
     assert d.finished["d-a"] == FinishReason.LENGTH
@@ -360,7 +393,7 @@ def test_malformed_parameters_cost_their_request_only(serving, policy, changes):
     receive = d.told.receive["d-a"]
     assert "malformed" in receive.fault
     (blocks,) = receive.local_block_ids
-    d.step(received=["d-a"], invalid=blocks)
+    d.step(received=["d-a"], failed={"d-a": blocks})
     for _ in range(3):
         d.step()
     expected = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
@@ -428,7 +461,7 @@ def test_failed_read_of_the_last_turn_is_computed_anew(serving):
     p.step()
     (receive,) = p.told.receive.values()
     (blocks,) = receive.local_block_ids
-    p.step(received=["p-a"], invalid=blocks)
+    p.step(received=["p-a"], failed={"p-a": blocks})
     assert p.step() == {"p-a": PROMPT_TOKENS}
     assert "p-a" in p.handed_over
 
@@ -457,13 +490,94 @@ def test_blocks_that_no_engine_asked_about_are_not_held(serving, params):
     assert d.is_through()
 
 
+def test_prefill_offers_its_prompt_with_asynchronous_scheduling(serving):
+    """The step that begins before the answer is there adds nothing to what is offered."""
+    p = serving(asynchronous=True)
+    p.add("p-a", {"do_remote_decode": True})
+    first = p.begin()
+    p.end(p.begin())
+    assert not p.handed_over
+    p.end(first)
+    assert p.handed_over["p-a"]["remote_num_tokens"] == PROMPT_TOKENS
+    assert len(p.handed_over["p-a"]["remote_block_ids"][0]) == 3
+    p.step()
+    p.step(sent=["p-a"])
+    assert p.is_through()
+
+
+def test_token_of_a_step_in_flight_is_not_offered(serving):
+    """An answer that stops while its next step is under way ends with what was said."""
+    d = serving(asynchronous=True, bidirectional_kv_xfer=True)
+    request = d.add("d-a", from_prefill(), max_tokens=20, stop_token=9)
+    d.step()
+    d.step(received=["d-a"])
+    first = d.begin()
+    second = d.begin()
+    assert list(second.num_scheduled_tokens) == ["d-a"]
+    d.end(first, said=[9])
+    assert d.finished == {"d-a": FinishReason.STOP}
+    assert d.handed_over["d-a"]["remote_num_tokens"] == request.num_tokens - 1 == PROMPT_TOKENS
+    d.end(second)
+    d.step()
+    d.step(sent=["d-a"])
+    assert d.is_through()
+
+
+@pytest.mark.skipif(
+    not STEPS_IN_FLIGHT_KEEP_BLOCKS, reason="the scheduler of this base gives them back at once"
+)
+def test_blocks_that_a_step_in_flight_writes_are_not_read_into(serving):
+    """Another request gets them, to be read into, only when the model is through with them."""
+    d = serving(asynchronous=True)
+    d.add("gone", max_tokens=20)
+    d.step()
+    in_flight = d.begin()
+    assert list(in_flight.num_scheduled_tokens) == ["gone"]
+    written = d.num_used_blocks()
+    d.abort("gone")
+    assert d.num_used_blocks() == written
+    d.end(in_flight)
+    assert d.is_through()
+
+
+def test_drafts_behind_the_end_of_an_answer_are_not_offered(serving):
+    """An answer that stops within drafts that were accepted, others being rejected."""
+    d = serving(bidirectional_kv_xfer=True)
+    request = d.add("d-a", from_prefill(), max_tokens=20, stop_token=9)
+    d.step()
+    d.step(received=["d-a"])
+    d.step()
+    request.spec_token_ids = [7, 9, 7, 7, 7, 7]
+    scheduled = d.begin()
+    assert scheduled.num_scheduled_tokens == {"d-a": 7}
+    d.end(scheduled, said=[7, 9, 7, 7])
+    assert d.finished == {"d-a": FinishReason.STOP}
+    params = d.handed_over["d-a"]
+    assert params["remote_num_tokens"] == request.num_tokens - 1 == PROMPT_TOKENS + 2
+    assert len(params["remote_block_ids"][0]) == 3
+
+
+def test_read_takes_no_blocks_for_drafts(serving):
+    """As many blocks are filled as the prompt has, also where drafts will want another one."""
+    d = serving()
+    d.scheduler.num_spec_tokens = d.scheduler.num_lookahead_tokens = 5
+    request = d.add("d-a", from_prefill(remote_num_tokens=48), num_tokens=48, max_tokens=4)
+    d.step()
+    (receive,) = d.told.receive.values()
+    assert [len(ids) for ids in receive.local_block_ids] == [3]
+    assert (receive.local_tokens, receive.remote_tokens) == (48, 48)
+    d.step(received=["d-a"])
+    d.step()
+    assert request.num_output_tokens == 1
+
+
 class Whole:
     """A scheduler with its engine's workers."""
 
     def __init__(self, serving: Serving, engine: Engine) -> None:
         self.serving, self.engine = serving, engine
         self.progress = Progress(engine)
-        self.invalid: set[int] = set()
+        self.failed: dict[str, frozenset[int]] = {}
 
     def step(self) -> dict[str, int]:
         """One step: workers report what they saw before it, and hear what it asks for."""
@@ -475,9 +589,9 @@ class Whole:
             for of_worker in seen.values():
                 of_worker -= by_all
         for worker in self.engine.workers.values():
-            self.invalid |= worker.take_invalid_block_ids()
-        invalid, self.invalid = self.invalid, set()
-        scheduled = self.serving.step(**reports, invalid=invalid)
+            self.failed |= worker.take_failed()
+        over = {name: self.failed.pop(name) for name in reports["received"] & self.failed.keys()}
+        scheduled = self.serving.step(**reports, failed=over)
         for worker in self.engine.workers.values():
             worker.start_load_kv(self.serving.told)
         return scheduled

@@ -22,6 +22,7 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     assert_received,
     engines,
     fill,
+    lost_blocks,
     receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteEngineChangedError
@@ -82,7 +83,7 @@ def test_killed_holder_costs_its_request_and_is_told_once(
     reader.start(receive={"d-a": receive(address, [3, 4, 1], BLOCKS, remote_request_id="p-a")})
     progress.until(reader, received="d-a")
     (worker,) = reader.workers.values()
-    assert not worker.take_invalid_block_ids()
+    assert not worker.take_failed()
 
     process.send_signal(signal.SIGSTOP)
     reader.start(receive={"d-b": receive(address, [6, 7, 8], BLOCKS, remote_request_id="p-b")})
@@ -91,7 +92,7 @@ def test_killed_holder_costs_its_request_and_is_told_once(
     assert not any("d-b" in seen for seen in progress.received.values())
     process.kill()
     progress.until(reader, received="d-b")
-    assert worker.take_invalid_block_ids() == {6, 7, 8}
+    assert lost_blocks(worker) == {6, 7, 8}
     (line,) = (each.getMessage() for each in caplog_vllm.records if each.levelno > 20)
     assert line.startswith("KV cache of request d-b could not be read from engine prefill: NIXL ")
     assert line.endswith(
@@ -135,6 +136,6 @@ def test_handshake_that_failed_while_nobody_waited_costs_nobody(engines, caplog_
     holder.offer("p-a")
     reader.start(receive={"d-a": receive(address, [3, 4, 1], BLOCKS)})
     Progress(holder, reader).until(reader, received="d-a")
-    assert not worker.take_invalid_block_ids()
+    assert not worker.take_failed()
     assert_received(reader, [3, 4, 1], whole)
     assert "ERROR" not in {each.levelname for each in caplog_vllm.records}

@@ -20,6 +20,7 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     engines,
     every_strategy,
     fill,
+    lost_blocks,
     receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
@@ -62,7 +63,7 @@ def test_cache_formats(engines, prefill, decode):
     progress.until(p, sent="p-a")
     assert_received(d, local, whole)
     for worker in d.workers.values():
-        assert worker.take_invalid_block_ids() == set()
+        assert worker.take_failed() == {}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_fp8_and_another_format_do_not_meet(engines, caplog_vllm):
     d.start(receive={"d-a": receive(address, [3], [5], tokens=16)})
     Progress(d).until(d, received="d-a")
     assert "kv_cache_dtype is fp8 there and fp8_e5m2 here" in caplog_vllm.text
-    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {3}
+    assert lost_blocks(d.workers[MeshRank(0, 0)]) == {3}
 
 
 def test_refusal_can_be_switched_off(engines):
@@ -198,7 +199,7 @@ def test_replicas_come_and_go(engines):
     assert_received(joined, [3, 4, 1], whole)
     progress.until(joined, received="lost")
     for worker in joined.workers.values():
-        assert worker.take_invalid_block_ids() == {9, 10, 11}
+        assert lost_blocks(worker) == {9, 10, 11}
 
 
 def test_stats_reach_prometheus(engines):

@@ -20,6 +20,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility
 )
 
 
+def speculative(**changes) -> SimpleNamespace:
+    """As much of a `SpeculativeConfig` as the factors are taken from, for EAGLE."""
+    values = dict(method="eagle3", hidden_size=64, layers=1, aux_layers=(2, 14), parallel=False)
+    values.update(changes)
+    return SimpleNamespace(
+        method=values["method"],
+        parallel_drafting=values["parallel"],
+        num_speculative_tokens=values.get("tokens", 3),
+        kv_cache_dtype=None,
+        use_eagle=lambda: values["method"] in ("eagle", "eagle3", "mtp"),
+        draft_model_config=SimpleNamespace(
+            model=values.get("model", "here/draft"),
+            hf_text_config=SimpleNamespace(model_type="llama", hidden_size=values["hidden_size"]),
+            hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=values["aux_layers"]),
+            get_total_num_hidden_layers=lambda: values["layers"],
+        ),
+    )
+
+
 def config(**changes) -> SimpleNamespace:
     """As much of a `VllmConfig` as the factors are taken from."""
     values = dict(
@@ -28,6 +47,7 @@ def config(**changes) -> SimpleNamespace:
     values.update(
         vocabulary=99, cache_dtype="auto", no_hybrid=False, tp_size=1, pp_size=1, block_size=16
     )
+    values.update(speculative=None, lookahead=1)
     values.update(changes)
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -45,6 +65,8 @@ def config(**changes) -> SimpleNamespace:
             cache_dtype=values["cache_dtype"], block_size=values["block_size"]
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=values["no_hybrid"]),
+        speculative_config=values["speculative"],
+        num_prefill_lookahead_tokens=values["lookahead"],
         parallel_config=SimpleNamespace(
             tensor_parallel_size=values["tp_size"], pipeline_parallel_size=values["pp_size"]
         ),
@@ -81,6 +103,13 @@ def test_factors_of_a_real_configuration(tmp_path):
         "kv_cache_dtype": "float32",
         "attention_backends": "CPU_ATTN",
         "hybrid_kv_cache_manager": "yes",
+        "draft_method": "none",
+        "draft_model": "none",
+        "draft_layers": "none",
+        "draft_aux_layers": "none",
+        "draft_kv_cache_dtype": "none",
+        "draft_lookahead": "none",
+        "parallel_drafting": "none",
     }
 
 
@@ -111,6 +140,65 @@ def test_what_must_not_differ(change, message):
     remote = compatibility_factors(config(**change), ["FLASH_ATTN"])
     with pytest.raises(RemoteIncompatibleError, match=message):
         check_compatibility(BASE, remote)
+
+
+DRAFTING = compatibility_factors(config(speculative=speculative()), ["FLASH_ATTN"])
+
+
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        (None, "draft_method is none there and eagle3 here.*give the same --speculative-config"),
+        (dict(method="mtp"), "draft_method is mtp there and eagle3 here"),
+        (dict(method="ngram"), "draft_method is none there and eagle3 here"),
+        (dict(hidden_size=128), "draft_model is .*hidden_size 128 there and .*hidden_size 64 here"),
+        (dict(layers=2), "draft_layers is 2 there and 1 here"),
+        (dict(aux_layers=None), r"draft_aux_layers is None there and \(2, 14\) here"),
+        (dict(parallel=True), "parallel_drafting is yes there and no here"),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, str) else "",
+)
+def test_drafts_from_hidden_states_are_made_alike_or_not_at_all(there, message):
+    """Their layers' KV cache is read with the model's: who drafts needs a source that does."""
+    other = None if there is None else speculative(**there)
+    remote = compatibility_factors(config(speculative=other), ["FLASH_ATTN"])
+    with pytest.raises(RemoteIncompatibleError, match=message):
+        check_compatibility(DRAFTING, remote)
+    with pytest.raises(RemoteIncompatibleError, match="give the same --speculative-config"):
+        check_compatibility(remote, DRAFTING)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (dict(cache_dtype="fp8"), "draft_kv_cache_dtype is fp8 there and bfloat16 here"),
+        (dict(lookahead=3), "draft_lookahead is 3 there and 1 here"),
+    ],
+    ids=["format", "lookahead"],
+)
+def test_what_drafts_keep_and_how_far_they_read_must_be_equal(monkeypatch, change, name):
+    """Modules that read ahead leave the end of a prompt to the decode engine."""
+    monkeypatch.setattr(
+        factors_module,
+        "prefill_lookahead_tokens",
+        lambda vllm_config: vllm_config.num_prefill_lookahead_tokens,
+    )
+    remote = compatibility_factors(config(speculative=speculative(), **change), ["FLASH_ATTN"])
+    with pytest.raises(RemoteIncompatibleError, match=name):
+        check_compatibility(DRAFTING, remote)
+
+
+@pytest.mark.parametrize("change", [dict(model="there/draft"), dict(tokens=7)])
+def test_drafts_may_lie_elsewhere_and_be_of_other_lengths(change):
+    """Neither says anything about the KV cache."""
+    other = config(speculative=speculative(**change))
+    assert compatibility_factors(other, ["FLASH_ATTN"]) == DRAFTING
+
+
+def test_drafts_from_tokens_alone_are_each_engines_own():
+    """One engine may draft by n-grams, and the other not."""
+    by_ngrams = config(speculative=speculative(method="ngram"))
+    assert compatibility_factors(by_ngrams, ["FLASH_ATTN"]) == BASE
 
 
 def test_every_difference_is_named_at_once():

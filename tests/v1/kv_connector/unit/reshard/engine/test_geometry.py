@@ -1,184 +1,156 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planes found in tensors: every slot is where the tensor itself says it is."""
+"""A worker's layers, as its configuration and its tensors have them."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import dataclasses
 
 import pytest
 import torch
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
+    KVQuantMode,
     MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from tests.v1.kv_connector.unit.reshard import forms
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import (
     describe_cache,
+    latent_layers,
     memory_regions,
-    split_layers,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 
 BLOCKS, HEADS, TOKENS, SIZE = 6, 3, 16, 8
 SIZES = dict(block_size=TOKENS, num_kv_heads=HEADS, head_size=SIZE)
+LATENT = dict(block_size=TOKENS, num_kv_heads=1, head_size=576)
+FULL = FullAttentionSpec(**SIZES, dtype=torch.float32)
 
 
-class Backend:
-    """An attention backend that shapes its cache as told."""
-
-    def __init__(self, axes: str) -> None:
-        self.axes = axes
-
-    def get_name(self) -> str:
-        """Name of the backend."""
-        return "TEST_ATTN"
-
-    def get_kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
-        """The shape, in the order of the axes."""
-        sizes = {"p": 2, "b": num_blocks, "h": num_kv_heads, "t": block_size, "s": head_size}
-        return tuple(sizes[axis] for axis in self.axes)
-
-
-def config(*layers: str, spec=None, blocks: int = BLOCKS) -> KVCacheConfig:
+def config(*layers: str, spec=FULL, blocks: int = BLOCKS) -> KVCacheConfig:
     """One group of layers."""
-    spec = spec or FullAttentionSpec(**SIZES, dtype=torch.float32)
     return KVCacheConfig(blocks, [], [KVCacheGroupSpec(list(layers), spec)])
 
 
-@pytest.mark.parametrize("axes", ["pbhts", "pbths", "bphts", "bpths", "bts"])
-@pytest.mark.parametrize("memory_order", ["as shaped", "heads before tokens"])
-def test_every_slot_is_found(axes, memory_order):
+def cache_of(spec, tensor: torch.Tensor | None = None, *, blocks: int = BLOCKS):
+    """The cache of one layer with the given specification."""
+    tensor = forms.empty(blocks, HEADS, TOKENS, SIZE) if tensor is None else tensor
+    return describe_cache({"layer": tensor}, config("layer", spec=spec), {"layer": forms.backend()})
+
+
+@pytest.mark.parametrize("token_major", [False, True])
+def test_every_slot_is_found(token_major):
     """Address and strides lead to the very element that indexing the tensor gives."""
-    backend = Backend(axes)
-    shape = backend.get_kv_cache_shape(BLOCKS, TOKENS, HEADS, SIZE)
-    if memory_order == "heads before tokens" and "th" in axes:
-        h, t = axes.index("h"), axes.index("t")
-        order = list(range(len(axes)))
-        order[h], order[t] = t, h
-        tensor = torch.empty([shape[axis] for axis in order]).permute(order)
-    else:
-        tensor = torch.empty(shape)
-    cache = describe_cache({"layer": tensor}, config("layer"), {"layer": backend})
-    planes = cache.layers["layer"].planes
-    assert len(planes) == (2 if "p" in axes else 1)
+    tensor = forms.empty(BLOCKS, HEADS, TOKENS, SIZE, token_major=token_major)
+    cache = cache_of(FULL, tensor)
     assert (cache.num_blocks, cache.blocks_per_id, cache.device_id) == (BLOCKS, 1, 0)
+    planes = cache.layers["layer"].planes
+    views = forms.as_planes(tensor)
     for number, plane in enumerate(planes):
-        assert plane.num_heads == (HEADS if "h" in axes else 1)
-        assert (plane.block_tokens, plane.slot_bytes) == (TOKENS, SIZE * 4)
-        for block, head, token in [(0, 0, 0), (3, plane.num_heads - 1, 5), (5, 0, 15)]:
-            place = {"p": number, "b": block, "h": head, "t": token, "s": 0}
-            element = tensor[tuple(place[axis] for axis in axes)]
+        assert (plane.num_heads, plane.block_tokens, plane.packed) == (HEADS, TOKENS, False)
+        assert plane.slot_bytes == 2 // len(planes) * SIZE * 4
+        for block, head, token in [(0, 0, 0), (3, HEADS - 1, 5), (5, 0, 15)]:
             address = (
                 plane.address + block * plane.block_stride_bytes + plane.offset_bytes(head, token)
             )
-            assert address == element.data_ptr()
+            assert address == views[number, block, head, token, 0].data_ptr()
 
 
-def test_cpu_attention_is_packed():
-    """The CPU backend's tokens have no place of their own within a block."""
-    tensor = torch.empty(CPUAttentionBackend.get_kv_cache_shape(BLOCKS, TOKENS, HEADS, SIZE))
-    cache = describe_cache({"layer": tensor}, config("layer"), {"layer": CPUAttentionBackend})
-    key, value = cache.layers["layer"].planes
-    assert key.packed and value.packed
-    assert value.address - key.address == tensor[0].nbytes
-    assert key.head_stride_bytes == TOKENS * SIZE * 4
+def test_the_latent_of_mla_is_one_plane():
+    """One head that every rank holds: key and value are made of the same bytes."""
+    tensor = forms.empty(BLOCKS, 1, TOKENS, 576, mla=True, dtype=torch.bfloat16)
+    spec = MLAAttentionSpec(**LATENT, dtype=torch.bfloat16)
+    names = {"layer": forms.backend(mla=True)}
+    cache = describe_cache({"layer": tensor}, config("layer", spec=spec), names)
+    (plane,) = cache.layers["layer"].planes
+    assert (plane.num_heads, plane.slot_bytes, plane.packed) == (1, 2 * 576, False)
+    assert plane.token_stride_bytes == plane.slot_bytes
+    assert plane.block_stride_bytes == TOKENS * plane.slot_bytes
+
+
+def test_latent_layers_are_told_apart():
+    """A draft model's layers may be of another kind than the model's."""
+    groups = [
+        KVCacheGroupSpec(["latent"], MLAAttentionSpec(**LATENT, dtype=torch.half)),
+        KVCacheGroupSpec(["draft"], FULL),
+    ]
+    assert latent_layers(KVCacheConfig(BLOCKS, [], groups)) == {"latent"}
 
 
 def test_smaller_kernel_blocks_are_counted():
     """Where the kernel's blocks are halves of the scheduler's, an id stands for two."""
-    tensor = torch.empty(2, 2 * BLOCKS, HEADS, TOKENS, SIZE)
-    cache = describe_cache({"layer": tensor}, config("layer"), {"layer": Backend("pbhts")})
+    cache = cache_of(FULL, forms.empty(2 * BLOCKS, HEADS, TOKENS, SIZE))
     assert (cache.num_blocks, cache.blocks_per_id) == (2 * BLOCKS, 2)
 
 
 def test_groups_are_kept_and_foreign_layers_left_out():
     """Each layer carries its own group; layers without a tensor here are on another stage."""
     groups = [
-        KVCacheGroupSpec(["full", "elsewhere"], FullAttentionSpec(**SIZES, dtype=torch.half)),
+        KVCacheGroupSpec(["full", "elsewhere"], FULL),
         KVCacheGroupSpec(
-            ["window"], SlidingWindowSpec(**SIZES, dtype=torch.half, sliding_window=64)
+            ["window"], SlidingWindowSpec(**SIZES, dtype=torch.float32, sliding_window=64)
         ),
     ]
-    shared = torch.empty(2, BLOCKS, HEADS, TOKENS, SIZE, dtype=torch.half)
+    shared = forms.empty(BLOCKS, HEADS, TOKENS, SIZE)
     tensors = {"full": shared, "window": shared}
-    cache = describe_cache(
-        tensors, KVCacheConfig(BLOCKS, [], groups), dict.fromkeys(tensors, Backend("pbhts"))
-    )
+    backends = dict.fromkeys(tensors, forms.backend())
+    cache = describe_cache(tensors, KVCacheConfig(BLOCKS, [], groups), backends)
     assert {name: layer.group for name, layer in cache.layers.items()} == {"full": 0, "window": 1}
     assert memory_regions(tensors) == [(shared.data_ptr(), shared.nbytes, 0)]
 
 
+def test_layers_that_share_anothers_cache_have_none_of_their_own():
+    """They are in the same group, and their blocks are read once, for the layer that owns them."""
+    owned, other = (forms.empty(BLOCKS, HEADS, TOKENS, SIZE) for _ in range(2))
+    tensors = {"owner": owned, "sharer": owned, "other": other}
+    backends = dict.fromkeys(tensors, forms.backend())
+    cache = describe_cache(tensors, config(*tensors), backends)
+    assert list(cache.layers) == ["owner", "other"]
+
+
+def test_scales_beside_what_they_scale_are_read_with_it():
+    """A slot is then larger than its numbers."""
+    spec = dataclasses.replace(FULL, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
+    tensor = forms.empty(BLOCKS, HEADS, TOKENS, SIZE + 4, dtype=torch.int8)
+    planes = cache_of(spec, tensor).layers["layer"].planes
+    assert {plane.slot_bytes for plane in planes} == {2 // len(planes) * (SIZE + 4)}
+
+
 @pytest.mark.parametrize(
-    ("tensor", "backend", "message"),
+    ("spec", "message"),
     [
         (
-            torch.empty(2, BLOCKS, HEADS, TOKENS, SIZE * 2)[..., ::2],
-            Backend("pbhts"),
-            "in steps of",
+            MambaSpec(block_size=TOKENS, shapes=((1,),), dtypes=(torch.half,)),
+            r"layer layer keeps MambaSpec state.*upstream's connector",
         ),
-        (torch.empty(2, BLOCKS + 1, HEADS, TOKENS, SIZE), Backend("pbhts"), "scheduler counts 6"),
-        (torch.empty(2, BLOCKS, HEADS, TOKENS), Backend("pbht"), "is not understood"),
+        (
+            SinkFullAttentionSpec(**SIZES, dtype=torch.float32, sink_len=4),
+            "keeps SinkFullAttentionSpec state",
+        ),
+        (
+            dataclasses.replace(FULL, kv_quant_mode=KVQuantMode.NVFP4),
+            "layer layer quantizes its KV cache as NVFP4.*another --kv-cache-dtype",
+        ),
     ],
 )
-def test_what_cannot_be_described_is_refused(tensor, backend, message):
-    """The error names the layer or the backend, and what to do."""
+def test_what_is_kept_in_other_ways_is_refused(spec, message):
+    """State that is no attention cache, blocks with holes, scales that lie somewhere else."""
     with pytest.raises(LocalLayoutError, match=message):
-        describe_cache({"layer": tensor}, config("layer"), {"layer": backend})
+        cache_of(spec)
 
 
-def test_mamba_state_is_refused():
-    """State that is no attention cache is left to upstream's connector."""
-    spec = MambaSpec(block_size=TOKENS, shapes=((1,),), dtypes=(torch.half,))
-    with pytest.raises(LocalLayoutError, match=r"MambaSpec state.*upstream's connector"):
-        describe_cache(
-            {"layer": torch.empty(1)}, config("layer", spec=spec), {"layer": Backend("pbhts")}
-        )
+def test_blocks_that_the_scheduler_does_not_count_are_refused():
+    """Its ids would name other blocks than ours."""
+    with pytest.raises(LocalLayoutError, match="scheduler counts 6"):
+        cache_of(FULL, blocks=BLOCKS + 1)
 
 
 def test_worker_without_layers_is_refused():
     """There is nothing to transfer."""
     with pytest.raises(LocalLayoutError, match="no layer"):
         describe_cache({}, config("layer"), {})
-
-
-@pytest.mark.parametrize("order", [(2, 4, 0, 1, 3, 5), (2, 0, 1, 3, 4, 5), (1, 3, 0, 2, 4, 5)])
-def test_layers_of_one_tensor_are_those_of_the_model_runner(order):
-    """Each layer is the very memory that vLLM's runner gives to it, whatever the order of axes."""
-
-    class Together(Backend):
-        """A backend whose layers lie together, in the given order of axes."""
-
-        def get_kv_cache_shape(self, *sizes, cache_dtype_str="auto", **named):
-            """The shape, in the order of the axes."""
-            names = ("num_blocks", "block_size", "num_kv_heads", "head_size")
-            return super().get_kv_cache_shape(**dict(zip(names, sizes, strict=False)), **named)
-
-        def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
-            """Which axis comes when, in memory."""
-            return order
-
-    spec = FullAttentionSpec(**SIZES, dtype=torch.float32)
-    names = ["b", "a", "c"]
-    tensors = [KVCacheTensor(BLOCKS * spec.page_size_bytes, [name]) for name in names]
-    kv_cache_config = KVCacheConfig(BLOCKS, tensors, [KVCacheGroupSpec(names, spec)])
-    backend = Together("bpths")
-    runners, together, _ = KVConnectorModelRunnerMixin.allocate_uniform_kv_caches(
-        kv_cache_config,
-        [[SimpleNamespace(kv_cache_spec=spec, backend=backend)]],
-        "auto",
-        torch.device("cpu"),
-        [TOKENS],
-    )
-    layers = split_layers(together, kv_cache_config, backend)
-    assert layers.keys() == runners.keys()
-    for name, layer in layers.items():
-        expected = runners[name]
-        assert layer.data_ptr() == expected.data_ptr()
-        assert (layer.shape, layer.stride()) == (expected.shape, expected.stride())
-    assert len(memory_regions(layers)) == 1

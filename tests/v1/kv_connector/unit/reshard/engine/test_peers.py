@@ -9,8 +9,8 @@ import pytest
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
     FIRST_RETRY_S,
-    IDLE_LIMIT_S,
     LAST_RETRY_S,
+    STEADY_S,
     PeerTable,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteLayoutError
@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
 )
 
+IDLE_LIMIT_S = 600.0
 ADDRESS = RemoteEngineAddress("engine", "prefill.example", 5600)
 
 
@@ -71,7 +72,7 @@ def network() -> Network:
 @pytest.fixture
 def table(network) -> PeerTable:
     """A table without peers."""
-    return PeerTable(network, lambda _: (), network.connect)
+    return PeerTable(network, lambda _: (), network.connect, IDLE_LIMIT_S)
 
 
 def outcomes(news):
@@ -201,7 +202,8 @@ def test_any_error_of_a_handshake_is_that_peers(table, network):
 def test_broken_engine_is_connected_anew_when_nothing_is_in_flight(table, network):
     """After a failed read new requests wait until the old ones have ended."""
     peer = connected(table, network)
-    peer.in_flight, peer.broken = 1, True
+    peer.in_flight = 1
+    peer.break_off(1.0)
     table.want(ADDRESS, 1.0).waiting.append(("a", None))
     assert table.advance(1.0) == []
     assert not network.engines[0].closed
@@ -212,6 +214,67 @@ def test_broken_engine_is_connected_anew_when_nothing_is_in_flight(table, networ
     network.answer()
     assert outcomes(table.advance(2.0)) == [("engine", None)]
     assert peer.engine is network.engines[1]
+
+
+def reconnected(table, network, now_s):
+    """The peer after a read that has failed, and how long it was not asked for."""
+    peer = table.want(ADDRESS, now_s)
+    peer.break_off(now_s)
+    table.advance(now_s)
+    # Whoever wanted it has failed meanwhile: its past is kept all the same.
+    peer.wanted = False
+    table.advance(peer.retry_at_s)
+    assert table.want(ADDRESS, peer.retry_at_s) is peer
+    table.advance(peer.retry_at_s)
+    network.answer()
+    table.advance(peer.retry_at_s)
+    assert peer.engine is network.engines[-1]
+    return peer, peer.retry_at_s - now_s
+
+
+def test_engine_that_breaks_again_and_again_is_asked_ever_more_rarely(table, network):
+    """It answers every handshake, and no read from it succeeds; at first it is asked at once."""
+    peer = connected(table, network)
+    now_s, delays = 1.0, []
+    for _ in range(8):
+        peer, delay_s = reconnected(table, network, now_s)
+        delays.append(delay_s)
+        now_s = peer.retry_at_s + 0.5
+    assert delays[:3] == [0.0, FIRST_RETRY_S, 2 * FIRST_RETRY_S]
+    assert delays[-1] == LAST_RETRY_S
+    assert delays == sorted(delays)
+
+
+def test_engine_that_was_steady_for_long_has_no_past(table, network):
+    """What broke an hour ago does not delay anybody now."""
+    connected(table, network)
+    peer, _ = reconnected(table, network, 1.0)
+    peer, delay_s = reconnected(table, network, peer.retry_at_s + 1.0)
+    assert delay_s == FIRST_RETRY_S
+    _, delay_s = reconnected(table, network, peer.retry_at_s + STEADY_S)
+    assert delay_s == 0.0
+
+
+def test_reads_that_fail_together_are_one_break(table, network):
+    """All legs of a request, and all requests, fail with the engine that they are read from."""
+    peer = connected(table, network)
+    peer.in_flight = 3
+    for now_s in (1.0, 1.5, 2.0):
+        peer.break_off(now_s)
+    assert (peer.breaks, peer.retry_at_s) == (1, 1.0)
+
+
+def test_broken_engine_is_forgotten_after_its_past(table, network):
+    """State of engines that are gone does not pile up either."""
+    peer = connected(table, network)
+    peer.break_off(1.0)
+    peer.wanted = False
+    table.advance(1.0)
+    assert network.engines[0].closed
+    table.advance(STEADY_S)
+    assert len(table) == 1
+    table.advance(1.0 + STEADY_S)
+    assert len(table) == 0
 
 
 def test_restarted_engine_replaces_the_one_before(table, network):
@@ -241,6 +304,15 @@ def test_silent_engine_is_forgotten(table, network):
     table.advance(IDLE_LIMIT_S + 1)
     assert len(table) == 0
     assert network.engines[0].closed
+
+
+@pytest.mark.parametrize("idle_limit_s", [0.0, -1.0])
+def test_engines_are_kept_for_ever_without_a_limit(network, idle_limit_s):
+    """As with upstream's `engine_ttl`."""
+    table = PeerTable(network, lambda _: (), network.connect, idle_limit_s)
+    connected(table, network)
+    table.advance(1e9)
+    assert len(table) == 1
 
 
 def test_engine_with_reads_in_flight_is_kept(table, network):

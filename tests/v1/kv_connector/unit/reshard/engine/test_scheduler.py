@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler impor
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Heartbeats,
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sound
@@ -129,8 +130,12 @@ def scheduler(*, bidirectional: bool = False, block_size: int = 16) -> ReshardSc
     config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=block_size),
         parallel_config=SimpleNamespace(
-            data_parallel_index=0, tensor_parallel_size=2, pipeline_parallel_size=3
+            data_parallel_index=0,
+            tensor_parallel_size=2,
+            pipeline_parallel_size=3,
+            decode_context_parallel_size=1,
         ),
+        num_prefill_lookahead_tokens=0,
         kv_transfer_config=KVTransferConfig(
             kv_connector="NixlConnector",
             kv_role="kv_both",
@@ -158,7 +163,7 @@ def test_request_that_cannot_be_read_does_not_wait_for_ever(change):
     owner = scheduler()
     new = arrive(owner, PARAMS | change)
     assert owner.get_num_new_matched_tokens(new, 0) == (40, True)
-    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ([3, 4, 1],))
+    blocks = SimpleNamespace(blocks=(), get_unhashed_block_ids_all_groups=lambda: ([3, 4, 1],))
     owner.update_state_after_alloc(new, blocks, 40)
     (receive,) = owner.build_connector_meta(None).receive.values()
     assert "malformed" in receive.fault
@@ -170,7 +175,7 @@ def test_values_that_cannot_be_keys_harm_nobody(change):
     """What a router made of the names does not raise where they would be looked up."""
     owner = scheduler()
     arrive(owner, PARAMS | {"tp_size": 1} | change)
-    assert not owner._heartbeat_by_engine
+    assert not owner.build_connector_meta(None).heartbeats
 
 
 def test_prefill_engine_that_does_not_read_back_computes():
@@ -225,7 +230,10 @@ def test_heartbeats_need_no_size():
     """A router that does not pass on `tp_size` does not cost a request its lease."""
     owner = scheduler()
     arrive(owner, {name: value for name, value in PARAMS.items() if name != "tp_size"})
-    assert owner._heartbeat_by_engine["prefill"].req_ids == {"p-a"}
+    (heartbeats,) = owner.build_connector_meta(None).heartbeats
+    assert heartbeats == Heartbeats(
+        RemoteEngineAddress("prefill", "10.0.0.1", 5600), frozenset({"p-a"})
+    )
 
 
 def test_sibling_on_a_prefill_engine_is_still_held():

@@ -48,10 +48,11 @@ def test_options_are_read():
                 "kv_recompute_threshold": "8",
                 "decoder_kv_blocks_ttl": 60.5,
                 "enable_cross_layers_blocks": "True",
+                "engine_ttl": 90,
             }
         )
     )
-    assert settings == Settings(12.0, 2, ("UCX", "GDS"), 50, False, True, 8, 60.5, True)
+    assert settings == Settings(12.0, 2, ("UCX", "GDS"), 50, False, True, 8, 60.5, True, 90.0)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,8 @@ def test_options_are_read():
         ("kv_lease_duration", "30"),
         ("kv_lease_duration", 0),
         ("kv_lease_duration", float("nan")),
+        ("engine_ttl", "an hour"),
+        ("engine_ttl", float("nan")),
         ("num_threads", 1.5),
         ("num_threads", -1),
         ("backends", "UCX"),

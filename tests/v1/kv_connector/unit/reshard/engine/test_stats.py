@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import errors
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import compat
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
     HandshakeFailure,
     ReadFailure,
@@ -27,13 +28,14 @@ TELEMETRY = SimpleNamespace(xferDuration=2000.0, postDuration=10.0, totalBytes=4
 RECORDS = {
     "transfer": lambda stats: stats.record_transfer(TELEMETRY),
     "handshake": lambda stats: stats.record_handshake(0.25),
-    "failed handshake": lambda stats: stats.record_failed_handshake(
+    "failed handshake": lambda stats: stats.record_handshake_failure(
         errors.RemoteRefusedError("no")
     ),
     "failed read": lambda stats: stats.record_failed_read(ReadFailure.LEASE),
     "notification": lambda stats: stats.record_notification(),
     "held blocks": lambda stats: stats.record_held_blocks(5),
     "expired lease": lambda stats: stats.record_kv_expired_req(),
+    "late notification": lambda stats: stats.record_late_notification(),
 }
 
 
@@ -87,6 +89,8 @@ def test_workers_add_up(workers):
     assert len(total.data["handshake_seconds"]) == names.count("handshake")
     assert len(total.data["handshake_failures"]) == names.count("failed handshake")
     assert len(total.data["read_failures"]) == names.count("failed read")
+    late = names.count("late notification")
+    assert len(total.data["num_notifications_after_expiry"]) == late
     assert total.num_successful_transfers == names.count("transfer")
     assert len(total.data["read_strategies"]) == names.count("transfer")
 
@@ -109,8 +113,21 @@ def test_prometheus_shows_every_kind(prometheus):
     assert value(registry, "vllm:nixl_held_blocks") == 5
     # Upstream's names and meanings stay.
     assert value(registry, "vllm:nixl_bytes_transferred_sum") == 8192
-    assert value(registry, "vllm:nixl_num_failed_transfers_total") == 2
+    assert value(registry, "vllm:nixl_num_failed_transfers_total") == (
+        4 if compat.UPSTREAM_COUNTS_ALL_FAILURES else 2
+    )
     assert value(registry, "vllm:nixl_num_kv_expired_reqs_total") == 2
+    assert value(registry, "vllm:nixl_num_notifications_after_expiry_total") == 2
+
+
+def test_late_notifications_are_counted_as_upstreams_are(prometheus):
+    """Readers that were through too late may have read what was somebody else's by then."""
+    metrics, registry = prometheus
+    stats = ReshardStats()
+    stats.record_late_notification()
+    assert not stats.is_empty()
+    metrics.observe(stats.data)
+    assert value(registry, "vllm:nixl_num_notifications_after_expiry_total") == 1
 
 
 def test_series_begin_at_zero(prometheus):

@@ -18,20 +18,24 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import KVTransferConfig
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
+from tests.bases import requires_base
+from tests.v1.kv_connector.unit.reshard import forms
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import describe_cache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
@@ -52,30 +56,12 @@ OFFER = Binding(48, 1, 2)
 DEADLINE_S = 120.0
 
 
-class Backend:
-    """An attention backend with plain HND blocks, or MLA's."""
-
-    def __init__(self, mla: bool) -> None:
-        self.mla = mla
-
-    def get_name(self) -> str:
-        """Name of the backend."""
-        return "TEST_ATTN"
-
-    def get_kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
-        """Shape of a layer's cache."""
-        if self.mla:
-            return num_blocks, block_size, head_size
-        return 2, num_blocks, num_kv_heads, block_size, head_size
-
-    def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
-        """Memory of all layers together: blocks, heads, layers, planes, tokens, size."""
-        assert include_num_layers_dimension
-        return 2, 3, 0, 1, 4, 5
-
-
 class Engine:
-    """All workers of an engine, and the side channel that its scheduler would serve."""
+    """All workers of an engine, and the side channel that its scheduler would serve.
+
+    Attributes:
+        caches: Of each layer of each rank, as planes.
+    """
 
     def __init__(
         self,
@@ -95,10 +81,12 @@ class Engine:
         token_major: bool = False,
         cross_layers: bool = False,
         replica: int = 0,
+        head_size: int = HEAD_SIZE,
+        backend: type | None = None,
         **extra_config,
     ) -> None:
         self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
-        self.dtype = dtype
+        self.dtype, self.head_size = dtype, head_size
         self.mesh = ParallelMesh(pp, tp)
         self.shards = tuple(
             Shard(s.rank, {f"layers.{n}": heads for n, heads in s.heads_by_layer.items()})
@@ -111,10 +99,11 @@ class Engine:
                 dtype=dtype,
                 get_total_num_kv_heads=lambda: heads,
                 get_total_num_hidden_layers=lambda: NUM_LAYERS,
-                get_head_size=lambda: HEAD_SIZE,
+                get_head_size=lambda: head_size,
             ),
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
+            speculative_config=None,
             # A dense model's replicas all have rank 0.
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=tp, data_parallel_rank=0, data_parallel_index=replica
@@ -131,32 +120,28 @@ class Engine:
         )
         self.workers: dict[MeshRank, ReshardWorker] = {}
         self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
-        backend = Backend(mla)
+        backend = backend or forms.backend(mla=mla)
         for shard in self.shards:
             num_heads = len(next(iter(shard.heads_by_layer.values())))
-            spec = FullAttentionSpec(
+            spec = (MLAAttentionSpec if mla else FullAttentionSpec)(
                 block_size=block_tokens * blocks_per_id,
                 num_kv_heads=num_heads,
-                head_size=HEAD_SIZE,
+                head_size=head_size,
                 dtype=dtype,
             )
             names = list(shard.heads_by_layer)
             num_blocks = NUM_BLOCKS * blocks_per_id
-            shape = backend.get_kv_cache_shape(num_blocks, block_tokens, num_heads, HEAD_SIZE)
-            caches = {name: torch.zeros(shape, dtype=dtype) for name in names}
-            if token_major:
-                caches = {
-                    name: torch.zeros(
-                        2, num_blocks, block_tokens, num_heads, HEAD_SIZE, dtype=dtype
-                    ).transpose(2, 3)
-                    for name in names
-                }
+            sizes = num_blocks, num_heads, block_tokens, head_size
+            tensors = {
+                name: forms.empty(*sizes, mla=mla, dtype=dtype, token_major=token_major)
+                for name in names
+            }
             groups = [KVCacheGroupSpec(names, spec)]
             if window_tokens:
                 groups = split(names, spec, window_tokens)
                 # One tensor for a layer of each group, as vLLM's hybrid allocator has it.
                 for full, sliding in zip(*(group.layer_names for group in groups), strict=False):
-                    caches[sliding] = caches[full]
+                    tensors[sliding] = tensors[full]
             with pytest.MonkeyPatch.context() as patch:
                 for group, number in (
                     ("get_pp_group", shard.rank.pp_rank),
@@ -168,14 +153,17 @@ class Engine:
                 patch.setattr(
                     ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
                 )
-                tensors = [KVCacheTensor(NUM_BLOCKS * spec.page_size_bytes, [n]) for n in names]
-                cache_config = KVCacheConfig(NUM_BLOCKS, tensors, groups)
+                places = forms.cache_tensors(names, NUM_BLOCKS, spec.page_size_bytes)
+                cache_config = KVCacheConfig(NUM_BLOCKS, places, groups)
                 worker = ReshardWorker(config, engine_id, cache_config)
                 if cross_layers:
-                    caches = register_together(worker, cache_config, shape, dtype, backend)
+                    tensors = forms.register_together(worker, cache_config, sizes, dtype)
                 else:
-                    worker.register_kv_caches(caches)
-            self.workers[shard.rank], self.caches[shard.rank] = worker, caches
+                    worker.register_kv_caches(tensors)
+            self.workers[shard.rank] = worker
+            self.caches[shard.rank] = {
+                name: forms.as_planes(tensor, mla=mla) for name, tensor in tensors.items()
+            }
         self.server: HandshakeServer | None = None
 
     def serve(self, port: int = 0) -> RemoteEngineAddress:
@@ -205,8 +193,6 @@ class Engine:
     def blocks(self, rank: MeshRank, layer: str, block_ids) -> np.ndarray:
         """The bytes of some blocks of a layer: planes, heads, tokens, size."""
         cache = self.caches[rank][layer].numpy()
-        if self.mla:
-            return np.concatenate(cache[block_ids])[None, None]
         return np.concatenate(cache[:, block_ids].swapaxes(0, 1), axis=2)
 
     def close(self) -> None:
@@ -215,20 +201,6 @@ class Engine:
             worker.close()
         if self.server is not None:
             self.server.close()
-
-
-def register_together(worker, cache_config, shape, dtype, backend) -> dict[str, torch.Tensor]:
-    """Give a worker all layers in one tensor, by way of its connector; returns each layer's."""
-    planes, blocks, heads, tokens, size = shape
-    num_layers = len(cache_config.kv_cache_tensors)
-    together = torch.zeros(blocks, heads, num_layers, planes, tokens, size, dtype=dtype)
-    connector = object.__new__(NixlConnector)
-    connector.connector_worker, connector.kv_cache_config = worker, cache_config
-    connector.register_cross_layers_kv_cache(together, backend)
-    return {
-        tensor.shared_by[0]: together[:, :, layer].permute(2, 0, 1, 3, 4)
-        for layer, tensor in enumerate(cache_config.kv_cache_tensors)
-    }
 
 
 def split(names: list[str], spec: FullAttentionSpec, window_tokens: int) -> list[KVCacheGroupSpec]:
@@ -299,6 +271,11 @@ class Progress:
             self.step()
 
 
+def lost_blocks(worker: ReshardWorker) -> set[int]:
+    """The blocks of all requests that could not be read."""
+    return set().union(*worker.take_failed().values())
+
+
 def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Receive:
     """A request of a number of tokens."""
     return Receive(address, remote_request_id, [local], [remote], tokens, tokens, OFFER)
@@ -310,7 +287,7 @@ def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
     heads = max(
         interval.stop for shard in engine.shards for interval in shard.heads_by_layer.values()
     )
-    shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, HEAD_SIZE)
+    shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, engine.head_size)
     random = np.random.default_rng(seed)
     if engine.dtype == torch.uint8:
         whole = random.integers(0, 256, shape, np.uint8)
@@ -323,10 +300,7 @@ def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
             for position, block in enumerate(block_ids):
                 start = position * engine.block_tokens
                 page = part[:, :, start : start + engine.block_tokens]
-                if engine.mla:
-                    cache[block] = page[0, 0]
-                else:
-                    cache[:, block] = page
+                cache[:, block] = page
     return whole
 
 
@@ -369,8 +343,57 @@ def test_request_is_received_and_released(engines, prefill, decode):
     progress.until(p, sent="p-a")
     assert_received(d, [3, 4, 1], whole)
     for worker in d.workers.values():
-        assert worker.take_invalid_block_ids() == set()
+        assert worker.take_failed() == {}
         assert worker.take_stats().data["bytes_transferred"]
+
+
+@requires_base("0.32.0", "0.33.0", reason="it has no MLA on CPU")
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(dict(tp=2), dict(tp=1)), (dict(pp=2), dict(tp=1)), (dict(tp=1), dict(tp=2))],
+    ids=["TP2 to TP1", "PP2 to TP1", "TP1 to TP2"],
+)
+def test_latents_of_cpu_mla(engines, prefill, decode):
+    """Of the size that its kernels take, in blocks of the size that they take."""
+    backend = resolve_obj_by_qualname("vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend")
+    form = dict(mla=True, head_size=576, backend=backend)
+    p, d = engines("prefill", **form, **prefill), engines("decode", **form, **decode)
+    assert p.workers[MeshRank(0, 0)]._factors["attention_backends"] == "CPU_MLA"
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    progress.until(p, sent="p-a")
+    assert_received(d, [3, 4, 1], whole)
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "message"),
+    [
+        (dict(mla=True), dict(mla=False, heads=1), "caches KV heads but .* one latent, which are"),
+        (dict(mla=False, heads=1), dict(mla=True), "caches one latent but .* KV heads, which are"),
+        (
+            dict(mla=False, heads=4),
+            dict(mla=False, heads=2),
+            "has 2 KV heads on rank pp0tp0, which holds 4 of the model's 4",
+        ),
+    ],
+    ids=["draft with heads", "draft with a latent", "draft with fewer heads"],
+)
+def test_layers_that_are_split_in_another_way_are_refused(engines, model, layer, message):
+    """As a draft model's may be: their heads would be taken for others."""
+    (worker,) = engines("engine", **model).workers.values()
+    heads = layer.get("heads", 1)
+    kind = MLAAttentionSpec if layer["mla"] else FullAttentionSpec
+    spec = kind(block_size=16, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
+    config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["draft"], spec)])
+    tensor = forms.empty(NUM_BLOCKS, heads, 16, HEAD_SIZE, mla=layer["mla"])
+    backends = {"draft": forms.backend(mla=layer["mla"])}
+    worker._kv_cache_config = config
+    with pytest.raises(LocalLayoutError, match=f"layer draft {message}"):
+        worker._shard(describe_cache({"draft": tensor}, config, backends))
 
 
 @pytest.mark.parametrize(("src_tokens", "dst_tokens"), [(16, 48), (48, 16), (16, 24)])
@@ -457,6 +480,34 @@ def test_second_replica_prepares_no_local_lists(engines):
     assert len(num_lists) == 1
 
 
+def test_idle_engines_leave_nothing_prepared(engines, monkeypatch):
+    """After `engine_ttl` lists of both ends are given back; the next request prepares them anew."""
+    d = engines("decode", engine_ttl=60)
+    (worker,) = d.workers.values()
+    now_s = time.monotonic()
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    addresses = {}
+    for name, layout in {"wide": dict(tp=2), "deep": dict(pp=2)}.items():
+        p = engines(name, **layout)
+        addresses[name] = p, p.serve()
+    lists = []
+    for request_id, name in (("a", "wide"), ("b", "deep"), ("c", "wide")):
+        p, address = addresses[name]
+        whole = fill(p, [5, 2, 9])
+        p.offer("p-a")
+        d.start(receive={request_id: receive(address, [3, 4, 1], [5, 2, 9])})
+        Progress(p, d).until(d, received=request_id)
+        assert_received(d, [3, 4, 1], whole)
+        lists.append(len(worker._local_lists))
+        now_s += 59.0
+        worker.get_finished()
+        assert lists[-1] == len(worker._local_lists)
+        now_s += 2.0
+        worker.get_finished()
+        assert len(worker._peers) == len(worker._local_lists) == 0
+    assert lists[0] == lists[2] > 0
+
+
 def test_handshake_is_told_in_one_line(engines, caplog_vllm):
     """The engine's log says once, however many requests there are, what is read from whom."""
     p, d = engines("prefill", tp=2), engines("decode")
@@ -494,7 +545,7 @@ def test_unreachable_engine_fails_its_requests_only(engines):
     assert_received(d, [3, 4, 1], whole)
     progress.until(d, received="lost")
     for worker in d.workers.values():
-        assert worker.take_invalid_block_ids() == {6, 7, 8}
+        assert lost_blocks(worker) == {6, 7, 8}
         assert worker.take_stats().data["num_failed_transfers"] == [1]
 
 
@@ -521,7 +572,7 @@ def test_other_dtype_is_refused_at_the_handshake(engines, caplog_vllm):
     Progress(d).until(d, received="d-a")
     assert "dtype is bfloat16 there and float32 here" in caplog_vllm.text
     for worker in d.workers.values():
-        assert worker.take_invalid_block_ids() == {3}
+        assert lost_blocks(worker) == {3}
 
 
 @pytest.mark.parametrize(
@@ -544,7 +595,7 @@ def test_blocks_that_cannot_be_are_refused(engines, caplog_vllm, remote, tokens,
     progress.until(d, received="d-a")
     assert message in caplog_vllm.text
     (worker,) = d.workers.values()
-    assert worker.take_invalid_block_ids() == {1, 3, 4}
+    assert lost_blocks(worker) == {1, 3, 4}
     assert worker.take_stats().data["bytes_transferred"] == []
     progress.until(p, sent="p-a")
 
@@ -557,7 +608,7 @@ def test_more_blocks_than_tokens_are_refused(engines, caplog_vllm):
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9, 6])})
     Progress(p, d).until(d, received="d-a")
     assert "has more blocks than its tokens fill" in caplog_vllm.text
-    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+    assert lost_blocks(d.workers[MeshRank(0, 0)]) == {1, 3, 4}
 
 
 def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
@@ -570,7 +621,7 @@ def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
     Progress(d).until(d, received="d-a")
     assert fault in caplog_vllm.text
     for worker in d.workers.values():
-        assert worker.take_invalid_block_ids() == {3, 4}
+        assert lost_blocks(worker) == {3, 4}
         assert len(worker._peers) == 0
 
 
@@ -654,11 +705,13 @@ def test_late_reader_fails(engines, caplog_vllm):
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
     progress.until(d, received="d-a")
     assert "had run out when all was read" in caplog_vllm.text
-    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+    assert lost_blocks(d.workers[MeshRank(0, 0)]) == {1, 3, 4}
     deadline = time.monotonic() + DEADLINE_S
     while "which this worker does not hold any more" not in caplog_vllm.text:
         assert time.monotonic() < deadline
         progress.step()
+    counted = [worker.take_stats() for worker in p.workers.values()]
+    assert any(each and each.data["num_notifications_after_expiry"] for each in counted)
 
 
 @pytest.mark.parametrize("source_rank", [0, 1])
@@ -681,7 +734,7 @@ def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, so
     progress = Progress(p, d)
     progress.until(d, received="d-a")
     progress.until(d, received="d-b")
-    assert d.workers[MeshRank(0, 0)].take_invalid_block_ids() == {1, 3, 4}
+    assert lost_blocks(d.workers[MeshRank(0, 0)]) == {1, 3, 4}
 
 
 def test_what_happened_is_counted(engines):
@@ -754,7 +807,7 @@ def test_bytes_of_another_prompt_are_not_used(engines, caplog_vllm, held, messag
     progress.until(d, received="d-a")
     progress.until(d, received="d-b")
     (reader,) = d.workers.values()
-    assert reader.take_invalid_block_ids() == {1, 3, 4}
+    assert lost_blocks(reader) == {1, 3, 4}
     assert reader.take_stats().data["read_failures"] == ["binding"]
     assert message in caplog_vllm.text
 
@@ -775,5 +828,30 @@ def test_reader_that_is_faster_than_its_holder_waits_for_the_offer(engines):
     assert not progress.received[d.engine_id, MeshRank(0, 0)]
     p.start(offered={"p-a": 30.0}, bindings={"p-a": OFFER})
     progress.until(d, received="d-a")
-    assert not reader.take_invalid_block_ids()
+    assert not lost_blocks(reader)
     assert_received(d, [3, 4, 1], whole)
+
+
+@pytest.mark.parametrize(
+    ("mla", "layers", "message"),
+    [
+        (False, {"model.0": 2, "draft.0": 3}, "draft.0 has 3 KV heads .* 2 of the model's 4: use"),
+        (True, {"draft.0": 1}, "draft.0 caches KV heads but the model's layers cache one latent"),
+    ],
+    ids=["other heads", "heads under MLA"],
+)
+def test_layers_of_other_heads_than_the_models_are_refused(mla, layers, message):
+    """A draft's layers are split as the model's are, or the engine does not start."""
+    worker = object.__new__(ReshardWorker)
+    worker._rank, worker._tp_size = MeshRank(0, 0), 2
+    worker._vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: 4)
+    )
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    worker._kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(list(layers), spec)])
+    caches = {
+        name: SimpleNamespace(planes=[SimpleNamespace(num_heads=heads)])
+        for name, heads in layers.items()
+    }
+    with pytest.raises(LocalLayoutError, match=message):
+        worker._shard(SimpleNamespace(layers=caches))

@@ -12,6 +12,7 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     engines,
     every_strategy,
     fill,
+    lost_blocks,
     receive,
 )
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
@@ -98,11 +99,11 @@ def test_request_ends_only_after_its_last_leg(prefill_and_decode, fault):
     for _ in range(20):
         progress.step()
     assert not any(progress.received.values())
-    assert worker.take_invalid_block_ids() == set()
+    assert worker.take_failed() == {}
 
     reader.held_up.clear()
     progress.until(d, received="d-a")
-    assert worker.take_invalid_block_ids() == set(DST)
+    assert lost_blocks(worker) == set(DST)
     progress.until(p, sent="p-a")
 
 
@@ -120,9 +121,9 @@ def test_failed_request_leaves_another_of_the_same_engine_alone(prefill_and_deco
     reader.failing.add(bad)
     d.start(receive={"during": receive(address, [6, 7, 8], SRC, remote_request_id="p-b")})
     progress.until(d, received="during")
-    assert worker.take_invalid_block_ids() == {6, 7, 8}
+    assert lost_blocks(worker) == {6, 7, 8}
     reader.failing.clear()
     d.start(receive={"after": receive(address, [10, 11, 12], SRC, remote_request_id="p-c")})
     progress.until(d, received="after")
-    assert worker.take_invalid_block_ids() == set()
+    assert worker.take_failed() == {}
     assert (d.blocks(MeshRank(0, 0), "layers.0", [10, 11, 12]) == whole[0]).all()

@@ -24,6 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
+from tests.v1.kv_connector.unit.reshard import forms
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import REQUEST_NUMBERS
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     LocalChannelError,
     RemoteEngineChangedError,
@@ -159,7 +161,12 @@ def wait_until(condition: Callable[[], object]) -> None:
 def fetch(port: int, *, engine_id: str = "engine", timeout_s: float = DEADLINE_S, **factors: str):
     """Ask our own machine."""
     return fetch_handshake(
-        HOST, port, FACTORS | factors, expected_engine_id=engine_id, timeout_s=timeout_s
+        HOST,
+        port,
+        FACTORS | factors,
+        expected_engine_id=engine_id,
+        numbers=REQUEST_NUMBERS,
+        timeout_s=timeout_s,
     )
 
 
@@ -214,9 +221,9 @@ class TestBetweenOurselves:
 
     def test_another_version(self, server, monkeypatch):
         """A client of another version is refused in words, and says so."""
-        answer = ask(server.port, encode([b"reshard/2", 0]))
-        monkeypatch.setattr(metadata, "CONNECTOR_VERSION", 2)
-        with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/1, .* reshard/2"):
+        answer = ask(server.port, encode([b"reshard/3", 0]))
+        monkeypatch.setattr(metadata, "CONNECTOR_VERSION", 3)
+        with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/2, .* reshard/3"):
             metadata.decode_reply(answer, FACTORS)
 
 
@@ -270,10 +277,10 @@ class TestPeersThatDoNotServe:
             ([b""], RemoteHandshakeError),
             ([b"garbage"], RemoteHandshakeError),
             ([REPLY[:-1]], RemoteHandshakeError),
-            ([REPLY, REPLY], RemoteHandshakeError),
+            ([REPLY, b"clock", b"more"], RemoteHandshakeError),
             ([encode_refusal("not today")], RemoteRefusedError),
         ],
-        ids=["empty", "garbage", "cut short", "two parts", "refusal"],
+        ids=["empty", "garbage", "cut short", "three parts", "refusal"],
     )
     def test_answers_that_are_none(self, answer, error):
         """Whatever comes back, a typed error comes out that names the address."""
@@ -301,7 +308,7 @@ class TestUpstream:
         payload = encode(NixlHandshakePayload("5ca1ab1e", b"metadata"))
         listener = threading.Thread(
             target=NixlConnectorScheduler._nixl_handshake_listener,
-            args=({0: payload, 1: payload}, ready, stop, HOST, port),
+            args=(forms.upstreams_payloads(payload, 2), ready, stop, HOST, port),
             daemon=True,
         )
         listener.start()
@@ -311,18 +318,36 @@ class TestUpstream:
                 with pytest.raises(RemoteIncompatibleError, match="runs upstream's NixlConnector"):
                     fetch(port)
             # Its own peers are still served.
-            assert ask(port, encode((GET_META_MSG, 1))) == payload
+            assert ask(port, encode(forms.upstreams_request(1))) == payload
             assert listener.is_alive()
         finally:
             stop.set()
             listener.join(DEADLINE_S)
 
+    @pytest.mark.parametrize(("numbers", "num_frames"), [((3,), 1), ((0, 3), 2)])
+    def test_answer_has_as_many_frames_as_the_asker_expects(self, server, numbers, num_frames):
+        """Of whatever release it is: one that is missing would end its handshake without a word."""
+        with open_socket(zmq.REQ, server.port) as peer:
+            before_s = time.perf_counter()
+            peer.send(encode((GET_META_MSG, *numbers)))
+            payload, *clock = peer.recv_multipart()
+        assert (
+            msgspec.msgpack.decode(payload, type=NixlHandshakePayload).agent_metadata_bytes == b""
+        )
+        assert len(clock) == num_frames - 1
+        assert all(msgspec.msgpack.decode(each) > before_s for each in clock)
+
+    @pytest.mark.parametrize("numbers", [(), (0,), (0, 0), (0, 0, 0)])
+    def test_our_own_verb_is_answered_whatever_follows(self, server, numbers):
+        """Peers on other releases send other numbers, and may be told what differs."""
+        assert ask(server.port, encode((b"reshard/2", *numbers))) == REPLY
+
     @pytest.mark.parametrize("tp_rank", [0, 7])
     def test_upstreams_client_at_our_server(self, server, tp_rank):
         """It can decode the answer, cannot take it for a match, and quotes our words."""
-        answer = ask(server.port, encode((GET_META_MSG, tp_rank)))
+        answer = ask(server.port, encode(forms.upstreams_request(tp_rank)))
         payload = msgspec.msgpack.decode(answer, type=NixlHandshakePayload)
-        assert payload.compatibility_hash.startswith("reshard/1: this engine does not run upstream")
+        assert payload.compatibility_hash.startswith("reshard/2: this engine does not run upstream")
         assert payload.agent_metadata_bytes == b""
         assert server.counters == ServerCounters(refused=1)
         assert fetch(server.port) == WORKERS
@@ -330,7 +355,7 @@ class TestUpstream:
     @pytest.mark.parametrize(
         ("enforced", "message"),
         [
-            (True, "hash mismatch.*reshard/1: this engine does not run upstream's NixlConnector"),
+            (True, "hash mismatch.*reshard/2: this engine does not run upstream's NixlConnector"),
             (False, "Failed to decode NixlAgentMetadata"),
         ],
         ids=["hash checked", "hash not checked"],
@@ -339,7 +364,8 @@ class TestUpstream:
         """Its own code ends with an error that carries our words, and connects to nothing."""
         worker = SimpleNamespace(
             use_host_buffer=True,
-            transfer_topo=SimpleNamespace(handshake_target_ranks=lambda tp_size: [0]),
+            transfer_topo=SimpleNamespace(handshake_target_ranks=lambda *sizes: [0]),
+            _is_csa_linear=False,
             compat_hash="5ca1ab1e",
             enforce_compat_hash=enforced,
         )
@@ -354,7 +380,7 @@ class TestStrangers:
     def test_unknown_request_is_refused_in_words(self, server):
         """The refusal reads as such for our own client, and names the request."""
         answer = msgspec.msgpack.decode(ask(server.port, encode([b"what?\n", 0])))
-        assert answer["refusal"] == r"request 'what?\n' is unknown, reshard/1 is not"
+        assert answer["refusal"] == r"request 'what?\n' is unknown, reshard/2 is not"
         assert server.counters == ServerCounters(refused=1)
 
     @pytest.mark.parametrize(
@@ -364,18 +390,18 @@ class TestStrangers:
             [b"garbage"],
             [b"", b""],
             [b"", b"garbage"],
-            [b"", encode("reshard/1")],
+            [b"", encode("reshard/2")],
             [b"", encode([])],
-            [b"", encode({"verb": b"reshard/1"})],
-            [b"", encode(["reshard/1", 0])],
+            [b"", encode({"verb": b"reshard/2"})],
+            [b"", encode(["reshard/2", 0])],
             [b"", b"\xdd\xff\xff\xff\xff"],
             [b"", b"\x91" * 60_000],
-            [b"", b"\x92" + encode(b"reshard/1") + b"\x91" * 60_000],
-            [b"", encode([b"reshard/1", 0]) + b"\0"],
-            [encode([b"reshard/1", 0])],
-            [b"x", encode([b"reshard/1", 0])],
-            [b"", b"", encode([b"reshard/1", 0])],
-            [b"", encode([b"reshard/1", 0]), b""],
+            [b"", b"\x92" + encode(b"reshard/2") + b"\x91" * 60_000],
+            [b"", encode([b"reshard/2", 0]) + b"\0"],
+            [encode([b"reshard/2", 0])],
+            [b"x", encode([b"reshard/2", 0])],
+            [b"", b"", encode([b"reshard/2", 0])],
+            [b"", encode([b"reshard/2", 0]), b""],
             [b"x"] * 1000,
         ],
         ids=lambda parts: b"|".join(parts)[:12].hex() or "empty",
@@ -387,7 +413,7 @@ class TestStrangers:
             wait_until(lambda: warnings)
             assert "bytes is no request" in warnings[0]
             assert server.counters == ServerCounters(dropped=1)
-            stranger.send_multipart([b"", encode([b"reshard/1", 0])])
+            stranger.send_multipart([b"", encode([b"reshard/2", 0])])
             assert stranger.recv_multipart() == [b"", REPLY]
 
     def test_message_without_anything_is_dropped(self, server):
@@ -400,7 +426,7 @@ class TestStrangers:
     def test_ten_thousand_hostile_frames(self, server):
         """The thread is alive afterwards, and has counted each of them."""
         noise = random.Random(0)
-        good = encode([b"reshard/1", 0])
+        good = encode([b"reshard/2", 0])
         with open_socket(zmq.DEALER, server.port) as stranger:
             for _ in range(10_000):
                 kind = noise.randrange(4)
@@ -409,7 +435,7 @@ class TestStrangers:
                 elif kind == 1:
                     parts = [b"", b"\xc1" + noise.randbytes(noise.randrange(200))]
                 elif kind == 2:
-                    parts = [b"", encode([noise.randrange(1 << 60), b"reshard/1"])]
+                    parts = [b"", encode([noise.randrange(1 << 60), b"reshard/2"])]
                 else:
                     parts = [b"x", *[good] * noise.randrange(1, 9)]
                 stranger.send_multipart(parts)
@@ -461,7 +487,7 @@ class TestStrangers:
             deaf.rcvhwm = 1
             deaf.connect(f"tcp://{HOST}:{server.port}")
             for _ in range(300):
-                deaf.send_multipart([b"", encode([b"reshard/1", 0])])
+                deaf.send_multipart([b"", encode([b"reshard/2", 0])])
             wait_until(lambda: server.counters.answered == 300)
             assert fetch(server.port) == (worker,)
             deaf.rcvtimeo = int(1000 * SHORT_S)
@@ -478,7 +504,7 @@ class TestStrangers:
             raise OSError("out of luck")
 
         with monkeypatch.context() as patch, open_socket(zmq.DEALER, server.port) as stranger:
-            patch.setattr(side_channel, "_verb", fail)
+            patch.setattr(side_channel, "_read_request", fail)
             stranger.send_multipart([b"", b"x"])
             wait_until(lambda: server.counters == ServerCounters(dropped=1))
         assert fetch(server.port) == WORKERS
@@ -499,13 +525,13 @@ class TestStrangers:
     def test_one_complaint_hides_no_other(self, server, warnings):
         """Peers that differ in other ways within a minute are all told of, once each."""
         with open_socket(zmq.DEALER, server.port) as stranger:
-            for verb in (b"get_meta_msg", b"reshard/2", b"get_meta_msg", b"reshard/3"):
+            for verb in (b"get_meta_msg", b"reshard/3", b"get_meta_msg", b"reshard/4"):
                 stranger.send_multipart([b"", msgspec.msgpack.encode((verb, 0))])
             stranger.send_multipart([b"garbage"])
             wait_until(lambda: server.counters == ServerCounters(refused=4, dropped=1))
         upstream, version, garbage = warnings
         assert "upstream's NixlConnector" in upstream
-        assert "request reshard/2 is unknown" in version
+        assert "request reshard/3 is unknown" in version
         assert "is no request" in garbage
 
 
@@ -553,7 +579,7 @@ class TestLifeOfAServer:
             go_on.wait(DEADLINE_S)
             return None
 
-        monkeypatch.setattr(side_channel, "_verb", wait)
+        monkeypatch.setattr(side_channel, "_read_request", wait)
         with open_socket(zmq.REQ, server.port) as stranger, ThreadPoolExecutor(1) as pool:
             stranger.send(b"x")
             assert begun.wait(DEADLINE_S)

@@ -13,6 +13,9 @@ is a list of reads. The code stands on five floors, and imports go down only:
     plan            1   who holds what, and who reads what from whom
     errors          the ground
 
-Floors 1 to 3 compute with values alone: they import neither vLLM nor torch, and do no I/O. Each
-floor's package says what its modules are for.
+    cli             `kv-plan`, a program of its own beside floors 4 and 5
+
+Floors 1 to 3 compute with values alone: they import neither vLLM nor torch, and do no I/O; `make
+lint` holds them to that. Imports within the package are relative, as `kv-plan` loads it under
+another name, without vLLM. Each floor's package says what its modules are for.
 """

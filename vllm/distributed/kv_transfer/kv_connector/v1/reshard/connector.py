@@ -3,11 +3,11 @@
 
 Select it with
 
-    --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both",
+    --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_producer",
       "kv_connector_module_path":
         "vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector"}'
 
-on both engines.
+on the prefill engine, and with the role `kv_consumer` on the decode engine.
 """
 
 from __future__ import annotations
@@ -26,10 +26,17 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from .engine.compat import (
+    CONTEXT_PARALLELISM_IS_UPSTREAMS,
+    FAILED_READS_ARE_NAMED,
+    UpstreamConnector,
+    is_in_two_memories,
+    keeps_groups_back,
+    makes_own_scales,
+    transfer_results,
+)
 from .engine.envelopes import ReshardConnectorMetadata
-from .engine.geometry import split_layers
 from .engine.scheduler import ReshardScheduler
-from .engine.settings import read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
 from .engine.worker import ReshardWorker
 from .errors import LocalLayoutError
@@ -42,13 +49,12 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
 
 
-class NixlConnector(upstream.NixlConnector):
+class NixlConnector(UpstreamConnector):
     """Upstream's connector with a scheduler and a worker of our own.
 
     Constructed for a model or a device that these cannot serve, it is upstream's connector, with
@@ -84,15 +90,15 @@ class NixlConnector(upstream.NixlConnector):
         self.kv_transfer_config = vllm_config.kv_transfer_config
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler = self.connector_worker = None
-        parallel = vllm_config.parallel_config
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if (size := getattr(parallel, name)) > 1:
-                raise LocalLayoutError(
-                    f"--{name.replace('_', '-')} {size} spreads the tokens of a block over ranks, "
-                    "which this connector cannot read: use 1"
-                )
+        if (spread := _spread_tokens(vllm_config)) is not None:
+            raise LocalLayoutError(f"{spread}, which this connector cannot read: use 1")
+        if vllm_config.model_config.enable_sleep_mode:
+            raise LocalLayoutError(
+                "--enable-sleep-mode takes the KV cache's memory away while other engines may read "
+                "it, and NIXL goes on with what was there: leave it out"
+            )
         cache_config = vllm_config.cache_config
-        if cache_config.calculate_kv_scales and is_quantized_kv_cache(cache_config.cache_dtype):
+        if makes_own_scales(cache_config) and is_quantized_kv_cache(cache_config.cache_dtype):
             raise LocalLayoutError(
                 f"--calculate-kv-scales with --kv-cache-dtype {cache_config.cache_dtype} gives "
                 "every engine scales of its own, so that one's KV cache means something else to "
@@ -104,12 +110,6 @@ class NixlConnector(upstream.NixlConnector):
             )
         else:
             self.connector_worker = ReshardWorker(vllm_config, self.engine_id, kv_cache_config)
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """As upstream's, which asks for the attention backend also where nobody wants this."""
-        wanted = read_settings(self.kv_transfer_config).enable_cross_layers_blocks
-        return wanted and bool(super().prefer_cross_layer_blocks)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -126,12 +126,6 @@ class NixlConnector(upstream.NixlConnector):
         """Make this worker's KV caches known."""
         self._worker.register_kv_caches(kv_caches)
 
-    def register_cross_layers_kv_cache(
-        self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]
-    ) -> None:
-        """Make this worker's KV caches known, which lie in one tensor."""
-        self._worker.register_kv_caches(split_layers(kv_cache, self.kv_cache_config, attn_backend))
-
     def set_host_xfer_buffer_ops(self, copy_operation: object) -> None:
         """There is no host buffer to copy from or to."""
 
@@ -147,9 +141,16 @@ class NixlConnector(upstream.NixlConnector):
         """Requests that were sent and received."""
         return self._worker.get_finished()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Requests that were sent and received, and those of the latter that are not there."""
+        sent, received = self._worker.get_finished()
+        return transfer_results(sent, received, set(self._worker.take_failed()))
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that could not be read."""
-        return self._worker.take_invalid_block_ids()
+        """Blocks that could not be read, where requests are not named instead."""
+        if FAILED_READS_ARE_NAMED:
+            return set()
+        return set().union(*self._worker.take_failed().values())
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this worker measured; None on the scheduler's side."""
@@ -194,4 +195,18 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         and vllm_config.kv_transfer_config.kv_buffer_device == "cpu"
     ):
         return "kv_buffer_device is cpu, and the KV cache is not in host memory"
+    if is_in_two_memories(kv_cache_config):
+        return "some layers' KV caches are in the host's memory, and others' are not"
+    if keeps_groups_back(kv_cache_config):
+        return "some of its KV-cache groups are not transferred"
+    if CONTEXT_PARALLELISM_IS_UPSTREAMS:
+        return _spread_tokens(vllm_config)
+    return None
+
+
+def _spread_tokens(vllm_config: VllmConfig) -> str | None:
+    """What spreads the tokens of a block over ranks, if anything does."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(vllm_config.parallel_config, name)) > 1:
+            return f"--{name.replace('_', '-')} {size} spreads the tokens of a block over ranks"
     return None

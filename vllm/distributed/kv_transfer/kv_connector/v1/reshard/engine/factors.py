@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from vllm import __version__ as vllm_version
 
+from .compat import draft_cache_dtype, prefill_lookahead_tokens
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -21,6 +23,16 @@ _ARCHITECTURE = (
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+)
+
+_DRAFT_FACTORS = (
+    "draft_method",
+    "draft_model",
+    "draft_layers",
+    "draft_aux_layers",
+    "draft_kv_cache_dtype",
+    "draft_lookahead",
+    "parallel_drafting",
 )
 
 
@@ -52,7 +64,35 @@ def compatibility_factors(
         "kv_cache_dtype": dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         "attention_backends": ", ".join(sorted(set(attn_backend_names))),
         "hybrid_kv_cache_manager": _yes_or_no(hybrid),
+        **_draft_factors(vllm_config, dtype),
     }
+
+
+def _draft_factors(vllm_config: VllmConfig, dtype: str) -> dict[str, str]:
+    """What must be equal of drafts that are made from the model's hidden states.
+
+    Layers of EAGLE, MTP and the like keep a KV cache of the same tokens, which is read with the
+    model's: both engines draft alike, or neither does. Drafts from tokens alone, as by n-grams or a
+    whole model, are not compared; the layers of such a model are planned by name, as all others
+    are. How many tokens are drafted at a time is each engine's own choice, where drafts do not read
+    as far ahead.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return dict.fromkeys(_DRAFT_FACTORS, "none")
+    draft = speculative.draft_model_config
+    cache_dtype = draft_cache_dtype(speculative, vllm_config.cache_config)
+    # As with the model itself, paths are left out.
+    values = (
+        str(speculative.method),
+        _architecture(draft.hf_text_config),
+        str(draft.get_total_num_hidden_layers()),
+        str(getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None)),
+        dtype if cache_dtype == "auto" else cache_dtype,
+        str(prefill_lookahead_tokens(vllm_config)),
+        _yes_or_no(speculative.parallel_drafting),
+    )
+    return dict(zip(_DRAFT_FACTORS, values, strict=True))
 
 
 def _architecture(text_config: object) -> str:

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the tensors of a worker's KV cache to the planes that `cache` speaks of.
 
-Which axis of a tensor is which is asked of the attention backend itself, by having it name a shape
-for sizes that cannot be mistaken for one another. Strides are the tensor's own, so layouts need no
-names here.
+Strides are the tensor's own, so layouts need no names here. What a backend does inside a block is
+asked of `attention_backends`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend
@@ -18,6 +16,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -25,26 +25,30 @@ from vllm.v1.kv_cache_interface import (
 from ..errors import LocalLayoutError
 from ..memory.cache import LayerCache, Plane, RankCache
 from ..plan.shards import Layer
-
-# Sizes that no backend has a reason to change, and that differ from any head size.
-_PROBE_BLOCKS, _PROBE_HEADS = 1009, 7
-_PACKING_BACKENDS = frozenset({"CPU_ATTN"})
-"""Backends that arrange the tokens of a block for the instruction set."""
-
+from .attention_backends import packs_tokens
+from .compat import describe_layer, tokens_per_slot
 
 _WINDOW_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """What has blocks for the last tokens of a sequence only."""
 
+_SERVED_SPECS = frozenset(
+    {
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    }
+)
+"""What has a slot for each token, in blocks that are given up from the front if at all. Kinds that
+are derived from these keep blocks in other ways: they are not served."""
 
-@dataclass(frozen=True, slots=True)
-class _Axes:
-    """Positions of the axes in a layer's tensor; None for an axis that it has not."""
+_MLA_SPECS = (MLAAttentionSpec, SlidingWindowMLASpec)
 
-    planes: int | None
-    blocks: int
-    heads: int | None
-    tokens: int
-    slot: int
+_SERVED_QUANTIZATIONS = frozenset(
+    {"NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"}
+)
+"""Number formats whose scales, if a token has any of its own, lie in its slot."""
 
 
 def describe_cache(
@@ -54,27 +58,35 @@ def describe_cache(
 ) -> RankCache:
     """Describe where every layer's keys and values lie in this worker's memory.
 
+    A layer that shares the cache of another one has none of its own, and is left out.
+
     Args:
         kv_caches: The tensor of each layer, as the model runner registers it.
         kv_cache_config: This worker's groups and layers.
         backends: The attention backend of each layer.
 
     Raises:
-        LocalLayoutError: A layer's cache is no attention cache, or its blocks are not equally many,
-            or a slot's bytes do not adjoin.
+        LocalLayoutError: A layer's cache is no attention cache, or it is not known how its backend
+            stores, or its blocks are not equally many, or a slot's bytes do not adjoin.
     """
-    layers: dict[Layer, LayerCache] = {
-        name: LayerCache(_planes(name, kv_caches[name], spec, backends[name]), group)
-        for name, (spec, group) in _specs(kv_cache_config).items()
-        if name in kv_caches
-    }
+    layers: dict[Layer, LayerCache] = {}
+    counts: set[int] = set()
+    seen: set[LayerCache] = set()
+    for name, (spec, group) in _specs(kv_cache_config).items():
+        if name not in kv_caches:
+            continue
+        num_blocks, planes = _describe(name, kv_caches[name], spec, backends[name])
+        counts.add(num_blocks)
+        layer = LayerCache(planes, group)
+        if layer not in seen:
+            layers[name] = layer
+        seen.add(layer)
     if not layers:
         raise LocalLayoutError("no layer of this worker has a KV cache: there is nothing to serve")
-    counts = {name: _num_blocks(kv_caches[str(name)], backends[str(name)]) for name in layers}
-    num_blocks = next(iter(counts.values()))
-    if set(counts.values()) != {num_blocks} or num_blocks % kv_cache_config.num_blocks:
+    num_blocks = min(counts)
+    if len(counts) > 1 or num_blocks % kv_cache_config.num_blocks:
         raise LocalLayoutError(
-            f"KV caches with different numbers of blocks ({sorted(set(counts.values()))}, of which "
+            f"KV caches with different numbers of blocks ({sorted(counts)}, of which "
             f"the scheduler counts {kv_cache_config.num_blocks}) cannot be transferred: use one "
             "attention backend for all layers"
         )
@@ -97,31 +109,17 @@ def memory_regions(kv_caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int
     return list(regions.values())
 
 
-def split_layers(
-    kv_cache: torch.Tensor,
-    kv_cache_config: KVCacheConfig,
-    backend: type[AttentionBackend],
-) -> dict[str, torch.Tensor]:
-    """The cache of each layer, where one tensor holds the blocks of all.
-
-    Args:
-        kv_cache: The tensor, its axes in the order in which they lie in memory.
-        kv_cache_config: Its tensors are the layers, in the order in which they lie there.
-        backend: Says which axis of memory is which of a cache's, the layers before all others.
-    """
-    in_memory = backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
-    by_layer = kv_cache.permute([in_memory.index(axis) for axis in range(kv_cache.ndim)])
-    return {
-        name: layer
-        for layer, tensor in zip(by_layer, kv_cache_config.kv_cache_tensors, strict=True)
-        for name in tensor.shared_by
-    }
-
-
 def window_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
     """The KV-cache groups that keep the last tokens of a sequence only."""
     return frozenset(
         group for spec, group in _specs(kv_cache_config).values() if isinstance(spec, _WINDOW_SPECS)
+    )
+
+
+def latent_layers(kv_cache_config: KVCacheConfig) -> frozenset[str]:
+    """The layers whose cache is MLA's: one latent, which every rank holds."""
+    return frozenset(
+        name for name, (spec, _) in _specs(kv_cache_config).items() if isinstance(spec, _MLA_SPECS)
     )
 
 
@@ -136,67 +134,24 @@ def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]
     return specs
 
 
-def _planes(
+def _describe(
     name: str, tensor: torch.Tensor, spec: KVCacheSpec, backend: type[AttentionBackend]
-) -> tuple[Plane, ...]:
-    """The planes of one layer."""
-    if not isinstance(spec, (FullAttentionSpec, *_WINDOW_SPECS)):
+) -> tuple[int, tuple[Plane, ...]]:
+    """How many blocks a layer has, and its planes."""
+    if type(spec) not in _SERVED_SPECS:
         raise LocalLayoutError(
             f"layer {name} keeps {type(spec).__name__} state, which is not decoder attention: use "
             "upstream's connector for this model"
         )
-    if spec.storage_block_size != spec.block_size:
+    if (tokens := tokens_per_slot(spec)) != 1:
         raise LocalLayoutError(
-            f"layer {name} stores {spec.block_size} tokens in {spec.storage_block_size} slots, "
-            "which cannot be told apart: use upstream's connector for this model"
+            f"layer {name} stores {tokens:g} tokens in a slot, which cannot be told apart: use "
+            "upstream's connector for this model"
         )
-    axes = _axes(backend)
-    item_bytes = tensor.element_size()
-    strides = [stride * item_bytes for stride in tensor.stride()]
-    slot_bytes = tensor.shape[axes.slot] * item_bytes
-    if strides[axes.slot] != item_bytes:
+    if spec.kv_quant_mode.name not in _SERVED_QUANTIZATIONS:
         raise LocalLayoutError(
-            f"layer {name} spreads a head of a token over memory in steps of {strides[axes.slot]} "
-            "bytes, which cannot be transferred: use another attention backend"
+            f"layer {name} quantizes its KV cache as {spec.kv_quant_mode.name}, whose scales do "
+            "not lie beside what they scale: use another --kv-cache-dtype, such as fp8"
         )
-    num_planes = 1 if axes.planes is None else tensor.shape[axes.planes]
-    plane_stride = 0 if axes.planes is None else strides[axes.planes]
-    return tuple(
-        Plane(
-            address=tensor.data_ptr() + plane * plane_stride,
-            block_stride_bytes=strides[axes.blocks],
-            head_stride_bytes=slot_bytes if axes.heads is None else strides[axes.heads],
-            token_stride_bytes=strides[axes.tokens],
-            slot_bytes=slot_bytes,
-            num_heads=1 if axes.heads is None else tensor.shape[axes.heads],
-            block_tokens=tensor.shape[axes.tokens],
-            packed=backend.get_name() in _PACKING_BACKENDS,
-        )
-        for plane in range(num_planes)
-    )
-
-
-def _num_blocks(tensor: torch.Tensor, backend: type[AttentionBackend]) -> int:
-    return int(tensor.shape[_axes(backend).blocks])
-
-
-def _axes(backend: type[AttentionBackend]) -> _Axes:
-    """Ask a backend for a shape, and recognise its axes by their sizes."""
-    block_tokens, head_size = 592, 128
-    shape = backend.get_kv_cache_shape(
-        num_blocks=_PROBE_BLOCKS,
-        block_size=block_tokens,
-        num_kv_heads=_PROBE_HEADS,
-        head_size=head_size,
-    )
-    found = {size: axis for axis, size in enumerate(shape)}
-    planes, heads = found.get(2), found.get(_PROBE_HEADS)
-    blocks, tokens = found.get(_PROBE_BLOCKS), found.get(block_tokens)
-    rest = set(range(len(shape))) - {planes, heads, blocks, tokens}
-    if blocks is None or tokens is None or len(rest) != 1:
-        raise LocalLayoutError(
-            f"attention backend {backend.get_name()} shapes its KV cache as {tuple(shape)} for "
-            f"{_PROBE_BLOCKS} blocks of {block_tokens} tokens, which is not understood: use "
-            "another attention backend"
-        )
-    return _Axes(planes, blocks, heads, tokens, rest.pop())
+    packed = packs_tokens(name, backend)
+    return describe_layer(name, tensor, spec, backend, packed=packed)

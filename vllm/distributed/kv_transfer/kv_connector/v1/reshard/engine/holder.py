@@ -103,6 +103,7 @@ class Holder:
         """Whether a request was waiting for this reader alone."""
         receipt = self._ledger.hear(done.request_id, done.notifier, done.num_notifiers)
         if receipt is Receipt.UNKNOWN:
+            self._stats.record_late_notification()
             logger.warning(
                 "%s was too late for the blocks of request %s, which this worker does not hold any "
                 "more. Give readers longer with kv_lease_duration.",

@@ -7,6 +7,7 @@ are given values, return values through futures, and touch nothing of the table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -17,10 +18,10 @@ from ..protocol.metadata import WorkerDescription
 from ..transport.remote import RemoteEngine
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
-"""How long after a first failed handshake the next one may begin, and after many."""
+"""How long after a first failure the next handshake may begin, and after many."""
 
-IDLE_LIMIT_S = 600.0
-"""An engine that was not wanted for this long is forgotten."""
+STEADY_S = 60.0
+"""An engine whose reads have not failed for this long has no past."""
 
 Fetch = Callable[[RemoteEngineAddress], tuple[WorkerDescription, ...]]
 Connect = Callable[[tuple[WorkerDescription, ...], float], RemoteEngine]
@@ -42,7 +43,9 @@ class Peer:
         waiting: Requests to begin once it is connected.
         in_flight: Requests being read from it.
         failures: Handshakes that failed one after another.
+        breaks: Connections that failed one after another, none of which stayed whole for long.
         retry_at_s: When the next handshake may begin.
+        remembered_until_s: Until then it is not forgotten: its past tells how long to wait.
     """
 
     address: RemoteEngineAddress
@@ -55,12 +58,29 @@ class Peer:
     waiting: list[tuple[RequestId, Receive]] = field(default_factory=list)
     in_flight: int = 0
     failures: int = 0
+    breaks: int = 0
     retry_at_s: float = 0.0
+    remembered_until_s: float = 0.0
 
     def take_waiting(self) -> list[tuple[RequestId, Receive]]:
         """The requests that waited; they do not any more."""
         waiting, self.waiting = self.waiting, []
         return waiting
+
+    def break_off(self, now_s: float) -> None:
+        """A read has failed: it is to be connected anew once nothing is in flight.
+
+        The first time at once, as it may have lost a connection or have restarted. An engine that
+        answers handshakes and cannot be read from, again and again, is asked ever more rarely.
+        """
+        if self.broken:
+            return
+        self.broken = True
+        if now_s >= self.remembered_until_s:
+            self.breaks = 0
+        self.retry_at_s = now_s + (_back_off_s(self.breaks) if self.breaks else 0.0)
+        self.remembered_until_s = self.retry_at_s + STEADY_S
+        self.breaks += 1
 
     def disconnect(self) -> None:
         """Give back what was prepared for it. Nothing may be in flight."""
@@ -69,13 +89,13 @@ class Peer:
             self.engine.close()
             self.engine = None
 
-    def is_over(self, now_s: float) -> bool:
+    def is_over(self, now_s: float, idle_limit_s: float) -> bool:
         """Whether nobody misses it: it is idle for long, or gone and out of its back-off."""
         if self.waiting or self.in_flight or self.handshake is not None:
             return False
         if self.broken and not self.wanted:
-            return now_s >= self.retry_at_s
-        return now_s - self.last_wanted_s > IDLE_LIMIT_S
+            return now_s >= max(self.retry_at_s, self.remembered_until_s)
+        return now_s - self.last_wanted_s > idle_limit_s
 
 
 class PeerTable:
@@ -88,12 +108,17 @@ class PeerTable:
         executor: Runs handshakes.
         fetch: Asks an engine for its workers; called in the executor's threads.
         connect: Prepares everything for an engine that has answered, given when it was asked.
+        idle_limit_s: An engine that was not wanted for this long is forgotten; none ever is if this
+            is not above 0.
     """
 
-    def __init__(self, executor: Executor, fetch: Fetch, connect: Connect) -> None:
+    def __init__(
+        self, executor: Executor, fetch: Fetch, connect: Connect, idle_limit_s: float
+    ) -> None:
         self._executor = executor
         self._fetch = fetch
         self._connect = connect
+        self._idle_limit_s = idle_limit_s if idle_limit_s > 0 else math.inf
         self._peers: dict[RemoteEngineAddress, Peer] = {}
 
     def __len__(self) -> int:
@@ -119,7 +144,7 @@ class PeerTable:
         for peer in list(self._peers.values()):
             if peer.broken and not peer.in_flight:
                 peer.disconnect()
-            if peer.is_over(now_s):
+            if peer.is_over(now_s, self._idle_limit_s):
                 peer.disconnect()
                 del self._peers[peer.address]
                 continue
@@ -155,7 +180,7 @@ class PeerTable:
             peer.failures += 1
             # Who asked meanwhile, as heartbeats do, asked for requests that fail with it.
             peer.wanted = False
-            peer.retry_at_s = now_s + min(FIRST_RETRY_S * 2 ** (peer.failures - 1), LAST_RETRY_S)
+            peer.retry_at_s = now_s + _back_off_s(peer.failures)
             peer.broken = True
             return error
         peer.failures, peer.broken = 0, False
@@ -168,3 +193,9 @@ class PeerTable:
                 # It has restarted under a new id.
                 other.broken = True
         return None
+
+
+def _back_off_s(failures: int) -> float:
+    """How long to wait after so many failures, of which there is at least one."""
+    # No engine is so patient that more doublings than these would matter.
+    return min(FIRST_RETRY_S * 2.0 ** min(failures - 1, 16), LAST_RETRY_S)

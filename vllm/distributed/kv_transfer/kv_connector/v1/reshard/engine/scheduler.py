@@ -21,12 +21,12 @@ from ..protocol.binding import Binding, bind
 from ..protocol.messages import (
     BlockIds,
     EngineId,
-    Heartbeats,
     Receive,
     RemoteEngineAddress,
 )
 from ..protocol.metadata import encode_reply
 from ..protocol.params import (
+    RemoteBlocks,
     asked_before,
     concerns_us,
     offered_tokens,
@@ -36,9 +36,11 @@ from ..protocol.params import (
     without_source,
 )
 from ..transport.side_channel import HandshakeServer
+from .compat import HOLDERS_KEEP_THE_LAST_WINDOW
 from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .geometry import window_groups
-from .settings import remarks
+from .heartbeats import HeartbeatBook
+from .settings import read_settings, remarks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,6 +63,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         for remark in remarks(vllm_config.kv_transfer_config):
             logger.warning("%s.", remark)
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._heartbeats = HeartbeatBook(read_settings(vllm_config.kv_transfer_config).lease_s)
         self._offered_blocks: dict[str, int] = {}
         self._bindings: dict[str, Binding] = {}
         # Which request reads the blocks of another engine's request.
@@ -102,6 +105,11 @@ class ReshardScheduler(NixlConnectorScheduler):
             params = params if reader == request.request_id else without_source(params)
         request.kv_transfer_params = params
         super().on_new_request(request)
+        if params and params.get("do_remote_prefill"):
+            source = remote_blocks(params)
+            if not isinstance(source, str):
+                holder = _address(source)
+                self._heartbeats.begin(request.request_id, holder, source.remote_request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -112,7 +120,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         since, what is more is computed here.
 
         vLLM computes that token anew, for its logits. Had it been counted as computed, the blocks
-        that only its own window reaches back to would not be there any more.
+        that only its own window reaches back to would not be there any more. Where the holder does
+        not keep them either, as it may be for a turn that asks for nothing new, all is computed.
 
         Nothing is read twice: a request that starts over, because it was preempted or because its
         blocks did not arrive, would wait for ever for a read that nobody posts.
@@ -126,12 +135,26 @@ class ReshardScheduler(NixlConnectorScheduler):
         if window_groups(self.kv_cache_config) and (
             0 < count == request.num_tokens - num_computed_tokens
         ):
-            count -= 1
+            count = count - 1 if HOLDERS_KEEP_THE_LAST_WINDOW else 0
         return count, is_async and count > 0
+
+    def _prefill_backoff(self) -> int:
+        """As upstream's, but at least the last token of a prompt where layers have windows.
+
+        So many tokens of a prompt are not computed by the prefill engine: the blocks that it holds
+        are those that the window of the next token reaches back to, which the decode engine
+        computes. A scheduler that is patched to hold them, as 0.22.1's, does not ask for this.
+        """
+        upstreams = 0 if HOLDERS_KEEP_THE_LAST_WINDOW else int(super()._prefill_backoff())
+        return max(upstreams, 1) if window_groups(self.kv_cache_config) else upstreams
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """What the workers are asked to do in this step."""
-        wanted: dict[str, tuple[Request, BlockIds]] = dict(self._reqs_need_recv)
+        wanted: dict[str, tuple[Request, BlockIds]] = {
+            # What follows the blocks, if anything does, is for upstream's worker.
+            request_id: entry[:2]
+            for request_id, entry in self._reqs_need_recv.items()
+        }
         self._reqs_need_recv.clear()
         upstream: Any = super().build_connector_meta(scheduler_output)
         now_s = time.perf_counter()
@@ -144,13 +167,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             },
             offered_blocks=self._offered_blocks,
             bindings=self._bindings,
-            heartbeats=[
-                Heartbeats(
-                    RemoteEngineAddress(engine_id, info.host, info.port),
-                    frozenset(info.req_ids),
-                )
-                for engine_id, info in upstream.heartbeat_by_engine.items()
-            ],
+            heartbeats=self._heartbeats.due(now_s),
         )
         self._offered_blocks, self._bindings = {}, {}
         metadata.receive = {
@@ -164,18 +181,17 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[bool, dict[str, Any] | None]:
         """As upstream's; the parameters for the next engine say how many stages there are.
 
-        Blocks that were allocated for more tokens than were computed, as for those of a draft
-        model, are none of the next engine's; nor are computed tokens that the request does not
-        have, which are drafts that were rejected, and what an answer's last token would have led
-        to. Nor are those of a request that no engine was asked
-        about: workers would never report them as sent.
+        Blocks and tokens beyond the answer, as those of drafts, are none of the next engine's. Nor
+        are those of a request that no engine was asked about: workers would never report them as
+        sent.
         """
         if not concerns_us(request.kv_transfer_params):
             return False, None
         remote = remote_request(request.kv_transfer_params or {})
         if remote is not None and self._readers.get(remote) == request.request_id:
             del self._readers[remote]
-        # The last token of an answer is sampled, and has not gone through the model.
+        # The last token was sampled and is not computed. What is counted beyond that is of a step
+        # in flight, or of drafts behind the one that ended the answer.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         block_ids = tuple(
             ids[: cdiv(num_tokens, group.kv_cache_spec.block_size)]
@@ -193,6 +209,11 @@ class ReshardScheduler(NixlConnectorScheduler):
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
 
+    def _stop_heartbeat(self, req_id: str) -> None:
+        """As upstream's, which calls this when a request was received or has ended."""
+        self._heartbeats.end(req_id)
+        super()._stop_heartbeat(req_id)
+
     def shutdown(self) -> None:
         """Stop answering handshakes."""
         if self._server is not None:
@@ -209,7 +230,7 @@ def _receive(request: Request, local_block_ids: BlockIds) -> Receive:
         return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
     remote_tokens = source.remote_num_tokens or request.num_prompt_tokens
     return Receive(
-        RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port),
+        _address(source),
         source.remote_request_id,
         local_block_ids,
         source.remote_block_ids,
@@ -218,6 +239,11 @@ def _receive(request: Request, local_block_ids: BlockIds) -> Receive:
         remote_tokens=remote_tokens,
         binding=_bind(request, remote_tokens, source.remote_block_ids),
     )
+
+
+def _address(source: RemoteBlocks) -> RemoteEngineAddress:
+    """The engine that a request's parameters name."""
+    return RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port)
 
 
 def _bind(request: Request, num_tokens: int, block_ids: BlockIds) -> Binding:

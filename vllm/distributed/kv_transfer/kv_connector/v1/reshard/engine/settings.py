@@ -23,11 +23,16 @@ _MAX_S = 1e9
 """Longer than any engine runs, and far from what clocks cannot count."""
 
 _Seconds = Annotated[float, Meta(gt=0, le=_MAX_S)]
+_Ttl = Annotated[float, Meta(ge=-_MAX_S, le=_MAX_S)]
 _Bytes = Annotated[int, Meta(ge=0, lt=1 << 36)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
-class Settings(msgspec.Struct, frozen=True, rename={"lease_s": "kv_lease_duration"}):
+class Settings(
+    msgspec.Struct,
+    frozen=True,
+    rename={"lease_s": "kv_lease_duration", "engine_ttl_s": "engine_ttl"},
+):
     """The options of `kv_connector_extra_config`.
 
     Attributes:
@@ -43,6 +48,8 @@ class Settings(msgspec.Struct, frozen=True, rename={"lease_s": "kv_lease_duratio
         kv_recompute_threshold: Fewer tokens than these are computed rather than read back.
         decoder_kv_blocks_ttl: How long a decode engine offers the blocks of a turn, in seconds.
         enable_cross_layers_blocks: Whether the caches of all layers should lie in one tensor.
+        engine_ttl_s: After how long without a request for it another engine is forgotten; never, if
+            this is not above 0. `engine_ttl`.
         transfer_strategy: Whether blocks are read direct, by way of a staging arena, or the one or
             the other, whichever promises to be faster.
         staging_arena_bytes: Size of that arena on each worker; None for what suits its memory, 0
@@ -58,6 +65,7 @@ class Settings(msgspec.Struct, frozen=True, rename={"lease_s": "kv_lease_duratio
     kv_recompute_threshold: _Count = 64
     decoder_kv_blocks_ttl: _Seconds = 480
     enable_cross_layers_blocks: bool = False
+    engine_ttl_s: _Ttl = 3600
     transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
     staging_arena_bytes: _Bytes | None = None
 

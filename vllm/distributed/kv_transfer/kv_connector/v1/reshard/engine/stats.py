@@ -28,6 +28,7 @@ from ..errors import (
     TransferError,
 )
 from ..memory.strategy import Strategy
+from .compat import UPSTREAM_COUNTS_ALL_FAILURES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,6 +103,9 @@ class ReshardStats(NixlKVConnectorStats):
         read_strategies        a `Strategy` for each value of upstream's `transfer_duration`
         notifications_sent     how many, as often as somebody counted
         held_blocks            blocks held for other engines, each time that they changed
+        num_notifications_after_expiry
+                               1 for each reader that was through when nothing was held for it any
+                               more; newer releases of upstream count this under the same name
 
     They travel from process to process as plain values. Where upstream's connector was left to
     serve a model, its values come without ours; its reads are direct.
@@ -129,8 +133,10 @@ class ReshardStats(NixlKVConnectorStats):
         """An engine was connected."""
         self.data["handshake_seconds"].append(duration_s)
 
-    def record_failed_handshake(self, error: Exception) -> None:
+    def record_handshake_failure(self, error: Exception) -> None:
         """An engine could not be connected."""
+        if UPSTREAM_COUNTS_ALL_FAILURES:
+            self.record_failed_handshake()
         self.data["handshake_failures"].append(handshake_failure(error).value)
 
     def record_failed_read(self, failure: ReadFailure) -> None:
@@ -142,6 +148,10 @@ class ReshardStats(NixlKVConnectorStats):
         """A notification was sent."""
         sent = self.data["notifications_sent"]
         sent[:] = [sum(sent) + 1]
+
+    def record_late_notification(self) -> None:
+        """A reader was through when its blocks were not held for it any more."""
+        self.data["num_notifications_after_expiry"].append(1)
 
     def record_held_blocks(self, num_blocks: int) -> None:
         """So many blocks are held for other engines from now on."""
@@ -159,6 +169,7 @@ _OWN = (
     "read_strategies",
     "notifications_sent",
     "held_blocks",
+    "num_notifications_after_expiry",
 )
 
 
@@ -212,6 +223,13 @@ class ReshardPromMetrics(NixlPromMetrics):
             multiprocess_mode="mostrecent",
             labelnames=labelnames,
         )
+        self._late_notifications: Any = None
+        if not UPSTREAM_COUNTS_ALL_FAILURES:
+            self._late_notifications = counter(
+                name="vllm:nixl_num_notifications_after_expiry",
+                documentation="Readers that were through when nothing was held for them any more.",
+                labelnames=labelnames,
+            )
         # Series that begin at 0 can be told from series that are missing.
         for labels in per_engine_labelvalues.values():
             for metric, values in (
@@ -224,6 +242,8 @@ class ReshardPromMetrics(NixlPromMetrics):
                     metric.labels(*labels, value.value)
             for metric in (self._handshakes, self._notifications, self._held_blocks):
                 metric.labels(*labels)
+            if self._late_notifications is not None:
+                self._late_notifications.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take note of what workers and scheduler have reported."""
@@ -242,5 +262,8 @@ class ReshardPromMetrics(NixlPromMetrics):
             self._read_bytes.labels(*labels, strategy).inc(num_bytes)
         for count in data["notifications_sent"]:
             self._notifications.labels(*labels).inc(count)
+        if self._late_notifications is not None:
+            late = len(data["num_notifications_after_expiry"])
+            self._late_notifications.labels(*labels).inc(late)
         for num_blocks in data["held_blocks"][-1:]:
             self._held_blocks.labels(*labels).set(num_blocks)

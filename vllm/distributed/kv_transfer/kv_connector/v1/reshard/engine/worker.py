@@ -22,11 +22,12 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ..errors import RemoteLayoutError, ReshardError, TransferError
+from ..errors import LocalLayoutError, RemoteLayoutError, ReshardError, TransferError
+from ..memory.cache import RankCache
 from ..memory.summary import describe_reads
 from ..plan.mesh import MeshRank
 from ..plan.reshard import plan_reshard
-from ..plan.shards import Layer, Shard, heads_of_rank
+from ..plan.shards import Shard, heads_of_rank
 from ..plan.verify import verify_plan
 from ..protocol.ledgers import ConsumerLedger, RequestId
 from ..protocol.messages import (
@@ -45,9 +46,10 @@ from ..transport.remote import LocalLists, Reader, RemoteEngine
 from ..transport.side_channel import fetch_handshake
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
+from .compat import REQUEST_NUMBERS
 from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .factors import compatibility_factors
-from .geometry import describe_cache, memory_regions, window_groups
+from .geometry import describe_cache, latent_layers, memory_regions, window_groups
 from .holder import Holder
 from .peers import Peer, PeerTable
 from .settings import Settings, read_settings
@@ -128,9 +130,11 @@ class ReshardWorker:
         self._lease_checker = LeaseChecker(self._agent)
         self._transfers = Transfers(self._agent)
         self._consumer: ConsumerLedger[int] = ConsumerLedger()
-        self._peers = PeerTable(self._threads, self._fetch, self._connect)
+        self._peers = PeerTable(
+            self._threads, self._fetch, self._connect, self._settings.engine_ttl_s
+        )
         self._reading: dict[RequestId, _Reading] = {}
-        self._invalid_block_ids: set[int] = set()
+        self._failed: dict[RequestId, frozenset[int]] = {}
         # Known once the caches are registered.
         self._factors: dict[str, str] = {}
         self._engine_shards: tuple[Shard, ...] = ()
@@ -148,7 +152,7 @@ class ReshardWorker:
         """
         backends = self._backends(kv_caches)
         cache = describe_cache(kv_caches, self._kv_cache_config, backends)
-        shard = self._shard(cache.layers)
+        shard = self._shard(cache)
         self._engine_shards = _gather(shard)
         self._agent.register(memory_regions(kv_caches))
         self._reader = Reader(self._rank, cache, window_groups(self._kv_cache_config))
@@ -183,19 +187,19 @@ class ReshardWorker:
     def get_finished(self) -> tuple[set[RequestId], set[RequestId]]:
         """Requests that other engines are through with, and requests that this worker received.
 
-        A request whose blocks could not be read is among the received ones; its blocks are among
-        those that `take_invalid_block_ids` returns next.
+        A request whose blocks could not be read is among the received ones; `take_failed` returns
+        it next.
         """
         now_s = time.monotonic()
         self._advance_peers(now_s)
         self._poll_reads(now_s)
-        self._check_leases()
+        self._check_leases(now_s)
         return self._holder.let_go(now_s), self._take_received()
 
-    def take_invalid_block_ids(self) -> set[int]:
-        """Blocks that were to be filled since the last call, and were not."""
-        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
-        return invalid
+    def take_failed(self) -> dict[RequestId, frozenset[int]]:
+        """Requests that could not be read, reported since the last call, with their blocks."""
+        failed, self._failed = self._failed, {}
+        return failed
 
     def take_stats(self) -> ReshardStats | None:
         """What was measured since the last call."""
@@ -253,12 +257,33 @@ class ReshardWorker:
         )
         return {name: layer.get_attn_backend() for name, layer in layers.items()}
 
-    def _shard(self, layers: Iterable[Layer]) -> Shard:
-        """What this worker holds of the model."""
+    def _shard(self, cache: RankCache) -> Shard:
+        """What this worker holds of the model.
+
+        Raises:
+            LocalLayoutError: A layer's heads are not split as those of the model are.
+        """
         model_config = self._vllm_config.model_config
-        num_kv_heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
+        mla = bool(model_config.use_mla)
+        num_kv_heads = 1 if mla else model_config.get_total_num_kv_heads()
         heads = heads_of_rank(self._rank.tp_rank, self._tp_size, num_kv_heads)
-        return Shard(self._rank, dict.fromkeys(layers, heads))
+        latent = latent_layers(self._kv_cache_config)
+        for layer, layer_cache in cache.layers.items():
+            if (layer in latent) != mla:
+                kinds = ("KV heads", "one latent") if mla else ("one latent", "KV heads")
+                raise LocalLayoutError(
+                    f"layer {layer} caches {kinds[0]} but the model's layers cache {kinds[1]}, "
+                    "which are split over ranks in other ways: use a draft model whose attention "
+                    "is of the model's kind, or none"
+                )
+            for plane in layer_cache.planes:
+                if plane.num_heads != len(heads):
+                    raise LocalLayoutError(
+                        f"layer {layer} has {plane.num_heads} KV heads on rank {self._rank}, which "
+                        f"holds {len(heads)} of the model's {num_kv_heads}: use a model, and a "
+                        "draft model, whose layers have equally many"
+                    )
+        return Shard(self._rank, dict.fromkeys(cache.layers, heads))
 
     def _advance_peers(self, now_s: float) -> None:
         """Read what waited for an engine that is connected now; fail it where it cannot be."""
@@ -268,7 +293,7 @@ class ReshardWorker:
                 for request_id, receive in peer.take_waiting():
                     self._begin(request_id, receive, peer, peer.engine)
                 continue
-            self._stats.record_failed_handshake(error)
+            self._stats.record_handshake_failure(error)
             unread = [each for each in peer.take_waiting() if any(each[1].local_block_ids)]
             # One line for all of them, which have one remedy. Where heartbeats alone have asked,
             # often those of a request that had just failed, nothing is lost.
@@ -292,6 +317,7 @@ class ReshardWorker:
             address.port,
             self._factors if self._settings.enforce_handshake_compat else None,
             expected_engine_id=address.engine_id,
+            numbers=REQUEST_NUMBERS,
         )
 
     def _connect(self, descriptions: tuple[WorkerDescription, ...], began_s: float) -> RemoteEngine:
@@ -369,7 +395,8 @@ class ReshardWorker:
             if part.fault is None and part.telemetry is not None:
                 self._stats.record_transfer(part.telemetry, part.strategy)
             if part.fault is not None:
-                reading.peer.broken |= not part.local
+                if not part.local:
+                    reading.peer.break_off(now_s)
                 kind = ReadFailure.COPY if part.local else ReadFailure.TRANSFER
                 reading.failure = reading.failure or kind
                 # What is in flight is left to end by itself: nobody else gets the blocks before.
@@ -383,13 +410,14 @@ class ReshardWorker:
                         part.request_id, receive.remote_request_id, receive.binding, table
                     )
 
-    def _check_leases(self) -> None:
+    def _check_leases(self, now_s: float) -> None:
         """See that what was read was still held, and was what this engine's prompt wants."""
         for verdict in self._lease_checker.advance():
             if verdict.doubt is not None:
                 self._consumer.fail(verdict.request_id, verdict.fault)
                 reading = self._reading[verdict.request_id]
-                reading.peer.broken |= verdict.doubt is Doubt.PEER
+                if verdict.doubt is Doubt.PEER:
+                    reading.peer.break_off(now_s)
                 reading.failure = reading.failure or _READ_FAILURES[verdict.doubt]
             self._consumer.step_done(verdict.request_id)
 
@@ -403,8 +431,7 @@ class ReshardWorker:
             if outcome.failure is not None:
                 assert reading.failure is not None
                 self._stats.record_failed_read(reading.failure)
-                for group in receive.local_block_ids:
-                    self._invalid_block_ids.update(group)
+                self._failed[outcome.request_id] = frozenset().union(*receive.local_block_ids)
                 # A failed handshake was told, with the requests that it cost.
                 if reading.failure is not ReadFailure.HANDSHAKE:
                     logger.error(
@@ -414,7 +441,9 @@ class ReshardWorker:
                         outcome.failure,
                         _REMEDY if reading.failure is ReadFailure.TRANSFER else "",
                     )
-            if peer.engine is not None:
+            # What is held under a request's name and is not for it may be another request's, whose
+            # blocks are not ours to give back: the lease ends it.
+            if peer.engine is not None and reading.failure is not ReadFailure.BINDING:
                 # Who cannot be read from may be gone; that he hears nothing is no news then.
                 known = reading.failure is ReadFailure.TRANSFER
                 self._release(receive, peer.engine, known_as_broken=known)

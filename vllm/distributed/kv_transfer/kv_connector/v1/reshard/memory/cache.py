@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the bytes of a rank's KV cache lie in memory.
 
-A layer's cache is one or two *planes*: keys and values, or the latent of MLA. A plane is a row of
-blocks, and a block's *page* holds some heads of some tokens. However the tensor looks, a plane is
-an address and three strides:
+A layer's cache is one or two *planes*: keys and values, or both where they lie side by side, or the
+latent of MLA. A plane is a row of blocks, and a block's *page* holds some heads of some tokens.
+However the tensor looks, a plane is an address and three strides:
 
-    tensor shape                              block stride    head stride    token stride
-    [2, blocks, heads, tokens, size]  HND     H*T*S           T*S            S
-    [2, blocks, tokens, heads, size]  NHD     H*T*S           S              H*S
-    [blocks, 2, heads, tokens, size]          2*H*T*S         T*S            S
-    [blocks, layers, 2, heads, tokens, size]  L*2*H*T*S       T*S            S
-    [blocks, tokens, size]            MLA     T*S             T*S            S
+    tensor shape                                     block stride    head stride    token stride
+    [blocks, heads, tokens, key and value]  HND      H*T*S           T*S            S
+    [blocks, tokens, heads, key and value]  NHD      H*T*S           S              H*S
+    [blocks, heads, layers, tokens, key and value]   H*L*T*S         L*T*S          S
+    [blocks, 1, tokens, latent]             MLA      T*S             T*S            S
+    [2, blocks, heads, tokens, size]        HND      H*T*S           T*S            S
+    [2, blocks, tokens, heads, size]        NHD      H*T*S           S              H*S
+    [blocks, 2, heads, tokens, size]                 2*H*T*S         T*S            S
+    [blocks, layers, 2, heads, tokens, size]         L*2*H*T*S       T*S            S
+    [blocks, tokens, size]                  MLA      T*S             T*S            S
 
-with `S` the bytes of one head of one token, its *slot*.
+with `S` the bytes of one head of one token in a plane, its *slot*.
 """
 
 from __future__ import annotations
@@ -98,7 +102,7 @@ class LayerCache:
     """The cache of one layer on one rank.
 
     Attributes:
-        planes: Keys and values, or the latent, in this order on both sides.
+        planes: Keys and values, or both in one, or the latent, in this order on both sides.
         group: The KV-cache group that the layer belongs to on this engine. Block ids are per group.
     """
 

@@ -21,6 +21,18 @@ _REMEDIES = {
     "dtype": "give the same --dtype",
     "kv_cache_dtype": "give the same --kv-cache-dtype",
     "attention_backends": "give the same --attention-backend",
+    **dict.fromkeys(
+        (
+            "draft_method",
+            "draft_model",
+            "draft_layers",
+            "draft_aux_layers",
+            "draft_kv_cache_dtype",
+            "draft_lookahead",
+            "parallel_drafting",
+        ),
+        "give the same --speculative-config",
+    ),
     "hybrid_kv_cache_manager": "give --disable-hybrid-kv-cache-manager on both or on neither",
 }
 

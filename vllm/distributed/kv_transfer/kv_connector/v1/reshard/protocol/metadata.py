@@ -41,7 +41,9 @@ CONNECTOR_NAME = "reshard"
 # notification, or another meaning of a field or of a parameter that a router passes on.
 #
 #   1  first version
-CONNECTOR_VERSION = 1
+#   2  keys and values that lie side by side are one plane, and requests to the side channel may
+#      have two numbers
+CONNECTOR_VERSION = 2
 
 MAX_REPLY_BYTES = 64 << 20
 """Size of the largest reply, in bytes: thousands of workers with hundreds of layers each."""

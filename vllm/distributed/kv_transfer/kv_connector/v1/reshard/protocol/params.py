@@ -69,8 +69,7 @@ def sound(params: Params | None, *, reads_back: bool) -> tuple[Params | None, st
         params = {name: value for name, value in params.items() if name not in _OURS}
     if params.get("do_remote_prefill"):
         fault = _fault(params)
-        # Upstream's scheduler sends no heartbeats to an engine whose size it is not told.
-        return ({"tp_size": 1, **params} if fault is None else _faulty(fault)), None
+        return (params if fault is None else _faulty(fault)), None
     if not params.get("remote_block_ids"):
         return params, None
     fault = _fault(params) if reads_back else None

@@ -6,6 +6,7 @@ All of this belongs to the engine's thread of the worker that reads.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -48,28 +49,41 @@ class Reader:
 class LocalLists:
     """Prepared lists of a worker's own memory, shared by all that describe the same rows.
 
-    Engines of equal layouts are read into the same places: the second one prepares nothing.
+    Engines of equal layouts are read into the same places: the second one prepares nothing. What
+    the last of them has given back is released, so that lists do not pile up over all layouts that
+    were ever read from.
     """
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
         self._lists: dict[bytes, Prepared] = {}
+        self._loans: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self._lists)
 
-    def get(self, rows: Rows) -> Prepared:
-        """The list for some rows, prepared now or before."""
+    def lend(self, rows: Rows) -> Prepared:
+        """The list for some rows, prepared now or before; to be given back once."""
         key = rows.tobytes()
         if key not in self._lists:
             self._lists[key] = self._agent.prepare(rows)
+        self._loans[key] += 1
         return self._lists[key]
+
+    def give_back(self, rows: Rows) -> None:
+        """The list for some rows is not used any more by one of those who have it."""
+        key = rows.tobytes()
+        self._loans[key] -= 1
+        if not self._loans[key]:
+            del self._loans[key]
+            self._agent.release_prepared(self._lists.pop(key))
 
     def close(self) -> None:
         """Give all lists back."""
         for prepared in self._lists.values():
             self._agent.release_prepared(prepared)
         self._lists.clear()
+        self._loans.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +223,8 @@ class RemoteEngine:
     ) -> None:
         self._agent = agent
         self._area = area
+        self._local_lists = local_lists
+        self._borrowed: list[Rows] = []
         self._peers: dict[MeshRank, str] = {}
         self._remote_lists: dict[tuple[str, bytes], Prepared] = {}
         self.legs: list[PreparedLeg] = []
@@ -226,10 +242,10 @@ class RemoteEngine:
                     self.legs.append(
                         PreparedLeg(
                             leg,
-                            local_lists.get(leg.dst.rows),
+                            self._borrow(leg.dst.rows),
                             self._remote_list(leg.src.rows, peer),
                             description.cache.blocks_per_id,
-                            self._stage(leg, description.cache, peer, local_lists),
+                            self._stage(leg, description.cache, peer),
                         )
                     )
             for release in plan.notified_by(reader.rank):
@@ -245,6 +261,9 @@ class RemoteEngine:
         for remote in self._remote_lists.values():
             self._agent.release_prepared(remote)
         self._remote_lists.clear()
+        for rows in self._borrowed:
+            self._local_lists.give_back(rows)
+        self._borrowed.clear()
         for table in self.lease_tables.values():
             self._agent.release_prepared(table.buckets)
         self.lease_tables.clear()
@@ -254,9 +273,7 @@ class RemoteEngine:
                 self._area.end_quarantine(peer)
         self._peers.clear()
 
-    def _stage(
-        self, leg: Leg, src: RankCache, peer: str, local_lists: LocalLists
-    ) -> PreparedStaging | None:
+    def _stage(self, leg: Leg, src: RankCache, peer: str) -> PreparedStaging | None:
         """Prepare a leg for reading by way of the arena; None where it can only be read direct."""
         if self._area is None:
             return None
@@ -264,11 +281,17 @@ class RemoteEngine:
             staged = stage_leg(leg, src)
             if staged.slice_bytes > self._area.memory.nbytes:
                 return None
-            arena = local_lists.get(self._area.rows(staged.descriptor_bytes))
+            arena = self._borrow(self._area.rows(staged.descriptor_bytes))
             return PreparedStaging(staged, arena, self._remote_list(staged.src.rows, peer))
         except (LocalLayoutError, TransferError) as error:
             logger.warning("Reads from %s go direct, and are not staged: %s", peer, error)
             return None
+
+    def _borrow(self, rows: Rows) -> Prepared:
+        """The list for some rows of our memory, until this engine is closed."""
+        prepared = self._local_lists.lend(rows)
+        self._borrowed.append(rows)
+        return prepared
 
     def _remote_list(self, rows: Rows, peer: str) -> Prepared:
         """The list for some rows of a peer's memory: most staged legs have those of direct ones."""

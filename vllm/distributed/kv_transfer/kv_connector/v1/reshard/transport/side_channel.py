@@ -3,18 +3,20 @@
 
 A server has one reply, made once, for whoever asks; a client asks once. Both speak ZeroMQ's request
 and reply over TCP. A request is the same kind of frame that upstream's NixlConnector sends, a verb
-and a number, because either connector may find the other one at an address, and neither may come to
-harm by it:
+and numbers, because either connector may find the other one at an address, and neither may come to
+harm by it. Upstream's once had one number and one frame for an answer; now it has two of each, the
+second frame being its clock. Its listener ends when it is sent more or fewer numbers.
 
-    request to us                   what we answer
-    [b"reshard/<our version>", 0]   the engine's reply
-    [b"get_meta_msg", tp_rank]      what upstream reads as a mismatch, with our words in it
-    [any other verb, ...]           a refusal
-    anything else                   nothing
+    request to us                            what we answer
+    [b"reshard/<our version>", ...]          the engine's reply
+    [b"get_meta_msg", tp_rank]               what upstream reads as a mismatch, with our words in it
+    [b"get_meta_msg", pp_rank, tp_rank]      the same, and a clock
+    [any other verb, ...]                    a refusal
+    anything else                            nothing
 
-    our request to                  what it answers
-    upstream's listener             what it has for number 0, by which we recognise it
-    another version of ours         a refusal with its version
+    our request to                           what it answers
+    upstream's listener                      what it has for numbers 0, by which we recognise it
+    another version of ours                  a refusal with its version
 
 The address can be reached by others than engines. ZeroMQ itself closes connections that do not
 speak its protocol or that send more than `MAX_REQUEST_BYTES`; what gets through is counted.
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -59,6 +61,7 @@ DEFAULT_TIMEOUT_S = 10.0
 
 _OUR_VERB = f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}".encode()
 _UPSTREAM_VERB = b"get_meta_msg"
+_NO_NUMBER = msgspec.Raw()
 _COMPLAINT_INTERVAL_S = 60.0
 _QUEUED_MESSAGES = 4
 """Messages that ZeroMQ holds for one connection in each direction; a client waits for its reply, so
@@ -66,9 +69,11 @@ that more are held for those only who do not read."""
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
-    """What is read of a request; what follows is for the other connector."""
+    """What is read of a request: its numbers are for the other connector, but how many are not."""
 
     verb: bytes
+    first_number: msgspec.Raw = _NO_NUMBER
+    second_number: msgspec.Raw = _NO_NUMBER
 
 
 _REQUEST_DECODER = msgspec.msgpack.Decoder(_Request)
@@ -212,32 +217,36 @@ class HandshakeServer:
     def _serve_one(self, listener: zmq.Socket[bytes]) -> None:
         """Take one message, and answer it if it is a request."""
         sender, *envelope, frame = listener.recv_multipart(zmq.NOBLOCK)
-        verb = _verb(frame) if envelope == [b""] else None
-        if verb is None:
+        request = _read_request(frame) if envelope == [b""] else None
+        if request is None:
             self._count(dropped=1)
             self._complain(_Complaint.STRANGER, f"a message of {len(frame)} bytes is no request")
             return
+        verb = request.verb
         if verb == _OUR_VERB:
-            answer = self._reply
+            answer = [self._reply]
             self._count(answered=1)
         else:
             name = quote(verb[:100].decode(errors="backslashreplace"))
             if verb == _UPSTREAM_VERB:
-                answer = encode_refusal_for_upstream()
+                answer = [encode_refusal_for_upstream()]
+                if request.second_number:
+                    answer.append(msgspec.msgpack.encode(time.perf_counter()))
                 self._complain(
                     _Complaint.UPSTREAM,
                     "a peer runs upstream's NixlConnector: configure the same connector on both "
                     "engines",
                 )
             else:
-                answer = encode_refusal(f"request {name} is unknown, {_OUR_VERB.decode()} is not")
+                known = _OUR_VERB.decode()
+                answer = [encode_refusal(f"request {name} is unknown, {known} is not")]
                 self._complain(
                     _Complaint.VERSION,
                     f"request {name} is unknown: run the same build on both engines",
                 )
             self._count(refused=1)
         # A peer that does not read loses its answers, and holds up nobody.
-        listener.send_multipart([sender, b"", answer], zmq.NOBLOCK)
+        listener.send_multipart([sender, b"", *answer], zmq.NOBLOCK)
 
     def _count(self, *, answered: int = 0, refused: int = 0, dropped: int = 0) -> None:
         counters = self._counters
@@ -279,6 +288,7 @@ def fetch_handshake(
     local_factors: Mapping[str, str] | None,
     *,
     expected_engine_id: str,
+    numbers: Sequence[int] = (0, 0),
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> tuple[WorkerDescription, ...]:
     """Ask an engine what it is, in one round trip.
@@ -290,6 +300,7 @@ def fetch_handshake(
         port: TCP port.
         local_factors: What must be equal at both engines, as it is here; None to take any.
         expected_engine_id: Who should answer.
+        numbers: What follows the verb, as many as upstream's listener of this release takes.
         timeout_s: How long to wait, in all.
 
     Returns:
@@ -303,7 +314,7 @@ def fetch_handshake(
         RemoteHandshakeError: The answer is malformed or contradicts itself.
     """
     try:
-        workers = decode_reply(_ask(host, port, timeout_s), local_factors)
+        workers = decode_reply(_ask(host, port, numbers, timeout_s), local_factors)
     except RemoteHandshakeError as error:
         raise type(error)(f"side channel {quote(str(host))}:{port}: {error}") from error
     engine_id = workers[0].engine_id
@@ -316,17 +327,17 @@ def fetch_handshake(
     return workers
 
 
-def _ask(host: str, port: int, timeout_s: float) -> bytes:
+def _ask(host: str, port: int, numbers: Sequence[int], timeout_s: float) -> bytes:
     """Send a request and wait for what comes back."""
     try:
-        return _exchange(host, port, timeout_s)
+        return _exchange(host, port, msgspec.msgpack.encode((_OUR_VERB, *numbers)), timeout_s)
     except zmq.ZMQError as error:
         raise RemoteUnreachableError(
             f"the exchange broke off ({error}): check that the engine runs"
         ) from error
 
 
-def _exchange(host: str, port: int, timeout_s: float) -> bytes:
+def _exchange(host: str, port: int, request: bytes, timeout_s: float) -> bytes:
     """One request and one reply."""
     deadline_s = time.monotonic() + timeout_s
     context = zmq.Context()
@@ -349,7 +360,7 @@ def _exchange(host: str, port: int, timeout_s: float) -> bytes:
                 f"no connection within {timeout_s:g} s: check that the engine runs, and that this "
                 "machine can reach its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT"
             )
-        client.send(msgspec.msgpack.encode((_OUR_VERB, 0)), zmq.NOBLOCK)
+        client.send(request, zmq.NOBLOCK)
         if not client.poll(_remaining_ms(deadline_s), zmq.POLLIN):
             raise RemoteUnreachableError(
                 f"connected, but no answer within {timeout_s:g} s: check that the port is the "
@@ -358,10 +369,10 @@ def _exchange(host: str, port: int, timeout_s: float) -> bytes:
         frames = client.recv_multipart(zmq.NOBLOCK)
     finally:
         context.destroy(linger=0)
-    if len(frames) != 1:
+    if len(frames) > 2:
         raise RemoteHandshakeError(
-            f"the answer has {len(frames)} parts instead of 1: check that the port is an engine's "
-            "VLLM_NIXL_SIDE_CHANNEL_PORT"
+            f"the answer has {len(frames)} parts, which are more than 2: check that the port is an "
+            "engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
         )
     return frames[0]
 
@@ -370,9 +381,9 @@ def _remaining_ms(deadline_s: float) -> int:
     return max(0, int(1e3 * (deadline_s - time.monotonic())))
 
 
-def _verb(frame: bytes) -> bytes | None:
+def _read_request(frame: bytes) -> _Request | None:
     """What a request asks for; None for what is no request."""
     try:
-        return _REQUEST_DECODER.decode(frame).verb
+        return _REQUEST_DECODER.decode(frame)
     except (msgspec.MsgspecError, RecursionError):
         return None

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What releases of vLLM do not have in common, as far as it is measured here.
+
+The connector's own module of this name says which base has what; nothing else here asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import KVCacheTensor
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import compat
+
+from .caches import reserve
+
+_SHAPED_BY_BACKENDS = not compat.CACHES_ARE_VIEWS
+"""Every backend of 0.22.1 shapes its cache in its own way; later ones are views of one form."""
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """The cache of a layer.
+
+    Attributes:
+        tensor: As the model runner would register it.
+        in_memory: As it lies in memory.
+        num_planes: 2 where keys and values lie apart.
+    """
+
+    tensor: torch.Tensor
+    in_memory: torch.Tensor
+    num_planes: int
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a connector reports after a step: requests."""
+
+    sent: set[str]
+    received: set[str]
+    num_failed: int
+
+
+def layer_cache(
+    backend: type[AttentionBackend], spec: Any, num_blocks: int, device: str
+) -> LayerCache:
+    """Reserve a layer's cache in the order of memory that transfers want."""
+    if not _SHAPED_BY_BACKENDS:
+        content = spec.state_content_size_bytes // torch.bfloat16.itemsize
+        shape = num_blocks, spec.num_heads, spec.block_size, content
+        tensor = reserve(shape, torch.bfloat16, device)
+        return LayerCache(tensor, tensor, 1)
+    shape = backend.get_kv_cache_shape(
+        num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
+    )
+    try:
+        order = backend.get_kv_cache_stride_order()
+    except (AttributeError, NotImplementedError):
+        order = tuple(range(len(shape)))
+    in_memory = reserve([shape[axis] for axis in order], torch.bfloat16, device)
+    tensor = in_memory.permute([order.index(axis) for axis in range(len(shape))])
+    return LayerCache(tensor, in_memory, 1 if len(shape) == 3 else 2)
+
+
+def cache_place(name: str, num_blocks: int, page_bytes: int) -> KVCacheTensor:
+    """What a configuration says of the tensor of a layer that has one of its own."""
+    if _SHAPED_BY_BACKENDS:
+        return KVCacheTensor(num_blocks * page_bytes, [name])
+    return KVCacheTensor(num_blocks * page_bytes, [name], num_blocks * page_bytes, page_bytes)
+
+
+def resolve_layout(vllm_config: VllmConfig) -> None:
+    """Say how caches lie in memory, as engines of later releases than 0.22.1 do before they run."""
+    if not _SHAPED_BY_BACKENDS:
+        vllm_config.cache_config.kv_cache_layout = "LBHNC"
+
+
+def results(worker: KVConnectorBase_V1) -> Results:
+    """Ask a connector what a runner of the release would ask it."""
+    if not compat.FAILED_READS_ARE_NAMED:
+        sent, received = worker.get_finished(set())
+        failed = worker.get_block_ids_with_load_errors()
+        return Results(sent or set(), received or set(), len(failed))
+    found = worker.get_transfer_results(set())
+    failed = found.failed_recving | worker.get_block_ids_with_load_errors()
+    return Results(found.finished_sending, found.finished_recving, len(failed))

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of docs/performance.md, from what `make bench` has measured.
+
+    python -m benchmarks.docs_performance build/bench/bench.json [MORE.json ...]
+
+A table stands between `<!-- bench: NAME -->` and `<!-- /bench -->`; nothing else of the page is
+touched. Where two files have the same case, the later one wins. The table of a part that no file
+has stays as it is; of the targets, so do the rows of such a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .end_to_end import SINGLE
+from .errors import ReportError
+from .report import figures, from_json, seconds, size, speed
+from .results import Metric, Part, Result
+from .samples import Summary
+from .specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
+from .targets import Verdict, judge
+
+PAGE = Path(__file__).parents[1] / "docs/performance.md"
+
+_END = "<!-- /bench -->"
+_BEGIN = re.compile(r"<!-- bench: (\S+) -->")
+_BLOCK = re.compile(rf"^{_BEGIN.pattern}\n(.*?)^{_END}$", re.MULTILINE | re.DOTALL)
+_LIKE_A_MARKER = re.compile(r"<!--\s*/?\s*bench\b")
+
+_TARGETS = "targets"
+_TARGET_COLUMNS = ("<what", "<wanted", "<measured", "<met", "<against *at rest*")
+_TARGETS_OF = {
+    "handshake": Part.HANDSHAKE,
+    "the same": Part.HANDSHAKE,
+    "our GB/s": Part.TRANSFER,
+    "our CPU time": Part.REQUEST_PATH,
+    "our time to first token": Part.END_TO_END,
+}
+"""How rows begin, by which those of parts that were not measured are found."""
+
+_CONNECTORS = (OURS.name, UPSTREAM.name, UPSTREAM_AT_REST.name)
+_SHORT = (OURS.name, UPSTREAM.name, "at rest")
+_STACKS = (SINGLE, UPSTREAM.name, OURS.name)
+_ABSENT = "not measured"
+
+
+class MarkerError(Exception):
+    """A page has markers between which no table can be written."""
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table of a part.
+
+    Attributes:
+        columns: Their names, by which side they are aligned to: `<` for left, `>` for right.
+        rows: Makes the cells of all rows.
+    """
+
+    columns: Sequence[str]
+    rows: Callable[[Sequence[Result]], list[list[str]]]
+
+    def lines(self, results: Sequence[Result]) -> list[str]:
+        """The table of results."""
+        return [*_head(self.columns), *map(_line, self.rows(results))]
+
+
+def read(path: Path) -> list[Result]:
+    """The results of a file that `make bench` has written.
+
+    Raises:
+        ReportError: There are none that tables can be made of.
+    """
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror}: run `make bench`") from error
+    except ValueError as error:
+        raise ReportError(f"{path} is not JSON: {error}") from error
+    try:
+        results = from_json(written)
+    except ReportError as error:
+        raise ReportError(f"{path} {error}") from error
+    settings = written.get("settings")
+    if not isinstance(settings, dict) or settings.get("complete") is not True:
+        raise ReportError(f"{path} is of a run that did not come to its end: measure again")
+    if settings.get("strategies"):
+        chosen = ", ".join(map(str, settings["strategies"]))
+        raise ReportError(
+            f"{path} is of a run with transfer_strategy {chosen}, and the tables show what the "
+            "connector chooses: measure without --strategy"
+        )
+    return results
+
+
+def merge(files: Iterable[Sequence[Result]]) -> list[Result]:
+    """All results; of the same case, the one that comes last."""
+    merged: dict[tuple[Part, str], Result] = {}
+    for results in files:
+        merged.update({(result.part, result.case): result for result in results})
+    return list(merged.values())
+
+
+def check_markers(page: str) -> None:
+    """See that every table has a name that is known, and its end.
+
+    Raises:
+        MarkerError: One has not.
+    """
+    opened = None
+    for line in filter(_LIKE_A_MARKER.search, page.splitlines()):
+        begin = _BEGIN.fullmatch(line)
+        if begin is None and line != _END:
+            raise MarkerError(f"{line} is neither <!-- bench: NAME --> nor {_END}")
+        if (begin is None) != (opened is not None):
+            raise MarkerError(
+                f"{line} comes {f'before the end of {opened}' if opened else 'alone'}"
+            )
+        if begin is not None and begin[1] not in _NAMES:
+            raise MarkerError(f"{line} is unknown: names are {', '.join(_NAMES)}")
+        opened = line if begin is not None else None
+    if opened is not None:
+        raise MarkerError(f"{opened} has no {_END}")
+
+
+def rewrite(page: str, results: Sequence[Result]) -> str:
+    """The same page with the tables of what was measured.
+
+    Raises:
+        MarkerError: It is not clear where they begin or end.
+    """
+    check_markers(page)
+    measured = {part: [each for each in results if each.part is part] for part in Part}
+
+    def table(block: re.Match[str]) -> str:
+        name, before = block.groups()
+        if name == _TARGETS:
+            lines = _target_lines(before, measured)
+        elif found := measured[Part(name)]:
+            lines = _TABLES[Part(name)].lines(found)
+        else:
+            return block[0]
+        return "\n".join([f"<!-- bench: {name} -->", "", *lines, "", _END])
+
+    return _BLOCK.sub(table, page)
+
+
+def _head(columns: Iterable[str]) -> list[str]:
+    rules = ["---:" if column[0] == ">" else "---" for column in columns]
+    return [_line(column[1:] for column in columns), _line(rules)]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
+
+
+def _median(summary: Summary | None, show: Callable[[float], str], absent: str = _ABSENT) -> str:
+    return absent if summary is None else show(summary.median)
+
+
+def _absent(result: Result, lane: str) -> str:
+    """What is said of a lane without figures."""
+    refused = "does not support" in result.missing.get(lane, "")
+    return "not supported" if refused else _ABSENT
+
+
+def _medians(result: Result, lane: str, shown: Mapping[Metric, Callable[[float], str]]) -> str:
+    """All in one cell."""
+    if lane not in result.samples:
+        return _absent(result, lane)
+    return ", ".join(_median(result.summary(lane, metric), show) for metric, show in shown.items())
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value * 1e3:.2f} ms"
+
+
+def _decimals(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _digits(value: float) -> str:
+    """A number with as many digits as say something."""
+    return _decimals(value) if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _handshake_rows(results: Sequence[Result]) -> list[list[str]]:
+    """Pipeline stages come last: there is nothing to compare with."""
+
+    def place(result: Result) -> tuple[bool, str, float, float]:
+        layouts = result.case.partition(",")[0]
+        return "PP" in layouts, layouts, result.sizes["layers"], result.sizes["blocks"]
+
+    shown = {Metric.SECONDS: seconds, Metric.PEAK_BYTES: size}
+    return [
+        [result.case, *(_medians(result, lane, shown) for lane in _CONNECTORS)]
+        for result in sorted(results, key=place)
+    ]
+
+
+def _transfer_rows(results: Sequence[Result]) -> list[list[str]]:
+    rows = []
+    for result in results:
+        cells = [result.case]
+        for lane in (*_CONNECTORS, RAW.name, MEMCPY.name):
+            cells.append(_median(speed(result, lane), _decimals, _absent(result, lane)))
+        for other in (UPSTREAM, UPSTREAM_AT_REST):
+            faster = result.ratio(other.name, OURS.name, Metric.SECONDS)
+            cells.append(figures(faster, _digits))
+        rows.append(cells)
+    return rows
+
+
+def _request_path_rows(results: Sequence[Result]) -> list[list[str]]:
+    shown = {Metric.REQUEST_CPU_S: _milliseconds, Metric.OWN_CPU_S: _milliseconds}
+    return [
+        [
+            f"{result.sizes['requests']:.0f}",
+            *(_medians(result, lane, shown) for lane in _CONNECTORS),
+        ]
+        for result in sorted(results, key=lambda result: result.sizes["requests"])
+    ]
+
+
+def _end_to_end_rows(results: Sequence[Result]) -> list[list[str]]:
+    shown = {Metric.TTFT_S: seconds, Metric.ITL_S: seconds, Metric.TOKENS_PER_S: _digits}
+    return [
+        [
+            f"{result.sizes['rate']:g}",
+            *(
+                _median(result.summary(lane, metric), show, _absent(result, lane))
+                for metric, show in shown.items()
+                for lane in _STACKS
+            ),
+        ]
+        for result in sorted(results, key=lambda result: result.sizes["rate"])
+    ]
+
+
+def _target_lines(before: str, measured: Mapping[Part, Sequence[Result]]) -> list[str]:
+    """The targets of all parts; of a part that was not measured, the rows that there were."""
+    kept: dict[Part, list[str]] = {part: [] for part in Part}
+    for line in before.strip().splitlines()[2:]:
+        parts = [part for start, part in _TARGETS_OF.items() if line.startswith(f"| {start}")]
+        if not parts:
+            raise MarkerError(f"the targets have a row of no known part: {line}")
+        kept[parts[0]].append(line)
+    lines = _head(_TARGET_COLUMNS)
+    for part, results in measured.items():
+        rows = _handshake_targets if part is Part.HANDSHAKE else _other_targets
+        lines += map(_line, rows(results)) if results else kept[part]
+    return lines
+
+
+def _other_targets(results: Sequence[Result]) -> list[list[str]]:
+    return [
+        [f"{each.target.removeprefix('shuffled: ')}: {each.case}", *_held(each, at_rest)]
+        for each, at_rest in _judged(results)
+    ]
+
+
+def _handshake_targets(results: Sequence[Result]) -> list[list[str]]:
+    """The rows of a case follow each other, and only the first one names it."""
+    rows: dict[str, list[list[str]]] = {}
+    flat: dict[str, list[Verdict]] = {}
+    for each, at_rest in _judged(results):
+        what = each.target.removeprefix("handshake: ")
+        if what == each.target:
+            flat.setdefault(each.case, []).append(each)
+            continue
+        group = rows.setdefault(each.case, [])
+        held = _held(each, at_rest)
+        held[0] = held[0].removeprefix("at least ")
+        group.append([what.split()[1] if group else what, *held])
+    for case, verdicts in flat.items():
+        rows.setdefault(case, []).append(_flat_target(case, verdicts, results))
+    return [
+        [f"{'the same' if number else f'handshake, {case}'}: {row[0]}", *row[1:]]
+        for case, group in rows.items()
+        for number, row in enumerate(group)
+    ]
+
+
+def _flat_target(case: str, verdicts: list[Verdict], results: Sequence[Result]) -> list[str]:
+    """Time and memory of many blocks against those of the fewest, in one row."""
+    layout = case.rpartition(" x ")[0]
+    alike = [result for result in results if result.case.rpartition(" x ")[0] == layout]
+    fewest = min(alike, key=lambda result: result.sizes["blocks"]).case.rpartition(" x ")[2]
+    medians = [_median(each.measured, _decimals) for each in verdicts]
+    mets = [each.met for each in verdicts]
+    met = None if None in mets else all(mets)
+    what = f"ours against {fewest}, time and memory"
+    return [what, "flat", ", ".join(medians), _met(met), ""]
+
+
+def _held(verdict: Verdict, at_rest: Verdict) -> list[str]:
+    """What is wanted and measured, whether that is met, and what it is at rest."""
+    return [
+        f"at {'most' if verdict.at_most else 'least'} {verdict.wanted:g}",
+        figures(verdict.measured, _digits) if verdict.measured else _ABSENT,
+        _met(verdict.met),
+        # Where upstream's has no part in it, there is nothing to add.
+        "" if at_rest.measured == verdict.measured else _median(at_rest.measured, _digits),
+    ]
+
+
+def _met(met: bool | None) -> str:
+    return "-" if met is None else "yes" if met else "no"
+
+
+def _judged(results: Sequence[Result]) -> list[tuple[Verdict, Verdict]]:
+    """Each verdict against upstream's connector, and against that one at rest."""
+    at_rest = judge(results, upstream=UPSTREAM_AT_REST.name)
+    return list(zip(judge(results), at_rest, strict=True))
+
+
+_TABLES = {
+    Part.HANDSHAKE: _Table(("<case", *(f"<{lane}" for lane in _SHORT)), _handshake_rows),
+    Part.TRANSFER: _Table(
+        (
+            "<case",
+            *(f">{lane}" for lane in (*_SHORT, RAW.name, MEMCPY.name)),
+            *("<ours / upstream", "<ours / at rest"),
+        ),
+        _transfer_rows,
+    ),
+    Part.REQUEST_PATH: _Table((">in flight", *(f"<{lane}" for lane in _SHORT)), _request_path_rows),
+    Part.END_TO_END: _Table(
+        (
+            ">requests/s",
+            *(f">{what}{lane}" for what in ("TTFT: ", "ITL: ", "tokens/s: ") for lane in _STACKS),
+        ),
+        _end_to_end_rows,
+    ),
+}
+_NAMES = (_TARGETS, *(part.value for part in _TABLES))
+
+
+def main(argv: Sequence[str] | None = None, page: Path = PAGE) -> int:
+    """Write the tables anew; the exit status is 2 where that cannot be done."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.docs_performance",
+        description="Write the tables of docs/performance.md from what `make bench` measured.",
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="BENCH_JSON", help="later ones win")
+    try:
+        results = merge(map(read, parser.parse_args(argv).files))
+        written = rewrite(page.read_text(encoding="utf-8"), results)
+    except (ReportError, MarkerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    page.write_text(written, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

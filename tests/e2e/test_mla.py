@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that keeps one latent for all heads, which every tensor-parallel rank has as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.layouts import ONE, RANKS, STAGES, Case, Engines, running
+from tests.e2e.pairs import Pair, text_of
+from tools.pdstack.engine import why_no_mla
+from tools.pdstack.metrics import NixlCounters
+from tools.pdstack.tiny_models import write_tiny_deepseek2
+
+WHY_NOT = why_no_mla()
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+
+BLOCK_TOKENS = 16
+# A part of a block, exactly one, one token more, and many with a part.
+PROMPT_TOKENS = (5, BLOCK_TOKENS, BLOCK_TOKENS + 1, 25 * BLOCK_TOKENS + 3)
+
+CASES = (
+    # Of two ranks that have the same, one is read from.
+    Case(RANKS, ONE, reads=1),
+    Case(STAGES, ONE, reads=2),
+    # Each rank reads all of it.
+    Case(ONE, RANKS, reads=2),
+)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Start one of each layout."""
+    model = write_tiny_deepseek2(tmp_path_factory.mktemp("tiny") / "deepseek2")
+    with running(model, tmp_path_factory.mktemp("run"), (ONE, STAGES, RANKS), {}) as engines:
+        assert engines.block_tokens == BLOCK_TOKENS
+        yield engines
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    """One pair of layouts after the other."""
+    found: Case = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(engines: Engines, case: Case) -> Iterator[Pair]:
+    """The two engines of a case, behind a router."""
+    with engines.pair(case) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("tokens", PROMPT_TOKENS)
+def test_an_answer_equals_one_engines(
+    engines: Engines, case: Case, pair: Pair, tokens: int
+) -> None:
+    """It is right with the latents of all blocks read, once for each rank that decodes."""
+    text = text_of(f"{tokens} {case}", tokens)
+    right = engines.right_answer(text)
+    before = pair.decode.nixl_counters()
+    assert pair.ask(text) == right
+    blocks = -(-tokens // BLOCK_TOKENS)
+    assert pair.read_since(before, case.reads) == NixlCounters(
+        bytes_moved=blocks * engines.block_bytes * case.decode.tp_size, transfers=case.reads
+    )
+
+
+def test_requests_at_once_do_not_mix(engines: Engines, case: Case, pair: Pair) -> None:
+    """Six requests that begin differently and go on alike get six answers, each the right one."""
+    texts = [text_of(f"{number} {case}", 60 * number) for number in range(1, 7)]
+    answers = pair.ask_at_once(texts)
+    assert answers == [engines.right_answer(text) for text in texts]
+    assert len(set(answers)) == len(texts)
+
+
+def test_all_blocks_come_back(pair: Pair) -> None:
+    """Once its requests were read, no block of the prefill engine is in use, and none expired."""
+    pair.wait_until_free()
+    assert pair.prefill.nixl_counters().expired_requests == 0
+    counters = pair.decode.nixl_counters()
+    assert (counters.failed_transfers, counters.failed_notifications) == (0, 0)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `kv-plan` prints for its arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli import main
+
+SIZES = ("--num-layers", "4", "--num-kv-heads", "6")
+
+
+@pytest.fixture
+def kv_plan(capsys):
+    """Runs the command; returns its exit status, standard output and standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(arguments)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_json_describes_the_plan(kv_plan):
+    """The object names meshes, sizes, every read with both offsets, and every release."""
+    status, out, err = kv_plan("--prefill", "tp=3", "--decode", "pp=1,tp=2", *SIZES, "--json")
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    reads = document.pop("reads")
+    assert document == {
+        "prefill": {"tp_size": 3, "pp_size": 1},
+        "decode": {"tp_size": 2, "pp_size": 1},
+        "num_layers": 4,
+        "num_kv_heads": 6,
+        "mla": False,
+        "notifiers": [
+            {"prefill_rank": {"pp": 0, "tp": 0}, "decode_ranks": [{"pp": 0, "tp": 0}]},
+            {
+                "prefill_rank": {"pp": 0, "tp": 1},
+                "decode_ranks": [{"pp": 0, "tp": 0}, {"pp": 0, "tp": 1}],
+            },
+            {"prefill_rank": {"pp": 0, "tp": 2}, "decode_ranks": [{"pp": 0, "tp": 1}]},
+        ],
+    }
+    assert len(reads) == 4
+    assert reads[1] == {
+        "decode_rank": {"pp": 0, "tp": 0},
+        "prefill_rank": {"pp": 0, "tp": 1},
+        "layers": [0, 1, 2, 3],
+        "global_heads": [2, 3],
+        "src_head_offset": 0,
+        "dst_head_offset": 2,
+        "num_heads": 1,
+        "strategy": None,
+    }
+
+
+def test_json_says_how_each_read_goes(kv_plan):
+    """Direct or staged, for the prompt that is given, where sizes in bytes are known."""
+    sizes = ("--num-layers", "32", "--num-kv-heads", "2", "--head-size", "64", "--json")
+
+    def strategies(prefill: str, decode: str, *more: str) -> set[str]:
+        _, out, _ = kv_plan("--prefill", prefill, "--decode", decode, *sizes, *more)
+        return {read["strategy"] for read in json.loads(out)["reads"]}
+
+    assert strategies("tp=2", "tp=1") == {"staged"}
+    assert strategies("tp=2", "tp=1", "--prompt-tokens", "16") == {"direct"}
+    assert strategies("pp=2", "tp=1") == {"direct"}
+
+
+def test_partitions_are_taken_per_side(kv_plan):
+    """Uneven stages on either side decide which layers a read covers."""
+    status, out, _ = kv_plan(
+        *("--prefill", "pp=2", "--prefill-layer-partition", "1,3"),
+        *("--decode", "pp=2", "--decode-layer-partition", "2,2"),
+        *(*SIZES, "--json"),
+    )
+    assert status == 0
+    reads = [
+        (read["decode_rank"]["pp"], read["prefill_rank"]["pp"], read["layers"])
+        for read in json.loads(out)["reads"]
+    ]
+    assert reads == [(0, 0, [0]), (0, 1, [1]), (1, 1, [2, 3])]
+
+
+def test_mla_needs_no_heads(kv_plan):
+    """An MLA model has one latent head: each decode rank reads once."""
+    layouts = ("--prefill", "tp=4", "--decode", "tp=2")
+    status, out, _ = kv_plan(*layouts, "--num-layers", "2", "--mla", "--json")
+    document = json.loads(out)
+    assert status == 0
+    assert (document["mla"], document["num_kv_heads"]) == (True, 1)
+    assert [read["prefill_rank"]["tp"] for read in document["reads"]] == [0, 1]
+    assert len(document["notifiers"]) == 4
+
+
+def rows(text):
+    """The lines, with one space between words."""
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_text_names_ranks_layers_and_heads(kv_plan):
+    """Without --json each read, each decode rank and each prefill rank is a readable line."""
+    layouts = ("--prefill", "tp=3,pp=2", "--decode", "tp=2")
+    status, out, err = kv_plan(*layouts, *SIZES, "--head-size", "64", "--dtype", "float16")
+    assert (status, err) == (0, "")
+    assert "pp1tp1 2-3 [3, 4) 1 -> 0 512 B" in rows(out)
+    assert "pp1tp1 256 2 KiB 256 256 direct" in rows(out)
+    # 6 heads in half, 4 layers, keys and values, 64 elements of 2 bytes.
+    assert "pp0tp1 4 4 3 KiB 3 MiB 1,024 -" in rows(out)
+    assert "pp1tp1 2 2 1 KiB direct pp0tp0-1" in rows(out)
+    assert "\x1b" not in out
+
+
+def test_text_counts_descriptors_without_sizes_in_bytes(kv_plan):
+    """What can be told without the size of a head is told, and what is missing is named."""
+    status, out, _ = kv_plan("--prefill", "tp=2", "--decode", "tp=2", *SIZES)
+    assert status == 0
+    assert "pp0tp0 pp0tp0 0-3 [0, 3) 0 -> 0 ?" in rows(out)
+    assert "pp0tp0 pp0tp0 512 ? 8 8 ?" in rows(out)
+    assert "pp0tp0 1 1 ? ? pp0tp0" in rows(out)
+    assert "--model DIR, or --head-size" in out
+
+
+def test_text_names_ranks_that_are_only_notified(kv_plan):
+    """Replicas of the MLA latent that nobody reads are told apart, and warned of."""
+    layouts = ("--prefill", "tp=4", "--decode", "tp=1")
+    _, out, _ = kv_plan(*layouts, "--num-layers", "2", "--mla", "--head-size", "576")
+    assert "pp0tp3 0 0 - only notified pp0tp0" in rows(out)
+    assert "pp0tp1-3" in out
+    assert "Warnings" in out
+
+
+def test_sizes_of_blocks_may_differ(kv_plan):
+    """Each engine's own block size counts before the common one."""
+    layouts = ("--prefill", "tp=1", "--decode", "tp=1", *SIZES, "--head-size", "64")
+    _, out, _ = kv_plan(*layouts, "--block-size", "32", "--decode-block-size", "64")
+    assert "blocks of 32 tokens at prefill and 64 at decode" in " ".join(out.split())
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The directory of a model with windows in every other layer."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 6,
+        "head_dim": 64,
+        "dtype": "float32",
+        "sliding_window": 128,
+        "layer_types": kinds,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_model_gives_the_sizes(kv_plan, model):
+    """The same plan as with explicit sizes, as JSON and in bytes."""
+    layouts = ("--prefill", "tp=3", "--decode", "tp=2")
+    of_model = (*layouts, "--model", model, "--disable-hybrid-kv-cache-manager")
+    explicit = (*layouts, *SIZES, "--head-size", "64", "--dtype", "float32")
+    assert kv_plan(*of_model, "--json") == kv_plan(*explicit, "--json")
+    _, out, _ = kv_plan(*of_model)
+    _, same, _ = kv_plan(*explicit)
+    tables, same_tables = (text[text.index("Reads") :] for text in (out, same))
+    assert tables == same_tables
+
+
+def test_explicit_sizes_take_the_place_of_the_models(kv_plan, model):
+    """A number that is given counts, and the others are the model's."""
+    layouts = ("--prefill", "tp=1", "--decode", "tp=1", "--model", model)
+    _, out, _ = kv_plan(*layouts, "--num-layers", "2", "--dtype", "fp8")
+    assert "2 layers, 6 KV heads of 64 fp8" in out
+
+
+WHOLE, WINDOWS = "pp0tp0 1 1 12 KiB 12 MiB 512 -", "pp0tp0 1 1 12 KiB 6.75 MiB 288 -"
+
+
+@pytest.mark.parametrize(
+    ("option", "row", "words"),
+    [
+        ((), WINDOWS, "no more is read"),
+        (("--no-disable-hybrid-kv-cache-manager",), WINDOWS, "no more is read"),
+        (("--disable-hybrid-kv-cache-manager",), WHOLE, "read in full without the hybrid KV-"),
+    ],
+)
+def test_windows_are_read_alone_unless_the_manager_is_off(kv_plan, model, option, row, words):
+    """Two layers of four are read in 8 blocks of 64 where engines keep windows, as they do."""
+    layouts = ("--prefill", "tp=1", "--decode", "tp=1", "--model", model)
+    _, out, _ = kv_plan(*layouts, *option)
+    assert row in rows(out)
+    assert words in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("option", "row"), [((), WHOLE), (("--no-disable-hybrid-kv-cache-manager",), WINDOWS)]
+)
+def test_chunks_are_read_in_full_unless_asked_for(kv_plan, model, option, row):
+    """VLLM turns its hybrid manager off for chunked attention."""
+    path = Path(model) / "config.json"
+    config = json.loads(path.read_text())
+    kinds = ["chunked_attention", "full_attention"] * 2
+    path.write_text(json.dumps({**config, "attention_chunk_size": 128, "layer_types": kinds}))
+    _, out, _ = kv_plan("--prefill", "tp=1", "--decode", "tp=1", "--model", model, *option)
+    assert row in rows(out)
+
+
+def test_svg_is_written_beside_the_text(kv_plan, tmp_path):
+    """The drawing goes to its file, and the text is the same."""
+    layouts = ("--prefill", "tp=3", "--decode", "tp=2", *SIZES)
+    path = tmp_path / "plan.svg"
+    assert kv_plan(*layouts, "--svg", str(path)) == kv_plan(*layouts)
+    assert path.read_text().startswith("<svg")
+
+
+def test_svg_that_cannot_be_written_is_one_line_and_status_2(kv_plan, tmp_path):
+    """A directory that does not exist is named, and nothing else is printed."""
+    path = str(tmp_path / "missing" / "plan.svg")
+    status, out, err = kv_plan("--prefill", "tp=1", "--decode", "tp=1", *SIZES, "--svg", path)
+    assert (status, out) == (2, "")
+    assert path in err and "cannot be written" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--head-size", "0"), "--head-size is 0"),
+        (("--dtype", "int3"), "dtype 'int3' is not known"),
+        (("--block-size", "0"), "--block-size is 0"),
+        (("--decode-block-size", "-1"), "--decode-block-size is -1"),
+        (("--prompt-tokens", "0"), "--prompt-tokens is 0"),
+        (("--prompt-tokens", "9999999"), "--prompt-tokens is 9999999"),
+        (("--model", "/missing"), "/missing/config.json cannot be read"),
+    ],
+)
+def test_impossible_options_of_the_text_are_one_line_and_status_2(kv_plan, options, message):
+    """What no engine could have is refused with the option and the value."""
+    status, out, err = kv_plan("--prefill", "tp=1", "--decode", "tp=1", *SIZES, *options)
+    assert (status, out) == (2, "")
+    assert err.startswith("kv-plan: error: ") and message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prefill", "tp=4", "--decode", "tp=2"), "--prefill tp=4: tensor_parallel_size 4 does"),
+        (("--prefill", "tp=2", "--decode", "pp=5"), "--decode pp=5: 4 layers over 5 pipeline"),
+        (("--prefill", "tp=0", "--decode", "tp=2"), "tensor_parallel_size is 0"),
+        (("--prefill", "tp=x", "--decode", "tp=2"), "'tp=x' is not understood"),
+        (("--prefill", "tp=1,tp=2", "--decode", "tp=2"), "'tp=2' is not understood"),
+        (
+            ("--prefill", "pp=2", "--decode", "tp=2", "--prefill-layer-partition", "1,2"),
+            "adds up to 3 layers but the model has 4",
+        ),
+        (
+            ("--prefill", "pp=2", "--decode", "tp=2", "--prefill-layer-partition", "1;3"),
+            "--prefill-layer-partition '1;3' is not understood",
+        ),
+    ],
+)
+def test_impossible_layout_is_one_line_and_status_2(kv_plan, arguments, message):
+    """What vLLM could not run is refused with the side, the values and the remedy."""
+    status, out, err = kv_plan(*arguments, *SIZES, "--json")
+    assert (status, out) == (2, "")
+    assert err.startswith("kv-plan: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (("--num-layers", "0", "--num-kv-heads", "6"), "--num-layers is 0"),
+        (("--num-layers", "4"), "--num-kv-heads is missing"),
+        (("--num-kv-heads", "6"), "--num-layers is missing"),
+        (("--num-layers", "4", "--num-kv-heads", "0"), "num_kv_heads is 0"),
+    ],
+)
+def test_impossible_model_is_refused(kv_plan, sizes, message):
+    """Sizes that no model has are refused in the same way."""
+    status, _, err = kv_plan("--prefill", "tp=1", "--decode", "tp=1", *sizes)
+    assert status == 2
+    assert message in err

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from a model's `config.json`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.model import (
+    ModelSizes,
+    element_bytes,
+    read_model,
+)
+
+LLAMA = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads a configuration back from a directory."""
+
+    def write_and_read(config) -> ModelSizes:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read_model(tmp_path)
+
+    return write_and_read
+
+
+def test_heads_and_their_size(read):
+    """A head's size follows from the hidden size where it is not given."""
+    assert read(LLAMA) == ModelSizes(4, 2, 64, False, "bfloat16", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_kv_heads", "head_size"),
+    [
+        ({"head_dim": 128}, 2, 128),
+        ({"head_dim": None}, 2, 64),
+        ({"num_key_value_heads": None}, 8, 64),
+        ({"multi_query": True}, 1, 64),
+    ],
+)
+def test_variants_of_heads(read, changes, num_kv_heads, head_size):
+    """Explicit head sizes, attention without groups, and multi-query attention."""
+    sizes = read({**LLAMA, **changes})
+    assert (sizes.num_kv_heads, sizes.slot_elements) == (num_kv_heads, head_size)
+
+
+def test_older_names(read):
+    """GPT-2 has names of its own."""
+    assert read({"n_layer": 3, "n_head": 4, "n_embd": 64}) == ModelSizes(3, 4, 16, False, None, {})
+
+
+def test_latent_of_mla(read):
+    """The latent with its rotary part is one head, whatever the heads of attention."""
+    config = {**LLAMA, "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert read(config) == ModelSizes(61, 1, 576, True, "bfloat16", {})
+
+
+def test_decoder_of_several_modalities(read):
+    """The sizes are the decoder's, the type may be the whole model's."""
+    text = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
+    config = {"dtype": "float16", "num_hidden_layers": 99, "text_config": text}
+    assert read(config) == ModelSizes(4, 2, 64, False, "float16", {})
+    assert read({"thinker_config": {"text_config": LLAMA}}).num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        (
+            {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32},
+            {0: 32, 2: 32},
+        ),
+        (
+            {
+                "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+                "attention_chunk_size": 64,
+            },
+            {0: 64, 1: 64, 2: 64},
+        ),
+        ({"sliding_window": 32}, {0: 32, 1: 32, 2: 32, 3: 32}),
+        ({"sliding_window": 32, "use_sliding_window": False}, {}),
+        ({"sliding_window": None}, {}),
+        ({"sliding_window": 32, "sliding_window_pattern": 2}, {0: 32, 2: 32}),
+        ({"sliding_window": 32, "model_type": "gemma2"}, {0: 32, 2: 32}),
+    ],
+)
+def test_layers_with_windows(read, changes, windows):
+    """A list of kinds, a pattern, or one rule for all layers."""
+    assert read({**LLAMA, **changes}).window_tokens_by_layer == windows
+
+
+def test_chunks_are_told_from_windows_that_slide(read):
+    """Only a model with chunks has the size of one, which vLLM goes by, too."""
+    kinds = ["chunked_attention"] * 4
+    assert read({**LLAMA, "layer_types": kinds, "attention_chunk_size": 64}).is_chunked
+    assert not read({**LLAMA, "sliding_window": 64}).is_chunked
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([], "no JSON object"),
+        ({}, "num_hidden_layers is missing: give --num-layers"),
+        ({**LLAMA, "num_hidden_layers": "many"}, "num_hidden_layers is 'many'"),
+        ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({**LLAMA, "num_key_value_heads": True}, "num_key_value_heads is True"),
+        ({**LLAMA, "hidden_size": None}, "neither head_dim nor hidden_size"),
+        ({**LLAMA, "kv_lora_rank": 512}, "qk_rope_head_dim is missing"),
+        ({**LLAMA, "layer_types": ["linear_attention"] * 4}, "layers of linear_attention keep no"),
+        ({**LLAMA, "mamba_d_state": 16}, "layers of Mamba keep no"),
+        ({**LLAMA, "layer_types": ["full_attention"]}, "does not name a kind for each of 4"),
+        ({**LLAMA, "layer_types": ["sliding_attention"] * 4}, "sliding_window is missing"),
+        ({**LLAMA, "sliding_window": 8, "sliding_window_pattern": "LG"}, "must be a number"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(read, tmp_path, config, message):
+    """The file, the entry and its value are named."""
+    with pytest.raises(ValueError) as caught:
+        read(config)
+    assert message in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_broken_files_are_named(tmp_path):
+    """A directory without a model, and a file that is no JSON."""
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("torch.bfloat16", 2), ("float32", 4), ("fp8_e4m3", 1), ("half", 2)]
+)
+def test_sizes_of_elements(dtype, size):
+    """Types by torch's names and by vLLM's."""
+    assert element_bytes(dtype) == size

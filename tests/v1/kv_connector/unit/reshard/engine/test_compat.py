@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One module tells releases apart, and no other one asks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import compat
+
+PACKAGE = Path(reshard.__path__[0])
+OVERLAY = Path(__file__).resolve().parents[6] / "vllm"
+
+
+def modules() -> list[Path]:
+    """All modules that the overlay adds to any base, without the one that may ask."""
+    found = [path for path in sorted(OVERLAY.rglob("*.py")) if path.name != "compat.py"]
+    assert OVERLAY / "distributed/kv_transfer/kv_connector/v1/reshard/connector.py" in found
+    return found
+
+
+def questions(tree: ast.AST) -> Iterator[str]:
+    """What in a module could tell one release of vLLM from another."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id == "hasattr" and of_vllm(node.args[0]):
+                yield f"line {node.lineno}: hasattr"
+            # A default is what hasattr would ask.
+            if node.func.id == "getattr" and len(node.args) > 2 and of_vllm(node.args[0]):
+                yield f"line {node.lineno}: getattr with a default"
+        elif isinstance(node, ast.Try):
+            for statement in node.body:
+                if isinstance(statement, (ast.Import, ast.ImportFrom)):
+                    yield f"line {statement.lineno}: an import that may fail"
+            for handler in node.handlers:
+                names = {each.id for each in ast.walk(handler) if isinstance(each, ast.Name)}
+                if names & {"ImportError", "ModuleNotFoundError"}:
+                    yield f"line {handler.lineno}: an import that may fail"
+        elif isinstance(node, ast.Compare):
+            text = ast.unparse(node)
+            if re.search(r"version|release", text, re.I) and re.search(r"Version\(|\d\.\d", text):
+                yield f"line {node.lineno}: {text}"
+        elif isinstance(node, ast.ImportFrom) and node.module == "packaging.version":
+            yield f"line {node.lineno}: {node.module}"
+
+
+def of_vllm(node: ast.AST) -> bool:
+    """Whether an expression may be something of vLLM's.
+
+    Not the operating system, nor its libraries, nor a model's own configuration, whose fields
+    differ from model to model.
+    """
+    text = ast.unparse(node)
+    return text not in ("os", "openmp", "text_config") and not text.endswith(".hf_config")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(OVERLAY)))
+def test_no_other_module_tells_releases_apart(path):
+    """What differs has a name in `compat`, and goes when its base goes."""
+    assert list(questions(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if hasattr(config, 'layout'): pass",
+        "flag = getattr(config, 'layout', None)",
+        "try:\n    from vllm import layout\nexcept ImportError:\n    layout = None",
+        "if Version(vllm.__version__) < Version('0.32'): pass",
+        "if vllm.__version__ >= '0.32': pass",
+        "from packaging.version import Version",
+    ],
+)
+def test_questions_are_recognised(source):
+    """The walk finds what it is for."""
+    assert list(questions(ast.parse(source)))
+
+
+@pytest.mark.parametrize("name", compat.__all__)
+def test_every_switch_says_which_base_needs_it(name):
+    """Who lets a base go finds what goes with it."""
+    source = (PACKAGE / "engine/compat.py").read_text()
+    if imported := re.search(rf"`{name}`: ((?:[^`]|\n#)*)", source):
+        reason = imported[1]
+    else:
+        _, reason, _ = re.split(r'"""', re.split(rf"\n(?:def )?{name}\b", source)[1], maxsplit=2)
+    assert "0.22.1" in reason
+
+
+def test_slots_are_counted_in_tokens():
+    """Either base's way to say it means the same."""
+    spec = SimpleNamespace(block_size=16, storage_block_size=4, tokens_per_state=4)
+    assert compat.tokens_per_slot(spec) == 4

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: its arguments, and what it prints for them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .document import plan_document
+from .report import PlanReport, make_report
+from .svg import draw_plan
+
+NAME = "kv-plan"
+
+_USAGE = (
+    "%(prog)s --prefill tp=N,pp=N --decode tp=N,pp=N "
+    "(--model DIR | --num-layers N --num-kv-heads N) [options]"
+)
+_DESCRIPTION = """Show which decode rank reads which layers and KV heads from which prefill rank.
+
+  %(prog)s --prefill tp=4,pp=2 --decode tp=2 --num-layers 32 --num-kv-heads 8
+  %(prog)s --prefill tp=4,pp=2 --decode tp=2 --model DIR --svg plan.svg
+"""
+_DEFAULT_BLOCK_TOKENS = 16
+_NOT_READ, _INVALID = 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit status: 2 for a layout that vLLM could not run.
+    """
+    parser = argparse.ArgumentParser(prog=NAME)
+    prepare(parser)
+    return run(parser.parse_args(argv), parser.prog)
+
+
+def prepare(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the command's arguments, and its help."""
+    parser.usage = _USAGE
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}",
+            metavar="tp=N,pp=N",
+            required=True,
+            help=f"layout of the {role} engine; what is left out is 1",
+        )
+        parser.add_argument(
+            f"--{role}-layer-partition",
+            metavar="N,N,...",
+            help=f"layers of each {role} stage, as in VLLM_PP_LAYER_PARTITION",
+        )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="directory with the model's config.json; options below take its place",
+    )
+    parser.add_argument("--num-layers", type=int, help="layers of the model")
+    parser.add_argument(
+        "--num-kv-heads", type=int, help="KV heads of each layer; not needed with --mla"
+    )
+    parser.add_argument("--mla", action="store_true", help="the model has one latent KV head (MLA)")
+    parser.add_argument(
+        "--head-size", type=int, help="elements of a head of a token; of the latent with --mla"
+    )
+    parser.add_argument("--dtype", help="type of the KV cache's elements; bfloat16 by default")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        default=_DEFAULT_BLOCK_TOKENS,
+        help="tokens in a block (default: %(default)s)",
+    )
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}-block-size", type=int, help=f"the same, of the {role} engine alone"
+        )
+    parser.add_argument(
+        "--disable-hybrid-kv-cache-manager",
+        action=argparse.BooleanOptionalAction,
+        help="as given to both engines: layers with windows keep and read all tokens; by "
+        "default their windows only, unless these are chunks",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=1024,
+        help="length of the prompt of a request (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan too")
+
+
+def run(args: argparse.Namespace, prog: str) -> int:
+    """Print the plan.
+
+    Args:
+        args: What a parser that was prepared has read.
+        prog: How the command is called, for messages.
+
+    Returns:
+        The exit status: 2, after one line, for what cannot be planned; 1 if nobody reads the plan.
+    """
+    try:
+        report = make_report(args)
+        if args.svg is not None:
+            _write_svg(report, args.svg)
+    except ValueError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return _INVALID
+    try:
+        if args.json:
+            print(json.dumps(plan_document(report)))
+        else:
+            _print_text(report)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads has seen enough, as in `| head`. The interpreter would flush again as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NOT_READ
+    return 0
+
+
+def _print_text(report: PlanReport) -> None:
+    """Print the plan for people, and what it costs."""
+    # Programs that read JSON do not wait for it.
+    from rich.console import Console
+
+    from .text import print_report
+
+    print_report(report, Console())
+
+
+def _write_svg(report: PlanReport, path: Path) -> None:
+    """Draw the plan.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    drawing = draw_plan(report.prefill, report.decode, report.src, report.dst, report.plan)
+    try:
+        path.write_text(drawing, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--svg {path} cannot be written ({error.strerror}): name a file in a directory that "
+            "exists and is yours"
+        ) from error

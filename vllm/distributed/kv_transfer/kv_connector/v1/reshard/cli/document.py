@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as one JSON object, for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plan.mesh import MeshRank, ParallelMesh
+from .report import PlanReport
+
+
+def plan_document(report: PlanReport) -> dict[str, Any]:
+    """Meshes, sizes, every read with its offsets, and who releases whom.
+
+    A read's strategy is None where sizes in bytes are not known.
+    """
+    strategies = {
+        each.read: each.strategy.value if report.knows_bytes else None
+        for reader in report.figures.readers
+        for each in reader.reads
+    }
+    return {
+        "prefill": _mesh(report.prefill),
+        "decode": _mesh(report.decode),
+        "num_layers": report.num_layers,
+        "num_kv_heads": report.num_kv_heads,
+        "mla": report.is_mla,
+        "reads": [
+            {
+                "decode_rank": _rank(read.dst_rank),
+                "prefill_rank": _rank(read.src_rank),
+                "layers": list(read.layers),
+                "global_heads": [read.heads.start, read.heads.stop],
+                "src_head_offset": read.src_head_offset,
+                "dst_head_offset": read.dst_head_offset,
+                "num_heads": read.num_heads,
+                "strategy": strategies[read],
+            }
+            for read in report.plan.reads
+        ],
+        "notifiers": [
+            {
+                "prefill_rank": _rank(release.src_rank),
+                "decode_ranks": [_rank(rank) for rank in release.notifiers],
+            }
+            for release in report.plan.releases
+        ],
+    }
+
+
+def _mesh(mesh: ParallelMesh) -> dict[str, int]:
+    return {"tp_size": mesh.tp_size, "pp_size": mesh.pp_size}
+
+
+def _rank(rank: MeshRank) -> dict[str, int]:
+    return {"pp": rank.pp_rank, "tp": rank.tp_rank}

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as tables for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..memory.summary import SourceFigures, ranges_text, ranks_text
+from .advice import advise, bytes_text
+from .report import PlanReport
+
+_UNKNOWN = "?"
+_WAYS_NOTE = (
+    "Merged: what is left where the blocks of a request adjoin at both ends; for a read by way of "
+    "an arena, it is enough that they do at the source. How: what `auto` chooses for {tokens} "
+    "tokens at the costs of a small machine; engines measure their own, and choose for each read."
+)
+
+
+def print_report(report: PlanReport, console: Console) -> None:
+    """Print meshes, reads, what they cost each rank, and warnings."""
+    _print_heading(report, console)
+    console.print()
+    console.print(_reads(report))
+    console.print()
+    console.print(_ways(report))
+    console.print()
+    console.print(Text(_WAYS_NOTE.format(tokens=f"{report.prompt_tokens:,}")))
+    for table in (_decode_ranks(report), _prefill_ranks(report)):
+        console.print()
+        console.print(table)
+    cache_format = report.cache_format if report.knows_bytes else None
+    warnings = list(
+        advise(report.figures, report.src, report.dst, cache_format, is_mla=report.is_mla)
+    )
+    if not report.knows_bytes:
+        console.print(
+            "\nSizes in bytes are unknown: give --model DIR, or --head-size and --dtype.",
+            highlight=False,
+        )
+    if warnings:
+        console.print()
+        console.print(Text("Warnings", style="bold yellow"))
+        items = Table.grid(padding=(0, 1))
+        for warning in warnings:
+            items.add_row(Text("-"), Text(f"{warning}."))
+        console.print(items)
+
+
+def _print_heading(report: PlanReport, console: Console) -> None:
+    cache_format = report.cache_format
+    src_tokens, dst_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+    blocks = (
+        f"blocks of {src_tokens} tokens"
+        if src_tokens == dst_tokens
+        else f"blocks of {src_tokens} tokens at prefill and {dst_tokens} at decode"
+    )
+    grid = Table.grid(padding=(0, 2))
+    for name, text in (
+        ("prefill", f"{report.prefill}, {_count(report.prefill.world_size, 'rank')}"),
+        ("decode", f"{report.decode}, {_count(report.decode.world_size, 'rank')}"),
+        ("model", report.model),
+        ("cache", f"{blocks}, heads before tokens within a block (HND)"),
+    ):
+        grid.add_row(Text(name, style="bold"), Text(text))
+    console.print(grid)
+
+
+def _reads(report: PlanReport) -> Table:
+    table = _table("Reads")
+    for name in ("decode", "reads from", "layers", "heads", "offsets"):
+        table.add_column(name)
+    table.add_column("a token", justify="right")
+    for reader in report.figures.readers:
+        for position, figures in enumerate(reader.reads):
+            read = figures.read
+            table.add_row(
+                *_cells(
+                    "" if position else str(reader.rank),
+                    str(read.src_rank),
+                    ranges_text([int(layer) for layer in read.layers]),
+                    str(read.heads),
+                    f"{read.src_head_offset} -> {read.dst_head_offset}",
+                    _bytes(report, figures.token_bytes),
+                ),
+                end_section=position == len(reader.reads) - 1,
+            )
+    return table
+
+
+def _ways(report: PlanReport) -> Table:
+    """How each read goes, in the order of `_reads`."""
+    table = _table("Direct or staged")
+    for name in ("decode", "reads from"):
+        table.add_column(name)
+    for name in ("descriptors\nper 1k tokens", "of size", "merged", "merged\nin arena"):
+        table.add_column(name, justify="right")
+    table.add_column("how")
+    for reader in report.figures.readers:
+        for position, figures in enumerate(reader.reads):
+            table.add_row(
+                *_cells(
+                    "" if position else str(reader.rank),
+                    str(figures.read.src_rank),
+                    f"{figures.descriptors:,}",
+                    _bytes(report, figures.descriptor_bytes),
+                    f"{figures.merged_descriptors:,}",
+                    f"{figures.staged_descriptors:,}",
+                    figures.strategy.value if report.knows_bytes else _UNKNOWN,
+                ),
+                end_section=position == len(reader.reads) - 1,
+            )
+    return table
+
+
+def _decode_ranks(report: PlanReport) -> Table:
+    table = _table("Decode ranks")
+    table.add_column("rank")
+    request = f"a request of\n{report.prompt_tokens:,} tokens"
+    for name in ("fan-in", "reads", "a token", request, "descriptors\nper 1k tokens"):
+        table.add_column(name, justify="right")
+    table.add_column("only notifies")
+    for reader in report.figures.readers:
+        table.add_row(
+            *_cells(
+                str(reader.rank),
+                str(reader.fan_in),
+                str(len(reader.reads)),
+                _bytes(report, reader.token_bytes),
+                _bytes(report, reader.request_bytes),
+                f"{reader.descriptors:,}",
+                ranks_text(reader.only_notifies) or "-",
+            )
+        )
+    if len(report.figures.readers) > 1:
+        readers = report.figures.readers
+        table.add_section()
+        table.add_row(
+            *_cells(
+                "all",
+                "",
+                str(sum(len(reader.reads) for reader in readers)),
+                _bytes(report, sum(reader.token_bytes for reader in readers)),
+                _bytes(report, sum(reader.request_bytes for reader in readers)),
+                f"{sum(reader.descriptors for reader in readers):,}",
+                "",
+            )
+        )
+    return table
+
+
+def _prefill_ranks(report: PlanReport) -> Table:
+    num_reads = Counter(read.src_rank for read in report.plan.reads)
+    table = _table("Prefill ranks")
+    table.add_column("rank")
+    for name in ("fan-out", "reads", "a token"):
+        table.add_column(name, justify="right")
+    for name in ("how", "released by"):
+        table.add_column(name)
+    for source in report.figures.sources:
+        table.add_row(
+            *_cells(
+                str(source.rank),
+                str(source.fan_out),
+                str(num_reads[source.rank]),
+                _bytes(report, source.token_bytes) if source.fan_out else "-",
+                _how(report, source),
+                ranks_text(source.notifiers),
+            ),
+            style=None if source.fan_out else "dim",
+        )
+    return table
+
+
+def _how(report: PlanReport, source: SourceFigures) -> str:
+    """How a source rank is read from: in one way, or in both."""
+    if not source.fan_out:
+        return "only notified"
+    if not report.knows_bytes:
+        return _UNKNOWN
+    ways = {
+        figures.strategy.value
+        for reader in report.figures.readers
+        for figures in reader.reads
+        if figures.read.src_rank == source.rank
+    }
+    return ", ".join(sorted(ways))
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="cyan",
+    )
+
+
+def _cells(*texts: str) -> list[Text]:
+    """Cells that are shown as they are: `[0, 4)` is no markup."""
+    return [Text(text) for text in texts]
+
+
+def _bytes(report: PlanReport, num_bytes: int) -> str:
+    return bytes_text(num_bytes) if report.knows_bytes else _UNKNOWN
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

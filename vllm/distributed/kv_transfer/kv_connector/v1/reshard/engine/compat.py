@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the releases of vLLM that this connector runs on do not have in common.
+
+This is the only module that tells one release from another: a test reads all others and sees that
+they do not ask. Each switch is named for what differs, and says which base needs it; it goes when
+that base goes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from vllm import __version__ as _vllm_version
+
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig, SpeculativeConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_IS_0_22 = Version(_vllm_version).release < (0, 32)
+"""The base is 0.22.1; nothing between it and 0.32.0 is one."""
+
+# `describe_layer`: how a layer's planes are found in its tensor, which every backend of 0.22.1
+# shapes in its way. `UpstreamConnector`: what ours is derived from, with what 0.22.1 alone asks.
+if _IS_0_22:
+    from .cross_layers import CrossLayerConnector as UpstreamConnector
+    from .probed_shapes import describe_layer
+else:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (  # type: ignore[no-redef]
+        NixlConnector as UpstreamConnector,
+    )
+
+    from .cache_views import describe_layer
+
+CACHES_ARE_VIEWS = not _IS_0_22
+"""Whether all layers' caches are views of one form, as they are not in 0.22.1."""
+
+REQUEST_NUMBERS: tuple[int, ...] = (0,) if _IS_0_22 else (0, 0)
+"""What follows the verb in a request to a side channel: the rank, or the stage and the rank.
+
+Upstream's listener unpacks exactly these; with more or fewer, its thread ends and answers nobody
+any more. That of 0.22.1 wants one.
+"""
+
+FAILED_READS_ARE_NAMED = not _IS_0_22
+"""Whether a request that could not be read is reported by its id, and not by its blocks.
+
+The scheduler of 0.22.1 learns of blocks, which its patches find in all groups; later ones refuse
+blocks where there are several groups, and take ids always.
+"""
+
+CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22
+"""Whether upstream's connector reads caches whose tokens are spread over ranks, as that of 0.22.1
+does not."""
+
+STEPS_IN_FLIGHT_KEEP_BLOCKS = not _IS_0_22
+"""Whether the scheduler keeps blocks from others while a step that may write them is in flight.
+
+That of 0.22.1 gives them back at once.
+"""
+
+HOLDERS_KEEP_THE_LAST_WINDOW = _IS_0_22
+"""Whether an engine holds what the window of a request's last token reaches back to.
+
+The scheduler of 0.22.1 is patched to. Later ones are not: a prefill engine stops before that token,
+and what it holds is the window of the next.
+"""
+
+UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
+"""Whether upstream's statistics count handshakes that failed and notifications that came late,
+which those of 0.22.1 have no name for."""
+
+
+def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
+    """What runners ask a connector for; those of 0.22.1 do not, and have no class for it.
+
+    Args:
+        sent: Requests that other engines are through with.
+        received: Requests that this worker is through with.
+        failed: Those of the latter that could not be read.
+    """
+    if _IS_0_22:
+        return sent, received
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults(sent, received, failed)
+
+
+def tokens_per_slot(spec: Any) -> float:
+    """How many tokens of a sequence a slot of an attention cache stands for.
+
+    0.22.1 says how many slots a block has instead.
+    """
+    if _IS_0_22:
+        return float(spec.block_size / spec.storage_block_size)
+    return float(spec.tokens_per_state)
+
+
+def makes_own_scales(cache_config: CacheConfig) -> bool:
+    """Whether an engine computes the scales of its quantized cache, which 0.22.1 still can."""
+    return _IS_0_22 and bool(cache_config.calculate_kv_scales)
+
+
+def keeps_groups_back(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some KV-cache groups are not to be transferred, which 0.22.1 does not know of."""
+    return not _IS_0_22 and not all(
+        group.enable_kv_transfer for group in kv_cache_config.kv_cache_groups
+    )
+
+
+def is_in_two_memories(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some layers' caches are in the host's memory, which 0.22.1 does not know of."""
+    return not _IS_0_22 and kv_cache_config.hisparse_host_num_blocks is not None
+
+
+def draft_cache_dtype(speculative: SpeculativeConfig, cache_config: CacheConfig) -> str:
+    """The format of drafts' caches: the model's, or one of their own, as 0.22.1 has not."""
+    own = None if _IS_0_22 else speculative.kv_cache_dtype
+    return str(own or cache_config.cache_dtype)
+
+
+def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """How far drafts read ahead in a prompt, whose last tokens the decode engine then computes.
+
+    0.22.1 has no drafts that read further than the next token.
+    """
+    return 1 if _IS_0_22 else int(vllm_config.num_prefill_lookahead_tokens)
+
+
+__all__ = [
+    "CACHES_ARE_VIEWS",
+    "CONTEXT_PARALLELISM_IS_UPSTREAMS",
+    "FAILED_READS_ARE_NAMED",
+    "HOLDERS_KEEP_THE_LAST_WINDOW",
+    "REQUEST_NUMBERS",
+    "STEPS_IN_FLIGHT_KEEP_BLOCKS",
+    "UPSTREAM_COUNTS_ALL_FAILURES",
+    "UpstreamConnector",
+    "describe_layer",
+    "draft_cache_dtype",
+    "is_in_two_memories",
+    "keeps_groups_back",
+    "makes_own_scales",
+    "prefill_lookahead_tokens",
+    "tokens_per_slot",
+    "transfer_results",
+]
