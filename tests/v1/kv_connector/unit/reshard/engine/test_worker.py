@@ -810,6 +810,9 @@ def test_bytes_of_another_prompt_are_not_used(engines, caplog_vllm, held, messag
     assert lost_blocks(reader) == {1, 3, 4}
     assert reader.take_stats().data["read_failures"] == ["binding"]
     assert message in caplog_vllm.text
+    # The holder is told of the other one only: this may be somebody else's.
+    progress.until(p, sent="p-b")
+    assert not any("p-a" in sent for sent in progress.sent.values())
 
 
 def test_reader_that_is_faster_than_its_holder_waits_for_the_offer(engines):
