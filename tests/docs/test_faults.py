@@ -11,7 +11,7 @@ from tests.faults.table import Row, read_rows
 
 ROOT = Path(__file__).parents[2]
 CLIENT = {"500", "nothing", "connection lost", "the engine does not start"}
-BLOCKS = {"lease", "lost", "none"}
+BLOCKS = {"lease", "lost", "none", "given back"}
 
 
 def test_every_row_is_used_by_the_tests_that_it_names():
