@@ -131,6 +131,8 @@ class ConnectorHost:
             self._scheduler.get_num_new_matched_tokens(request, 0)
             self._scheduler.update_state_after_alloc(request, _blocks(spec), 0)
             request.num_computed_tokens = spec.num_tokens
+            # The answer's first token, which is sampled and not computed.
+            request.append_output_token_ids(0)
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
             # The one that engines call depends on the number of groups; it is the same for one.
             delayed, found = self._scheduler.request_finished(request, spec.block_ids)

@@ -12,7 +12,7 @@ PAGE = ROOT / "docs/troubleshooting.md"
 PACKAGE = ROOT / "vllm/distributed/kv_transfer/kv_connector/v1/reshard"
 COMMAND = PACKAGE / "cli"
 """`kv-plan`, which answers to who has just typed: its lines say all there is to say."""
-BESIDE_IT = [ROOT / "bases/0.22.1/vllm/v1/core/sched/invalid_blocks.py"]
+BESIDE_IT = sorted((ROOT / "bases").rglob("*.py"))
 SILENT = {"verify.py", "stats.py", "summary.py"}
 """Modules whose sentences are no messages: faults of a plan, which the worker's message quotes,
 help texts of metrics, and words for a plan."""

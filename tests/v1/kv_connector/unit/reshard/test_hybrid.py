@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+    OFFER,
     Engine,
     Progress,
     engines,
@@ -55,7 +56,7 @@ COMMON = dict(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 
 def receive(address, full, sliding, *, remote=(SRC_FULL, SRC_SLIDING)) -> Receive:
     """The request, to be read into the given blocks."""
-    return Receive(address, "p-a", [full, sliding], list(remote), NUM_TOKENS, NUM_TOKENS)
+    return Receive(address, "p-a", [full, sliding], list(remote), NUM_TOKENS, NUM_TOKENS, OFFER)
 
 
 def blocks_of(engine: Engine, rank, layer: str, block_ids) -> np.ndarray:

@@ -8,6 +8,7 @@ both engines serve a request together over real NIXL.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -64,15 +65,16 @@ class Serving:
         num_tokens: int = PROMPT_TOKENS,
         first_token: int = 0,
         stop_token: int | None = None,
+        prompt: Sequence[int] = (),
     ) -> Request:
-        """Add a request; those of one first token have one prompt."""
+        """Add a request; those of one first token have one prompt, unless one is given."""
         stop = [] if stop_token is None else [stop_token]
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop)
         sampling.update_from_generation_config({})
         sampling.extra_args = None if params is None else {"kv_transfer_params": params}
         request = Request(
             request_id,
-            [first_token + position for position in range(num_tokens)],
+            [*prompt] or [first_token + position for position in range(num_tokens)],
             sampling,
             None,
             block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
@@ -689,8 +691,9 @@ def test_turns_go_to_and_fro(wholes):
     (src_blocks,) = params["remote_block_ids"]
     assert params["remote_num_tokens"] == 33
     whole = fill(d.engine, src_blocks, seed=5)
-    # A prompt of other tokens: nothing of it is in the cache here.
-    p.serving.add("p-b", params, first_token=50)
+    # As where the last turn was prefilled elsewhere: nothing of it is in the cache here.
+    assert p.serving.scheduler.reset_prefix_cache()
+    p.serving.add("p-b", params, prompt=[*range(20), *[7] * 20])
     p.step()
     (receive,) = p.serving.told.receive.values()
     (dst_blocks,) = receive.local_block_ids

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import (
     ReshardScheduler,
     _receive,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Heartbeats,
     RemoteEngineAddress,
@@ -35,13 +40,18 @@ PARAMS = {
 }
 
 
-def request(params, num_prompt_tokens: int = 40):
-    """A request with the given parameters."""
-    return SimpleNamespace(
-        request_id="d-a",
-        kv_transfer_params=params,
-        num_prompt_tokens=num_prompt_tokens,
-        num_computed_tokens=num_prompt_tokens,
+def request(params, num_prompt_tokens: int = 40, request_id: str = "d-a") -> Request:
+    """A request with the given parameters, whose prompt counts as computed."""
+    sampling = SamplingParams(extra_args={"kv_transfer_params": params})
+    made = Request(request_id, list(range(num_prompt_tokens)), sampling, None)
+    made.num_computed_tokens = num_prompt_tokens
+    return made
+
+
+def picture(name: str) -> MultiModalFeatureSpec:
+    """A multimodal item that takes a prompt's tokens from the third on."""
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=name, mm_position=PlaceholderRange(2, 4)
     )
 
 
@@ -141,8 +151,6 @@ def scheduler(*, bidirectional: bool = False, block_size: int = 16) -> ReshardSc
 def arrive(owner: ReshardScheduler, params, num_prompt_tokens: int = 40):
     """A request that the scheduler has been told of."""
     new = request(params, num_prompt_tokens)
-    new.prompt_token_ids = [1] * num_prompt_tokens
-    new.num_tokens = num_prompt_tokens
     owner.on_new_request(new)
     return new
 
@@ -196,8 +204,8 @@ def test_only_computed_blocks_are_offered(computed, blocks):
     """Blocks allocated ahead, as for a draft model's tokens, are not told to the next engine."""
     owner = scheduler(block_size=16)
     finished = arrive(owner, {"do_remote_decode": True}, 31)
+    finished.append_output_token_ids([7] * 9)
     finished.status, finished.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, computed
-    finished.num_tokens = computed + 1
     delay_free, params = owner.request_finished(finished, ([7, 3, 5, 2],))
     assert delay_free
     assert params["remote_block_ids"] == ([7, 3, 5, 2][:blocks],)
@@ -207,9 +215,7 @@ def test_only_computed_blocks_are_offered(computed, blocks):
 def test_one_request_reads_and_its_siblings_compute():
     """Several answers to one prompt do not take each other's blocks away; later ones may read."""
     owner = scheduler()
-    first, second = arrive(owner, dict(PARAMS)), request(dict(PARAMS))
-    second.request_id = "d-b"
-    second.prompt_token_ids, second.num_tokens = [1] * 40, 40
+    first, second = arrive(owner, dict(PARAMS)), request(dict(PARAMS), request_id="d-b")
     owner.on_new_request(second)
     assert owner.get_num_new_matched_tokens(first, 0) == (40, True)
     assert owner.get_num_new_matched_tokens(second, 0) == (0, False)
@@ -235,9 +241,74 @@ def test_sibling_on_a_prefill_engine_is_still_held():
     owner = scheduler(bidirectional=True)
     last_turn = PARAMS | {"do_remote_prefill": False, "do_remote_decode": True}
     arrive(owner, last_turn | {"remote_num_tokens": 300}, 400)
-    second = request(last_turn | {"remote_num_tokens": 300}, 400)
-    second.request_id, second.status = "d-b", RequestStatus.FINISHED_LENGTH_CAPPED
+    second = request(last_turn | {"remote_num_tokens": 300}, 400, request_id="d-b")
+    second.status = RequestStatus.FINISHED_LENGTH_CAPPED
     owner.on_new_request(second)
-    second.prompt_token_ids, second.num_tokens = [1] * 400, 400
     assert owner.get_num_new_matched_tokens(second, 0) == (0, False)
     assert owner.request_finished(second, ([7, 3, 5],))[0]
+
+
+def offer(
+    owner: ReshardScheduler, prefilled: Request, block_ids=([5, 2, 9],)
+) -> tuple[dict, Binding]:
+    """A request's end on a prefill engine: what the next engine is told, and what is offered."""
+    owner.on_new_request(prefilled)
+    prefilled.append_output_token_ids(7)
+    prefilled.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    _, params = owner.request_finished(prefilled, block_ids)
+    offered = owner.build_connector_meta(None)
+    assert offered.bindings.keys() == offered.offered.keys() == {prefilled.request_id}
+    # By way of a router.
+    return json.loads(json.dumps(params)), offered.bindings[prefilled.request_id]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"prompt_token_ids": list(range(42))}, None),
+        ({"prompt_token_ids": list(range(38))}, "other tokens"),
+        ({"prompt_token_ids": [*range(39), 99]}, "other tokens"),
+        ({"cache_salt": "another tenant"}, "other tokens"),
+        ({"lora_request": LoRARequest("adapter", 1, "adapter")}, "other tokens"),
+        ({"mm_features": [picture("another")]}, "other tokens"),
+        ({"params": {"remote_block_ids": [[5, 2, 8]]}}, "other blocks"),
+        ({"params": {"remote_num_tokens": 39}}, "is of 40 tokens, and 39"),
+    ],
+    ids=lambda value: next(iter(value), "same") if isinstance(value, dict) else "",
+)
+def test_reader_wants_what_was_offered(change, message):
+    """The same prompt in the same blocks, or the difference is told."""
+    values = {"prompt_token_ids": list(range(40)), "mm_features": [picture("one")]}
+    common = {"sampling_params": SamplingParams(), "pooling_params": None}
+    prefilled = Request("p-a", **common, **values)
+    prefilled.kv_transfer_params = {"do_remote_decode": True}
+    prefilled.num_computed_tokens = 40
+    params, offered = offer(scheduler(), prefilled)
+    asked = Request(
+        "d-a",
+        **common,
+        **{name: value for name, value in (values | change).items() if name != "params"},
+    )
+    params |= change.get("params", {})
+    asked.kv_transfer_params = params
+    difference = offered.difference(_receive(asked, ([3, 4, 1],)).binding)
+    assert difference is None if message is None else message in difference
+
+
+def test_what_a_longer_prompt_has_more_is_computed_here():
+    """Tokens that were not prefilled do not count as read."""
+    owner = scheduler()
+    assert owner.get_num_new_matched_tokens(arrive(owner, dict(PARAMS), 42), 0) == (40, True)
+    again = arrive(owner, PARAMS | {"remote_request_id": "p-b"}, 42)
+    assert owner.get_num_new_matched_tokens(again, 40) == (0, False)
+
+
+def test_rejected_drafts_are_not_offered():
+    """Positions that went through the model and are not the request's hold somebody's guesses."""
+    owner = scheduler(block_size=16)
+    answered = arrive(owner, {"do_remote_decode": True}, 30)
+    answered.append_output_token_ids([7, 7, 7])
+    answered.status, answered.num_computed_tokens = RequestStatus.FINISHED_STOPPED, 36
+    _, params = owner.request_finished(answered, ([7, 3, 5],))
+    assert (params["remote_num_tokens"], params["remote_block_ids"]) == (32, ([7, 3],))

@@ -11,6 +11,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import R
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Heartbeats,
     Receive,
@@ -49,6 +51,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel
 )
 
 NUM_LAYERS, NUM_BLOCKS, HEAD_SIZE = 4, 16, 8
+OFFER = Binding(48, 1, 2)
+"""What schedulers say is offered, and what they say is wanted."""
 DEADLINE_S = 120.0
 
 
@@ -182,7 +186,9 @@ class Engine:
     def offer(self, *request_ids: str, lease_s: float = 30.0) -> None:
         """Compute requests, and hold their blocks."""
         self.start(admitted=set(request_ids))
-        self.start(offered=dict.fromkeys(request_ids, lease_s))
+        self.start(
+            offered=dict.fromkeys(request_ids, lease_s), bindings=dict.fromkeys(request_ids, OFFER)
+        )
 
     def blocks(self, rank: MeshRank, layer: str, block_ids) -> np.ndarray:
         """The bytes of some blocks of a layer: planes, heads, tokens, size."""
@@ -272,7 +278,7 @@ def lost_blocks(worker: ReshardWorker) -> set[int]:
 
 def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Receive:
     """A request of a number of tokens."""
-    return Receive(address, remote_request_id, [local], [remote], tokens, tokens)
+    return Receive(address, remote_request_id, [local], [remote], tokens, tokens, OFFER)
 
 
 def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
@@ -610,7 +616,7 @@ def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
     d = engines("decode", pp=2)
     nowhere = RemoteEngineAddress("unknown", "unknown", 0)
     fault = "its kv_transfer_params are malformed"
-    faulty = Receive(nowhere, "d-a", [[3, 4]], (), 0, 0, fault)
+    faulty = Receive(nowhere, "d-a", [[3, 4]], (), 0, 0, fault=fault)
     d.start(receive={"d-a": faulty})
     Progress(d).until(d, received="d-a")
     assert fault in caplog_vllm.text
@@ -717,10 +723,10 @@ def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, so
     p.offer("p-a", "p-b")
     want = LeaseChecker.want
 
-    def want_after_expiry(self, request_id, remote_request_id, at):
+    def want_after_expiry(self, request_id, remote_request_id, binding, at):
         if remote_request_id == "p-a":
             p.workers[MeshRank(0, source_rank)]._holder._table.strike("p-a")
-        want(self, request_id, remote_request_id, at)
+        want(self, request_id, remote_request_id, binding, at)
 
     monkeypatch.setattr(LeaseChecker, "want", want_after_expiry)
     other = receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b")
@@ -737,7 +743,7 @@ def test_what_happened_is_counted(engines):
     address = p.serve()
     fill(p, [5, 2, 9])
     p.start(admitted={"p-a"})
-    p.start(offered={"p-a": 30.0}, offered_blocks={"p-a": 3})
+    p.start(offered={"p-a": 30.0}, offered_blocks={"p-a": 3}, bindings={"p-a": OFFER})
     progress = Progress(p, d)
     progress.step()
     (reader,) = d.workers.values()
@@ -775,8 +781,58 @@ def test_running_request_is_nobodys_to_release(engines):
         assert time.monotonic() < deadline
         progress.step()
     assert not any(progress.sent.values())
-    p.start(offered={"p-a": 30.0})
+    p.start(offered={"p-a": 30.0}, bindings={"p-a": OFFER})
     progress.until(p, sent="p-a")
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (replace(OFFER, num_tokens=47), "is of 47 tokens, and 48 are wanted here"),
+        (replace(OFFER, content=9), "was computed for 48 other tokens"),
+        (replace(OFFER, blocks=9), "lies in other blocks"),
+    ],
+)
+def test_bytes_of_another_prompt_are_not_used(engines, caplog_vllm, held, message):
+    """A holder that offers something else under the request's name costs that request alone."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    fill(p, [5, 2, 9])
+    p.offer("p-b")
+    p.start(admitted={"p-a"})
+    p.start(offered={"p-a": 30.0}, bindings={"p-a": held})
+    other = receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b")
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9]), "d-b": other})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    progress.until(d, received="d-b")
+    (reader,) = d.workers.values()
+    assert lost_blocks(reader) == {1, 3, 4}
+    assert reader.take_stats().data["read_failures"] == ["binding"]
+    assert message in caplog_vllm.text
+    # The holder is told of the other one only: this may be somebody else's.
+    progress.until(p, sent="p-b")
+    assert not any("p-a" in sent for sent in progress.sent.values())
+
+
+def test_reader_that_is_faster_than_its_holder_waits_for_the_offer(engines):
+    """A holder answers a step before its workers hear of it."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    p.start(admitted={"p-a"})
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    progress = Progress(p, d)
+    (reader,) = d.workers.values()
+    deadline = time.monotonic() + DEADLINE_S
+    while not reader._lease_checker._early:
+        progress.step()
+        assert time.monotonic() < deadline
+    assert not progress.received[d.engine_id, MeshRank(0, 0)]
+    p.start(offered={"p-a": 30.0}, bindings={"p-a": OFFER})
+    progress.until(d, received="d-a")
+    assert not lost_blocks(reader)
+    assert_received(d, [3, 4, 1], whole)
 
 
 @pytest.mark.parametrize(

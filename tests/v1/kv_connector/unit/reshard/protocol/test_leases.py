@@ -7,58 +7,88 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import (
-    WORDS_PER_BUCKET,
+    ENTRIES_PER_BUCKET,
+    WORDS_PER_ENTRY,
     Entry,
+    Held,
     LeaseTable,
     entry_of,
+    look_up,
 )
 
 REQUEST_IDS = [f"request-{number}" for number in range(40)]
+WORDS = st.integers(0, (1 << 64) - 1)
 
 
-def stands_in(table: LeaseTable, request_id: str) -> bool:
+def seen(table: LeaseTable, request_id: str) -> Held:
     """Look a request up as a reader does, in the memory at the table's address."""
-    bucket, word = entry_of(request_id, table.address.num_buckets)
-    return word in table._words[bucket].tolist()
+    bucket, name = entry_of(request_id, table.address.num_buckets)
+    return look_up(table._entries[bucket].ravel(), name)
 
 
 @given(
-    st.lists(st.tuples(st.booleans(), st.sampled_from(REQUEST_IDS))),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["enter", "bind", "strike"]),
+            st.sampled_from(REQUEST_IDS),
+            st.builds(Binding, st.integers(1, 1 << 40), WORDS, WORDS),
+        )
+    ),
     st.integers(1, 4),
 )
-def test_table_holds_what_was_entered_and_not_struck(operations, num_buckets):
+def test_table_says_what_was_entered_bound_and_not_struck(operations, num_buckets):
     """In any order and with any size, only requests without room are missing."""
-    table, held = LeaseTable(num_buckets), set()
-    for is_entry, request_id in operations:
-        if not is_entry:
+    table = LeaseTable(num_buckets)
+    held: dict[str, Binding | None] = {}
+    for operation, request_id, binding in operations:
+        if operation == "strike":
             table.strike(request_id)
-            held.discard(request_id)
+            held.pop(request_id, None)
+        elif operation == "bind":
+            table.bind(request_id, binding)
+            if request_id in held:
+                held[request_id] = binding
         elif table.enter(request_id):
-            held.add(request_id)
+            held.setdefault(request_id, None)
         else:
-            bucket = entry_of(request_id, num_buckets).bucket
-            assert np.count_nonzero(table._words[bucket]) == WORDS_PER_BUCKET
+            bucket = table._entries[entry_of(request_id, num_buckets).bucket]
+            assert np.count_nonzero(bucket[:, 0]) == ENTRIES_PER_BUCKET
             assert request_id not in held
-    assert {each for each in REQUEST_IDS if stands_in(table, each)} == held
-    assert np.count_nonzero(table._words) == len(held)
+    for request_id in REQUEST_IDS:
+        expected = (True, held[request_id]) if request_id in held else (False, None)
+        assert seen(table, request_id) == expected
+    assert np.count_nonzero(table._entries[:, :, 0]) == len(held)
+
+
+def test_name_that_is_used_again_is_not_bound_yet():
+    """What the last request of that name offered is not what this one will."""
+    table = LeaseTable(4)
+    table.enter("a")
+    table.bind("a", Binding(3, 1, 1))
+    table.strike("a")
+    table.enter("a")
+    assert seen(table, "a") == Held(True, None)
 
 
 def test_address_is_where_the_words_are():
-    """Peers read the words themselves, not a copy."""
+    """Peers read the words themselves, not a copy, and no entry crosses a cache line."""
     table = LeaseTable(4)
-    assert table.address.address == table._words.ctypes.data
-    assert table.address.size_bytes == table._words.nbytes
+    assert table.address.address == table._entries.ctypes.data
+    assert table.address.size_bytes == table._entries.nbytes
+    assert table.address.address % 64 == 0
+    assert 64 % (8 * WORDS_PER_ENTRY) == 0
 
 
 def test_entries_are_the_same_in_every_process():
     """Two engines agree on what stands for a request; no hash seed has a part in it."""
-    assert entry_of("request", 1 << 14) == Entry(bucket=2397, word=17319101874132403447)
+    assert entry_of("request", 1 << 14) == Entry(bucket=2397, name=17319101874132403447)
 
 
 @given(st.text(), st.integers(1, 1 << 20))
-def test_entries_are_never_free_words(request_id, num_buckets):
-    """Any id leads to a bucket that exists, and to a word that a free place does not hold."""
-    bucket, word = entry_of(request_id, num_buckets)
+def test_entries_are_never_free_places(request_id, num_buckets):
+    """Any id leads to a bucket that exists, and to a name that a free place does not have."""
+    bucket, name = entry_of(request_id, num_buckets)
     assert 0 <= bucket < num_buckets
-    assert 0 < word < 1 << 64
+    assert 0 < name < 1 << 64

@@ -8,10 +8,13 @@ import uuid
 
 import pytest
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent, Transfer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
+    OFFER_PATIENCE_S,
+    Doubt,
     LeaseChecker,
     PreparedTable,
     Verdict,
@@ -19,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check 
 )
 
 DEADLINE_S = 60.0
+OFFER = Binding(48, 1, 2)
 
 
 class Holder:
@@ -31,6 +35,7 @@ class Holder:
         self.agent.register([(address.address, address.size_bytes, 0)], "DRAM")
         for request_id in request_ids:
             assert self.table.enter(request_id)
+            self.table.bind(request_id, OFFER)
 
     def seen_by(self, reader: NixlAgent) -> PreparedTable:
         """Its table, prepared by a reader."""
@@ -59,10 +64,10 @@ def test_only_held_requests_pass(reader):
     holder.table.strike("b")
     checker, table = LeaseChecker(reader), holder.seen_by(reader)
     for name in "abcd":
-        checker.want(f"our {name}", name, table)
+        checker.want(f"our {name}", name, OFFER, table)
     found = {verdict.request_id: verdict for verdict in verdicts(checker, 4)}
-    assert {name for name, verdict in found.items() if verdict.fault is None} == {"our a", "our c"}
-    assert not any(verdict.peer_broken for verdict in found.values())
+    assert {name for name, verdict in found.items() if verdict.doubt is None} == {"our a", "our c"}
+    assert {found[name].doubt for name in ("our b", "our d")} == {Doubt.LEASE}
     assert "kv_lease_duration" in found["our b"].fault
 
 
@@ -73,9 +78,9 @@ def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     checker, posted, read = LeaseChecker(reader), [], reader.read
     monkeypatch.setattr(reader, "read", lambda *lists: posted.append(lists) or read(*lists))
     for number in range(10):
-        checker.want(f"our {number}", str(number), tables[0])
-    checker.want("our 0", "0", tables[1])
-    assert all(verdict.fault is None for verdict in verdicts(checker, 11))
+        checker.want(f"our {number}", str(number), OFFER, tables[0])
+    checker.want("our 0", "0", OFFER, tables[1])
+    assert all(verdict.doubt is None for verdict in verdicts(checker, 11))
     assert len(posted) == 2
 
 
@@ -85,9 +90,9 @@ def test_more_lookups_than_there_is_room_for_take_turns(reader, monkeypatch):
     holder = Holder(*(str(number) for number in range(0, 20, 2)))
     checker, table = LeaseChecker(reader), holder.seen_by(reader)
     for number in range(20):
-        checker.want(f"our {number}", str(number), table)
+        checker.want(f"our {number}", str(number), OFFER, table)
     found = verdicts(checker, 20)
-    held = {verdict.request_id for verdict in found if verdict.fault is None}
+    held = {verdict.request_id for verdict in found if verdict.doubt is None}
     assert held == {f"our {number}" for number in range(0, 20, 2)}
     assert len({verdict.request_id for verdict in found}) == 20
     assert sorted(checker._free) == [0, 1, 2]
@@ -100,12 +105,12 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader):
     lost, table = gone.seen_by(reader), alive.seen_by(reader)
     reader.release_prepared(lost.buckets)
     reader.disconnect(gone.agent.name)
-    checker.want("our a", "a", lost)
-    checker.want("our b", "b", table)
+    checker.want("our a", "a", OFFER, lost)
+    checker.want("our b", "b", OFFER, table)
     found = {verdict.request_id: verdict for verdict in verdicts(checker, 2)}
-    assert found["our b"] == Verdict("our b", None)
-    assert found["our a"].fault is not None
-    assert found["our a"].peer_broken
+    assert found["our b"] == Verdict("our b")
+    assert found["our a"].fault
+    assert found["our a"].doubt is Doubt.PEER
 
 
 def test_failed_lookup_is_a_fault(reader, monkeypatch):
@@ -113,8 +118,52 @@ def test_failed_lookup_is_a_fault(reader, monkeypatch):
     holder = Holder("a")
     checker, table = LeaseChecker(reader), holder.seen_by(reader)
     monkeypatch.setattr(reader, "read", lambda *_: Transfer(holder.agent.name, object()))
-    checker.want("our a", "a", table)
+    checker.want("our a", "a", OFFER, table)
     (verdict,) = verdicts(checker, 1)
-    assert verdict.peer_broken
+    assert verdict.doubt is Doubt.PEER
     assert "could not be looked up" in verdict.fault
     assert 0 in checker._free
+
+
+def test_holder_that_has_not_offered_yet_is_looked_at_again(reader):
+    """What it says in the end counts, and nothing is reported before."""
+    holder, now_s = Holder(), [0.0]
+    holder.table.enter("a")
+    checker = LeaseChecker(reader, clock=lambda: now_s[0])
+    checker.want("our a", "a", OFFER, holder.seen_by(reader))
+    deadline = time.monotonic() + DEADLINE_S
+    while not checker._early:
+        assert not checker.advance()
+        assert time.monotonic() < deadline
+    holder.table.bind("a", OFFER)
+    now_s[0] = 1.0
+    assert verdicts(checker, 1) == [Verdict("our a")]
+
+
+def test_holder_that_never_offers_is_given_up(reader):
+    """Nobody waits for it without end."""
+    holder, now_s = Holder(), [0.0]
+    holder.table.enter("a")
+    checker = LeaseChecker(reader, clock=lambda: now_s[0])
+    checker.want("our a", "a", OFFER, holder.seen_by(reader))
+    deadline = time.monotonic() + DEADLINE_S
+    while not checker._early:
+        assert not checker.advance()
+        assert time.monotonic() < deadline
+    now_s[0] = OFFER_PATIENCE_S
+    (verdict,) = verdicts(checker, 1)
+    assert verdict.doubt is Doubt.LEASE
+    assert "did not say within 30 s what it offers" in verdict.fault
+
+
+def test_what_is_bound_to_something_else_is_told_apart(reader):
+    """The request fails with what differs, and its neighbour passes."""
+    holder = Holder("a", "b")
+    holder.table.bind("a", Binding(40, 1, 2))
+    checker, table = LeaseChecker(reader), holder.seen_by(reader)
+    checker.want("our a", "a", OFFER, table)
+    checker.want("our b", "b", OFFER, table)
+    found = {verdict.request_id: verdict for verdict in verdicts(checker, 2)}
+    assert found["our b"] == Verdict("our b")
+    assert found["our a"].doubt is Doubt.BINDING
+    assert "is of 40 tokens, and 48 are wanted here" in found["our a"].fault

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+from ..protocol.binding import Binding
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import Heartbeats, Receive
 from ..protocol.metadata import WorkerHandshake
@@ -31,6 +32,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         offered: Requests whose blocks are held for another engine, and for how many seconds from
             now: a duration, because workers on other hosts have other clocks.
         offered_blocks: How many blocks each of these has, of all KV-cache groups.
+        bindings: What each of these offers.
         heartbeats: Leases to renew.
     """
 
@@ -39,4 +41,5 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     withdrawn: set[RequestId] = field(default_factory=set)
     offered: dict[RequestId, float] = field(default_factory=dict)
     offered_blocks: dict[RequestId, int] = field(default_factory=dict)
+    bindings: dict[RequestId, Binding] = field(default_factory=dict)
     heartbeats: list[Heartbeats] = field(default_factory=list)

@@ -58,6 +58,8 @@ class Holder:
                     "Request %s will not be read: too many requests are held for other engines.",
                     request_id,
                 )
+        for request_id, binding in metadata.bindings.items():
+            self._table.bind(request_id, binding)
         for request_id, lease_s in metadata.offered.items():
             if self._ledger.offer(request_id, now_s + lease_s):
                 self._num_blocks[request_id] = metadata.offered_blocks.get(request_id, 0)

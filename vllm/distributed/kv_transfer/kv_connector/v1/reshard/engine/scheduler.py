@@ -15,7 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
+from ..protocol.binding import Binding, bind
 from ..protocol.messages import (
     BlockIds,
     EngineId,
@@ -27,6 +29,7 @@ from ..protocol.params import (
     RemoteBlocks,
     asked_before,
     concerns_us,
+    offered_tokens,
     remote_blocks,
     remote_request,
     sound,
@@ -62,6 +65,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._heartbeats = HeartbeatBook(read_settings(vllm_config.kv_transfer_config).lease_s)
         self._offered_blocks: dict[str, int] = {}
+        self._bindings: dict[str, Binding] = {}
         # Which request reads the blocks of another engine's request.
         self._readers: dict[tuple[str, str], str] = {}
 
@@ -110,7 +114,10 @@ class ReshardScheduler(NixlConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """As upstream's, but for a prompt's last token where layers have windows.
+        """As upstream's, but for tokens that are not there, and a prompt's last one under windows.
+
+        Upstream takes it that a prompt that is to be read was prefilled whole. Where it has grown
+        since, what is more is computed here.
 
         vLLM computes that token anew, for its logits. Had it been counted as computed, the blocks
         that only its own window reaches back to would not be there any more. Where the holder does
@@ -123,6 +130,8 @@ class ReshardScheduler(NixlConnectorScheduler):
             return 0, False
         count: int
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if count > 0 and (offered := offered_tokens(request.kv_transfer_params)) is not None:
+            count = max(min(count, offered - num_computed_tokens), 0)
         if window_groups(self.kv_cache_config) and (
             0 < count == request.num_tokens - num_computed_tokens
         ):
@@ -157,9 +166,10 @@ class ReshardScheduler(NixlConnectorScheduler):
                 for request_id, expires_at_s in upstream.reqs_to_send.items()
             },
             offered_blocks=self._offered_blocks,
+            bindings=self._bindings,
             heartbeats=self._heartbeats.due(now_s),
         )
-        self._offered_blocks = {}
+        self._offered_blocks, self._bindings = {}, {}
         metadata.receive = {
             request_id: _receive(request, block_ids)
             for request_id, (request, block_ids) in wanted.items()
@@ -189,9 +199,12 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         delay_free, params = super().request_finished(request, block_ids)
         if delay_free:
-            self._offered_blocks[request.request_id] = sum(map(len, block_ids))
             assert params is not None
+            self._offered_blocks[request.request_id] = sum(map(len, block_ids))
             params["remote_num_tokens"] = num_tokens
+            self._bindings[request.request_id] = _bind(
+                request, num_tokens, params["remote_block_ids"]
+            )
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
@@ -224,9 +237,16 @@ def _receive(request: Request, local_block_ids: BlockIds) -> Receive:
         # What is being read counts as computed.
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,
+        binding=_bind(request, remote_tokens, source.remote_block_ids),
     )
 
 
 def _address(source: RemoteBlocks) -> RemoteEngineAddress:
     """The engine that a request's parameters name."""
     return RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port)
+
+
+def _bind(request: Request, num_tokens: int, block_ids: BlockIds) -> Binding:
+    """What stands for the first tokens of a request in blocks of this or of another engine."""
+    extra_keys, _ = generate_block_hash_extra_keys(request, 0, num_tokens, 0)
+    return bind(request.all_token_ids, num_tokens, extra_keys, block_ids)

@@ -66,6 +66,9 @@ class ReadFailure(str, Enum):
     LEASE = "lease"
     """Their lease had run out when they had been read."""
 
+    BINDING = "binding"
+    """They hold the KV of other tokens than the request's, or are others than were offered."""
+
 
 # The order matters: the first type that fits.
 _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (

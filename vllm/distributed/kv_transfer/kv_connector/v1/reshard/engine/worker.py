@@ -41,7 +41,7 @@ from ..protocol.messages import (
 )
 from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent
-from ..transport.lease_check import LeaseChecker, PreparedTable
+from ..transport.lease_check import Doubt, LeaseChecker, PreparedTable
 from ..transport.remote import LocalLists, Reader, RemoteEngine
 from ..transport.side_channel import fetch_handshake
 from ..transport.staging_area import StagingArea, open_area
@@ -64,6 +64,12 @@ logger = init_logger(__name__)
 
 _NAMED_REQUESTS = 8
 """As many requests are named in one line of the log."""
+
+_READ_FAILURES = {
+    Doubt.PEER: ReadFailure.TRANSFER,
+    Doubt.LEASE: ReadFailure.LEASE,
+    Doubt.BINDING: ReadFailure.BINDING,
+}
 
 _REMEDY = (
     ": check that the engine runs and can be reached, and send the request through prefill again"
@@ -397,20 +403,22 @@ class ReshardWorker:
                 if self._consumer.leg_failed(part.request_id, part.key, part.fault):
                     self._transfers.give_up(part.request_id)
             elif self._consumer.leg_done(part.request_id, part.key):
+                receive = reading.receive
+                assert receive.binding is not None
                 for table in reading.lease_tables:
-                    remote_request_id = reading.receive.remote_request_id
-                    self._lease_checker.want(part.request_id, remote_request_id, table)
+                    self._lease_checker.want(
+                        part.request_id, receive.remote_request_id, receive.binding, table
+                    )
 
     def _check_leases(self, now_s: float) -> None:
-        """See that what was read was still held."""
+        """See that what was read was still held, and was what this engine's prompt wants."""
         for verdict in self._lease_checker.advance():
-            if verdict.fault is not None:
+            if verdict.doubt is not None:
                 self._consumer.fail(verdict.request_id, verdict.fault)
                 reading = self._reading[verdict.request_id]
-                if verdict.peer_broken:
+                if verdict.doubt is Doubt.PEER:
                     reading.peer.break_off(now_s)
-                kind = ReadFailure.TRANSFER if verdict.peer_broken else ReadFailure.LEASE
-                reading.failure = reading.failure or kind
+                reading.failure = reading.failure or _READ_FAILURES[verdict.doubt]
             self._consumer.step_done(verdict.request_id)
 
     def _take_received(self) -> set[RequestId]:
@@ -433,7 +441,9 @@ class ReshardWorker:
                         outcome.failure,
                         _REMEDY if reading.failure is ReadFailure.TRANSFER else "",
                     )
-            if peer.engine is not None:
+            # What is held under a request's name and is not for it may be another request's, whose
+            # blocks are not ours to give back: the lease ends it.
+            if peer.engine is not None and reading.failure is not ReadFailure.BINDING:
                 # Who cannot be read from may be gone; that he hears nothing is no news then.
                 known = reading.failure is ReadFailure.TRANSFER
                 self._release(receive, peer.engine, known_as_broken=known)

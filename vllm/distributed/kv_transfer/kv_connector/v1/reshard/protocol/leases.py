@@ -6,16 +6,25 @@ uses them for something else. A reader whose bytes were under way at that moment
 the bytes. So each worker of the holder keeps a table of the requests that it holds, in host memory
 that peers can read as they read the cache:
 
-    holder   enters a request before its first block is computed, and strikes it out *before* it
-             says that the blocks may be freed; one that was aborted was never offered to readers
-    reader   reads the blocks, and *then* the table: the request still stands in it, or the bytes
-             may be another request's
+    holder   enters a request before its first block is computed, binds it to what it offers once
+             that is known, and strikes it out *before* it says that the blocks may be freed; one
+             that was aborted was never offered to readers
+    reader   reads the blocks, and *then* the table: the request still stands in it, bound to what
+             was read, or the bytes may be another request's
 
 which is a seqlock with a NIXL read in place of a load. It takes no time of the holder's, no clocks
 that agree, and nothing that a router would have to pass on.
 
-The table is a hash table with buckets of one cache line. A reader knows from the request's id which
-bucket to read and which word to find there.
+The table is a hash table of small buckets. A reader knows from the request's id which bucket to
+read and which word to find there. An entry is four words and never crosses a cache line:
+
+    name      what stands for the request's id; 0 where the place is free
+    tokens    how many tokens were offered; 0 until they were
+    content   digest of these tokens
+    blocks    digest of their blocks' ids
+
+The holder writes `tokens` last and takes `name` away first, and lines are read whole: who finds
+both finds all four as they belong together.
 """
 
 from __future__ import annotations
@@ -25,18 +34,24 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from .binding import Binding
 from .ledgers import RequestId
 
-WORDS_PER_BUCKET = 8
+ENTRIES_PER_BUCKET = 4
+WORDS_PER_ENTRY = 4
+WORDS_PER_BUCKET = ENTRIES_PER_BUCKET * WORDS_PER_ENTRY
 WORD_BYTES = 8
 BUCKET_BYTES = WORDS_PER_BUCKET * WORD_BYTES
+_LINE_BYTES = 64
 
-_NUM_BUCKETS = 1 << 14
-"""1 MiB. With 16384 requests held at once, a bucket overflows for two in a hundred of them; with a
-thousand, for none in a billion."""
+_NUM_BUCKETS = 1 << 15
+"""4 MiB. With 16384 requests held at once, a request finds its bucket full once in five hundred
+times; with a thousand, once in tens of millions."""
 
 _FREE = 0
+_NAME, _TOKENS, _CONTENT, _BLOCKS = range(WORDS_PER_ENTRY)
 
 
 class Entry(NamedTuple):
@@ -44,11 +59,11 @@ class Entry(NamedTuple):
 
     Attributes:
         bucket: Where.
-        word: What; not 0.
+        name: What; not 0.
     """
 
     bucket: int
-    word: int
+    name: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +84,37 @@ class LeaseTableAddress:
         return self.num_buckets * BUCKET_BYTES
 
 
+class Held(NamedTuple):
+    """What a reader finds under a request's name.
+
+    Attributes:
+        entered: The holder still holds it.
+        binding: What it offers under that name; None as long as it has not said so.
+    """
+
+    entered: bool
+    binding: Binding | None
+
+
 def entry_of(request_id: RequestId, num_buckets: int) -> Entry:
     """What stands for a request, the same in every process."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=16).digest()
     bucket = int.from_bytes(digest[:8], "little") % num_buckets
     return Entry(bucket, int.from_bytes(digest[8:], "little") or 1)
+
+
+def look_up(bucket: npt.NDArray[np.uint64], name: int) -> Held:
+    """What a bucket says of a request.
+
+    Args:
+        bucket: Its words, shape (`WORDS_PER_BUCKET`,).
+        name: What stands for the request.
+    """
+    for entry in bucket.reshape(ENTRIES_PER_BUCKET, WORDS_PER_ENTRY).tolist():
+        if entry[_NAME] == name:
+            num_tokens, content, blocks = entry[_TOKENS:]
+            return Held(True, Binding(num_tokens, content, blocks) if num_tokens else None)
+    return Held(False, None)
 
 
 class LeaseTable:
@@ -84,12 +125,12 @@ class LeaseTable:
     """
 
     def __init__(self, num_buckets: int = _NUM_BUCKETS) -> None:
-        self._words = np.zeros((num_buckets, WORDS_PER_BUCKET), dtype=np.uint64)
+        self._entries = _aligned_zeros(num_buckets)
 
     @property
     def address(self) -> LeaseTableAddress:
         """Where the table lies."""
-        return LeaseTableAddress(self._words.ctypes.data, len(self._words))
+        return LeaseTableAddress(self._entries.ctypes.data, len(self._entries))
 
     def enter(self, request_id: RequestId) -> bool:
         """Say that a request's blocks are its own.
@@ -97,20 +138,39 @@ class LeaseTable:
         Returns:
             Whether there was room. Without, readers will take the request's lease for expired.
         """
-        bucket, word = self._bucket(request_id)
-        if word in bucket:
+        bucket, name = self._bucket(request_id)
+        if name in bucket[:, _NAME]:
             return True
-        free = np.flatnonzero(bucket == _FREE)
+        free = np.flatnonzero(bucket[:, _NAME] == _FREE)
         if not len(free):
             return False
-        bucket[free[0]] = word
+        bucket[free[0], _NAME] = name
         return True
+
+    def bind(self, request_id: RequestId, binding: Binding) -> None:
+        """Say what is offered under the name of a request that was entered."""
+        bucket, name = self._bucket(request_id)
+        for place in np.flatnonzero(bucket[:, _NAME] == name):
+            bucket[place, _TOKENS] = 0
+            bucket[place, _CONTENT:] = binding.content, binding.blocks
+            bucket[place, _TOKENS] = binding.num_tokens
 
     def strike(self, request_id: RequestId) -> None:
         """Say that a request's blocks may be another's from now on."""
-        bucket, word = self._bucket(request_id)
-        bucket[bucket == word] = _FREE
+        bucket, name = self._bucket(request_id)
+        for place in np.flatnonzero(bucket[:, _NAME] == name):
+            bucket[place, _NAME] = _FREE
+            bucket[place, _TOKENS:] = 0
 
-    def _bucket(self, request_id: RequestId) -> tuple[np.ndarray, np.uint64]:
-        bucket, word = entry_of(request_id, len(self._words))
-        return self._words[bucket], np.uint64(word)
+    def _bucket(self, request_id: RequestId) -> tuple[npt.NDArray[np.uint64], np.uint64]:
+        bucket, name = entry_of(request_id, len(self._entries))
+        return self._entries[bucket], np.uint64(name)
+
+
+def _aligned_zeros(num_buckets: int) -> npt.NDArray[np.uint64]:
+    """Words that begin with a cache line; shape (buckets, entries, words)."""
+    size_bytes = num_buckets * BUCKET_BYTES
+    raw = np.zeros(size_bytes + _LINE_BYTES, dtype=np.uint8)
+    start = -raw.ctypes.data % _LINE_BYTES
+    words = raw[start : start + size_bytes].view(np.uint64)
+    return words.reshape(num_buckets, ENTRIES_PER_BUCKET, WORDS_PER_ENTRY)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from ..errors import RemoteLayoutError
 from .ledgers import RequestId
+
+if TYPE_CHECKING:
+    from .binding import Binding
 
 EngineId: TypeAlias = str
 
@@ -46,6 +49,7 @@ class Receive:
         local_tokens: Tokens of the request up to the end of the last local block to fill, which the
             last block need not hold in full.
         remote_tokens: The same there.
+        binding: What the source should offer under that name; None where there is nothing to read.
         fault: Why the request cannot be read at all; None where nothing is known against it.
     """
 
@@ -55,6 +59,7 @@ class Receive:
     remote_block_ids: BlockIds
     local_tokens: int
     remote_tokens: int
+    binding: Binding | None = None
     fault: str | None = None
 
 

@@ -109,6 +109,15 @@ def remote_request(params: Mapping[str, Any]) -> tuple[str, str] | None:
     return params["remote_engine_id"], params["remote_request_id"]
 
 
+def offered_tokens(params: Params | None) -> int | None:
+    """How many tokens another engine offers, out of `sound` parameters; None where they do not say.
+
+    Without a word, they are the prompt's.
+    """
+    count = (params or {}).get("remote_num_tokens")
+    return count if isinstance(count, int) and count > 0 else None
+
+
 def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:
     """Where to read from, out of `sound` parameters, or why nobody can tell."""
     fault = params.get(_FAULT)

@@ -1,26 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether leases still held once the blocks under them had been read.
+"""Whether leases still held, and bound what was wanted, once the blocks under them had been read.
 
 All requests that have just been read from one worker are looked up in its table at once, with one
-small read. Everything here belongs to the engine's thread of the worker that reads.
+small read. A holder learns what it offers a step after it has answered: a reader that is faster
+looks again. Everything here belongs to the engine's thread of the worker that reads.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import TransferError
 from ..memory.lowering import Rows
-from ..protocol.leases import BUCKET_BYTES, WORDS_PER_BUCKET, LeaseTableAddress, entry_of
+from ..protocol.binding import Binding
+from ..protocol.leases import (
+    BUCKET_BYTES,
+    WORDS_PER_BUCKET,
+    Held,
+    LeaseTableAddress,
+    entry_of,
+    look_up,
+)
 from ..protocol.ledgers import RequestId
 from .agent import NixlAgent, Prepared, Transfer, TransferState
 
 _NUM_LOOKUPS = 1 << 12
 """Requests that are looked up at the same time; more wait for their turn."""
+
+OFFER_PATIENCE_S = 30.0
+"""How long a holder may take to say what it offers: as long as a few of its longest steps."""
+
+_LOOK_AGAIN_S = 0.002
+"""How long to wait before looking again."""
+
+
+class Doubt(Enum):
+    """Why what was read cannot be used."""
+
+    PEER = "peer"
+    """The lookup itself has failed."""
+
+    LEASE = "lease"
+    """Nothing is held under the request's name any more, or it was never offered."""
+
+    BINDING = "binding"
+    """Something else is held under that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +73,39 @@ class Verdict:
 
     Attributes:
         request_id: The request, as the reader calls it.
-        fault: Why its bytes cannot be trusted; None where its lease held.
-        peer_broken: The lookup itself has failed.
+        doubt: Of what kind the fault is; None where the lease held and bound what was wanted.
+        fault: Why its bytes cannot be trusted, in words; empty where they can.
     """
 
     request_id: RequestId
-    fault: str | None
-    peer_broken: bool = False
+    doubt: Doubt | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One request to look up.
+
+    Attributes:
+        request_id: The request, as the reader calls it.
+        remote_request_id: The request, as its holder calls it.
+        binding: What should stand under that name.
+        give_up_at_s: Until when its holder may say so.
+    """
+
+    request_id: RequestId
+    remote_request_id: RequestId
+    binding: Binding
+    give_up_at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """One read of some buckets of a peer's table: for each request a bucket, and the word in it."""
+    """One read of some buckets of a peer's table, one bucket for each request."""
 
-    request_ids: list[RequestId]
-    words: npt.NDArray[np.uint64]
+    table: PreparedTable
+    wanted: list[_Wanted]
+    names: list[int]
     landed_in: npt.NDArray[np.int32]
     transfer: Transfer
 
@@ -75,30 +124,46 @@ class LeaseChecker:
 
     Args:
         agent: This worker's agent; the memory to read into is registered with it.
+        clock: Seconds that only grow.
     """
 
-    def __init__(self, agent: NixlAgent) -> None:
+    def __init__(self, agent: NixlAgent, clock: Callable[[], float] = time.monotonic) -> None:
         self._agent = agent
+        self._clock = clock
         self._buckets = np.zeros((_NUM_LOOKUPS, WORDS_PER_BUCKET), dtype=np.uint64)
         memory = LeaseTableAddress(self._buckets.ctypes.data, _NUM_LOOKUPS)
         agent.register([(memory.address, memory.size_bytes, 0)], "DRAM")
         self._local = agent.prepare(_rows(memory), memory="DRAM")
         self._free = deque(range(_NUM_LOOKUPS))
-        self._wanted: dict[PreparedTable, list[tuple[RequestId, RequestId]]] = defaultdict(list)
+        self._wanted: dict[PreparedTable, list[_Wanted]] = defaultdict(list)
+        # Not offered yet when they were looked at: when to look again, and where.
+        self._early: deque[tuple[float, PreparedTable, _Wanted]] = deque()
         self._lookups: list[_Lookup] = []
 
-    def want(self, request_id: RequestId, remote_request_id: RequestId, at: PreparedTable) -> None:
+    def want(
+        self,
+        request_id: RequestId,
+        remote_request_id: RequestId,
+        binding: Binding,
+        at: PreparedTable,
+    ) -> None:
         """Look a request up; there will be one verdict.
 
         Args:
             request_id: The request, as we call it.
             remote_request_id: The request, as its holder calls it.
+            binding: What its holder should offer under that name.
             at: The table of a worker that its blocks were read from.
         """
-        self._wanted[at].append((request_id, remote_request_id))
+        give_up_at_s = self._clock() + OFFER_PATIENCE_S
+        self._wanted[at].append(_Wanted(request_id, remote_request_id, binding, give_up_at_s))
 
     def advance(self) -> list[Verdict]:
         """Post what is wanted, and see what was found."""
+        now_s = self._clock()
+        while self._early and self._early[0][0] <= now_s:
+            _, table, wanted = self._early.popleft()
+            self._wanted[table].append(wanted)
         verdicts = [verdict for table in list(self._wanted) for verdict in self._post(table)]
         in_flight = []
         for lookup in self._lookups:
@@ -107,7 +172,7 @@ class LeaseChecker:
                 in_flight.append(lookup)
                 continue
             self._agent.release(lookup.transfer)
-            verdicts += self._judge(lookup, done=state is TransferState.DONE)
+            verdicts += self._judge(lookup, now_s, done=state is TransferState.DONE)
             self._free.extend(lookup.landed_in.tolist())
         self._lookups = in_flight
         return verdicts
@@ -127,33 +192,59 @@ class LeaseChecker:
         wanted = wanted[: len(self._free)]
         if not wanted:
             return []
-        entries = [entry_of(remote_id, table.num_buckets) for _, remote_id in wanted]
-        request_ids = [request_id for request_id, _ in wanted]
+        entries = [entry_of(each.remote_request_id, table.num_buckets) for each in wanted]
         landed_in = np.array([self._free.popleft() for _ in wanted], dtype=np.int32)
         buckets = np.array([entry.bucket for entry in entries], dtype=np.int32)
         try:
             transfer = self._agent.read(self._local, landed_in, table.buckets, buckets)
         except TransferError as error:
             self._free.extend(landed_in.tolist())
-            return [Verdict(request_id, str(error), True) for request_id in request_ids]
-        words = np.array([entry.word for entry in entries], dtype=np.uint64)
-        self._lookups.append(_Lookup(request_ids, words, landed_in, transfer))
+            return [Verdict(each.request_id, Doubt.PEER, str(error)) for each in wanted]
+        names = [entry.name for entry in entries]
+        self._lookups.append(_Lookup(table, wanted, names, landed_in, transfer))
         return []
 
-    def _judge(self, lookup: _Lookup, *, done: bool) -> list[Verdict]:
+    def _judge(self, lookup: _Lookup, now_s: float, *, done: bool) -> list[Verdict]:
         peer = lookup.transfer.peer
         if not done:
             fault = f"the lease at {peer} could not be looked up"
-            return [Verdict(request_id, fault, True) for request_id in lookup.request_ids]
-        found = (self._buckets[lookup.landed_in] == lookup.words[:, np.newaxis]).any(axis=1)
-        fault = (
+            return [Verdict(each.request_id, Doubt.PEER, fault) for each in lookup.wanted]
+        verdicts = []
+        for wanted, name, row in zip(
+            lookup.wanted, lookup.names, self._buckets[lookup.landed_in], strict=True
+        ):
+            held = look_up(row, name)
+            if held.entered and held.binding is None and now_s < wanted.give_up_at_s:
+                self._early.append((now_s + _LOOK_AGAIN_S, lookup.table, wanted))
+            else:
+                verdicts.append(_verdict(wanted, held, peer))
+        return verdicts
+
+
+def _verdict(wanted: _Wanted, held: Held, peer: str) -> Verdict:
+    """What a holder's entry means for what was read from it."""
+    if not held.entered:
+        return Verdict(
+            wanted.request_id,
+            Doubt.LEASE,
             f"its lease at {peer} had run out when all was read: give readers longer there with "
-            "kv_lease_duration"
+            "kv_lease_duration",
         )
-        return [
-            Verdict(request_id, None if holds else fault)
-            for request_id, holds in zip(lookup.request_ids, found.tolist(), strict=True)
-        ]
+    if held.binding is None:
+        return Verdict(
+            wanted.request_id,
+            Doubt.LEASE,
+            f"{peer} did not say within {OFFER_PATIENCE_S:g} s what it offers: check that the "
+            "engine runs, and send the request through prefill again",
+        )
+    if (difference := held.binding.difference(wanted.binding)) is not None:
+        return Verdict(
+            wanted.request_id,
+            Doubt.BINDING,
+            f"what {peer} holds under its name {difference}: send the decode engine the very "
+            "prompt that was prefilled, and pass kv_transfer_params on unchanged",
+        )
+    return Verdict(wanted.request_id)
 
 
 def _rows(table: LeaseTableAddress) -> Rows:

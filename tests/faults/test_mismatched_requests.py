@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose parameters or prompts are not those that were prefilled get no one's KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.pairs import text_of
+from tests.faults.logs import Log
+from tests.faults.stage import PROMPT_TOKENS, Params, Stage, answer_of, assert_failed
+from tests.faults.table import read_rows
+
+pytestmark = pytest.mark.faults
+
+ROWS = read_rows()
+Asked = tuple[str, Params]
+
+
+def another_prompt(stage: Stage, text: str, params: Params) -> Asked:
+    """The last character is another: one token in the last block."""
+    return text[:-1] + ("a" if text[-1] != "a" else "b"), params
+
+
+def shorter_prompt(stage: Stage, text: str, params: Params) -> Asked:
+    """Two tokens were cut off, as where an engine is given less room."""
+    return text[:-2], params
+
+
+def others_blocks(stage: Stage, text: str, params: Params) -> Asked:
+    """One's own held request, and the blocks of somebody else's."""
+    victim = stage.prefilled(stage.text())
+    stage.abandoned += 1
+    return text, {**params, "remote_block_ids": victim["remote_block_ids"]}
+
+
+def others_request(stage: Stage, text: str, params: Params) -> Asked:
+    """All of somebody else's parameters, with a prompt of one's own."""
+    victim = stage.prefilled(stage.text())
+    stage.abandoned += 1
+    return text, victim
+
+
+FAULTS = {
+    "another prompt of the same length": another_prompt,
+    "a shorter prompt than the prefilled one": shorter_prompt,
+    "somebody else's blocks": others_blocks,
+    "somebody else's request": others_request,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nobody_reads_what_was_computed_for_something_else(stage: Stage, fault: str) -> None:
+    """The request fails and says why, or is computed, and every block comes back."""
+    act: Callable[[Stage, str, Params], Asked] = FAULTS[fault]
+    log, recomputing_log = (Log(each.child.log_path) for each in (stage.decode, stage.recomputing))
+    prefilled = stage.text()
+    text, params = act(stage, prefilled, stage.prefilled(prefilled))
+    assert_failed(stage.decoded(text, params))
+    (line,) = log.complaints()
+    assert ROWS[fault].tells("500", line, "given back"), line
+
+    prefilled = stage.text()
+    text, params = act(stage, prefilled, stage.prefilled(prefilled))
+    assert answer_of(stage.decoded(text, params, stage.recomputing)) == stage.right_answer(text)
+    (line,) = recomputing_log.complaints()
+    assert ROWS[fault].matches(line), line
+    # vLLM gives back what a request names that has failed; one that is computed says nothing.
+    stage.abandoned += 1
+    stage.assert_blocks_come_back()
+
+
+def test_prompt_that_has_grown_is_completed(stage: Stage) -> None:
+    """What was prefilled is used, and what came to it is computed: the answer is one engine's."""
+    text = text_of("grown", PROMPT_TOKENS)
+    params = stage.prefilled(text)
+    longer = text_of("grown", PROMPT_TOKENS + 2)
+    assert longer.startswith(text)
+    before = stage.decode.nixl_counters()
+    assert answer_of(stage.decoded(longer, params)) == stage.right_answer(longer)
+    assert (stage.decode.nixl_counters() - before).bytes_moved > 0

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands for tokens in blocks is the same at both ends, and another for anything else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
+
+TOKENS = st.lists(st.integers(0, 200_000), min_size=1, max_size=40)
+GROUPS = st.lists(st.lists(st.integers(0, (1 << 31) - 1), max_size=6), min_size=1, max_size=3)
+EXTRA_KEYS = st.none() | st.tuples(st.sampled_from(["salt", "adapter", ("mm", "item", 3)]))
+
+
+@given(TOKENS, EXTRA_KEYS, GROUPS, TOKENS, EXTRA_KEYS, GROUPS)
+def test_bindings_agree_where_everything_does(tokens, keys, blocks, others, other_keys, elsewhere):
+    """Two offers have one binding where tokens, keys and blocks are the same, and only there."""
+    ours = bind(tokens, len(tokens), keys, blocks)
+    theirs = bind(others, len(others), other_keys, elsewhere)
+    same = (tokens, keys, blocks) == (others, other_keys, elsewhere)
+    assert (ours == theirs) == same
+    assert (ours.difference(theirs) is None) == same
+
+
+@given(TOKENS, TOKENS, GROUPS)
+def test_only_offered_tokens_count(tokens, more, blocks):
+    """A prompt that goes on after the tokens that are held wants the same of the holder."""
+    assert bind(tokens, len(tokens), None, blocks) == bind(tokens + more, len(tokens), None, blocks)
+
+
+@given(TOKENS, GROUPS)
+def test_json_changes_nothing(tokens, blocks):
+    """A router turns tuples into lists, and numpy's integers into Python's."""
+    sent = tuple(tuple(np.asarray(group, dtype=np.int64)) for group in blocks)
+    assert bind(tokens, len(tokens), None, sent) == bind(tuple(tokens), len(tokens), None, blocks)
+
+
+@given(TOKENS, st.integers(1, 5), GROUPS)
+def test_missing_tokens_are_a_difference(tokens, missing, blocks):
+    """A reader whose prompt is shorter than what is held never agrees with its holder."""
+    held = bind(tokens + [7] * missing, len(tokens) + missing, None, blocks)
+    assert held.difference(bind(tokens, len(tokens) + missing, None, blocks)) is not None
+
+
+def test_groups_do_not_run_into_each_other():
+    """The same ids, divided otherwise among groups, are other blocks."""
+    assert bind([1], 1, None, [[1, 2], [3]]) != bind([1], 1, None, [[1], [2, 3]])
+
+
+def test_bindings_are_the_same_in_every_process():
+    """No hash seed and no machine has a part in them."""
+    assert bind([5, 7, 11], 3, ("adapter",), [[1, 2]]) == Binding(
+        3, content=3312898702473162500, blocks=5007576965748057616
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (Binding(4, 1, 1), "is of 3 tokens, and 4 are wanted here"),
+        (Binding(3, 2, 1), "was computed for 3 other tokens than this prompt's"),
+        (Binding(3, 1, 2), "lies in other blocks than those that were read"),
+    ],
+)
+def test_differences_are_named(wanted, message):
+    """The first that differs, from the most to the least telling."""
+    assert Binding(3, 1, 1).difference(wanted) == message
