@@ -41,8 +41,8 @@ CONNECTOR_NAME = "reshard"
 # notification, or another meaning of a field or of a parameter that a router passes on.
 #
 #   1  first version
-#   2  keys and values that lie side by side are one plane, requests to the side channel may have two
-#      numbers, and entries of the lease table are bound to tokens and blocks
+#   2  keys and values that lie side by side are one plane, requests to the side channel may have
+#      two numbers, and entries of the lease table are bound to tokens and blocks
 CONNECTOR_VERSION = 2
 
 MAX_REPLY_BYTES = 64 << 20
