@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import factors 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.factors import (
     compatibility_factors,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteIncompatibleError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    LocalLayoutError,
+    RemoteIncompatibleError,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import (
     check_compatibility,
 )
@@ -47,7 +51,7 @@ def config(**changes) -> SimpleNamespace:
     values.update(
         vocabulary=99, cache_dtype="auto", no_hybrid=False, tp_size=1, pp_size=1, block_size=16
     )
-    values.update(speculative=None, lookahead=1)
+    values.update(speculative=None, lookahead=1, multimodal=None, prefix_caching=True)
     values.update(changes)
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -60,9 +64,12 @@ def config(**changes) -> SimpleNamespace:
             get_total_num_hidden_layers=lambda: values["layers"],
             get_total_num_kv_heads=lambda: values["kv_heads"],
             get_head_size=lambda: values["head_size"],
+            multimodal_config=values["multimodal"],
         ),
         cache_config=SimpleNamespace(
-            cache_dtype=values["cache_dtype"], block_size=values["block_size"]
+            enable_prefix_caching=values["prefix_caching"],
+            cache_dtype=values["cache_dtype"],
+            block_size=values["block_size"],
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=values["no_hybrid"]),
         speculative_config=values["speculative"],
@@ -103,6 +110,7 @@ def test_factors_of_a_real_configuration(tmp_path):
         "kv_cache_dtype": "float32",
         "attention_backends": "CPU_ATTN",
         "hybrid_kv_cache_manager": "yes",
+        "multimodal_items_named_by": "none",
         "draft_method": "none",
         "draft_model": "none",
         "draft_layers": "none",
@@ -237,3 +245,28 @@ def test_builds_of_one_version_are_compatible(monkeypatch, version):
     """An engine on CPU and one on a GPU run the same source."""
     monkeypatch.setattr(factors_module, "vllm_version", version)
     assert compatibility_factors(config(), [])["vllm_version"] == "0.22.1"
+
+
+HASHED = SimpleNamespace(mm_processor_cache_gb=4)
+
+
+def test_multimodal_items_are_hashed_with_the_models_path():
+    """Engines that serve one multimodal model under two paths would not know each other's items."""
+    local = compatibility_factors(config(multimodal=HASHED), [])
+    remote = compatibility_factors(config(multimodal=HASHED, model="there/model"), [])
+    message = "there/model there and here/model here.*same name or path"
+    with pytest.raises(RemoteIncompatibleError, match=message):
+        check_compatibility(local, remote)
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "refused"),
+    [(0, False, True), (0, True, False), (4, False, False)],
+)
+def test_items_that_are_only_counted_are_refused(cache_gb, prefix_caching, refused):
+    """What is named by a number of the process's own is another item elsewhere."""
+    counted = config(
+        multimodal=SimpleNamespace(mm_processor_cache_gb=cache_gb), prefix_caching=prefix_caching
+    )
+    with pytest.raises(LocalLayoutError, match="leave one") if refused else nullcontext():
+        compatibility_factors(counted, [])

@@ -57,7 +57,7 @@ def picture(name: str) -> MultiModalFeatureSpec:
 
 def test_parameters_become_a_read():
     """Address, blocks and tokens are taken as the other engine wrote them."""
-    receive = _receive(request(PARAMS), ([3, 4, 1],))
+    receive = _receive(request(PARAMS), ([3, 4, 1],), 40)
     assert receive.fault is None
     assert receive.source == RemoteEngineAddress("prefill", "10.0.0.1", 5600)
     assert (receive.remote_request_id, receive.remote_block_ids) == ("p-a", [[5, 2, 9]])
@@ -69,7 +69,7 @@ def test_parameters_become_a_read():
 )
 def test_tokens_are_counted_at_each_end(remote, local, expected):
     """Without a count the prompt is what was computed; a longer remote sequence is told apart."""
-    receive = _receive(request(PARAMS | {"remote_num_tokens": remote}, local), ([3],))
+    receive = _receive(request(PARAMS | {"remote_num_tokens": remote}, local), ([3],), local)
     assert (receive.local_tokens, receive.remote_tokens) == expected
 
 
@@ -96,7 +96,7 @@ def test_tokens_are_counted_at_each_end(remote, local, expected):
 def test_malformed_parameters_are_a_fault_of_the_request(change):
     """The request fails with a readable line; the engine lives on."""
     params, _ = sound(PARAMS | change, reads_back=False)
-    receive = _receive(request(params), ([3, 4, 1],))
+    receive = _receive(request(params), ([3, 4, 1],), 40)
     assert "the router must pass on unchanged" in receive.fault
     assert "\n" not in receive.fault
     assert receive.local_block_ids == ([3, 4, 1],)
@@ -118,7 +118,7 @@ def test_malformed_parameters_are_a_fault_of_the_request(change):
 def test_nothing_that_json_can_say_raises(params):
     """Whatever a router makes of the parameters, the scheduler's step goes on."""
     params, _ = sound((params or {}) | {"do_remote_prefill": True}, reads_back=False)
-    receive = _receive(request(params), ([3],))
+    receive = _receive(request(params), ([3],), 40)
     assert receive.fault is not None or receive.source.port > 0
 
 
@@ -270,7 +270,9 @@ def offer(
         ({"prompt_token_ids": list(range(38))}, "other tokens"),
         ({"prompt_token_ids": [*range(39), 99]}, "other tokens"),
         ({"cache_salt": "another tenant"}, "other tokens"),
-        ({"lora_request": LoRARequest("adapter", 1, "adapter")}, "other tokens"),
+        ({"lora_request": LoRARequest("another", 1, "here")}, "other tokens"),
+        ({"lora_request": LoRARequest("adapter", 2, "elsewhere")}, None),
+        ({"params": {"remote_num_tokens": None}}, None),
         ({"mm_features": [picture("another")]}, "other tokens"),
         ({"params": {"remote_block_ids": [[5, 2, 8]]}}, "other blocks"),
         ({"params": {"remote_num_tokens": 39}}, "is of 40 tokens, and 39"),
@@ -279,7 +281,11 @@ def offer(
 )
 def test_reader_wants_what_was_offered(change, message):
     """The same prompt in the same blocks, or the difference is told."""
-    values = {"prompt_token_ids": list(range(40)), "mm_features": [picture("one")]}
+    values = {
+        "prompt_token_ids": list(range(40)),
+        "mm_features": [picture("one")],
+        "lora_request": LoRARequest("adapter", 1, "here"),
+    }
     common = {"sampling_params": SamplingParams(), "pooling_params": None}
     prefilled = Request("p-a", **common, **values)
     prefilled.kv_transfer_params = {"do_remote_decode": True}
@@ -292,7 +298,7 @@ def test_reader_wants_what_was_offered(change, message):
     )
     params |= change.get("params", {})
     asked.kv_transfer_params = params
-    difference = offered.difference(_receive(asked, ([3, 4, 1],)).binding)
+    difference = offered.difference(_receive(asked, ([3, 4, 1],), 40).binding)
     assert difference is None if message is None else message in difference
 
 

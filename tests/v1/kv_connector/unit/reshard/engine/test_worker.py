@@ -96,6 +96,7 @@ class Engine:
             model_config=SimpleNamespace(
                 use_mla=mla,
                 hf_text_config=SimpleNamespace(model_type="llama"),
+                multimodal_config=None,
                 dtype=dtype,
                 get_total_num_kv_heads=lambda: heads,
                 get_total_num_hidden_layers=lambda: NUM_LAYERS,

@@ -167,3 +167,18 @@ def test_what_is_bound_to_something_else_is_told_apart(reader):
     assert found["our b"] == Verdict("our b")
     assert found["our a"].doubt is Doubt.BINDING
     assert "is of 40 tokens, and 48 are wanted here" in found["our a"].fault
+
+
+def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
+    """A difference is believed when it is seen twice."""
+    holder, now_s = Holder("a"), [0.0]
+    holder.table.bind("a", Binding(48, 1, 9))
+    checker = LeaseChecker(reader, clock=lambda: now_s[0])
+    checker.want("our a", "a", OFFER, holder.seen_by(reader))
+    deadline = time.monotonic() + DEADLINE_S
+    while not checker._early:
+        assert not checker.advance()
+        assert time.monotonic() < deadline
+    holder.table.bind("a", OFFER)
+    now_s[0] = 1.0
+    assert verdicts(checker, 1) == [Verdict("our a")]

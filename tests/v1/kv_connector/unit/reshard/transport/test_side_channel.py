@@ -559,12 +559,10 @@ class TestLifeOfAServer:
         with pytest.raises(LocalChannelError, match="VLLM_NIXL_SIDE_CHANNEL_HOST to a numeric"):
             HandshakeServer("203.0.113.1", 0, REPLY).start()
 
-    def test_close_is_quick_and_may_be_repeated(self, server):
-        """It ends the thread, frees the port, and does nothing the second time."""
+    def test_close_ends_the_thread_and_may_be_repeated(self, server):
+        """It frees the port, and does nothing the second time."""
         thread = server._running.thread
-        began_s = time.monotonic()
         server.close()
-        assert time.monotonic() - began_s < 1
         assert not thread.is_alive()
         server.close()
         with socket.socket() as free:

@@ -76,6 +76,13 @@ class NixlConnector(UpstreamConnector):
                 f"{reason}, and upstream's NixlConnector does not support pipeline parallelism: "
                 f"use --pipeline-parallel-size 1 instead of {pp_size}"
             )
+        assert vllm_config.kv_transfer_config is not None
+        name = vllm_config.kv_transfer_config.kv_connector
+        if name != "NixlConnector":
+            raise LocalLayoutError(
+                f"{reason}, which upstream's NixlConnector serves; but vLLM checks such engines by "
+                f"that name, and not by {name}: set kv_connector to NixlConnector"
+            )
         logger.info("Using upstream's NixlConnector: %s.", reason)
         return upstream.NixlConnector(vllm_config, role, kv_cache_config)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vllm import __version__ as vllm_version
 
 from .compat import draft_cache_dtype, prefill_lookahead_tokens
+from .content import items_named_by
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,6 +65,7 @@ def compatibility_factors(
         "kv_cache_dtype": dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         "attention_backends": ", ".join(sorted(set(attn_backend_names))),
         "hybrid_kv_cache_manager": _yes_or_no(hybrid),
+        "multimodal_items_named_by": items_named_by(vllm_config),
         **_draft_factors(vllm_config, dtype),
     }
 

@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from ..protocol.binding import Binding, bind
 from ..protocol.messages import (
@@ -37,6 +36,7 @@ from ..protocol.params import (
 )
 from ..transport.side_channel import HandshakeServer
 from .compat import HOLDERS_KEEP_THE_LAST_WINDOW
+from .content import content_keys
 from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .geometry import window_groups
 from .heartbeats import HeartbeatBook
@@ -100,7 +100,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         if fault is not None:
             logger.warning("Computing all of request %s: %s", request.request_id, fault)
-        if params and (remote := remote_request(params)) is not None:
+        remote = remote_request(params) if params and concerns_us(params) else None
+        if params and remote is not None:
             reader = self._readers.setdefault(remote, request.request_id)
             params = params if reader == request.request_id else without_source(params)
         request.kv_transfer_params = params
@@ -171,10 +172,17 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         self._offered_blocks, self._bindings = {}, {}
         metadata.receive = {
-            request_id: _receive(request, block_ids)
+            request_id: _receive(request, block_ids, self._num_prefilled(request))
             for request_id, (request, block_ids) in wanted.items()
         }
         return metadata
+
+    def _num_prefilled(self, request: Request) -> int:
+        """How many tokens of a prompt a prefill engine computes, where nobody has said."""
+        num_tokens: int = request.num_prompt_tokens
+        if HOLDERS_KEEP_THE_LAST_WINDOW:
+            return num_tokens
+        return int(self._get_remote_prefill_token_count(num_tokens))
 
     def request_finished(
         self, request: Request, block_ids: BlockIds
@@ -222,13 +230,19 @@ class ReshardScheduler(NixlConnectorScheduler):
         super().shutdown()
 
 
-def _receive(request: Request, local_block_ids: BlockIds) -> Receive:
-    """What to read for a request; with a fault where its parameters do not say so."""
+def _receive(request: Request, local_block_ids: BlockIds, num_prefilled: int) -> Receive:
+    """What to read for a request; with a fault where its parameters do not say so.
+
+    Args:
+        request: The request.
+        local_block_ids: The blocks to fill.
+        num_prefilled: Tokens that are held where the parameters do not tell how many.
+    """
     source = remote_blocks(request.kv_transfer_params or {})
     if isinstance(source, str):
         nowhere = RemoteEngineAddress("unknown", "unknown", 0)
         return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
-    remote_tokens = source.remote_num_tokens or request.num_prompt_tokens
+    remote_tokens = source.remote_num_tokens or num_prefilled
     return Receive(
         _address(source),
         source.remote_request_id,
@@ -248,5 +262,5 @@ def _address(source: RemoteBlocks) -> RemoteEngineAddress:
 
 def _bind(request: Request, num_tokens: int, block_ids: BlockIds) -> Binding:
     """What stands for the first tokens of a request in blocks of this or of another engine."""
-    extra_keys, _ = generate_block_hash_extra_keys(request, 0, num_tokens, 0)
-    return bind(request.all_token_ids, num_tokens, extra_keys, block_ids)
+    keys = content_keys(request, num_tokens)
+    return bind(request.all_token_ids, num_tokens, keys, block_ids)

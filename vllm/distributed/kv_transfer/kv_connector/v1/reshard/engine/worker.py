@@ -69,6 +69,10 @@ _READ_FAILURES = {
     Doubt.BINDING: ReadFailure.BINDING,
 }
 
+_MAY_BE_ANOTHERS = frozenset({ReadFailure.BINDING, ReadFailure.PARAMETERS})
+"""Failures after which what is held under a request's name may be another's, whose blocks are not
+ours to give back: the lease ends it."""
+
 _REMEDY = (
     ": check that the engine runs and can be reached, and send the request through prefill again"
 )
@@ -440,9 +444,7 @@ class ReshardWorker:
                         outcome.failure,
                         _REMEDY if reading.failure is ReadFailure.TRANSFER else "",
                     )
-            # What is held under a request's name and is not for it may be another request's, whose
-            # blocks are not ours to give back: the lease ends it.
-            if peer.engine is not None and reading.failure is not ReadFailure.BINDING:
+            if peer.engine is not None and reading.failure not in _MAY_BE_ANOTHERS:
                 # Who cannot be read from may be gone; that he hears nothing is no news then.
                 known = reading.failure is ReadFailure.TRANSFER
                 self._notifier.release(

@@ -33,6 +33,7 @@ _REMEDIES = {
         ),
         "give the same --speculative-config",
     ),
+    "multimodal_items_named_by": "give --model the same name or path",
     "hybrid_kv_cache_manager": "give --disable-hybrid-kv-cache-manager on both or on neither",
 }
 

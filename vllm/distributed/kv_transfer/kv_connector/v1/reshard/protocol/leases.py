@@ -23,8 +23,9 @@ read and which word to find there. An entry is four words and never crosses a ca
     content   digest of these tokens
     blocks    digest of their blocks' ids
 
-The holder writes `tokens` last and takes `name` away first, and lines are read whole: who finds
-both finds all four as they belong together.
+The holder writes `tokens` last and takes `name` away first. Who reads a line in one piece finds all
+four as they belong together; who may have read it in two, and finds something else than he wants,
+looks again.
 """
 
 from __future__ import annotations

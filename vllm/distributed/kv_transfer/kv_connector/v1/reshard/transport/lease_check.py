@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -91,12 +91,14 @@ class _Wanted:
         remote_request_id: The request, as its holder calls it.
         binding: What should stand under that name.
         give_up_at_s: Until when its holder may say so.
+        differed: Whether something else stood there already when it was looked at.
     """
 
     request_id: RequestId
     remote_request_id: RequestId
     binding: Binding
     give_up_at_s: float
+    differed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +216,13 @@ class LeaseChecker:
             lookup.wanted, lookup.names, self._buckets[lookup.landed_in], strict=True
         ):
             held = look_up(row, name)
+            differs = held.binding is not None and held.binding != wanted.binding
             if held.entered and held.binding is None and now_s < wanted.give_up_at_s:
                 self._early.append((now_s + _LOOK_AGAIN_S, lookup.table, wanted))
+            elif differs and not wanted.differed:
+                # Not every transport reads a line in one piece: part of it may be from before.
+                again = replace(wanted, differed=True)
+                self._early.append((now_s + _LOOK_AGAIN_S, lookup.table, again))
             else:
                 verdicts.append(_verdict(wanted, held, peer))
         return verdicts

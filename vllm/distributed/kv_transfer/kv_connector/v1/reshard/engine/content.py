@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the KV of a request depends on, beside its tokens.
+
+vLLM's own block hashes take in the same, but not so that another engine could compare: they name a
+LoRA adapter by its path as well, depend on the size of blocks, and begin with a number of the
+process's own.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import LocalLayoutError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+
+def content_keys(request: Request, num_tokens: int) -> list[tuple[str | int, ...]]:
+    """What the KV of a request's first tokens depends on, the same at both engines.
+
+    Args:
+        request: The request.
+        num_tokens: How many of its tokens.
+    """
+    keys: list[tuple[str | int, ...]] = []
+    if request.lora_request is not None:
+        keys.append(("lora", request.lora_request.lora_name))
+    if request.cache_salt:
+        keys.append(("cache_salt", request.cache_salt))
+    for item in request.mm_features:
+        place = item.mm_position
+        if place.offset < num_tokens:
+            keys.append(("mm", item.identifier, place.offset, place.length))
+    if request.prompt_embeds is not None:
+        embeds = request.prompt_embeds[:num_tokens].contiguous().view(torch.uint8)
+        keys.append(("embeds", sha256(embeds.numpy()).hexdigest()))
+    return keys
+
+
+def items_named_by(vllm_config: VllmConfig) -> str:
+    """What multimodal items are named by; two engines name one item alike where it is the same.
+
+    Raises:
+        LocalLayoutError: They are not named by what is in them.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None:
+        return "none"
+    if multimodal.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching:
+        raise LocalLayoutError(
+            "--mm-processor-cache-gb 0 with --no-enable-prefix-caching has vLLM count multimodal "
+            "items instead of hashing them, so that one cannot be told from another: leave one of "
+            "the two out"
+        )
+    # Their hashes take in the name or path of the model.
+    return str(vllm_config.model_config.model)
