@@ -70,6 +70,13 @@ class Settings(
     transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
     staging_arena_bytes: _Bytes | None = None
 
+    def progress_delay_us(self, *, on_cpu: bool) -> int:
+        """How long NIXL's progress thread rests, with what suits the device where nobody says."""
+        if self.nixl_progress_delay_us is not None:
+            return self.nixl_progress_delay_us
+        # Where the model computes on the cores, none is to spare for a thread that spins.
+        return 100 if on_cpu else 0
+
 
 def read_settings(config: KVTransferConfig) -> Settings:
     """Read and check the options.

@@ -22,7 +22,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ..errors import LocalLayoutError, RemoteLayoutError, ReshardError, TransferError
+from ..errors import LocalLayoutError, RemoteLayoutError, ReshardError
 from ..memory.cache import RankCache
 from ..memory.summary import describe_reads
 from ..plan.mesh import MeshRank
@@ -31,13 +31,10 @@ from ..plan.shards import Shard, heads_of_rank
 from ..plan.verify import verify_plan
 from ..protocol.ledgers import ConsumerLedger, RequestId
 from ..protocol.messages import (
-    Done,
     EngineId,
     Heartbeats,
     Receive,
     RemoteEngineAddress,
-    encode_notification,
-    renewals,
 )
 from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent
@@ -51,8 +48,9 @@ from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .factors import compatibility_factors
 from .geometry import describe_cache, latent_layers, memory_regions, window_groups
 from .holder import Holder
+from .notifier import Notifier
 from .peers import Peer, PeerTable
-from .settings import Settings, read_settings
+from .settings import read_settings
 from .stats import ReadFailure, ReshardStats
 
 if TYPE_CHECKING:
@@ -127,6 +125,7 @@ class ReshardWorker:
         self._threads = ThreadPoolExecutor(32, thread_name_prefix="reshard-handshake")
         self._stats = ReshardStats()
         self._holder = Holder(self._agent, self._settings.lease_s, self._stats)
+        self._notifier = Notifier(self._agent, self._name, self._stats)
         self._lease_checker = LeaseChecker(self._agent)
         self._transfers = Transfers(self._agent)
         self._consumer: ConsumerLedger[int] = ConsumerLedger()
@@ -241,7 +240,7 @@ class ReshardWorker:
             memory="DRAM" if self._on_cpu else "VRAM",
             backends=self._settings.backends,
             num_threads=self._settings.num_threads,
-            progress_delay_us=_progress_delay_us(self._settings, on_cpu=self._on_cpu),
+            progress_delay_us=self._settings.progress_delay_us(on_cpu=self._on_cpu),
             cores=self._cores,
         )
 
@@ -360,7 +359,7 @@ class ReshardWorker:
     ) -> None:
         """Post all reads of a request, or say that there is nothing to read."""
         if not any(receive.local_block_ids):
-            self._release(receive, engine)
+            self._notifier.release(receive.remote_request_id, engine)
             return
         assert self._reader is not None
         try:
@@ -446,7 +445,9 @@ class ReshardWorker:
             if peer.engine is not None and reading.failure is not ReadFailure.BINDING:
                 # Who cannot be read from may be gone; that he hears nothing is no news then.
                 known = reading.failure is ReadFailure.TRANSFER
-                self._release(receive, peer.engine, known_as_broken=known)
+                self._notifier.release(
+                    receive.remote_request_id, peer.engine, known_as_broken=known
+                )
             received.add(outcome.request_id)
         return received
 
@@ -464,31 +465,11 @@ class ReshardWorker:
         self._account(request_id, receive, peer, 1).failure = failure
         self._consumer.leg_failed(request_id, 0, reason)
 
-    def _release(
-        self, receive: Receive, engine: RemoteEngine, *, known_as_broken: bool = False
-    ) -> None:
-        """Tell the holders of a request's blocks that this worker is through with them."""
-        for peer, num_notifiers in engine.releases:
-            done = Done(receive.remote_request_id, self._name, num_notifiers)
-            self._notify(peer, encode_notification(done), known_as_broken=known_as_broken)
-
     def _send_heartbeats(self, heartbeats: Heartbeats, now_s: float) -> None:
         """Renew leases; an engine that is not connected yet is by the next time."""
         peer = self._peers.want(heartbeats.source, now_s)
         if peer.engine is not None:
-            message = renewals(heartbeats.request_ids)
-            for name, _ in peer.engine.releases:
-                self._notify(name, message)
-
-    def _notify(self, peer: str, message: bytes, *, known_as_broken: bool = False) -> None:
-        try:
-            self._agent.notify(peer, message)
-            self._stats.record_notification()
-        except TransferError as error:
-            # The holder frees the blocks when their lease runs out.
-            self._stats.record_failed_notification()
-            if not known_as_broken:
-                logger.warning("%s: its blocks are freed when their lease runs out", error)
+            self._notifier.renew(heartbeats.request_ids, peer.engine)
 
 
 def _for_whom(request_ids: Sequence[RequestId]) -> str:
@@ -498,14 +479,6 @@ def _for_whom(request_ids: Sequence[RequestId]) -> str:
     more = len(request_ids) - _NAMED_REQUESTS
     named = ", ".join(request_ids[:_NAMED_REQUESTS]) + (f" and {more} more" if more > 0 else "")
     return f", and with it request{'s' * (len(request_ids) > 1)} {named}"
-
-
-def _progress_delay_us(settings: Settings, *, on_cpu: bool) -> int:
-    """How long NIXL's progress thread rests."""
-    if settings.nixl_progress_delay_us is not None:
-        return settings.nixl_progress_delay_us
-    # Where the model computes on the cores, none is to spare for a thread that spins.
-    return 100 if on_cpu else 0
 
 
 def _parents_cores() -> set[int] | None:
