@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floor 5: vLLM's side.
 
-geometry, factors           vLLM's tensors and configuration -> values
+compat                      what releases of vLLM do not have in common
+geometry, cache_views,
+attention_backends          vLLM's tensors -> planes
+factors                     vLLM's configuration -> what must be equal
 settings, stats             what is configured, what is counted
 envelopes                   what scheduler and workers send each other
 peers, holder               engines that are known, and what is held for them

@@ -47,7 +47,8 @@ class Settings(
             engine, and a decode engine offers them.
         kv_recompute_threshold: Fewer tokens than these are computed rather than read back.
         decoder_kv_blocks_ttl: How long a decode engine offers the blocks of a turn, in seconds.
-        enable_cross_layers_blocks: Whether the caches of all layers should lie in one tensor.
+        enable_cross_layers_blocks: Whether the caches of all layers should lie in one tensor, for
+            which 0.22.1 asks and later releases do not.
         engine_ttl_s: After how long without a request for it another engine is forgotten; never, if
             this is not above 0. `engine_ttl`.
         transfer_strategy: Whether blocks are read direct, by way of a staging arena, or the one or
