@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches of a rank: reserved without being touched, filled with known bytes, and compared.
 
-Keys or values of a layer are a *plane*. In memory it is blocks x heads x bytes of a head, at every
-rank and with every attention backend used here.
+Keys or values of a layer are a *plane*, or both where they lie side by side. In memory it is blocks
+x heads x bytes of a head, at every rank and with every attention backend used here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RankCaches:
     Args:
         tensors: By the index of their layer in the model; each as it lies in memory.
         heads: Which of the model's KV heads the rank holds.
-        num_planes: 2 for keys and values, 1 for MLA.
+        num_planes: Planes of a layer: 2 where keys and values lie apart, else 1.
     """
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], heads: range, num_planes: int) -> None:

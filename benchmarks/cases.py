@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from tools.pdstack.layout import Layout, parse_layout
 
+from .base import planes_of_attention
 from .tables import TableOrder
 
 ITEM_BYTES = 2
@@ -45,6 +46,8 @@ class Shape:
         head_size: Elements of a head of a token.
         block_tokens: Tokens in a block.
         mla: One latent vector instead of keys and values, on every rank.
+        attention_planes: Planes of a layer without MLA: 2 where keys and values lie apart, 1 where
+            they lie side by side.
     """
 
     prefill: Layout
@@ -54,6 +57,7 @@ class Shape:
     head_size: int
     block_tokens: int
     mla: bool = False
+    attention_planes: int = field(default_factory=planes_of_attention)
 
     @property
     def layouts(self) -> str:
@@ -61,20 +65,31 @@ class Shape:
         return f"{_say(self.prefill)}->{_say(self.decode)}"
 
     @property
+    def planes_per_layer(self) -> int:
+        """Parts of a layer's cache that lie apart, each with all blocks."""
+        return 1 if self.mla else self.attention_planes
+
+    @property
     def num_planes(self) -> int:
-        """Keys and values of all layers."""
-        return self.num_layers * (1 if self.mla else 2)
+        """Those of all layers."""
+        return self.num_layers * self.planes_per_layer
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a head of a token in one plane."""
+        vectors = 1 if self.mla else 2 // self.attention_planes
+        return vectors * self.head_size * ITEM_BYTES
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes that are contiguous at both ends: some heads of a block."""
         tp_size = 1 if self.mla else max(self.prefill.tp_size, self.decode.tp_size)
-        return self.num_heads // tp_size * self.block_tokens * self.head_size * ITEM_BYTES
+        return self.num_heads // tp_size * self.block_tokens * self.slot_bytes
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block in all layers and heads."""
-        return self.num_planes * self.num_heads * self.block_tokens * self.head_size * ITEM_BYTES
+        return self.num_planes * self.num_heads * self.block_tokens * self.slot_bytes
 
     def bytes_read(self, tokens: int) -> int:
         """Bytes that all decode ranks read together for a request."""
@@ -172,22 +187,22 @@ def transfer_cases(depth: Depth) -> list[TransferCase]:
     """The requests to read, those of one shape together."""
     if depth is Depth.QUICK:
         orders = (TableOrder.CONTIGUOUS, TableOrder.SHUFFLED)
-        return list(_transfers("tp2pp1 tp1pp1", 32, 1, 64, [1024], orders))
+        return list(_transfers("tp2pp1 tp1pp1", 32, 1, 128, [1024], orders))
     if depth is Depth.FULL:
         return list(_all_transfers())
     contiguous, reversed_, shuffled = every = tuple(TableOrder)
     cases = [
-        *_transfers("tp1pp1 tp1pp1", 16, 1, 64, [1024, 8192, 32768], [contiguous]),
-        *_transfers("tp1pp1 tp1pp1", 16, 1, 64, [8192], [reversed_, shuffled], longest=32768),
-        *_transfers("tp1pp1 tp1pp1", 128, 8, 128, [8192], [contiguous, shuffled]),
-        *_transfers("tp2pp1 tp1pp1", 16, 1, 64, [1024, 8192, 32768], [contiguous]),
-        *_transfers("tp2pp1 tp1pp1", 16, 1, 64, [8192], [reversed_, shuffled], longest=32768),
-        *_transfers("tp2pp1 tp1pp1", 16, 2, 128, [8192], every),
-        *_transfers("tp2pp1 tp1pp1", 128, 8, 128, [8192], [contiguous]),
-        *_transfers("tp4pp1 tp1pp1", 16, 1, 64, [8192], every),
-        *_transfers("tp4pp1 tp1pp1", 16, 2, 128, [8192], every),
-        *_transfers("tp1pp1 tp2pp1", 16, 2, 128, [8192], [contiguous]),
-        *_mla_transfers("tp2pp1 tp1pp1", 16, [8192], [contiguous]),
+        *_transfers("tp1pp1 tp1pp1", 32, 1, 128, [1024, 8192, 32768], [contiguous]),
+        *_transfers("tp1pp1 tp1pp1", 32, 1, 128, [8192], [reversed_, shuffled], longest=32768),
+        *_transfers("tp1pp1 tp1pp1", 128, 8, 256, [8192], [contiguous, shuffled]),
+        *_transfers("tp2pp1 tp1pp1", 32, 1, 128, [1024, 8192, 32768], [contiguous]),
+        *_transfers("tp2pp1 tp1pp1", 32, 1, 128, [8192], [reversed_, shuffled], longest=32768),
+        *_transfers("tp2pp1 tp1pp1", 32, 1, 256, [8192], every),
+        *_transfers("tp2pp1 tp1pp1", 128, 8, 256, [8192], [contiguous]),
+        *_transfers("tp4pp1 tp1pp1", 32, 1, 128, [8192], every),
+        *_transfers("tp4pp1 tp1pp1", 32, 1, 256, [8192], every),
+        *_transfers("tp1pp1 tp2pp1", 32, 1, 256, [8192], [contiguous]),
+        *_mla_transfers("tp2pp1 tp1pp1", 32, [8192], [contiguous]),
     ]
     # One start of all processes serves all cases of a shape.
     shapes = dict.fromkeys(case.shape for case in cases)
@@ -195,12 +210,12 @@ def transfer_cases(depth: Depth) -> list[TransferCase]:
 
 
 def _all_transfers() -> Iterator[TransferCase]:
-    """Every layout with every block and head size, number of heads, length and order."""
+    """Every layout with every block and slot size, number of heads, length and order."""
     tokens = [1024, 8192, 32768]
     for layouts in ("tp1pp1 tp1pp1", "tp2pp1 tp1pp1", "tp4pp1 tp1pp1", "tp1pp1 tp2pp1"):
-        for sizes in itertools.product((16, 128), (1, 2, 8), (64, 128)):
+        for sizes in itertools.product((32, 128), (1, 2, 8), (128, 256)):
             yield from _transfers(layouts, *sizes, tokens, TableOrder)
-    for block_tokens in (16, 128):
+    for block_tokens in (32, 128):
         yield from _mla_transfers("tp2pp1 tp1pp1", block_tokens, tokens, TableOrder)
 
 
@@ -216,7 +231,7 @@ def _transfers(
     layouts: str,
     block_tokens: int,
     heads_per_rank: int,
-    head_size: int,
+    slot_bytes: int,
     tokens: Iterable[int],
     orders: Iterable[TableOrder],
     longest: int | None = None,
@@ -225,11 +240,15 @@ def _transfers(
 
     Args:
         layouts: Prefill and decode.
+        block_tokens: Tokens in a block; CPU attention has multiples of 32.
         heads_per_rank: KV heads of each rank of the engine that has more of them.
+        slot_bytes: Of a head of a token in one plane; the head size follows from it, so that chunks
+            are as large on every base. CPU attention has heads of 32 elements and more.
         longest: Tokens of the longest request of this shape; None for that of `tokens`.
     """
     prefill, decode = _layouts(layouts)
     num_heads = heads_per_rank * max(prefill.tp_size, decode.tp_size)
+    head_size = slot_bytes * planes_of_attention() // (2 * ITEM_BYTES)
     shape = Shape(prefill, decode, 1, num_heads, head_size, block_tokens)
     yield from _requests(shape, list(tokens), list(orders), longest)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What releases of vLLM do not have in common, as far as it is measured here.
 
-The connector's own module of this name says which base has what; nothing else here asks.
+The connector's own module of this name says which base has what; nothing else here asks but
+`base`, which may not import it.
 """
 
 from __future__ import annotations

@@ -105,8 +105,9 @@ def rank_config(spec: EngineSpec, pp_rank: int, tp_rank: int) -> RankConfig:
         [cache_place(name, spec.num_blocks, cache_spec.page_size_bytes) for name in layers],
         [KVCacheGroupSpec(list(layers), cache_spec)],
     )
-    (num_planes,) = {layer.num_planes for layer in layers.values()}
-    caches = RankCaches(in_memory, heads, num_planes)
+    # Sizes and numbers of chunks are told by it.
+    assert {layer.num_planes for layer in layers.values()} == {shape.planes_per_layer}
+    caches = RankCaches(in_memory, heads, shape.planes_per_layer)
     tensors = {name: layer.tensor for name, layer in layers.items()}
     return RankConfig(vllm_config, kv_cache_config, tensors, caches)
 

@@ -13,6 +13,9 @@ from .specs import MEMCPY, OURS, RAW, UPSTREAM
 _FLAT = 1.5
 """How much more a handshake may take for many blocks than for few, and still be flat."""
 
+_FASTER = {4 << 10: 4.0, 8 << 10: 2.0}
+"""How many times upstream's speed is asked for, by bytes of a chunk."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -80,7 +83,7 @@ def _transfer(result: Result, ours: str, upstream: str) -> Iterable[Verdict]:
     order = result.case.rpartition(", ")[2]
     if layouts in ("TP2->TP1", "TP4->TP1") and "MLA" not in result.case:
         speed = result.ratio(upstream, ours, Metric.SECONDS)
-        wanted = {2048: 4.0, 8192: 2.0}.get(int(result.sizes["chunk_bytes"]))
+        wanted = _FASTER.get(int(result.sizes["chunk_bytes"]))
         if order == "shuffled":
             yield _verdict("shuffled: our GB/s / upstream's", result, speed, 1.0, upstream)
         elif wanted is not None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, product
 
 import pytest
 
@@ -18,6 +18,20 @@ from benchmarks.tables import TableOrder
 from tools.pdstack.layout import Layout
 
 ALL = {"handshake": handshake_cases, "transfer": transfer_cases, "request path": request_path_cases}
+KIB = 1 << 10
+
+
+@pytest.fixture(params=["0.22.1+reshard.1.cpu", "0.32.0+reshard.1.cpu", "0.33.0"])
+def base(request, monkeypatch) -> None:
+    """One base after the other, as if it were installed."""
+    monkeypatch.setattr("importlib.metadata.version", lambda _: request.param)
+
+
+def plain_shapes() -> set[Shape]:
+    """Those without MLA, of all cases."""
+    cases = [case for kind in ALL.values() for case in kind(Depth.FULL)]
+    cases += [case for kind in ALL.values() for case in kind(Depth.DEFAULT)]
+    return {case.shape for case in cases if not case.shape.mla}
 
 
 @pytest.mark.parametrize("cases", ALL.values(), ids=ALL)
@@ -29,14 +43,14 @@ def test_names_are_unique(cases, depth):
 
 
 @pytest.mark.parametrize("depth", [Depth.DEFAULT, Depth.FULL])
-def test_targets_are_covered(depth):
-    """There is a case for every chunk size, layout and order that has a target."""
+def test_targets_are_covered(base, depth):
+    """On every base, there is a case for every chunk size, layout and order that has a target."""
     found = {
         (case.shape.prefill.tp_size, case.shape.chunk_bytes, case.order)
         for case in transfer_cases(depth)
         if case.shape.decode.tp_size == 1 and not case.shape.mla
     }
-    wanted = {(tp, size, order) for tp in (2, 4) for size in (2048, 8192) for order in TableOrder}
+    wanted = set(product((2, 4), (4 * KIB, 8 * KIB), TableOrder))
     assert wanted <= found
     assert any(
         case.shape.num_layers == 80
@@ -60,18 +74,40 @@ def test_quick_cases_are_few():
         assert len(cases(Depth.QUICK)) < len(cases(Depth.DEFAULT)) <= len(cases(Depth.FULL))
 
 
+def test_cases_are_what_cpu_attention_takes(base):
+    """Blocks and heads are those of every base's CPU backend."""
+    shapes = plain_shapes()
+    assert {shape.block_tokens % 32 for shape in shapes} == {0}
+    assert {shape.head_size for shape in shapes} <= {32, 64, 128}
+
+
+def test_transfers_are_alike_on_all_bases(monkeypatch):
+    """As many chunks of the same size are read where keys and values lie apart as side by side."""
+    alike = set()
+    for version in ("0.22.1", "0.32.0"):
+        monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
+        cases = transfer_cases(Depth.DEFAULT)
+        alike.add(
+            tuple((each.shape.chunk_bytes, each.shape.num_chunks(each.tokens)) for each in cases)
+        )
+        assert cases[0].shape.attention_planes == (2 if version == "0.22.1" else 1)
+    assert len(alike) == 1
+
+
 @pytest.mark.parametrize(
-    ("prefill", "decode", "mla", "read_bytes", "chunk_bytes"),
+    ("prefill", "decode", "mla", "planes", "read_bytes", "chunk_bytes"),
     [
-        (2, 1, False, 3 * 2 * 2 * 4 * 16 * 64 * 2, 2 * 16 * 64 * 2),
-        (1, 4, False, 3 * 2 * 2 * 4 * 16 * 64 * 2, 16 * 64 * 2),
-        (2, 1, True, 3 * 2 * 4 * 16 * 64 * 2, 4 * 16 * 64 * 2),
-        (1, 2, True, 2 * 3 * 2 * 4 * 16 * 64 * 2, 4 * 16 * 64 * 2),
+        (2, 1, False, 2, 3 * 2 * 2 * 4 * 16 * 64 * 2, 2 * 16 * 64 * 2),
+        (2, 1, False, 1, 3 * 2 * 2 * 4 * 16 * 64 * 2, 2 * 16 * 64 * 2 * 2),
+        (1, 4, False, 2, 3 * 2 * 2 * 4 * 16 * 64 * 2, 16 * 64 * 2),
+        (1, 4, False, 1, 3 * 2 * 2 * 4 * 16 * 64 * 2, 16 * 64 * 2 * 2),
+        (2, 1, True, 1, 3 * 2 * 4 * 16 * 64 * 2, 4 * 16 * 64 * 2),
+        (1, 2, True, 2, 2 * 3 * 2 * 4 * 16 * 64 * 2, 4 * 16 * 64 * 2),
     ],
 )
-def test_bytes_of_a_request(prefill, decode, mla, read_bytes, chunk_bytes):
-    """Bytes are those of all decode ranks; MLA is on every one of them."""
-    shape = Shape(Layout(prefill, 1), Layout(decode, 1), 2, 4, 64, 16, mla)
+def test_bytes_of_a_request(prefill, decode, mla, planes, read_bytes, chunk_bytes):
+    """Bytes are those of all decode ranks, wherever values lie; MLA is on every one of them."""
+    shape = Shape(Layout(prefill, 1), Layout(decode, 1), 2, 4, 64, 16, mla, planes)
     assert shape.bytes_read(33) == read_bytes
     assert shape.chunk_bytes == chunk_bytes
     assert shape.num_chunks(33) == read_bytes // chunk_bytes

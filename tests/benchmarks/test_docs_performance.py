@@ -17,8 +17,8 @@ from benchmarks.results import Metric, Part, Result
 from benchmarks.specs import UPSTREAM
 
 NAMES = ("targets", *(part.value for part in Part))
-TP2 = "TP2->TP1, blocks of 16, 2 KiB chunks, 2 heads of 64, 8k tokens, contiguous"
-TP1 = "TP1->TP1, blocks of 16, 2 KiB chunks, 1 heads of 64, 8k tokens, contiguous"
+TP2 = "TP2->TP1, blocks of 32, 4 KiB chunks, 2 heads of 32, 8k tokens, contiguous"
+TP1 = "TP1->TP1, blocks of 32, 4 KiB chunks, 1 heads of 32, 8k tokens, contiguous"
 
 
 def page_of(*names: str) -> str:
@@ -36,7 +36,7 @@ def table(page: str, name: str) -> list[str]:
 
 def transfer(case: str, **seconds: list[float]) -> Result:
     """A request of 2 GB."""
-    sizes = {"bytes": 2e9, "chunks": 1e6, "chunk_bytes": 2048}
+    sizes = {"bytes": 2e9, "chunks": 1e6, "chunk_bytes": 4096}
     samples = {lane.replace("_", " "): {Metric.SECONDS: values} for lane, values in seconds.items()}
     return Result(Part.TRANSFER, case, sizes, samples)
 

@@ -20,7 +20,7 @@ from tools.pdstack.layout import Layout
 LANES = [OURS, UPSTREAM_AT_REST, RAW, MEMCPY]
 # Blocks as CPU attention has them: a multiple of 32 tokens.
 SHAPE = Shape(Layout(2, 1), Layout(1, 1), 2, 4, 64, 32)
-MLA = Shape(Layout(2, 1), Layout(1, 1), 2, 1, 576, 16, mla=True)
+MLA = Shape(Layout(2, 1), Layout(1, 1), 2, 1, 576, 32, mla=True)
 
 
 @pytest.fixture
@@ -70,10 +70,11 @@ def test_handshakes_and_requests_are_measured(plan):
 
 def test_upstream_is_spared_what_it_cannot_do():
     """Stages, and more descriptors than memory holds, are refused before anything starts."""
-    huge = HandshakeCase(Shape(Layout(8, 1), Layout(1, 1), 80, 8, 128, 16), 100_000)
+    shape = Shape(Layout(8, 1), Layout(1, 1), 80, 8, 128, 32, attention_planes=2)
+    huge = HandshakeCase(shape, 100_000)
     with pytest.raises(NotEnoughMemoryError, match=r"16\.0 million descriptors"):
         refuse_upstream(UPSTREAM, huge, 16 << 30)
     refuse_upstream(OURS, huge, 1 << 30)
-    stages = HandshakeCase(Shape(Layout(1, 2), Layout(1, 1), 2, 2, 64, 16), 100)
+    stages = HandshakeCase(Shape(Layout(1, 2), Layout(1, 1), 2, 2, 64, 32), 100)
     with pytest.raises(BenchmarkError, match="pipeline"):
         refuse_upstream(UPSTREAM, stages, 16 << 30)

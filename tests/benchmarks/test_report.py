@@ -30,8 +30,8 @@ from benchmarks.targets import judge
 def results() -> list[Result]:
     """One result of each part."""
     handshake = Result(Part.HANDSHAKE, "TP2->TP1, 80 layers", {"blocks": 100_000, "layers": 80})
-    sizes = {"bytes": 8e9, "chunks": 1e6, "chunk_bytes": 2048}
-    transfer = Result(Part.TRANSFER, "TP2->TP1, blocks of 16, contiguous", sizes)
+    sizes = {"bytes": 8e9, "chunks": 1e6, "chunk_bytes": 4096}
+    transfer = Result(Part.TRANSFER, "TP2->TP1, blocks of 32, contiguous", sizes)
     path = Result(Part.REQUEST_PATH, "TP2->TP1, 256 in flight", {"requests": 256})
     end = Result(Part.END_TO_END, "512+32 tokens, 1 requests/s")
     for number, lane in enumerate(("ours", "upstream"), start=1):
