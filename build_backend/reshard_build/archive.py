@@ -39,6 +39,8 @@ class BaseWheel:
         self.path = path
         self._archive = archive
         self._dist_info: str = archive.dist_info_path
+        # A product of ours, opened again, has commands beside the package.
+        self._scripts = f"{self._dist_info.removesuffix('.dist-info')}.data/scripts/"
         self._infos: dict[str, ZipInfo] = {}
         self._record_time: DateTime = (1980, 1, 1, 0, 0, 0)
         for info in archive.infolist():
@@ -59,6 +61,7 @@ class BaseWheel:
             stray := self._infos.keys()
             - self._name_set
             - {f"{self._dist_info}/{n}" for n in self.dist_info_names}
+            - {n for n in self._infos if n.startswith(self._scripts)}
         ):
             raise BaseWheelError(
                 f"base wheel {path.name} holds {min(stray)}, neither in vllm/ nor metadata",

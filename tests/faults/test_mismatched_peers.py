@@ -20,12 +20,13 @@ from tools.pdstack.engine import ServedModel
 from tools.pdstack.ports import HOST
 from tools.pdstack.stack import Engine, PDStack
 from tools.pdstack.tiny_models import write_tiny_llama
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import CONNECTOR_VERSION
 
 pytestmark = pytest.mark.faults
 
 ROWS = read_rows()
 UPSTREAMS = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-OTHER_VERSION = 3
+OTHER_VERSION = CONNECTOR_VERSION + 1
 # The one other dtype that a cache can have on CPU beside the model's own.
 NO_FP8_CACHE = why_no_fp8_cache()
 
@@ -165,7 +166,7 @@ def test_another_version_that_reads_is_refused(stage: Stage) -> None:
         client.send(msgspec.msgpack.encode((f"reshard/{OTHER_VERSION}".encode(), 0)))
         assert client.poll(10_000)
         reply = msgspec.msgpack.decode(client.recv())
-    assert (reply["connector"], reply["version"]) == ("reshard", 1)
+    assert (reply["connector"], reply["version"]) == ("reshard", CONNECTOR_VERSION)
     assert reply["refusal"] == f"request reshard/{OTHER_VERSION} is unknown, reshard/2 is not"
     (line,) = log.complaints(but=LEASE_RAN_OUT)
     assert ROWS["another version of the connector reads from this one"].tells(

@@ -54,7 +54,7 @@ def engines(stack: PDStack, stock_site: Path) -> dict[Layout, Engine]:
         EngineSpec(
             str(layout),
             layout,
-            env={"PYTHONPATH": str(stock_site)},
+            env={"PYTHONPATH": str(stock_site), "VLLM_LOGGING_LEVEL": "INFO"},
             extra_args=("--num-gpu-blocks-override", "64", *(COMPILED if layout == STAGES else ())),
             max_model_len=1024,
         )

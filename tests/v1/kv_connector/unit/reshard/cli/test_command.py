@@ -109,9 +109,9 @@ def test_text_names_ranks_layers_and_heads(kv_plan):
     status, out, err = kv_plan(*layouts, *SIZES, "--head-size", "64", "--dtype", "float16")
     assert (status, err) == (0, "")
     assert "pp1tp1 2-3 [3, 4) 1 -> 0 512 B" in rows(out)
-    assert "pp1tp1 256 2 KiB 256 256 direct" in rows(out)
+    assert "pp1tp1 128 4 KiB 128 128 direct" in rows(out)
     # 6 heads in half, 4 layers, keys and values, 64 elements of 2 bytes.
-    assert "pp0tp1 4 4 3 KiB 3 MiB 1,024 -" in rows(out)
+    assert "pp0tp1 4 4 3 KiB 3 MiB 512 -" in rows(out)
     assert "pp1tp1 2 2 1 KiB direct pp0tp0-1" in rows(out)
     assert "\x1b" not in out
 
@@ -121,7 +121,7 @@ def test_text_counts_descriptors_without_sizes_in_bytes(kv_plan):
     status, out, _ = kv_plan("--prefill", "tp=2", "--decode", "tp=2", *SIZES)
     assert status == 0
     assert "pp0tp0 pp0tp0 0-3 [0, 3) 0 -> 0 ?" in rows(out)
-    assert "pp0tp0 pp0tp0 512 ? 8 8 ?" in rows(out)
+    assert "pp0tp0 pp0tp0 256 ? 4 4 ?" in rows(out)
     assert "pp0tp0 1 1 ? ? pp0tp0" in rows(out)
     assert "--model DIR, or --head-size" in out
 
@@ -178,7 +178,7 @@ def test_explicit_sizes_take_the_place_of_the_models(kv_plan, model):
     assert "2 layers, 6 KV heads of 64 fp8" in out
 
 
-WHOLE, WINDOWS = "pp0tp0 1 1 12 KiB 12 MiB 512 -", "pp0tp0 1 1 12 KiB 6.75 MiB 288 -"
+WHOLE, WINDOWS = "pp0tp0 1 1 12 KiB 12 MiB 256 -", "pp0tp0 1 1 12 KiB 6.75 MiB 144 -"
 
 
 @pytest.mark.parametrize(

@@ -203,9 +203,12 @@ def _cache_format(args: argparse.Namespace, sizes: _Sizes) -> CacheFormat:
         block_tokens.append(args.block_size if own is None else own)
         if block_tokens[-1] < 1:
             raise ValueError(f"{name} is {block_tokens[-1]} but must be at least 1")
+    # A head's key and value lie side by side, as since vLLM 0.32; 0.22.1 keeps them apart, which
+    # makes twice as many descriptors of half the size.
+    vectors = 1 if sizes.is_mla else 2
     return CacheFormat(
-        slot_bytes=element_bytes(sizes.dtype) * (sizes.slot_elements or 1),
-        num_planes=1 if sizes.is_mla else 2,
+        slot_bytes=vectors * element_bytes(sizes.dtype) * (sizes.slot_elements or 1),
+        num_planes=1,
         src_block_tokens=block_tokens[0],
         dst_block_tokens=block_tokens[1],
         window_tokens_by_layer=(
