@@ -4,6 +4,7 @@
 Answers are not compared: vLLM's attention for CPU gives a token other logits in a step that
 decodes than in one that prefills, also in one engine, and the prompt's last token is decoded by a
 pair. That each byte arrives is seen with workers: `engine/test_worker.py::test_latents_of_cpu_mla`.
+"""
 
 from __future__ import annotations
 
