@@ -58,6 +58,14 @@ def verdicts(checker: LeaseChecker, count: int) -> list[Verdict]:
     return found
 
 
+def until_put_off(checker: LeaseChecker) -> None:
+    """Advance until a request is to be looked at again, and none was judged."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not checker._early:
+        assert not checker.advance()
+        assert time.monotonic() < deadline
+
+
 def test_only_held_requests_pass(reader):
     """A request that was struck or never entered is told apart from those that are held."""
     holder = Holder("a", "b", "c")
@@ -131,10 +139,7 @@ def test_holder_that_has_not_offered_yet_is_looked_at_again(reader):
     holder.table.enter("a")
     checker = LeaseChecker(reader, clock=lambda: now_s[0])
     checker.want("our a", "a", OFFER, holder.seen_by(reader))
-    deadline = time.monotonic() + DEADLINE_S
-    while not checker._early:
-        assert not checker.advance()
-        assert time.monotonic() < deadline
+    until_put_off(checker)
     holder.table.bind("a", OFFER)
     now_s[0] = 1.0
     assert verdicts(checker, 1) == [Verdict("our a")]
@@ -146,10 +151,7 @@ def test_holder_that_never_offers_is_given_up(reader):
     holder.table.enter("a")
     checker = LeaseChecker(reader, clock=lambda: now_s[0])
     checker.want("our a", "a", OFFER, holder.seen_by(reader))
-    deadline = time.monotonic() + DEADLINE_S
-    while not checker._early:
-        assert not checker.advance()
-        assert time.monotonic() < deadline
+    until_put_off(checker)
     now_s[0] = OFFER_PATIENCE_S
     (verdict,) = verdicts(checker, 1)
     assert verdict.doubt is Doubt.LEASE
@@ -175,10 +177,7 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
     holder.table.bind("a", Binding(48, 1, 9))
     checker = LeaseChecker(reader, clock=lambda: now_s[0])
     checker.want("our a", "a", OFFER, holder.seen_by(reader))
-    deadline = time.monotonic() + DEADLINE_S
-    while not checker._early:
-        assert not checker.advance()
-        assert time.monotonic() < deadline
+    until_put_off(checker)
     holder.table.bind("a", OFFER)
     now_s[0] = 1.0
     assert verdicts(checker, 1) == [Verdict("our a")]
