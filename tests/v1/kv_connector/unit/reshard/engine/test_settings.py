@@ -110,3 +110,10 @@ def test_what_does_nothing_is_said():
     assert remarks(config({"num_threads": 2})) == []
     (unchecked,) = remarks(config({"enforce_handshake_compat": False}))
     assert "are not refused" in unchecked
+
+
+@pytest.mark.parametrize(("policy", "told"), [("fail", True), ("recompute", False)])
+def test_turns_that_may_fail_are_told_of(policy, told):
+    """What the last turn left is used for the same tokens only."""
+    found = remarks(config({"bidirectional_kv_xfer": True}, kv_load_failure_policy=policy))
+    assert [("a turn that does not go on" in remark) for remark in found] == [True] * told

@@ -117,6 +117,11 @@ def remarks(config: KVTransferConfig) -> list[str]:
             "enforce_handshake_compat is off: engines that run other models, versions or cache "
             "formats are not refused"
         )
+    if settings.bidirectional_kv_xfer and config.kv_load_failure_policy != "recompute":
+        found.append(
+            "bidirectional_kv_xfer without kv_load_failure_policy recompute: a turn that does not "
+            "go on from the very tokens of the last one fails"
+        )
     return found
 
 
