@@ -115,8 +115,8 @@ def test_a_server_that_never_gets_ready_is_reported(
     make_stack: MakeStack, survivors: Survivors
 ) -> None:
     """The deadline ends the wait, with the server's name and the end of its log."""
-    stack = make_stack(startup_timeout_s=1.0)
-    with pytest.raises(StartupTimeoutError, match="slow was not ready after 1 s") as caught, stack:
+    stack = make_stack(startup_timeout_s=8.0)
+    with pytest.raises(StartupTimeoutError, match="slow was not ready after 8 s") as caught, stack:
         stack.start_engines(EngineSpec("slow", env={"FAKE_ENGINE": "slow"}))
     assert caught.value.log_tail == ["fake ENGINE with ['slow']"]
     assert survivors() == []
