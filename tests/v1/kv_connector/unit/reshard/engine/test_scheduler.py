@@ -17,6 +17,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
+    scheduler as scheduler_module,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import (
     ReshardScheduler,
     _receive,
@@ -318,3 +321,11 @@ def test_rejected_drafts_are_not_offered():
     answered.status, answered.num_computed_tokens = RequestStatus.FINISHED_STOPPED, 36
     _, params = owner.request_finished(answered, ([7, 3, 5],))
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (32, ([7, 3],))
+
+
+def test_prompt_of_which_nothing_is_read_is_not_hashed(monkeypatch):
+    """A full cache hit only tells the holder, whatever the length of the prompt."""
+    bound = []
+    monkeypatch.setattr(scheduler_module, "_bind", lambda *args: bound.append(args))
+    assert _receive(request(PARAMS), ([], []), 40).binding is None
+    assert not bound

@@ -243,6 +243,8 @@ def _receive(request: Request, local_block_ids: BlockIds, num_prefilled: int) ->
         nowhere = RemoteEngineAddress("unknown", "unknown", 0)
         return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
     remote_tokens = source.remote_num_tokens or num_prefilled
+    # A prompt that is wholly cached here is not hashed: nothing of it is read.
+    is_read = any(local_block_ids)
     return Receive(
         _address(source),
         source.remote_request_id,
@@ -251,7 +253,7 @@ def _receive(request: Request, local_block_ids: BlockIds, num_prefilled: int) ->
         # What is being read counts as computed.
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,
-        binding=_bind(request, remote_tokens, source.remote_block_ids),
+        binding=_bind(request, remote_tokens, source.remote_block_ids) if is_read else None,
     )
 
 
