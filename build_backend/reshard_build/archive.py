@@ -30,17 +30,15 @@ DateTime = tuple[int, int, int, int, int, int]
 
 
 class BaseWheel:
-    """An open base wheel.
+    """An open wheel of vLLM.
 
-    Use `open_base`; all that is read is verified.
+    Use `open_base` or `open_product`; all that is read is verified.
     """
 
     def __init__(self, path: Path, archive: WheelFile) -> None:
         self.path = path
         self._archive = archive
         self._dist_info: str = archive.dist_info_path
-        # A product of ours, opened again, has commands beside the package.
-        self._scripts = f"{self._dist_info.removesuffix('.dist-info')}.data/scripts/"
         self._infos: dict[str, ZipInfo] = {}
         self._record_time: DateTime = (1980, 1, 1, 0, 0, 0)
         for info in archive.infolist():
@@ -57,14 +55,20 @@ class BaseWheel:
             if n.startswith(f"{self._dist_info}/")
         )
         self._name_set = frozenset(self.names)
-        if (
-            stray := self._infos.keys()
+
+    def refuse_strays(self) -> None:
+        """Refuse files that a product made from this wheel would lack.
+
+        Raises:
+            BaseWheelError: A file is neither the package's nor metadata.
+        """
+        if stray := (
+            self._infos.keys()
             - self._name_set
-            - {f"{self._dist_info}/{n}" for n in self.dist_info_names}
-            - {n for n in self._infos if n.startswith(self._scripts)}
+            - {f"{self._dist_info}/{name}" for name in self.dist_info_names}
         ):
             raise BaseWheelError(
-                f"base wheel {path.name} holds {min(stray)}, neither in vllm/ nor metadata",
+                f"base wheel {self.path.name} holds {min(stray)}, neither in vllm/ nor metadata",
                 "teach the build where it goes",
             )
 
@@ -113,6 +117,21 @@ class BaseWheel:
 @contextmanager
 def open_base(path: Path) -> Iterator[BaseWheel]:
     """Open a base wheel.
+
+    Args:
+        path: The wheel.
+
+    Raises:
+        BaseWheelError: It is not a wheel, has no valid RECORD, or holds what the build would lose.
+    """
+    with open_product(path) as wheel:
+        wheel.refuse_strays()
+        yield wheel
+
+
+@contextmanager
+def open_product(path: Path) -> Iterator[BaseWheel]:
+    """Open a wheel that was built here, which has commands beside the package.
 
     Args:
         path: The wheel.

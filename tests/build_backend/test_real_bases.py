@@ -13,7 +13,7 @@ import pytest
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
-from reshard_build.archive import BaseWheel, open_base, verify_wheel
+from reshard_build.archive import BaseWheel, open_base, open_product, verify_wheel
 from reshard_build.assemble import write_wheel
 from reshard_build.bases import default_release, load_bases
 from reshard_build.check import run_checks
@@ -62,7 +62,7 @@ def built(product: Product, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     directory = tmp_path_factory.mktemp("wheels")
     metadata = dist_info(PROJECT, product.target, product.pin, product.base)
     path = directory / write_wheel(product, metadata, directory)
-    with open_base(path) as wheel:
+    with open_product(path) as wheel:
         yield wheel
     path.unlink()
 
