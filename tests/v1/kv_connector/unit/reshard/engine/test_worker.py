@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes impor
     ReshardConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import describe_cache
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
@@ -83,6 +84,7 @@ class Engine:
         replica: int = 0,
         head_size: int = HEAD_SIZE,
         backend: type | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **extra_config,
     ) -> None:
         self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
@@ -156,7 +158,7 @@ class Engine:
                 )
                 places = forms.cache_tensors(names, NUM_BLOCKS, spec.page_size_bytes)
                 cache_config = KVCacheConfig(NUM_BLOCKS, places, groups)
-                worker = ReshardWorker(config, engine_id, cache_config)
+                worker = ReshardWorker(config, engine_id, cache_config, clock)
                 if cross_layers:
                     tensors = forms.register_together(worker, cache_config, sizes, dtype)
                 else:
@@ -270,6 +272,20 @@ class Progress:
         while not all(map(reported, engine.workers)):
             assert time.monotonic() < deadline, (self.sent, self.received)
             self.step()
+
+
+def peers_of(worker: ReshardWorker) -> list[Peer]:
+    """The engines that a worker knows."""
+    return list(worker._exchange.peers._peers.values())
+
+
+def wait_until(condition: Callable[[], object], step: Callable[[], None] = lambda: None) -> None:
+    """Wait for the other threads, and take a step now and then."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        step()
+        time.sleep(1e-4)
 
 
 def lost_blocks(worker: ReshardWorker) -> set[int]:
@@ -465,33 +481,15 @@ def test_requests_are_independent(engines):
             progress.until(p, sent=f"{p.engine_id}-{d.engine_id}")
 
 
-def test_second_replica_prepares_no_local_lists(engines):
-    """Engines of one layout are read into the same places."""
-    d = engines("decode")
-    worker = d.workers[MeshRank(0, 0)]
-    num_lists = set()
-    for name in ("one", "other"):
-        p = engines(name, tp=2)
-        address = p.serve()
-        fill(p, [5, 2, 9])
-        p.offer("p-a")
-        d.start(receive={name: receive(address, [3, 4, 1], [5, 2, 9])})
-        Progress(p, d).until(d, received=name)
-        num_lists.add(len(worker._local_lists))
-    assert len(num_lists) == 1
-
-
-def test_idle_engines_leave_nothing_prepared(engines, monkeypatch):
-    """After `engine_ttl` lists of both ends are given back; the next request prepares them anew."""
-    d = engines("decode", engine_ttl=60)
-    (worker,) = d.workers.values()
+def test_idle_engines_leave_nothing_behind(engines):
+    """After `engine_ttl` all that was prepared is given back; the next request does it anew."""
     now_s = time.monotonic()
-    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    d = engines("decode", engine_ttl=60, clock=lambda: now_s)
+    (worker,) = d.workers.values()
     addresses = {}
     for name, layout in {"wide": dict(tp=2), "deep": dict(pp=2)}.items():
         p = engines(name, **layout)
         addresses[name] = p, p.serve()
-    lists = []
     for request_id, name in (("a", "wide"), ("b", "deep"), ("c", "wide")):
         p, address = addresses[name]
         whole = fill(p, [5, 2, 9])
@@ -499,14 +497,16 @@ def test_idle_engines_leave_nothing_prepared(engines, monkeypatch):
         d.start(receive={request_id: receive(address, [3, 4, 1], [5, 2, 9])})
         Progress(p, d).until(d, received=request_id)
         assert_received(d, [3, 4, 1], whole)
-        lists.append(len(worker._local_lists))
+        (peer,) = peers_of(worker)
+        generation = peer.generation
+        assert generation.is_connected
         now_s += 59.0
-        worker.get_finished()
-        assert lists[-1] == len(worker._local_lists)
+        worker._thread.wake()
+        assert peers_of(worker) == [peer]
         now_s += 2.0
-        worker.get_finished()
-        assert len(worker._peers) == len(worker._local_lists) == 0
-    assert lists[0] == lists[2] > 0
+        wait_until(lambda: not peers_of(worker))
+        wait_until(lambda generation=generation: not generation.is_connected)
+        assert not worker._exchange.peers.retired
 
 
 def test_handshake_is_told_in_one_line(engines, caplog_vllm):
@@ -623,7 +623,7 @@ def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
     assert fault in caplog_vllm.text
     for worker in d.workers.values():
         assert lost_blocks(worker) == {3, 4}
-        assert len(worker._peers) == 0
+        assert not peers_of(worker)
 
 
 def test_restarted_engine_is_served_again(engines):
@@ -646,7 +646,7 @@ def test_restarted_engine_is_served_again(engines):
     progress.until(d, received="two")
     assert_received(d, [3, 4, 1], whole)
     (worker,) = d.workers.values()
-    assert len(worker._peers) == 1
+    assert len(peers_of(worker)) == 1
 
 
 def test_lease_runs_out_without_readers(engines, caplog_vllm):
@@ -657,42 +657,38 @@ def test_lease_runs_out_without_readers(engines, caplog_vllm):
     assert "Freeing the blocks of request p-a" in caplog_vllm.text
 
 
-def test_heartbeats_keep_a_request_alive(engines, monkeypatch):
+def test_heartbeats_keep_a_request_alive(engines):
     """Renewed leases outlive their first term, on every prefill worker; then they end."""
-    p, d = engines("prefill", tp=4, mla=True, lease_s=10.0), engines("decode", mla=True)
+    now_s = time.monotonic()
+    p = engines("prefill", tp=4, mla=True, lease_s=10.0, clock=lambda: now_s)
+    d = engines("decode", mla=True)
     address = p.serve()
     progress, (reader,) = Progress(p, d), d.workers.values()
     heartbeat = Heartbeats(address, frozenset({"p-a"}))
-    deadline = time.monotonic() + DEADLINE_S
-    # With the real clock, so that a handshake may be tried again.
-    while not any(peer.engine for peer in reader._peers._peers.values()):
-        assert time.monotonic() < deadline
+
+    def beat() -> None:
         d.start(heartbeats=[heartbeat])
         progress.step()
 
-    now_s = time.monotonic()
-    clock = SimpleNamespace(monotonic=lambda: now_s)
-    monkeypatch.setattr(worker_module, "time", clock)
+    wait_until(lambda: any(peer.generation for peer in peers_of(reader)), beat)
     p.offer("p-a", lease_s=10.0)
+    wait_until(lambda: all(map(lease_end, p.workers.values())), progress.step)
     for _ in range(3):
         now_s += 9.0
-        deadline = time.monotonic() + DEADLINE_S
-        while any(lease_end(worker) < now_s + 10.0 for worker in p.workers.values()):
-            assert time.monotonic() < deadline
-            d.start(heartbeats=[heartbeat])
-            progress.step()
+        wait_until(
+            lambda: all(lease_end(worker) >= now_s + 10.0 for worker in p.workers.values()), beat
+        )
     assert not any(progress.sent.values())
-    deadline = time.monotonic() + DEADLINE_S
-    while not all("p-a" in progress.sent["prefill", rank] for rank in p.workers):
-        assert time.monotonic() < deadline
-        # More than once: a heartbeat may still be on its way.
-        now_s += 10.0
-        progress.step()
+    # A heartbeat may still be on its way.
+    wait_until(lambda: not reader._thread._moves)
+    now_s += 100.0
+    progress.until(p, sent="p-a")
 
 
 def lease_end(worker: ReshardWorker) -> float:
-    """When a worker would let go of the request."""
-    return worker._holder._ledger._held["p-a"].expires_at_s
+    """When a worker would let go of the request; 0 while it is not offered."""
+    held = worker._exchange.holder._ledger._held.get("p-a")
+    return (held and held.expires_at_s) or 0.0
 
 
 def test_late_reader_fails(engines, caplog_vllm):
@@ -724,10 +720,10 @@ def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, so
     p.offer("p-a", "p-b")
     want = LeaseChecker.want
 
-    def want_after_expiry(self, request_id, remote_request_id, binding, at):
+    def want_after_expiry(self, key, remote_request_id, binding, at):
         if remote_request_id == "p-a":
-            p.workers[MeshRank(0, source_rank)]._holder._table.strike("p-a")
-        want(self, request_id, remote_request_id, binding, at)
+            p.workers[MeshRank(0, source_rank)]._exchange.holder._table.strike("p-a")
+        want(self, key, remote_request_id, binding, at)
 
     monkeypatch.setattr(LeaseChecker, "want", want_after_expiry)
     other = receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b")
@@ -746,9 +742,9 @@ def test_what_happened_is_counted(engines):
     p.start(admitted={"p-a"})
     p.start(offered={"p-a": 30.0}, offered_blocks={"p-a": 3}, bindings={"p-a": OFFER})
     progress = Progress(p, d)
-    progress.step()
     (reader,) = d.workers.values()
     for holder in p.workers.values():
+        wait_until(lambda holder=holder: holder._stats, progress.step)
         assert holder.take_stats().data["held_blocks"] == [3]
     d.start(
         receive={
@@ -777,10 +773,8 @@ def test_running_request_is_nobodys_to_release(engines):
     progress = Progress(p, d)
     d.start(receive={"d-a": receive(address, [], [])})
     (holder,) = p.workers.values()
-    deadline = time.monotonic() + DEADLINE_S
-    while not holder._holder._ledger._held["p-a"].heard:
-        assert time.monotonic() < deadline
-        progress.step()
+    held = holder._exchange.holder._ledger._held
+    wait_until(lambda: "p-a" in held and held["p-a"].heard, progress.step)
     assert not any(progress.sent.values())
     p.start(offered={"p-a": 30.0}, bindings={"p-a": OFFER})
     progress.until(p, sent="p-a")
@@ -825,10 +819,10 @@ def test_reader_that_is_faster_than_its_holder_waits_for_the_offer(engines):
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
     progress = Progress(p, d)
     (reader,) = d.workers.values()
-    deadline = time.monotonic() + DEADLINE_S
-    while not reader._lease_checker._early:
-        progress.step()
-        assert time.monotonic() < deadline
+    wait_until(
+        lambda: any(each.generation and each.generation.leases._early for each in peers_of(reader)),
+        progress.step,
+    )
     assert not progress.received[d.engine_id, MeshRank(0, 0)]
     p.start(offered={"p-a": 30.0}, bindings={"p-a": OFFER})
     progress.until(d, received="d-a")

@@ -42,3 +42,7 @@ class LocalChannelError(ReshardError):
 
 class TransferError(RuntimeError):
     """NIXL could not do what it was asked to; the message names the peer and the operation."""
+
+
+class InDoubtError(TransferError):
+    """NIXL refused a read that it had begun: what it has read of it may still arrive."""

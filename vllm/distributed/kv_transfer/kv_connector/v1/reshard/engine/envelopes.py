@@ -43,3 +43,14 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     offered_blocks: dict[RequestId, int] = field(default_factory=dict)
     bindings: dict[RequestId, Binding] = field(default_factory=dict)
     heartbeats: list[Heartbeats] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether anything is asked for."""
+        return bool(
+            self.receive
+            or self.admitted
+            or self.withdrawn
+            or self.offered
+            or self.bindings
+            or self.heartbeats
+        )

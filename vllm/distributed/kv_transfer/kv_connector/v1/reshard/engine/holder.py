@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a worker holds for other engines to read, until they were heard or have lost their lease.
 
-All of this belongs to the engine's thread.
+All of this belongs to the connector's thread.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class Holder:
         agent.register([(address.address, address.size_bytes, 0)], "DRAM")
         self._num_blocks: dict[RequestId, int] = {}
         self._counted_blocks = 0
+
+    def __len__(self) -> int:
+        """Requests that are, or may be, held."""
+        return len(self._ledger)
 
     @property
     def table_address(self) -> LeaseTableAddress:

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that a worker knows: when to shake hands, when to try again, when to forget.
 
-The table belongs to the engine's thread. Handshakes are fetched by threads of an executor, which
-are given values, return values through futures, and touch nothing of the table.
+The table belongs to the connector's thread. Generations are opened by other threads, which are
+given values, return generations through futures, and touch nothing of the table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import Receive, RemoteEngineAddress
-from ..protocol.metadata import WorkerDescription
-from ..transport.remote import RemoteEngine
+from ..transport.generation import Generation
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 """How long after a first failure the next handshake may begin, and after many."""
@@ -23,8 +22,8 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 STEADY_S = 60.0
 """An engine whose reads have not failed for this long has no past."""
 
-Fetch = Callable[[RemoteEngineAddress], tuple[WorkerDescription, ...]]
-Connect = Callable[[tuple[WorkerDescription, ...], float], RemoteEngine]
+Open = Callable[[RemoteEngineAddress], Future[Generation]]
+"""Shakes hands with an engine, and prepares everything for it; blocks on nothing."""
 
 
 @dataclass(slots=True)
@@ -35,13 +34,12 @@ class Peer:
         address: Where it listens.
         last_wanted_s: When somebody last asked for it.
         wanted: Somebody has asked for it since the last handshake began.
-        broken: A read or a handshake has failed, or another engine has its address: it is to be
-            connected anew once nothing is in flight.
-        engine: What was prepared for it, while it is connected.
-        handshake: The handshake that is under way.
+        broken: A read or a handshake has failed, or another engine has its address: it is connected
+            anew for the next who wants it.
+        generation: What to read with, while it is connected.
+        opening: The handshake that is under way.
         began_s: When the last handshake began.
         waiting: Requests to begin once it is connected.
-        in_flight: Requests being read from it.
         failures: Handshakes that failed one after another.
         breaks: Connections that failed one after another, none of which stayed whole for long.
         retry_at_s: When the next handshake may begin.
@@ -52,11 +50,10 @@ class Peer:
     last_wanted_s: float
     wanted: bool = True
     broken: bool = False
-    engine: RemoteEngine | None = None
-    handshake: Future[tuple[WorkerDescription, ...]] | None = None
+    generation: Generation | None = None
+    opening: Future[Generation] | None = None
     began_s: float = 0.0
     waiting: list[tuple[RequestId, Receive]] = field(default_factory=list)
-    in_flight: int = 0
     failures: int = 0
     breaks: int = 0
     retry_at_s: float = 0.0
@@ -67,31 +64,17 @@ class Peer:
         waiting, self.waiting = self.waiting, []
         return waiting
 
-    def break_off(self, now_s: float) -> None:
-        """A read has failed: it is to be connected anew once nothing is in flight.
-
-        The first time at once, as it may have lost a connection or have restarted. An engine that
-        answers handshakes and cannot be read from, again and again, is asked ever more rarely.
-        """
-        if self.broken:
-            return
-        self.broken = True
-        if now_s >= self.remembered_until_s:
-            self.breaks = 0
-        self.retry_at_s = now_s + (_back_off_s(self.breaks) if self.breaks else 0.0)
-        self.remembered_until_s = self.retry_at_s + STEADY_S
-        self.breaks += 1
-
-    def disconnect(self) -> None:
-        """Give back what was prepared for it. Nothing may be in flight."""
-        assert not self.in_flight
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way with it."""
+        if self.waiting or self.opening is not None:
+            return False
+        generation = self.generation
+        return generation is None or (generation.lifetime.is_quiet and not generation.leases)
 
     def is_over(self, now_s: float, idle_limit_s: float) -> bool:
         """Whether nobody misses it: it is idle for long, or gone and out of its back-off."""
-        if self.waiting or self.in_flight or self.handshake is not None:
+        if not self.is_idle:
             return False
         if self.broken and not self.wanted:
             return now_s >= max(self.retry_at_s, self.remembered_until_s)
@@ -105,24 +88,38 @@ class PeerTable:
     the same address, is a peer of its own until it has answered.
 
     Args:
-        executor: Runs handshakes.
-        fetch: Asks an engine for its workers; called in the executor's threads.
-        connect: Prepares everything for an engine that has answered, given when it was asked.
+        open_generation: Connects with an engine.
         idle_limit_s: An engine that was not wanted for this long is forgotten; none ever is if this
             is not above 0.
     """
 
-    def __init__(
-        self, executor: Executor, fetch: Fetch, connect: Connect, idle_limit_s: float
-    ) -> None:
-        self._executor = executor
-        self._fetch = fetch
-        self._connect = connect
+    def __init__(self, open_generation: Open, idle_limit_s: float) -> None:
+        self._open = open_generation
         self._idle_limit_s = idle_limit_s if idle_limit_s > 0 else math.inf
         self._peers: dict[RemoteEngineAddress, Peer] = {}
+        self._retired: list[Generation] = []
+        self._just_retired: list[Generation] = []
+        self._handshakes_s: list[float] = []
 
     def __len__(self) -> int:
         return len(self._peers)
+
+    @property
+    def num_opening(self) -> int:
+        """Handshakes that are under way."""
+        return sum(peer.opening is not None for peer in self._peers.values())
+
+    @property
+    def retired(self) -> tuple[Generation, ...]:
+        """Generations that drain, the oldest first."""
+        return tuple(self._retired)
+
+    def generations(self) -> Iterator[Generation]:
+        """All generations: those in use, and those that drain."""
+        for peer in self._peers.values():
+            if peer.generation is not None:
+                yield peer.generation
+        yield from self._retired
 
     def want(self, address: RemoteEngineAddress, now_s: float) -> Peer:
         """The engine at an address; from now on it is in use."""
@@ -142,39 +139,82 @@ class PeerTable:
         """
         news: list[tuple[Peer, Exception | None]] = []
         for peer in list(self._peers.values()):
-            if peer.broken and not peer.in_flight:
-                peer.disconnect()
             if peer.is_over(now_s, self._idle_limit_s):
-                peer.disconnect()
+                self._retire(peer, now_s)
                 del self._peers[peer.address]
                 continue
-            if peer.handshake is not None and peer.handshake.done():
-                error = self._end_handshake(peer, peer.handshake, now_s)
+            if peer.opening is not None and peer.opening.done():
+                error = self._end_handshake(peer, peer.opening, now_s)
                 if error is not None:
                     news.append((peer, error))
                     continue
-            if peer.engine is None:
-                if peer.wanted and peer.handshake is None and now_s >= peer.retry_at_s:
+            if peer.generation is None:
+                if peer.wanted and peer.opening is None and now_s >= peer.retry_at_s:
                     peer.wanted = False
                     peer.began_s = now_s
-                    peer.handshake = self._executor.submit(self._fetch, peer.address)
-            elif peer.waiting and not peer.broken:
+                    peer.opening = self._open(peer.address)
+            elif peer.waiting:
                 news.append((peer, None))
         return news
 
-    def close(self) -> None:
-        """Forget all engines. Nothing may be in flight."""
+    def break_off(self, peer: Peer, generation: Generation, now_s: float) -> None:
+        """A read has failed or hangs: its generation drains, and the next one is opened beside it.
+
+        The first time at once, as the peer may have lost a connection or have restarted. An engine
+        that answers handshakes and cannot be read from, again and again, is asked ever more rarely.
+        """
+        if peer.generation is not generation:
+            # What fails is of the past; another generation has taken its place.
+            return
+        self._retire(peer, now_s)
+        peer.broken = True
+        if now_s >= peer.remembered_until_s:
+            peer.breaks = 0
+        peer.retry_at_s = now_s + (_back_off_s(peer.breaks) if peer.breaks else 0.0)
+        peer.remembered_until_s = peer.retry_at_s + STEADY_S
+        peer.breaks += 1
+
+    def take_just_retired(self) -> list[Generation]:
+        """The generations that were retired since the last call."""
+        retired, self._just_retired = self._just_retired, []
+        return retired
+
+    def take_handshakes_s(self) -> list[float]:
+        """How long those handshakes took that have succeeded since the last call."""
+        durations_s, self._handshakes_s = self._handshakes_s, []
+        return durations_s
+
+    def take_due(self, now_s: float) -> list[Generation]:
+        """The generations to be closed now, of which the table knows nothing any more."""
+        due = [each for each in self._retired if _is_due(each, now_s)]
+        self._retired = [each for each in self._retired if each not in due]
+        return due
+
+    def close(self, now_s: float) -> list[Generation]:
+        """Forget all engines; returns all generations, which are to be closed."""
         for peer in self._peers.values():
-            peer.disconnect()
+            self._retire(peer, now_s)
+            if peer.opening is not None and not peer.opening.cancel():
+                peer.opening.add_done_callback(_close_unwanted)
         self._peers.clear()
+        retired, self._retired = self._retired, []
+        return retired
+
+    def _retire(self, peer: Peer, now_s: float) -> None:
+        """Let what is in flight from a peer drain."""
+        if peer.generation is not None:
+            peer.generation.lifetime.retire(now_s)
+            self._retired.append(peer.generation)
+            self._just_retired.append(peer.generation)
+            peer.generation = None
 
     def _end_handshake(
-        self, peer: Peer, handshake: Future[tuple[WorkerDescription, ...]], now_s: float
+        self, peer: Peer, opening: Future[Generation], now_s: float
     ) -> Exception | None:
-        """Connect with an engine that has answered; returns why that failed, if it did."""
-        peer.handshake = None
+        """Take a generation into use; returns why there is none, if so."""
+        peer.opening = None
         try:
-            peer.engine = self._connect(handshake.result(), peer.began_s)
+            peer.generation = opening.result()
         except Exception as error:
             # Whatever it is, it is this peer's handshake that has failed, and nothing else.
             peer.failures += 1
@@ -183,6 +223,7 @@ class PeerTable:
             peer.retry_at_s = now_s + _back_off_s(peer.failures)
             peer.broken = True
             return error
+        self._handshakes_s.append(now_s - peer.began_s)
         peer.failures, peer.broken = 0, False
         for other in self._peers.values():
             at_its_place = (other.address.host, other.address.port) == (
@@ -192,7 +233,21 @@ class PeerTable:
             if at_its_place and other is not peer:
                 # It has restarted under a new id.
                 other.broken = True
+                self._retire(other, now_s)
         return None
+
+
+def _is_due(generation: Generation, now_s: float) -> bool:
+    at_s = generation.lifetime.close_at_s(wanted=len(generation.leases) > 0)
+    return at_s is not None and now_s >= at_s
+
+
+def _close_unwanted(opening: Future[Generation]) -> None:
+    """Close a generation that nobody waits for any more."""
+    if not opening.cancelled() and opening.exception() is None:
+        generation = opening.result()
+        generation.lifetime.retire(0.0)
+        generation.close()
 
 
 def _back_off_s(failures: int) -> float:

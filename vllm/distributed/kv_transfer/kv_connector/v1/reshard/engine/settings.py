@@ -51,6 +51,11 @@ class Settings(
             which 0.22.1 asks and later releases do not.
         engine_ttl_s: After how long without a request for it another engine is forgotten; never, if
             this is not above 0. `engine_ttl`.
+        kv_read_timeout_s: How long a request may wait until it has been read, from when its worker
+            hears of it; then it fails, by `kv_load_failure_policy`.
+        kv_hung_peer_timeout_s: How long memory is kept for reads that have neither ended nor failed
+            after that. Then their connection is cut, which may end the prefill engine's worker if
+            it is alive after all.
         transfer_strategy: Whether blocks are read direct, by way of a staging arena, or the one or
             the other, whichever promises to be faster.
         staging_arena_bytes: Size of that arena on each worker; None for what suits its memory, 0
@@ -67,6 +72,8 @@ class Settings(
     decoder_kv_blocks_ttl: _Seconds = 480
     enable_cross_layers_blocks: bool = False
     engine_ttl_s: _Ttl = 3600
+    kv_read_timeout_s: _Seconds = 120
+    kv_hung_peer_timeout_s: _Seconds = 600
     transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
     staging_arena_bytes: _Bytes | None = None
 

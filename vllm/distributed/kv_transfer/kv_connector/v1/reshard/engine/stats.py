@@ -69,6 +69,12 @@ class ReadFailure(str, Enum):
     BINDING = "binding"
     """They hold the KV of other tokens than the request's, or are others than were offered."""
 
+    DEADLINE = "deadline"
+    """They had not been read in time."""
+
+    DOUBT = "doubt"
+    """So much memory may still be written by the reads before that no more were begun."""
+
 
 # The order matters: the first type that fits.
 _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
@@ -103,6 +109,8 @@ class ReshardStats(NixlKVConnectorStats):
         read_strategies        a `Strategy` for each value of upstream's `transfer_duration`
         notifications_sent     how many, as often as somebody counted
         held_blocks            blocks held for other engines, each time that they changed
+        blocks_in_doubt        blocks of failed requests that may still be written, each time that
+                               they changed
         num_notifications_after_expiry
                                1 for each reader that was through when nothing was held for it any
                                more; newer releases of upstream count this under the same name
@@ -157,6 +165,10 @@ class ReshardStats(NixlKVConnectorStats):
         """So many blocks are held for other engines from now on."""
         self.data["held_blocks"][:] = [num_blocks]
 
+    def record_blocks_in_doubt(self, num_blocks: int) -> None:
+        """So many blocks of failed requests may still be written from now on."""
+        self.data["blocks_in_doubt"][:] = [num_blocks]
+
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
         return bool(super().is_empty()) and not any(self.data[name] for name in _OWN)
@@ -169,6 +181,7 @@ _OWN = (
     "read_strategies",
     "notifications_sent",
     "held_blocks",
+    "blocks_in_doubt",
     "num_notifications_after_expiry",
 )
 
@@ -223,6 +236,12 @@ class ReshardPromMetrics(NixlPromMetrics):
             multiprocess_mode="mostrecent",
             labelnames=labelnames,
         )
+        self._blocks_in_doubt: Any = gauge(
+            name="vllm:nixl_kv_blocks_in_doubt",
+            documentation="KV-cache blocks of failed requests that reads may still write into.",
+            multiprocess_mode="mostrecent",
+            labelnames=labelnames,
+        )
         self._late_notifications: Any = None
         if not UPSTREAM_COUNTS_ALL_FAILURES:
             self._late_notifications = counter(
@@ -240,7 +259,12 @@ class ReshardPromMetrics(NixlPromMetrics):
             ):
                 for value in values:
                     metric.labels(*labels, value.value)
-            for metric in (self._handshakes, self._notifications, self._held_blocks):
+            for metric in (
+                self._handshakes,
+                self._notifications,
+                self._held_blocks,
+                self._blocks_in_doubt,
+            ):
                 metric.labels(*labels)
             if self._late_notifications is not None:
                 self._late_notifications.labels(*labels)
@@ -265,5 +289,9 @@ class ReshardPromMetrics(NixlPromMetrics):
         if self._late_notifications is not None:
             late = len(data["num_notifications_after_expiry"])
             self._late_notifications.labels(*labels).inc(late)
-        for num_blocks in data["held_blocks"][-1:]:
-            self._held_blocks.labels(*labels).set(num_blocks)
+        for gauge, name in (
+            (self._held_blocks, "held_blocks"),
+            (self._blocks_in_doubt, "blocks_in_doubt"),
+        ):
+            for num_blocks in data[name][-1:]:
+                gauge.labels(*labels).set(num_blocks)

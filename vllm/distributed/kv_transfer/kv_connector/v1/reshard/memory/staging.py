@@ -28,7 +28,7 @@ import numpy.typing as npt
 from .arena import Span
 from .cache import Order, Plane, RankCache
 from .lowering import BlockSpan, Indices, Leg, LegEnd, Run, Selection, write_end
-from .strategy import CostModel, Room, Strategy, Work
+from .strategy import CostModel, Strategy, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +201,15 @@ class StagedLeg:
             len(_src_blocks(each)[0]) * len(each.planes) * self.slice_bytes for each in selections
         )
 
-    def choose(self, selections: Sequence[Selection], costs: CostModel, room: Room) -> Strategy:
+    def choose(
+        self, selections: Sequence[Selection], costs: CostModel, arena_bytes: int
+    ) -> Strategy:
         """The better way to read what was selected.
 
         Args:
             selections: From the leg's `select`.
             costs: What either way takes.
-            room: What a staged read finds.
+            arena_bytes: Size of the arena.
         """
         num_direct, num_staged = self.leg.num_merged(selections), self.num_merged(selections)
         # Most reads merge as well as they can, and need no more than these counts.
@@ -219,7 +221,7 @@ class StagedLeg:
             Work(num_direct, num_chunks * chunk_bytes),
             Work(num_staged, self.num_bytes(selections)),
             num_chunks,
-            room,
+            arena_bytes,
         )
 
 

@@ -38,20 +38,6 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What staged reads find.
-
-    Attributes:
-        arena_bytes: Size of the arena.
-        step_s: How long the engine computes in a step. It looks at its reads once in each, and
-            finds one that has landed, then one that was copied.
-    """
-
-    arena_bytes: int
-    step_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class CostModel:
     """What NIXL and the copy take, each a line through what was measured; in seconds.
 
@@ -80,17 +66,16 @@ class CostModel:
         """How long a direct read takes."""
         return work.num_descriptors * self.descriptor_s + work.num_bytes * self.byte_s
 
-    def staged_s(self, work: Work, num_chunks: int, room: Room) -> float:
+    def staged_s(self, work: Work, num_chunks: int, arena_bytes: int) -> float:
         """How long a staged read takes, with so many chunks to scatter."""
         copy_s = num_chunks * self.chunk_s + work.num_bytes * self.copied_byte_s
         # What does not fit into the arena waits until what does was read and copied.
-        num_rounds = 1 + work.num_bytes // max(room.arena_bytes, 1)
-        steps_s = (2 * num_rounds - 1) * room.step_s
-        return self.stop_s + self.direct_s(work) + copy_s + steps_s
+        num_stops = 1 + work.num_bytes // max(arena_bytes, 1)
+        return num_stops * self.stop_s + self.direct_s(work) + copy_s
 
-    def choose(self, direct: Work, staged: Work, num_chunks: int, room: Room) -> Strategy:
+    def choose(self, direct: Work, staged: Work, num_chunks: int, arena_bytes: int) -> Strategy:
         """The better way; the direct one where there is little between them."""
-        gains = self.staged_s(staged, num_chunks, room) < _MARGIN * self.direct_s(direct)
+        gains = self.staged_s(staged, num_chunks, arena_bytes) < _MARGIN * self.direct_s(direct)
         return Strategy.STAGED if gains else Strategy.DIRECT
 
 

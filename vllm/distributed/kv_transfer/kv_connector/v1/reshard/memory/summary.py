@@ -18,7 +18,7 @@ from ..plan.shards import Layer, Shard
 from .cache import LayerCache, Plane, RankCache
 from .lowering import BlockSpan, Leg, lower_read
 from .staging import StagedLeg, stage_leg
-from .strategy import DEFAULT_COSTS, LARGEST_ARENA_BYTES, Room, Strategy
+from .strategy import DEFAULT_COSTS, LARGEST_ARENA_BYTES, Strategy
 
 DESCRIPTOR_TOKENS = 1024
 """The length of prompt that descriptors are counted for."""
@@ -316,7 +316,7 @@ def _measure_leg(
         descriptor_bytes,
         leg.num_merged(counted),
         staged.num_merged(counted),
-        staged.choose(request, DEFAULT_COSTS, Room(LARGEST_ARENA_BYTES)),
+        staged.choose(request, DEFAULT_COSTS, LARGEST_ARENA_BYTES),
     )
 
 

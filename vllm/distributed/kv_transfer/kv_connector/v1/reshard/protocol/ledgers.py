@@ -4,7 +4,7 @@
 `ProducerLedger` keeps a prefill worker's promise to hold blocks until they were read or their lease
 ran out. `ConsumerLedger` keeps account of a decode worker's reads. Time is passed in, in seconds of
 any monotonic clock; what is to be done comes back as values. Both belong to the thread that drives
-them, the engine's.
+them, the connector's.
 
 A producer's request goes through these states:
 
@@ -191,25 +191,39 @@ class Outcome:
 class _Receiving(Generic[LegKey]):
     """A request that a consumer reads blocks for."""
 
-    in_flight: set[LegKey]
-    steps_left: int
-    steps_begun: bool
+    legs: set[LegKey] = field(default_factory=set)
+    steps_left: int = 0
+    posted: bool = False
     failure: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        if self.legs:
+            return False
+        return self.failure is not None or (self.posted and not self.steps_left)
 
 
 class ConsumerLedger(Generic[LegKey]):
     """The requests that a decode worker reads blocks for.
 
-    A request ends exactly once, and only after everything that could still write into its blocks
-    has: all of its legs, also those that were cancelled, and the steps that follow them, such as
-    copies from a staging area. One failure makes the whole request fail; nothing turns a failed
-    request into a received one.
+              post            last leg quiet           last step done
+    WAITING  ------>  READING  ------------>  FOLLOWED  ------------>  ended, received
+       | fail            | fail                  | fail
+       v                 v     last leg quiet    v
+     ended            FAILED  ------------>    ended
+
+    A request fails at once, and for good: one fault is enough, and nothing turns a failed request
+    into a received one. It *ends* exactly once, and only after everything that could still write
+    into its blocks is quiet: all of its legs, also those that nobody wants any more. The steps that
+    follow the legs, such as looking its lease up, write nothing there, and are not waited for once
+    it has failed.
 
     Legs are named by the caller with any hashable key, unique within a request.
     """
 
     def __init__(self) -> None:
         self._receiving: dict[RequestId, _Receiving[LegKey]] = {}
+        self._failed: list[Outcome] = []
         self._ended: list[Outcome] = []
 
     def __len__(self) -> int:
@@ -218,83 +232,79 @@ class ConsumerLedger(Generic[LegKey]):
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._receiving
 
-    def begin(
+    def num_legs_of(self, request_id: RequestId) -> int:
+        """Legs of a request that are not quiet; 0 for one that has ended."""
+        receiving = self._receiving.get(request_id)
+        return 0 if receiving is None else len(receiving.legs)
+
+    def begin(self, request_id: RequestId) -> None:
+        """Account for a request, not one that is being received; it waits for its peer."""
+        assert request_id not in self._receiving, f"{request_id} is being received"
+        self._receiving[request_id] = _Receiving()
+
+    def post(
         self, request_id: RequestId, legs: Iterable[LegKey], *, following_steps: int = 0
     ) -> None:
-        """Account for a request's legs.
+        """Account for the legs of a request that waits.
 
         Args:
-            request_id: The request; not one that is being received.
+            request_id: The request.
             legs: The legs in flight. Without any, and without steps, the request ends at once.
-            following_steps: How often `step_done` is called once all legs are done. They begin at
-                once where there are no legs.
+            following_steps: How often `step_done` is called once all legs are quiet.
         """
-        assert request_id not in self._receiving, f"{request_id} is being received"
-        in_flight = set(legs)
-        self._receiving[request_id] = _Receiving(
-            in_flight, following_steps, steps_begun=not in_flight
-        )
-        self._end_if_over(request_id)
+        receiving = self._receiving[request_id]
+        assert not receiving.posted, f"{request_id} is being read"
+        receiving.posted = True
+        receiving.legs = set(legs)
+        receiving.steps_left = following_steps
+        self._end_if_over(request_id, receiving)
 
-    def leg_done(self, request_id: RequestId, leg: LegKey) -> bool:
-        """Take note that a leg has ended well.
+    def leg_quiet(self, request_id: RequestId, leg: LegKey) -> bool:
+        """Take note that nothing writes for a leg any more.
 
         Returns:
             Whether this was the last leg of a request without failure, so that the steps that
             follow may begin.
         """
         receiving = self._receiving[request_id]
-        receiving.in_flight.remove(leg)
-        receiving.steps_begun = not receiving.in_flight and receiving.failure is None
-        self._end_if_over(request_id)
-        return receiving.steps_begun
+        receiving.legs.remove(leg)
+        self._end_if_over(request_id, receiving)
+        return not receiving.legs and receiving.failure is None
 
-    def leg_failed(self, request_id: RequestId, leg: LegKey, reason: str) -> frozenset[LegKey]:
-        """Take note that a leg has ended, and not well.
-
-        Returns:
-            The legs still in flight that the caller should cancel now, each of which is to be
-            reported as done or failed when it has ended; none where that was asked for before.
-        """
-        receiving = self._receiving[request_id]
-        receiving.in_flight.remove(leg)
-        return self._fail(request_id, receiving, reason)
-
-    def fail(self, request_id: RequestId, reason: str) -> frozenset[LegKey]:
-        """Fail a request for a reason that is none of its legs', such as a lease that ran out.
+    def fail(self, request_id: RequestId, reason: str) -> bool:
+        """Fail a request.
 
         Returns:
-            As `leg_failed`.
+            Whether it was being received, and had not failed before.
         """
-        return self._fail(request_id, self._receiving[request_id], reason)
+        receiving = self._receiving.get(request_id)
+        if receiving is None or receiving.failure is not None:
+            return False
+        receiving.failure = reason
+        self._failed.append(Outcome(request_id, reason))
+        self._end_if_over(request_id, receiving)
+        return True
 
     def step_done(self, request_id: RequestId) -> None:
-        """Take note that one of the steps that follow the legs has ended."""
-        receiving = self._receiving[request_id]
-        assert not receiving.in_flight, f"{request_id} has legs in flight"
+        """Take note that one of the steps that follow the legs has ended, if anybody cares."""
+        receiving = self._receiving.get(request_id)
+        if receiving is None or receiving.failure is not None:
+            return
+        assert not receiving.legs, f"{request_id} has legs in flight"
         receiving.steps_left -= 1
-        self._end_if_over(request_id)
+        self._end_if_over(request_id, receiving)
+
+    def take_failed(self) -> list[Outcome]:
+        """The requests that have failed since the last call, in the order in which they did."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def take_ended(self) -> list[Outcome]:
         """The requests that have ended since the last call, in the order in which they did."""
         ended, self._ended = self._ended, []
         return ended
 
-    def _fail(
-        self, request_id: RequestId, receiving: _Receiving[LegKey], reason: str
-    ) -> frozenset[LegKey]:
-        first = receiving.failure is None
-        if first:
-            receiving.failure = reason
-            # Steps that have begun write into the request's blocks; others never will.
-            if not receiving.steps_begun:
-                receiving.steps_left = 0
-        to_cancel = frozenset(receiving.in_flight) if first else frozenset[LegKey]()
-        self._end_if_over(request_id)
-        return to_cancel
-
-    def _end_if_over(self, request_id: RequestId) -> None:
-        receiving = self._receiving[request_id]
-        if not receiving.in_flight and receiving.steps_left == 0:
+    def _end_if_over(self, request_id: RequestId, receiving: _Receiving[LegKey]) -> None:
+        if receiving.ended:
             del self._receiving[request_id]
             self._ended.append(Outcome(request_id, receiving.failure))

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's end of NIXL: register memory, prepare lists, post reads, poll, notify.
+"""A worker's end of NIXL: register memory, prepare lists, post reads, poll, notify.
 
-It adds no policy to NIXL. What it adds is types, errors that name the peer, and the certainty that
-whatever was acquired is released.
+It adds no policy to NIXL. What it adds is types, errors that name the peer, and an end: nothing
+that an agent has begun writes after `close`.
+
+NIXL has four words that sound like the end of a read, and are none. Measured with 1.5.1 over TCP,
+all of a read's bytes landed after its handle had been released, after its peer had been removed,
+after its memory had been deregistered, and after it was taken for failed. Two things are an end:
+the read is done, or the agent that posted it is gone. So no handle of a read is released before it
+is done, and there is no way to forget a peer: its agent is closed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +24,7 @@ from typing import Any, Literal
 from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 from vllm.logger import init_logger
 
-from ..errors import LocalLayoutError, TransferError
+from ..errors import InDoubtError, LocalLayoutError, TransferError
 from ..memory.lowering import Indices, Rows
 
 logger = init_logger(__name__)
@@ -38,26 +43,26 @@ class TransferState(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Prepared:
     """A prepared descriptor list.
 
     Attributes:
         peer: The agent whose memory it describes; None for our own.
-        handle: NIXL's handle.
+        handle: NIXL's handle; None once it is released.
     """
 
     peer: str | None
     handle: Any
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A posted read.
 
     Attributes:
         peer: The agent that is read from.
-        handle: NIXL's handle.
+        handle: NIXL's handle; None once it is released.
     """
 
     peer: str
@@ -65,16 +70,21 @@ class Transfer:
 
 
 class NixlAgent:
-    """A NIXL agent for one worker.
+    """A NIXL agent of a worker's.
 
-    All of its methods belong to one thread, the engine's: NIXL does not promise that two may use an
-    agent at once.
+    It belongs to one thread at a time: NIXL does not promise that two may use an agent at once.
+
+    One that is read from has threads of NIXL's, which answer while the worker computes. One that
+    reads needs none: whoever polls its reads, or takes its notifications, makes it advance. Without
+    them it takes a few milliseconds to make and to connect, no core while it rests, and has one
+    UCX worker only, so that nothing of a read is left when all of it has ended.
 
     Args:
         name: Unique among all agents that may meet.
         memory: Where the KV cache lies.
         backends: NIXL backends, in the order of preference.
-        num_threads: Threads of the UCX backend; each takes resources of the network card.
+        num_threads: Threads of the UCX backend; each takes resources of the network card. None for
+            an agent that advances only when it is polled.
         progress_delay_us: How long NIXL's progress thread rests when it found nothing to do. 0 for
             not at all: the least latency, for one core.
         cores: Where NIXL's threads may run, and this one while it waits for a peer; None for where
@@ -90,7 +100,7 @@ class NixlAgent:
         *,
         memory: Memory = "DRAM",
         backends: Sequence[str] = ("UCX",),
-        num_threads: int = 4,
+        num_threads: int | None = 4,
         progress_delay_us: int = 0,
         cores: Collection[int] | None = None,
     ) -> None:
@@ -102,13 +112,28 @@ class NixlAgent:
         self._memory = memory
         self._backends = list(backends)
         config = nixl_agent_config(
-            num_threads=num_threads, backends=self._backends, capture_telemetry=True
+            # Of the other backends nobody has seen how they advance without.
+            enable_prog_thread=num_threads is not None or self._backends != ["UCX"],
+            num_threads=num_threads or 0,
+            backends=self._backends,
+            capture_telemetry=True,
         )
         with _progress_delay(progress_delay_us), _running_on(cores):
             self._agent = NixlWrapper(name, config)
         self._cores = cores
         self._registered: list[Any] = []
-        self._connections: Counter[str] = Counter()
+        self._lists: set[Prepared] = set()
+        self._reads: set[Transfer] = set()
+
+    @property
+    def num_lists(self) -> int:
+        """Lists that are prepared."""
+        return len(self._lists)
+
+    @property
+    def num_reads(self) -> int:
+        """Reads that were posted and are not released."""
+        return len(self._reads)
 
     def register(
         self, regions: Sequence[tuple[int, int, int]], memory: Memory | None = None
@@ -136,31 +161,13 @@ class NixlAgent:
             TransferError: The metadata is not that of an agent that this one can reach.
         """
         try:
-            # NIXL yields in a loop until the peer has answered. Where two workers that share a core
-            # do so, neither lets the other's threads run.
+            # NIXL may yield in a loop until the peer has answered. Where two workers that share a
+            # core do so, neither lets the other's threads run.
             with _running_on(self._cores):
                 peer = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise TransferError(f"NIXL does not accept a peer's metadata: {error}") from error
-        name = peer.decode() if isinstance(peer, bytes) else str(peer)
-        self._connections[name] += 1
-        return name
-
-    def disconnect(self, peer: str) -> bool:
-        """Forget a peer, once for each time that it was connected.
-
-        Lists prepared for it must be released before. Two engines may have the same peer: one that
-        is known at two addresses, or one that pretends to be another.
-
-        Returns:
-            Whether this was the last time, so that nothing of the peer's can arrive any more.
-        """
-        self._connections[peer] -= 1
-        if self._connections[peer]:
-            return False
-        del self._connections[peer]
-        self._give_back(f"peer {peer}", self._agent.remove_remote_agent, peer)
-        return True
+        return peer.decode() if isinstance(peer, bytes) else str(peer)
 
     def prepare(
         self, rows: Rows, peer: str | None = None, memory: Memory | None = None
@@ -181,11 +188,14 @@ class NixlAgent:
             raise TransferError(
                 f"NIXL cannot prepare {len(rows)} rows of {_whose(peer)} memory: {error}"
             ) from error
-        return Prepared(peer, handle)
+        prepared = Prepared(peer, handle)
+        self._lists.add(prepared)
+        return prepared
 
     def release_prepared(self, prepared: Prepared) -> None:
-        """Give a prepared list back."""
-        self._give_back("a list", self._agent.release_dlist_handle, prepared.handle)
+        """Give a prepared list back, of which no read is in flight."""
+        self._lists.remove(prepared)
+        self._give_back("a list", self._agent.release_dlist_handle, prepared)
 
     def read(
         self,
@@ -203,34 +213,34 @@ class NixlAgent:
             remote_indices: Where from, of the same length.
 
         Raises:
-            TransferError: NIXL refused it. Nothing is in flight then.
+            InDoubtError: NIXL refused it after it had begun.
+            TransferError: NIXL refused it before.
         """
         assert local.peer is None and remote.peer is not None
-        handle = None
         try:
             handle = self._agent.make_prepped_xfer(
                 "READ", local.handle, local_indices, remote.handle, remote_indices
             )
+        except Exception as error:
+            raise TransferError(f"{_cannot_read(local_indices, remote)}: {error}") from error
+        transfer = Transfer(remote.peer, handle)
+        self._reads.add(transfer)
+        try:
             state = self._agent.transfer(handle)
         except Exception as error:
-            if handle is not None:
-                self._give_back("a read", self._agent.release_xfer_handle, handle)
-            raise TransferError(
-                f"NIXL cannot read {len(local_indices)} descriptors from {remote.peer}: {error}"
-            ) from error
+            raise InDoubtError(f"{_cannot_read(local_indices, remote)}: {error}") from error
         if state == "ERR":
-            self._give_back("a read", self._agent.release_xfer_handle, handle)
-            raise TransferError(
-                f"NIXL cannot read {len(local_indices)} descriptors from {remote.peer}"
-            )
-        return Transfer(remote.peer, handle)
+            raise InDoubtError(_cannot_read(local_indices, remote))
+        return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """Look at a posted read. One that is not in flight any more is to be released."""
+        """Look at a posted read, and let the agent advance.
+
+        One that is done is to be released. One that has failed may still write.
+        """
         try:
             state = self._agent.check_xfer_state(transfer.handle)
         except Exception:
-            # NIXL raises where the peer is gone; the read has ended all the same.
             return TransferState.FAILED
         return {"DONE": TransferState.DONE, "PROC": TransferState.IN_FLIGHT}.get(
             state, TransferState.FAILED
@@ -244,8 +254,9 @@ class NixlAgent:
             return None
 
     def release(self, transfer: Transfer) -> None:
-        """Give a read back; one in flight is cancelled."""
-        self._give_back("a read", self._agent.release_xfer_handle, transfer.handle)
+        """Give a read back that is done."""
+        self._reads.remove(transfer)
+        self._give_back("a read", self._agent.release_xfer_handle, transfer)
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a peer a message.
@@ -269,17 +280,41 @@ class NixlAgent:
         return [(peer, message) for peer, messages in arrived.items() for message in messages]
 
     def close(self) -> None:
-        """Deregister all memory. Peers, lists and reads must have been given back before."""
-        for descriptors in self._registered:
-            self._agent.deregister_memory(descriptors)
-        self._registered.clear()
+        """End the agent, and with it all that it has begun: nothing of it writes after this.
 
-    def _give_back(self, what: str, function: Callable[[Any], None], handle: Any) -> None:
+        A peer that has not begun to answer what was posted may end itself over that, if it is alive
+        (`Endpoint timeout` in UCX 1.23): what is in flight is to be waited for where it can be.
+        """
+        if self._agent is None:
+            return
+        # NIXL's agent goes with the last thing that refers to it. Until then it would write.
+        for prepared in self._lists:
+            prepared.handle = None
+        for transfer in self._reads:
+            transfer.handle = None
+        self._lists.clear()
+        self._reads.clear()
+        for descriptors in self._registered:
+            try:
+                self._agent.deregister_memory(descriptors)
+            except Exception as error:
+                logger.warning("NIXL cannot deregister memory: %s", error)
+        self._registered.clear()
+        self._agent = None
+
+    def _give_back(
+        self, what: str, function: Callable[[Any], None], owner: Prepared | Transfer
+    ) -> None:
         """Release something. Where NIXL fails at that, as with a peer that is gone, log it."""
+        handle, owner.handle = owner.handle, None
         try:
             function(handle)
         except Exception as error:
             logger.warning("NIXL cannot release %s: %s", what, error)
+
+
+def _cannot_read(local_indices: Indices, remote: Prepared) -> str:
+    return f"NIXL cannot read {len(local_indices)} descriptors from {remote.peer}"
 
 
 def _whose(peer: str | None) -> str:

@@ -3,22 +3,23 @@
 
 All requests that have just been read from one worker are looked up in its table at once, with one
 small read. A holder learns what it offers a step after it has answered: a reader that is faster
-looks again. Everything here belongs to the engine's thread of the worker that reads.
+looks again. Everything here belongs to the connector's thread of the worker that reads.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import TransferError
-from ..memory.lowering import Rows
+from ..errors import InDoubtError, TransferError
+from ..memory.lowering import Indices, Rows
 from ..protocol.binding import Binding
 from ..protocol.leases import (
     BUCKET_BYTES,
@@ -31,7 +32,7 @@ from ..protocol.leases import (
 from ..protocol.ledgers import RequestId
 from .agent import NixlAgent, Prepared, Transfer, TransferState
 
-_NUM_LOOKUPS = 1 << 12
+_NUM_LOOKUPS = 1 << 10
 """Requests that are looked up at the same time; more wait for their turn."""
 
 OFFER_PATIENCE_S = 30.0
@@ -39,6 +40,27 @@ OFFER_PATIENCE_S = 30.0
 
 _LOOK_AGAIN_S = 0.002
 """How long to wait before looking again."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Reads(Protocol):
+    """What a lookup is made with: the reads of a generation."""
+
+    def read(
+        self,
+        local: Prepared,
+        local_indices: Indices,
+        remote: Prepared,
+        remote_indices: Indices,
+    ) -> Transfer:
+        """Post a read."""
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """Look at it."""
+
+    def release(self, transfer: Transfer) -> None:
+        """Give it back once it is done."""
 
 
 class Doubt(Enum):
@@ -68,33 +90,33 @@ class PreparedTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Generic[Key]):
     """What became of one lookup.
 
     Attributes:
-        request_id: The request, as the reader calls it.
+        key: Names the lookup.
         doubt: Of what kind the fault is; None where the lease held and bound what was wanted.
         fault: Why its bytes cannot be trusted, in words; empty where they can.
     """
 
-    request_id: RequestId
+    key: Key
     doubt: Doubt | None = None
     fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Wanted(Generic[Key]):
     """One request to look up.
 
     Attributes:
-        request_id: The request, as the reader calls it.
+        key: Names the lookup.
         remote_request_id: The request, as its holder calls it.
         binding: What should stand under that name.
         give_up_at_s: Until when its holder may say so.
         differed: Whether something else stood there already when it was looked at.
     """
 
-    request_id: RequestId
+    key: Key
     remote_request_id: RequestId
     binding: Binding
     give_up_at_s: float
@@ -102,11 +124,11 @@ class _Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lookup:
+class _Lookup(Generic[Key]):
     """One read of some buckets of a peer's table, one bucket for each request."""
 
     table: PreparedTable
-    wanted: list[_Wanted]
+    wanted: list[_Wanted[Key]]
     names: list[int]
     landed_in: npt.NDArray[np.int32]
     transfer: Transfer
@@ -121,46 +143,53 @@ def prepare_table(agent: NixlAgent, table: LeaseTableAddress, peer: str) -> Prep
     return PreparedTable(agent.prepare(_rows(table), peer, "DRAM"), table.num_buckets)
 
 
-class LeaseChecker:
-    """Reads buckets of peers' tables.
+class LeaseChecker(Generic[Key]):
+    """Reads buckets of the tables of one engine's workers.
+
+    A lookup that has failed may still write into the buckets that it was given: nobody else is
+    given these.
 
     Args:
-        agent: This worker's agent; the memory to read into is registered with it.
+        agent: The generation's agent; the memory to read into is registered with it.
+        reads: How to read with it.
         clock: Seconds that only grow.
     """
 
-    def __init__(self, agent: NixlAgent, clock: Callable[[], float] = time.monotonic) -> None:
-        self._agent = agent
+    def __init__(
+        self, agent: NixlAgent, reads: Reads, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._reads = reads
         self._clock = clock
         self._buckets = np.zeros((_NUM_LOOKUPS, WORDS_PER_BUCKET), dtype=np.uint64)
         memory = LeaseTableAddress(self._buckets.ctypes.data, _NUM_LOOKUPS)
         agent.register([(memory.address, memory.size_bytes, 0)], "DRAM")
         self._local = agent.prepare(_rows(memory), memory="DRAM")
         self._free = deque(range(_NUM_LOOKUPS))
-        self._wanted: dict[PreparedTable, list[_Wanted]] = defaultdict(list)
+        self._wanted: dict[PreparedTable, list[_Wanted[Key]]] = defaultdict(list)
         # Not offered yet when they were looked at: when to look again, and where.
-        self._early: deque[tuple[float, PreparedTable, _Wanted]] = deque()
-        self._lookups: list[_Lookup] = []
+        self._early: deque[tuple[float, PreparedTable, _Wanted[Key]]] = deque()
+        self._lookups: list[_Lookup[Key]] = []
+
+    def __len__(self) -> int:
+        """Lookups without a verdict."""
+        waiting = sum(map(len, self._wanted.values())) + len(self._early)
+        return waiting + sum(len(lookup.wanted) for lookup in self._lookups)
 
     def want(
-        self,
-        request_id: RequestId,
-        remote_request_id: RequestId,
-        binding: Binding,
-        at: PreparedTable,
+        self, key: Key, remote_request_id: RequestId, binding: Binding, at: PreparedTable
     ) -> None:
         """Look a request up; there will be one verdict.
 
         Args:
-            request_id: The request, as we call it.
+            key: Names the lookup.
             remote_request_id: The request, as its holder calls it.
             binding: What its holder should offer under that name.
             at: The table of a worker that its blocks were read from.
         """
         give_up_at_s = self._clock() + OFFER_PATIENCE_S
-        self._wanted[at].append(_Wanted(request_id, remote_request_id, binding, give_up_at_s))
+        self._wanted[at].append(_Wanted(key, remote_request_id, binding, give_up_at_s))
 
-    def advance(self) -> list[Verdict]:
+    def advance(self) -> list[Verdict[Key]]:
         """Post what is wanted, and see what was found."""
         now_s = self._clock()
         while self._early and self._early[0][0] <= now_s:
@@ -169,24 +198,30 @@ class LeaseChecker:
         verdicts = [verdict for table in list(self._wanted) for verdict in self._post(table)]
         in_flight = []
         for lookup in self._lookups:
-            state = self._agent.poll(lookup.transfer)
+            state = self._reads.poll(lookup.transfer)
             if state is TransferState.IN_FLIGHT:
                 in_flight.append(lookup)
                 continue
-            self._agent.release(lookup.transfer)
-            verdicts += self._judge(lookup, now_s, done=state is TransferState.DONE)
-            self._free.extend(lookup.landed_in.tolist())
+            done = state is TransferState.DONE
+            verdicts += self._judge(lookup, now_s, done=done)
+            if done:
+                self._reads.release(lookup.transfer)
+                self._free.extend(lookup.landed_in.tolist())
         self._lookups = in_flight
         return verdicts
 
-    def close(self) -> None:
-        """Give everything back."""
-        for lookup in self._lookups:
-            self._agent.release(lookup.transfer)
+    def give_up(self) -> list[Verdict[Key]]:
+        """Judge everything that has no verdict yet: no peer is to be heard any more."""
+        fault = "its connection was given up before its lease could be looked up"
+        unanswered = [each for wanted in self._wanted.values() for each in wanted]
+        unanswered += [wanted for _, _, wanted in self._early]
+        unanswered += [wanted for lookup in self._lookups for wanted in lookup.wanted]
+        self._wanted.clear()
+        self._early.clear()
         self._lookups.clear()
-        self._agent.release_prepared(self._local)
+        return [Verdict(wanted.key, Doubt.PEER, fault) for wanted in unanswered]
 
-    def _post(self, table: PreparedTable) -> list[Verdict]:
+    def _post(self, table: PreparedTable) -> list[Verdict[Key]]:
         """Look up what is wanted at a table, as far as there is room; returns what failed."""
         wanted = self._wanted.pop(table)
         if rest := wanted[len(self._free) :]:
@@ -198,19 +233,20 @@ class LeaseChecker:
         landed_in = np.array([self._free.popleft() for _ in wanted], dtype=np.int32)
         buckets = np.array([entry.bucket for entry in entries], dtype=np.int32)
         try:
-            transfer = self._agent.read(self._local, landed_in, table.buckets, buckets)
+            transfer = self._reads.read(self._local, landed_in, table.buckets, buckets)
         except TransferError as error:
-            self._free.extend(landed_in.tolist())
-            return [Verdict(each.request_id, Doubt.PEER, str(error)) for each in wanted]
+            if not isinstance(error, InDoubtError):
+                self._free.extend(landed_in.tolist())
+            return [Verdict(each.key, Doubt.PEER, str(error)) for each in wanted]
         names = [entry.name for entry in entries]
         self._lookups.append(_Lookup(table, wanted, names, landed_in, transfer))
         return []
 
-    def _judge(self, lookup: _Lookup, now_s: float, *, done: bool) -> list[Verdict]:
+    def _judge(self, lookup: _Lookup[Key], now_s: float, *, done: bool) -> list[Verdict[Key]]:
         peer = lookup.transfer.peer
         if not done:
             fault = f"the lease at {peer} could not be looked up"
-            return [Verdict(each.request_id, Doubt.PEER, fault) for each in lookup.wanted]
+            return [Verdict(each.key, Doubt.PEER, fault) for each in lookup.wanted]
         verdicts = []
         for wanted, name, row in zip(
             lookup.wanted, lookup.names, self._buckets[lookup.landed_in], strict=True
@@ -228,30 +264,30 @@ class LeaseChecker:
         return verdicts
 
 
-def _verdict(wanted: _Wanted, held: Held, peer: str) -> Verdict:
+def _verdict(wanted: _Wanted[Key], held: Held, peer: str) -> Verdict[Key]:
     """What a holder's entry means for what was read from it."""
     if not held.entered:
         return Verdict(
-            wanted.request_id,
+            wanted.key,
             Doubt.LEASE,
             f"its lease at {peer} had run out when all was read: give readers longer there with "
             "kv_lease_duration",
         )
     if held.binding is None:
         return Verdict(
-            wanted.request_id,
+            wanted.key,
             Doubt.LEASE,
             f"{peer} did not say within {OFFER_PATIENCE_S:g} s what it offers: check that the "
             "engine runs, and send the request through prefill again",
         )
     if (difference := held.binding.difference(wanted.binding)) is not None:
         return Verdict(
-            wanted.request_id,
+            wanted.key,
             Doubt.BINDING,
             f"what {peer} holds under its name {difference}: send the decode engine the very "
             "prompt that was prefilled, and pass kv_transfer_params on unchanged",
         )
-    return Verdict(wanted.request_id)
+    return Verdict(wanted.key)
 
 
 def _rows(table: LeaseTableAddress) -> Rows:

@@ -34,25 +34,27 @@ _ROUNDS = 3
 _DEADLINE_S = 2.0
 _LEAST_S = 1e-12
 
+MakeAgents = Callable[[], tuple[NixlAgent, NixlAgent]]
+
 
 def measure_costs(
-    agent: NixlAgent,
-    make_stand_in: Callable[[], NixlAgent],
+    make_agents: MakeAgents,
     arena: torch.Tensor,
     make_scatterer: Callable[[torch.Tensor], Scatterer],
 ) -> CostModel:
     """Measure with the real thing; what fails is told, and replaced by what is usual.
 
     Args:
-        agent: This worker's agent; the arena is registered with it.
-        make_stand_in: Makes an agent that has nothing registered; it is closed at the end.
+        make_agents: Makes an agent that reads and one that is read from, with nothing registered.
+            Both are closed at the end, so that nothing writes to the arena any more, however this
+            ends.
         arena: The arena; its first `SCRATCH_BYTES` are written to.
         make_scatterer: Makes what copies from the arena to a tensor.
     """
     if arena.nbytes < SCRATCH_BYTES:
         return DEFAULT_COSTS
     try:
-        return _measure(agent, make_stand_in(), arena, make_scatterer)
+        return _measure(make_agents, arena, make_scatterer)
     except Exception as error:
         # Whatever it is that NIXL, torch or the system have not got: an engine serves without.
         logger.warning("What reads cost could not be measured, and is guessed: %s", error)
@@ -60,29 +62,29 @@ def measure_costs(
 
 
 def _measure(
-    agent: NixlAgent,
-    stand_in: NixlAgent,
+    make_agents: MakeAgents,
     arena: torch.Tensor,
     make_scatterer: Callable[[torch.Tensor], Scatterer],
 ) -> CostModel:
     with ExitStack() as acquired:
-        acquired.callback(stand_in.close)
         scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=arena.device)
         device_id = max(arena.get_device(), 0)
         scatterer = make_scatterer(scratch)
         acquired.callback(scatterer.close)
+        agent, stand_in = make_agents()
+        acquired.callback(stand_in.close)
+        # The one that reads ends first.
+        acquired.callback(agent.close)
         stand_in.register([(scratch.data_ptr(), scratch.nbytes, device_id)])
+        agent.register([(arena.data_ptr(), arena.nbytes, device_id)])
         peer = agent.connect(stand_in.metadata())
-        acquired.callback(agent.disconnect, peer)
 
         def prepare(
             memory: torch.Tensor, piece_bytes: int, count: int, whose: str | None
         ) -> Prepared:
             # Two pieces never adjoin, so that none are merged.
             row = [memory.data_ptr(), piece_bytes, device_id, 2 * piece_bytes, count]
-            prepared = agent.prepare(np.array([row], dtype=np.uint64), whose)
-            acquired.callback(agent.release_prepared, prepared)
-            return prepared
+            return agent.prepare(np.array([row], dtype=np.uint64), whose)
 
         def read_s(piece_bytes: int, count: int) -> float:
             local = prepare(arena, piece_bytes, count, None)
@@ -129,9 +131,9 @@ def _read(agent: NixlAgent, local: Prepared, remote: Prepared, indices: Indices)
     state = agent.poll(transfer)
     while state is TransferState.IN_FLIGHT and time.monotonic() < deadline:
         state = agent.poll(transfer)
-    agent.release(transfer)
     if state is not TransferState.DONE:
         raise TransferError(f"a read on this machine is {state.value} after {_DEADLINE_S} s")
+    agent.release(transfer)
 
 
 def _copy(scatterer: Scatterer, scratch: torch.Tensor, count: int) -> None:

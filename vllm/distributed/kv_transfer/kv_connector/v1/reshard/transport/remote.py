@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connected engine: what to read from which of its ranks, with everything prepared.
 
-All of this belongs to the engine's thread of the worker that reads.
+It is prepared by a thread that opens generations, and belongs to the connector's thread then.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -44,46 +43,6 @@ class Reader:
     rank: MeshRank
     cache: RankCache
     window_groups: Set[int]
-
-
-class LocalLists:
-    """Prepared lists of a worker's own memory, shared by all that describe the same rows.
-
-    Engines of equal layouts are read into the same places: the second one prepares nothing. What
-    the last of them has given back is released, so that lists do not pile up over all layouts that
-    were ever read from.
-    """
-
-    def __init__(self, agent: NixlAgent) -> None:
-        self._agent = agent
-        self._lists: dict[bytes, Prepared] = {}
-        self._loans: Counter[bytes] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._lists)
-
-    def lend(self, rows: Rows) -> Prepared:
-        """The list for some rows, prepared now or before; to be given back once."""
-        key = rows.tobytes()
-        if key not in self._lists:
-            self._lists[key] = self._agent.prepare(rows)
-        self._loans[key] += 1
-        return self._lists[key]
-
-    def give_back(self, rows: Rows) -> None:
-        """The list for some rows is not used any more by one of those who have it."""
-        key = rows.tobytes()
-        self._loans[key] -= 1
-        if not self._loans[key]:
-            del self._loans[key]
-            self._agent.release_prepared(self._lists.pop(key))
-
-    def close(self) -> None:
-        """Give all lists back."""
-        for prepared in self._lists.values():
-            self._agent.release_prepared(prepared)
-        self._lists.clear()
-        self._loans.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +153,13 @@ class PreparedLeg:
 class RemoteEngine:
     """An engine that this worker reads from, or at least notifies.
 
+    What is prepared is given back with the agent.
+
     Args:
-        agent: This worker's agent.
+        agent: The agent to read with, of nobody else.
         descriptions: What the engine's workers say of themselves.
         plan: The plan between that engine and ours.
         reader: This worker.
-        local_lists: This worker's lists.
         area: Where staged reads stop over; None where all go direct.
 
     Attributes:
@@ -218,60 +178,35 @@ class RemoteEngine:
         descriptions: Mapping[MeshRank, WorkerDescription],
         plan: ReshardPlan,
         reader: Reader,
-        local_lists: LocalLists,
         area: StagingArea | None = None,
     ) -> None:
         self._agent = agent
         self._area = area
-        self._local_lists = local_lists
-        self._borrowed: list[Rows] = []
         self._peers: dict[MeshRank, str] = {}
-        self._remote_lists: dict[tuple[str, bytes], Prepared] = {}
+        # Legs that read from, or into, the same rows share a list, as most staged ones do.
+        self._lists: dict[tuple[str | None, bytes], Prepared] = {}
         self.legs: list[PreparedLeg] = []
         self.lease_tables: dict[str, PreparedTable] = {}
         self.releases: list[tuple[str, int]] = []
-        try:
-            for read in plan.reads_of(reader.rank):
-                description = descriptions[read.src_rank]
-                peer = self._connect(description)
-                if peer not in self.lease_tables:
-                    table = prepare_table(agent, description.lease_table, peer)
-                    self.lease_tables[peer] = table
-                for leg in lower_read(read, description.cache, reader.cache):
-                    _check_windows(leg, reader)
-                    self.legs.append(
-                        PreparedLeg(
-                            leg,
-                            self._borrow(leg.dst.rows),
-                            self._remote_list(leg.src.rows, peer),
-                            description.cache.blocks_per_id,
-                            self._stage(leg, description.cache, peer),
-                        )
+        for read in plan.reads_of(reader.rank):
+            description = descriptions[read.src_rank]
+            peer = self._connect(description)
+            if peer not in self.lease_tables:
+                self.lease_tables[peer] = prepare_table(agent, description.lease_table, peer)
+            for leg in lower_read(read, description.cache, reader.cache):
+                _check_windows(leg, reader)
+                self.legs.append(
+                    PreparedLeg(
+                        leg,
+                        self._list(leg.dst.rows),
+                        self._list(leg.src.rows, peer),
+                        description.cache.blocks_per_id,
+                        self._stage(leg, description.cache, peer),
                     )
-            for release in plan.notified_by(reader.rank):
-                peer = self._connect(descriptions[release.src_rank])
-                self.releases.append((peer, len(release.notifiers)))
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Forget the engine. No read from it may be in flight."""
-        self.legs.clear()
-        for remote in self._remote_lists.values():
-            self._agent.release_prepared(remote)
-        self._remote_lists.clear()
-        for rows in self._borrowed:
-            self._local_lists.give_back(rows)
-        self._borrowed.clear()
-        for table in self.lease_tables.values():
-            self._agent.release_prepared(table.buckets)
-        self.lease_tables.clear()
-        self.releases.clear()
-        for peer in self._peers.values():
-            if self._agent.disconnect(peer) and self._area is not None:
-                self._area.end_quarantine(peer)
-        self._peers.clear()
+                )
+        for release in plan.notified_by(reader.rank):
+            peer = self._connect(descriptions[release.src_rank])
+            self.releases.append((peer, len(release.notifiers)))
 
     def _stage(self, leg: Leg, src: RankCache, peer: str) -> PreparedStaging | None:
         """Prepare a leg for reading by way of the arena; None where it can only be read direct."""
@@ -281,24 +216,18 @@ class RemoteEngine:
             staged = stage_leg(leg, src)
             if staged.slice_bytes > self._area.memory.nbytes:
                 return None
-            arena = self._borrow(self._area.rows(staged.descriptor_bytes))
-            return PreparedStaging(staged, arena, self._remote_list(staged.src.rows, peer))
+            arena = self._list(self._area.rows(staged.descriptor_bytes))
+            return PreparedStaging(staged, arena, self._list(staged.src.rows, peer))
         except (LocalLayoutError, TransferError) as error:
             logger.warning("Reads from %s go direct, and are not staged: %s", peer, error)
             return None
 
-    def _borrow(self, rows: Rows) -> Prepared:
-        """The list for some rows of our memory, until this engine is closed."""
-        prepared = self._local_lists.lend(rows)
-        self._borrowed.append(rows)
-        return prepared
-
-    def _remote_list(self, rows: Rows, peer: str) -> Prepared:
-        """The list for some rows of a peer's memory: most staged legs have those of direct ones."""
+    def _list(self, rows: Rows, peer: str | None = None) -> Prepared:
+        """The list for some rows of a peer's memory, or of ours."""
         key = peer, rows.tobytes()
-        if key not in self._remote_lists:
-            self._remote_lists[key] = self._agent.prepare(rows, peer)
-        return self._remote_lists[key]
+        if key not in self._lists:
+            self._lists[key] = self._agent.prepare(rows, peer)
+        return self._lists[key]
 
     def _connect(self, description: WorkerDescription) -> str:
         rank = description.shard.rank

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy out of the arena, apart from the engine's thread.
+"""The copy out of the arena, apart from the engine's thread and the connector's.
 
 It is one indexed copy for each stretch of memory that the KV cache lies in. On the host that is a
 single one, on a thread that computes with one core; Python is needed to begin it and to end it, and
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ _WORDS = {
 }
 """Types whose values are copied as they are, by their size: the widest that fits is the fastest."""
 
-_MOMENT_S = 2e-5
-
 
 class Copy(Protocol):
     """A copy that has been submitted."""
@@ -50,9 +47,6 @@ class Scatterer(Protocol):
     def submit(self, scatter: Scatter) -> Copy:
         """Make a copy once those that were submitted before are made."""
 
-    def let_run(self) -> None:
-        """Leave a moment to copies that are being made."""
-
     def close(self) -> None:
         """Wait for all copies."""
 
@@ -65,7 +59,7 @@ def fault_of(error: BaseException) -> str:
 class HostScatterer:
     """Copies in host memory.
 
-    `submit` and `close` belong to the engine's thread. The copying thread is given values, and
+    `submit` and `close` belong to the connector's thread. The copying thread is given values, and
     writes into blocks and reads from spans that nobody else touches until the copy is done.
 
     Args:
@@ -91,13 +85,6 @@ class HostScatterer:
         """Make a copy once those that were submitted before are made."""
         return _HostCopy(self._thread.submit(_copy, scatter, self._arena, (self._memory,)))
 
-    def let_run(self) -> None:
-        """Let the copying thread have the interpreter, which it needs between two copies.
-
-        A thread that waits for it gets it 5 ms later where nobody lets go of it.
-        """
-        time.sleep(_MOMENT_S)
-
     def close(self) -> None:
         """Wait for all copies."""
         self._thread.shutdown()
@@ -106,7 +93,7 @@ class HostScatterer:
 class DeviceScatterer:
     """Copies in a device's memory.
 
-    All of it belongs to the engine's thread.
+    All of it belongs to the connector's thread, whose device is that of the arena.
 
     Args:
         arena: The arena; uint8, contiguous.
@@ -123,8 +110,7 @@ class DeviceScatterer:
         if self._stream is None:
             _copy(scatter, self._arena, self._memories)
             return _DeviceCopy(None)
-        # Whoever had the blocks before may have kernels in flight that still read them.
-        self._stream.wait_stream(torch.cuda.current_stream(self._arena.device))
+        # Kernels of the steps before, which had the blocks, are over: the read waited for them.
         try:
             with torch.cuda.stream(self._stream):
                 _copy(scatter, self._arena, self._memories)
@@ -135,9 +121,6 @@ class DeviceScatterer:
             self._stream.synchronize()
             raise
         return _DeviceCopy(event)
-
-    def let_run(self) -> None:
-        """Nothing: the device needs nobody's leave."""
 
     def close(self) -> None:
         """Wait for all copies."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,11 +13,10 @@ import psutil
 import torch
 from vllm.logger import init_logger
 
-from ..memory.arena import ArenaAllocator, Span
+from ..memory.arena import ArenaAllocator
 from ..memory.lowering import Rows
 from ..memory.strategy import LARGEST_ARENA_BYTES, CostModel
-from .agent import NixlAgent
-from .measure import measure_costs
+from .measure import MakeAgents, measure_costs
 from .scatter import DeviceScatterer, HostScatterer, Scatterer
 
 logger = init_logger(__name__)
@@ -27,34 +26,28 @@ _PART_OF_FREE_MEMORY = 16
 
 @dataclass(slots=True)
 class StagingArea:
-    """Where staged reads stop over. It belongs to the engine's thread.
+    """Where staged reads stop over. It belongs to the connector's thread.
 
     Attributes:
         memory: The arena; uint8, contiguous.
         scatterer: Brings what has landed to where it belongs.
-        spans: Which bytes of the arena are in use.
-        quarantined: Spans of reads that have failed, by the peer that they read from: what NIXL
-            gives up may still arrive, as long as it is connected with that peer.
+        spans: Which bytes of the arena are in use. That of a read that has failed is, until the
+            agent which has posted it is gone.
         costs: Decides which reads are staged; None for all of them.
     """
 
     memory: torch.Tensor
     scatterer: Scatterer
     spans: ArenaAllocator = field(init=False)
-    quarantined: dict[str, list[Span]] = field(default_factory=dict)
     costs: CostModel | None = None
 
     def __post_init__(self) -> None:
         self.spans = ArenaAllocator(self.memory.nbytes)
 
-    def quarantine(self, peer: str, span: Span) -> None:
-        """Keep the span of a read that has failed from everybody."""
-        self.quarantined.setdefault(peer, []).append(span)
-
-    def end_quarantine(self, peer: str) -> None:
-        """Take note that nothing of a peer's can arrive any more."""
-        for span in self.quarantined.pop(peer, ()):
-            self.spans.free(span)
+    @property
+    def region(self) -> tuple[int, int, int]:
+        """What an agent that reads registers: address, size in bytes, device id."""
+        return self.memory.data_ptr(), self.memory.nbytes, max(self.memory.get_device(), 0)
 
     def rows(self, descriptor_bytes: int) -> Rows:
         """The arena as descriptors of one size, side by side; shape (1, 5), as in `lowering`."""
@@ -70,21 +63,20 @@ class StagingArea:
 
 
 def open_area(
-    agent: NixlAgent,
     caches: Iterable[torch.Tensor],
     size_bytes: int | None,
     *,
-    make_stand_in: Callable[[], NixlAgent] | None = None,
+    make_agents: MakeAgents | None = None,
     cores: Collection[int] | None = None,
 ) -> StagingArea | None:
-    """Allocate the arena, make it known to NIXL, and measure what staging costs.
+    """Allocate the arena, and measure what staging costs.
 
     Args:
-        agent: This worker's agent.
         caches: The KV cache; the arena is on the same device.
         size_bytes: Size of the arena; None for a sixteenth of the memory that is free, but no more
             than 256 MiB.
-        make_stand_in: Makes an agent to measure with; None where all reads are to be staged.
+        make_agents: Makes what to measure with, as `measure_costs` wants it; None where all reads
+            are to be staged.
         cores: Where the thread may run that copies on the host; None for where this one may.
 
     Returns:
@@ -100,7 +92,6 @@ def open_area(
         return None
     try:
         memory = _allocate(size_bytes, device)
-        agent.register([(memory.data_ptr(), memory.nbytes, max(memory.get_device(), 0))])
     except Exception as error:
         logger.warning(
             "There is no memory for a staging arena of %d bytes, so that all reads go direct: set "
@@ -110,12 +101,9 @@ def open_area(
         )
         return None
     area = StagingArea(memory, make_scatterer(memory, tensors, cores))
-    if make_stand_in is not None:
+    if make_agents is not None:
         area.costs = measure_costs(
-            agent,
-            make_stand_in,
-            memory,
-            lambda scratch: make_scatterer(memory, (scratch,), cores),
+            make_agents, memory, lambda scratch: make_scatterer(memory, (scratch,), cores)
         )
         logger.info("Reads are staged where that is faster: %s.", area.costs)
     return area

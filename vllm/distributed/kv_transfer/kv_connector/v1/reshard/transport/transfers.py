@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reads in flight: each leg of a request goes direct, or in windows by way of an arena.
+"""The reads on their way: each leg of a request goes direct, or in windows by way of an arena.
 
     direct    posted -> done
     staged    queued for a span -> posted -> landed, being scattered -> done
 
-Everything here belongs to the engine's thread of the worker that reads.
+What fails on its way, or is given up, stays here until nothing of it can write any more: until its
+read is done after all, or the generation that it was posted with is closed. Only then it is *quiet*
+and its blocks, or its span, are somebody else's to use.
+
+Everything here belongs to the connector's thread of the worker that reads.
 """
 
 from __future__ import annotations
@@ -14,13 +18,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import TransferError
+from ..errors import InDoubtError, TransferError
 from ..memory.arena import Span
 from ..memory.lowering import Selection
 from ..memory.staging import Window
-from ..memory.strategy import Room, Strategy
+from ..memory.strategy import Strategy
 from ..protocol.ledgers import RequestId
-from .agent import NixlAgent, Transfer, TransferState
+from .agent import Transfer, TransferState
+from .generation import Generation
 from .remote import PreparedLeg
 from .scatter import Copy, fault_of
 from .staging_area import StagingArea
@@ -33,9 +38,6 @@ _WINDOWS_PER_ARENA = 8
 
 _MAX_WINDOW_BYTES = 8 << 20
 """What is scattered soon after it was read is still in a cache of the processor's."""
-
-_NEWS = 0.1
-"""How much of the average length of a step the last one makes up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +56,38 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class PartEnded:
-    """A part that nothing writes for any more.
+class PartFailed:
+    """A part that will not arrive. It may still be written for.
+
+    Attributes:
+        request_id: Of which request.
+        fault: Why.
+        local: The fault is none of the peer's.
+    """
+
+    request_id: RequestId
+    fault: str
+    local: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PartQuiet:
+    """A part that nothing writes for any more. It has arrived if nobody said that it failed.
 
     Attributes:
         request_id: Of which request.
         key: Which of its parts.
-        fault: Why it has not arrived; None where it has.
-        local: The fault is none of the peer's.
         strategy: How it was read.
-        telemetry: What NIXL measured; None where it was not posted, or cannot tell.
+        telemetry: What NIXL measured; None where it has not arrived, or NIXL cannot tell.
     """
 
     request_id: RequestId
     key: int
-    fault: str | None
     strategy: Strategy
     telemetry: Any = None
-    local: bool = False
+
+
+PartEvent = PartFailed | PartQuiet
 
 
 @dataclass(slots=True)
@@ -81,46 +97,52 @@ class _Running:
     request_id: RequestId
     key: int
     part: Part
+    generation: Generation
     transfer: Transfer | None = None
     span: Span | None = None
     copy: Copy | None = None
     telemetry: Any = None
+    unwanted: bool = False
+    staged: bool = False
 
-    def ended(self, fault: str | None = None, *, local: bool = False) -> PartEnded:
-        """It has ended."""
-        strategy = Strategy.DIRECT if self.span is None else Strategy.STAGED
-        return PartEnded(self.request_id, self.key, fault, strategy, self.telemetry, local)
+    def quiet(self) -> PartQuiet:
+        """Nothing writes for it any more."""
+        strategy = Strategy.STAGED if self.staged else Strategy.DIRECT
+        return PartQuiet(self.request_id, self.key, strategy, self.telemetry)
 
 
 @dataclass(slots=True)
 class Transfers:
     """All parts on their way.
 
-    Spans are given back only once the read into them is over, and the scatter out of them is. That
-    of a read which has failed is kept until NIXL is not connected with the peer any more. A queue
-    in front of the arena keeps the order of requests. No part waits for ever: one for which there
-    is no span, while nobody gives any back, goes direct.
+    A queue in front of the arena keeps the order of requests. No part waits in it for ever: one for
+    which there is no span, while nobody gives any back, goes direct.
 
     Attributes:
-        agent: This worker's agent.
         area: Where staged reads stop over; None where all go direct.
-        left_at_s: When the engine went on to compute in this step; until it is back, nobody looks
-            at what has arrived. None where it is not known.
     """
 
-    agent: NixlAgent
     area: StagingArea | None = None
-    left_at_s: float | None = None
     _queue: deque[_Running] = field(default_factory=deque)
     _posted: list[_Running] = field(default_factory=list)
     _landed: list[_Running] = field(default_factory=list)
-    _ended: list[PartEnded] = field(default_factory=list)
+    _in_doubt: list[_Running] = field(default_factory=list)
+    _events: list[PartEvent] = field(default_factory=list)
     _moved_at_s: float = 0.0
-    _step_s: float = 0.0
 
     def __len__(self) -> int:
-        """Parts on their way."""
-        return len(self._queue) + len(self._posted) + len(self._landed)
+        """Parts on their way, those that failed and are not quiet among them."""
+        return len(self._queue) + len(self._posted) + len(self._landed) + len(self._in_doubt)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether looking again soon may tell something that somebody waits for."""
+        return bool(
+            self._queue
+            or self._landed
+            or self._events
+            or any(not each.unwanted for each in self._posted)
+        )
 
     def cut(self, leg: PreparedLeg, selections: Sequence[Selection]) -> Iterable[Part]:
         """Choose how to read what was selected of a leg, and cut it into parts."""
@@ -131,8 +153,8 @@ class Transfers:
             return (Part(leg, selections),)
         # Without costs nothing is chosen: all reads are to be staged.
         if area.costs is not None:
-            room = Room(area.spans.size_bytes, self._step_s)
-            if staging.leg.choose(selections, area.costs, room) is Strategy.DIRECT:
+            choice = staging.leg.choose(selections, area.costs, area.spans.size_bytes)
+            if choice is Strategy.DIRECT:
                 return (Part(leg, selections),)
         limit_bytes = min(area.spans.size_bytes // _WINDOWS_PER_ARENA, _MAX_WINDOW_BYTES)
         return (
@@ -140,10 +162,16 @@ class Transfers:
             for window in staging.leg.windows(selections, limit_bytes)
         )
 
-    def start(self, request_id: RequestId, parts: Sequence[Part], now_s: float) -> None:
+    def start(
+        self,
+        request_id: RequestId,
+        parts: Sequence[Part],
+        generation: Generation,
+        now_s: float,
+    ) -> None:
         """Read the parts of a request, whose keys are their positions."""
         for key, part in enumerate(parts):
-            running = _Running(request_id, key, part)
+            running = _Running(request_id, key, part, generation)
             if part.window is None:
                 self._post_direct(running)
             else:
@@ -151,33 +179,54 @@ class Transfers:
         self._serve_queue(now_s)
 
     def give_up(self, request_id: RequestId) -> None:
-        """Let what was not posted of a request end; what is in flight ends by itself."""
+        """Nobody wants a request any more: what was not posted of it ends now, the rest later."""
+        for each in (*self._posted, *self._landed):
+            each.unwanted = each.unwanted or each.request_id == request_id
+        kept: deque[_Running] = deque()
         for each in self._queue:
             if each.request_id == request_id:
-                self._ended.append(each.ended("it was given up", local=True))
-        self._queue = deque(each for each in self._queue if each.request_id != request_id)
+                self._events.append(each.quiet())
+            else:
+                kept.append(each)
+        self._queue = kept
 
-    def advance(self, now_s: float) -> list[PartEnded]:
-        """Look at everything on its way; returns what has ended since the last call."""
-        if self.left_at_s is not None:
-            self._step_s += _NEWS * (now_s - self.left_at_s - self._step_s)
-            self.left_at_s = None
+    def retire(self, generation: Generation) -> None:
+        """Post nothing more of a generation's, and let what waits for its turn fail."""
+        kept: deque[_Running] = deque()
+        for each in self._queue:
+            if each.generation is generation:
+                fault = "its connection was given up before all of it was asked for"
+                self._events += [PartFailed(each.request_id, fault), each.quiet()]
+            else:
+                kept.append(each)
+        self._queue = kept
+
+    def end(self, generation: Generation) -> None:
+        """A generation is closed: all that it wrote for is quiet."""
+        for each in self._posted:
+            if each.generation is generation and not each.unwanted:
+                fault = f"its connection with {_peer(each)} was given up"
+                self._events.append(PartFailed(each.request_id, fault))
+        for parts in (self._posted, self._in_doubt):
+            for each in parts:
+                if each.generation is generation:
+                    self._free(each)
+                    self._events.append(each.quiet())
+            parts[:] = [each for each in parts if each.generation is not generation]
+
+    def advance(self, now_s: float) -> list[PartEvent]:
+        """Look at everything on its way; returns what has happened since the last call."""
         self._posted = [each for each in self._posted if not self._has_left_nixl(each, now_s)]
-        if self._landed and self.area is not None:
-            self.area.scatterer.let_run()
         self._landed = [each for each in self._landed if not self._is_scattered(each, now_s)]
         self._serve_queue(now_s)
-        ended, self._ended = self._ended, []
-        return ended
+        events, self._events = self._events, []
+        return events
 
     def close(self) -> None:
-        """Cancel what is in flight, and wait for copies."""
-        for each in self._posted:
-            assert each.transfer is not None
-            self.agent.release(each.transfer)
+        """Wait for copies, and forget everything. The generations are closed."""
         if self.area is not None:
             self.area.scatterer.close()
-        self._posted, self._landed, self._queue = [], [], deque()
+        self._posted, self._landed, self._in_doubt, self._queue = [], [], [], deque()
 
     def _serve_queue(self, now_s: float) -> None:
         """Post the windows that there are spans for, in their order."""
@@ -195,7 +244,7 @@ class Transfers:
                 self._post_direct(first)
                 continue
             self._moved_at_s = now_s
-            first.span = span
+            first.span, first.staged = span, True
             remote_indices, arena_indices = staging.leg.indices(window, span)
             self._post(first, staging.arena, arena_indices, staging.remote, remote_indices)
             # On one machine NIXL reads while it posts: then this one is scattered during the next.
@@ -208,36 +257,37 @@ class Transfers:
         self._post(running, leg.local, local_indices, leg.remote, remote_indices)
 
     def _post(self, running: _Running, *read: Any) -> None:
-        """Post a read; where NIXL refuses, the part has ended."""
+        """Post a read."""
         try:
-            running.transfer = self.agent.read(*read)
+            running.transfer = running.generation.read(*read)
+        except InDoubtError as error:
+            self._events.append(PartFailed(running.request_id, str(error)))
+            self._in_doubt.append(running)
         except TransferError as error:
-            self._fail(running, str(error))
+            self._free(running)
+            self._events += [PartFailed(running.request_id, str(error)), running.quiet()]
         else:
             self._posted.append(running)
 
-    def _fail(self, running: _Running, fault: str) -> None:
-        """End a part whose read has failed; what NIXL has begun of it may still arrive."""
-        peer = running.part.leg.remote.peer
-        if running.span is not None and self.area is not None:
-            assert peer is not None
-            self.area.quarantine(peer, running.span)
-        self._ended.append(running.ended(fault))
-
     def _has_left_nixl(self, running: _Running, now_s: float) -> bool:
         """Look at a posted read; once it is over, take the next step."""
-        transfer = running.transfer
+        transfer, generation = running.transfer, running.generation
         assert transfer is not None
-        state = self.agent.poll(transfer)
+        state = generation.poll(transfer)
         if state is TransferState.IN_FLIGHT:
             return False
-        if state is TransferState.DONE:
-            running.telemetry = self.agent.telemetry(transfer)
-        self.agent.release(transfer)
         if state is TransferState.FAILED:
-            self._fail(running, f"NIXL could not read from {transfer.peer}")
-        elif running.span is None:
-            self._ended.append(running.ended())
+            if not running.unwanted:
+                fault = f"NIXL could not read from {transfer.peer}"
+                self._events.append(PartFailed(running.request_id, fault))
+            self._in_doubt.append(running)
+            return True
+        if not running.unwanted:
+            running.telemetry = generation.telemetry(transfer)
+        generation.release(transfer)
+        if running.span is None or running.unwanted:
+            self._free(running)
+            self._events.append(running.quiet())
         else:
             self._moved_at_s = now_s
             self._scatter(running, running.span)
@@ -251,17 +301,32 @@ class Transfers:
             running.copy = area.scatterer.submit(staging.leg.scatter(window, span))
         except Exception as error:
             # No memory on the device, or no thread: that is this request's end, not the engine's.
-            area.spans.free(span)
-            self._ended.append(running.ended(fault_of(error), local=True))
+            self._free(running)
+            fault = PartFailed(running.request_id, fault_of(error), local=True)
+            self._events += [fault, running.quiet()]
         else:
             self._landed.append(running)
 
     def _is_scattered(self, running: _Running, now_s: float) -> bool:
         """Look at a copy; once it is made, its span is free."""
-        assert running.copy is not None and running.span is not None and self.area is not None
+        assert running.copy is not None
         if not running.copy.done():
             return False
-        self.area.spans.free(running.span)
+        self._free(running)
         self._moved_at_s = now_s
-        self._ended.append(running.ended(running.copy.fault(), local=True))
+        if (fault := running.copy.fault()) is not None:
+            running.telemetry = None
+            self._events.append(PartFailed(running.request_id, fault, local=True))
+        self._events.append(running.quiet())
         return True
+
+    def _free(self, running: _Running) -> None:
+        """Give a span back that nothing writes into any more."""
+        if running.span is not None:
+            assert self.area is not None
+            self.area.spans.free(running.span)
+            running.span = None
+
+
+def _peer(running: _Running) -> str:
+    return str(running.part.leg.remote.peer)

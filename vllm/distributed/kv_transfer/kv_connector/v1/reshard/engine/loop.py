@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's thread, which moves KV caches while the engine computes.
+
+    engine's thread                      connector's thread
+    hand_over(step)   ---- queue --->    turns of the exchange, as long as something is on its way
+    collect()         <--- queue ----    reports
+
+The engine's thread does nothing but that, and waits for nothing. The connector's owns everything
+else: NIXL's agents, the peers, the ledgers. It looks often while reads are in flight, ever less
+often while nothing moves, and sleeps when nothing is under way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+
+from vllm.logger import init_logger
+
+from .exchange import Exchange, Report, Step
+
+logger = init_logger(__name__)
+
+_SHORTEST_REST_S, _LONGEST_REST_S = 50e-6, 1e-3
+"""Between two looks at reads in flight. NIXL needs them: without threads of its own, an agent over
+TCP reads as much as has arrived since the last one."""
+
+_IDLE_REST_S = 0.05
+"""Between two looks while there is nothing but deadlines and handshakes to wait for."""
+
+_MOMENT_S = 20e-6
+"""Where the engine steps with nothing to compute, it leaves the interpreter for so long, which the
+other thread would get 5 ms later otherwise."""
+
+_CLOSE_LIMIT_S = 10.0
+
+
+class ConnectorThread:
+    """Runs an exchange.
+
+    `hand_over`, `collect` and `close` belong to the engine's thread, and `wake` to anybody. The
+    exchange belongs to the thread that is started here, until `close` has returned.
+
+    Args:
+        exchange: What to run.
+        clock: Seconds that only grow.
+        prepare: Called by the thread before everything else.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        clock: Callable[[], float] = time.monotonic,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self._exchange = exchange
+        self._clock = clock
+        self._prepare = prepare
+        self._steps: deque[Step] = deque()
+        self._reports: deque[Report] = deque()
+        self._news = threading.Event()
+        self._stopped = False
+        # Hints for the engine's thread, which the other one writes.
+        self._moves = False
+        self._holds = False
+        self._thread = threading.Thread(target=self._run, name="reshard-connector", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def hand_over(self, step: Step) -> None:
+        """Ask for something."""
+        self._steps.append(step)
+        self._news.set()
+
+    def collect(self) -> Report:
+        """What has ended since the last call."""
+        if self._holds:
+            # Whoever is through with what is held says so whenever he is.
+            self.hand_over(Step())
+        if not self._reports and (self._moves or self._holds):
+            time.sleep(_MOMENT_S)
+        report = Report()
+        while self._reports:
+            report.add(self._reports.popleft())
+        return report
+
+    def wake(self) -> None:
+        """There is something to look at."""
+        self._news.set()
+
+    def close(self) -> None:
+        """End the thread, and then the exchange."""
+        self._stopped = True
+        self._news.set()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_LIMIT_S)
+        if self._thread.is_alive():
+            logger.error(
+                "The connector's thread has not ended within %g s, and is left to itself.",
+                _CLOSE_LIMIT_S,
+            )
+            return
+        self._exchange.close(self._clock())
+
+    def _run(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
+        rest_s = _SHORTEST_REST_S
+        while not self._stopped:
+            self._news.clear()
+            steps = [self._steps.popleft() for _ in range(len(self._steps))]
+            now_s = self._clock()
+            try:
+                report = self._exchange.turn(steps, now_s)
+            except Exception:
+                # What nobody thought of ends neither the engine nor other requests.
+                logger.exception("A turn of the connector's thread has failed, and the next begins")
+                report = Report()
+            if report:
+                self._reports.append(report)
+            self._moves = self._exchange.is_moving(now_s)
+            self._holds = len(self._exchange.holder) > 0
+            if report or steps:
+                rest_s = _SHORTEST_REST_S
+            if self._moves:
+                self._news.wait(rest_s)
+                rest_s = min(2 * rest_s, _LONGEST_REST_S)
+            else:
+                self._news.wait(_IDLE_REST_S if self._exchange.is_waiting else None)
+
+
+def on_cores(cores: Collection[int] | None) -> None:
+    """Let the calling thread run on some cores; on any where none are named."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)

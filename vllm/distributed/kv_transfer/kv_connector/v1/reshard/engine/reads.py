@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests that a worker reads: from being asked for until nothing writes for them any more.
+
+A request is *failed* as soon as that is known, and *received* once it is whole, or has failed and
+is quiet. Its blocks are somebody else's to use only then: see `protocol.ledgers`.
+
+All of this belongs to the connector's thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm.logger import init_logger
+
+from ..errors import ReshardError
+from ..protocol.ledgers import ConsumerLedger, RequestId
+from ..protocol.messages import Receive
+from ..transport.generation import Generation
+from ..transport.lease_check import Doubt, PreparedTable, Verdict
+from ..transport.remote import Reader
+from ..transport.transfers import PartFailed, Transfers
+from .notifier import Notifier
+from .peers import Peer, PeerTable
+from .stats import ReadFailure, ReshardStats
+
+logger = init_logger(__name__)
+
+_READ_FAILURES = {
+    Doubt.PEER: ReadFailure.TRANSFER,
+    Doubt.LEASE: ReadFailure.LEASE,
+    Doubt.BINDING: ReadFailure.BINDING,
+}
+
+_MAY_BE_ANOTHERS = frozenset({ReadFailure.BINDING, ReadFailure.PARAMETERS})
+"""Failures after which what is held under a request's name may be another's, whose blocks are not
+ours to give back: the lease ends it."""
+
+_REMEDIES = {
+    ReadFailure.TRANSFER: ": check that the engine runs and can be reached, and send the request "
+    "through prefill again",
+    ReadFailure.DEADLINE: ": check that the engine runs and can be reached, or give it longer with "
+    "kv_read_timeout_s",
+    ReadFailure.DOUBT: ": restart the engines that do not answer, or this one",
+}
+
+_MOST_IN_DOUBT = 4
+"""One in so many blocks of the cache may be in doubt; beyond that, nobody waits for hung peers."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A request being read, or waiting for that.
+
+    Attributes:
+        number: Which of those that had this name.
+        receive: What to read.
+        peer: From where; None for one that nobody was asked for.
+        due_at_s: When it fails if it has not been received.
+        generation: The connection that it is read with, once it is.
+        lease_tables: Where to see, after that, that it was still held.
+        failure: What went wrong first.
+        num_in_doubt: Its blocks, since it has failed and while they may be written.
+    """
+
+    number: int
+    receive: Receive
+    peer: Peer | None
+    due_at_s: float
+    generation: Generation | None = None
+    lease_tables: Sequence[PreparedTable] = ()
+    failure: ReadFailure | None = None
+    num_in_doubt: int = 0
+
+
+class RequestReads:
+    """All requests being read.
+
+    Args:
+        peers: Where they are read from.
+        transfers: What is on its way.
+        notifier: Tells those who hold their blocks.
+        stats: Where to count.
+        timeout_s: How long a request may take from `take_up` until it is received.
+    """
+
+    def __init__(
+        self,
+        peers: PeerTable,
+        transfers: Transfers,
+        notifier: Notifier,
+        stats: ReshardStats,
+        timeout_s: float,
+    ) -> None:
+        self._peers = peers
+        self._transfers = transfers
+        self._notifier = notifier
+        self._stats = stats
+        self._timeout_s = timeout_s
+        self._ledger: ConsumerLedger[int] = ConsumerLedger()
+        self._reading: dict[RequestId, _Reading] = {}
+        # In the order in which they are due.
+        self._deadlines: deque[tuple[float, RequestId, int]] = deque()
+        self._num_taken_up = 0
+        self._num_in_doubt = 0
+        self._reader: Reader | None = None
+
+    def __len__(self) -> int:
+        """Requests that are not quiet."""
+        return len(self._reading)
+
+    @property
+    def num_blocks_in_doubt(self) -> int:
+        """Blocks of failed requests that may still be written."""
+        return self._num_in_doubt
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When the next request fails that is not received before; None without one."""
+        while self._deadlines:
+            due_at_s, request_id, number = self._deadlines[0]
+            reading = self._reading.get(request_id)
+            if reading is not None and reading.number == number and reading.failure is None:
+                return due_at_s
+            self._deadlines.popleft()
+        return None
+
+    def read_into(self, reader: Reader) -> None:
+        """Where to read to, known once the caches are registered."""
+        self._reader = reader
+
+    def take_up(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
+        """Read a request once its peer is connected."""
+        if receive.fault is not None:
+            reading = self._account(request_id, receive, None, now_s)
+            self._fail(request_id, reading, receive.fault, ReadFailure.PARAMETERS)
+            return
+        peer = self._peers.want(receive.source, now_s)
+        if any(receive.local_block_ids):
+            self._account(request_id, receive, peer, now_s)
+        peer.waiting.append((request_id, receive))
+
+    def begin(self, peer: Peer, now_s: float) -> None:
+        """Post the reads of everything that has waited for a peer which is connected now."""
+        generation = peer.generation
+        assert generation is not None
+        for request_id, receive in peer.take_waiting():
+            if not any(receive.local_block_ids):
+                self._notifier.release(receive.remote_request_id, generation)
+                continue
+            reading = self._reading.get(request_id)
+            # It may have failed while it waited.
+            if reading is not None and reading.receive is receive:
+                self._begin(request_id, reading, generation, now_s)
+
+    def fail_waiting(self, peer: Peer, error: Exception) -> list[RequestId]:
+        """A peer cannot be connected: fail who waited for it; returns the requests."""
+        failed = []
+        for request_id, receive in peer.take_waiting():
+            reading = self._reading.get(request_id)
+            if reading is not None and reading.receive is receive and reading.failure is None:
+                reason = f"handshake failed: {error}"
+                self._fail(request_id, reading, reason, ReadFailure.HANDSHAKE)
+                failed.append(request_id)
+        return failed
+
+    def advance(self, now_s: float) -> None:
+        """Look at everything on its way, and fail what takes too long."""
+        for event in self._transfers.advance(now_s):
+            reading = self._reading[event.request_id]
+            if isinstance(event, PartFailed):
+                if not event.local:
+                    self._break_off(reading, now_s)
+                kind = ReadFailure.COPY if event.local else ReadFailure.TRANSFER
+                self._fail(event.request_id, reading, event.fault, kind)
+                continue
+            if event.telemetry is not None:
+                self._stats.record_transfer(event.telemetry, event.strategy)
+            if self._ledger.leg_quiet(event.request_id, event.key):
+                self._look_up(event.request_id, reading)
+        for generation in self._peers.generations():
+            for verdict in generation.leases.advance():
+                self._judge(verdict, now_s)
+        while (due_at_s := self.next_due_s) is not None and due_at_s <= now_s:
+            _, request_id, _ = self._deadlines.popleft()
+            self._run_out_of_time(request_id, self._reading[request_id], now_s)
+        self._contain(now_s)
+
+    def end(self, generation: Generation, now_s: float) -> None:
+        """Close a generation: all that it could write into is quiet from now on."""
+        for verdict in generation.leases.give_up():
+            self._judge(verdict, now_s)
+        generation.close()
+        self._transfers.end(generation)
+
+    def take_failed(self) -> dict[RequestId, frozenset[int]]:
+        """Requests that have failed since the last call, with their blocks."""
+        failed = {}
+        for outcome in self._ledger.take_failed():
+            reading = self._reading[outcome.request_id]
+            receive, failure = reading.receive, reading.failure
+            assert failure is not None
+            failed[outcome.request_id] = frozenset[int]().union(*receive.local_block_ids)
+            if self._ledger.num_legs_of(outcome.request_id):
+                reading.num_in_doubt = len(failed[outcome.request_id])
+                self._num_in_doubt += reading.num_in_doubt
+                self._stats.record_blocks_in_doubt(self._num_in_doubt)
+            self._stats.record_failed_read(failure)
+            # A failed handshake was told, with the requests that it cost.
+            if failure is not ReadFailure.HANDSHAKE:
+                logger.error(
+                    "KV cache of request %s could not be read from engine %s: %s%s",
+                    outcome.request_id,
+                    receive.source.engine_id,
+                    outcome.failure,
+                    _REMEDIES.get(failure, ""),
+                )
+        return failed
+
+    def take_received(self) -> set[RequestId]:
+        """Requests that nothing writes for any more; holders are told of those that were read."""
+        received = set()
+        for outcome in self._ledger.take_ended():
+            reading = self._reading.pop(outcome.request_id)
+            if reading.num_in_doubt:
+                self._num_in_doubt -= reading.num_in_doubt
+                self._stats.record_blocks_in_doubt(self._num_in_doubt)
+            if reading.failure not in _MAY_BE_ANOTHERS:
+                self._release(reading)
+            received.add(outcome.request_id)
+        return received
+
+    def _account(
+        self, request_id: RequestId, receive: Receive, peer: Peer | None, now_s: float
+    ) -> _Reading:
+        """Take a request into account until it is reported."""
+        self._num_taken_up += 1
+        due_at_s = now_s + self._timeout_s
+        reading = _Reading(self._num_taken_up, receive, peer, due_at_s)
+        self._reading[request_id] = reading
+        self._deadlines.append((due_at_s, request_id, reading.number))
+        self._ledger.begin(request_id)
+        return reading
+
+    def _begin(
+        self, request_id: RequestId, reading: _Reading, generation: Generation, now_s: float
+    ) -> None:
+        """Post all reads of a request."""
+        assert self._reader is not None
+        receive, engine = reading.receive, generation.engine
+        if self._has_too_much_in_doubt() and reading.peer is not None and reading.peer.breaks:
+            reason = f"{self._num_in_doubt} blocks may still be written by earlier reads"
+            self._fail(request_id, reading, reason, ReadFailure.DOUBT)
+            return
+        try:
+            selected = [(leg, leg.select(receive, self._reader)) for leg in engine.legs]
+        except ReshardError as error:
+            self._fail(request_id, reading, str(error), ReadFailure.PARAMETERS)
+            return
+        parts = [part for each in selected for part in self._transfers.cut(*each)]
+        read_from = {part.leg.remote.peer for part in parts}
+        reading.generation = generation
+        reading.lease_tables = [
+            table for name, table in engine.lease_tables.items() if name in read_from
+        ]
+        self._ledger.post(request_id, range(len(parts)), following_steps=len(reading.lease_tables))
+        self._transfers.start(request_id, parts, generation, now_s)
+
+    def _look_up(self, request_id: RequestId, reading: _Reading) -> None:
+        """All of a request was read: see that it was still held, and was what was wanted."""
+        receive, generation = reading.receive, reading.generation
+        assert receive.binding is not None and generation is not None
+        for table in reading.lease_tables:
+            generation.leases.want(
+                (request_id, reading.number), receive.remote_request_id, receive.binding, table
+            )
+
+    def _judge(self, verdict: Verdict[tuple[RequestId, int]], now_s: float) -> None:
+        request_id, number = verdict.key
+        reading = self._reading.get(request_id)
+        if reading is None or reading.number != number:
+            return
+        if verdict.doubt is not None:
+            if verdict.doubt is Doubt.PEER:
+                self._break_off(reading, now_s)
+            self._fail(request_id, reading, verdict.fault, _READ_FAILURES[verdict.doubt])
+        self._ledger.step_done(request_id)
+
+    def _fail(
+        self, request_id: RequestId, reading: _Reading, reason: str, failure: ReadFailure
+    ) -> None:
+        """Fail a request, unless it has failed already; what was not posted of it never is."""
+        if self._ledger.fail(request_id, reason):
+            reading.failure = failure
+            self._transfers.give_up(request_id)
+
+    def _break_off(self, reading: _Reading, now_s: float) -> None:
+        """Read nothing more with the connection that a request is read with."""
+        if reading.peer is not None and reading.generation is not None:
+            self._peers.break_off(reading.peer, reading.generation, now_s)
+
+    def _run_out_of_time(self, request_id: RequestId, reading: _Reading, now_s: float) -> None:
+        """Fail a request whose time is over, and say who was waited for."""
+        source = reading.receive.source
+        where = f"{source.engine_id} at {source.host}:{source.port}"
+        if reading.generation is None:
+            waited_for = f"{where} to be connected"
+        elif num_legs := self._ledger.num_legs_of(request_id):
+            waited_for = f"{num_legs} reads from {where}"
+            self._break_off(reading, now_s)
+        else:
+            waited_for = f"its lease to be looked up at {where}"
+            self._break_off(reading, now_s)
+        reason = f"waited {self._timeout_s:g} s for {waited_for}"
+        self._fail(request_id, reading, reason, ReadFailure.DEADLINE)
+
+    def _has_too_much_in_doubt(self) -> bool:
+        assert self._reader is not None
+        num_ids = self._reader.cache.num_blocks // self._reader.cache.blocks_per_id
+        return self._num_in_doubt * _MOST_IN_DOUBT > num_ids
+
+    def _contain(self, now_s: float) -> None:
+        """Where too much memory is in doubt, wait for hung peers no longer."""
+        if not self._num_in_doubt or not self._has_too_much_in_doubt():
+            return
+        for generation in self._peers.retired:
+            if not generation.lifetime.is_quiet:
+                logger.error(
+                    "Cutting a connection whose reads do not end: %d blocks of failed requests "
+                    "may be written by such reads. Its engine may have to be restarted.",
+                    self._num_in_doubt,
+                )
+                generation.lifetime.force(now_s)
+                return
+
+    def _release(self, reading: _Reading) -> None:
+        """Tell the holders of a request's blocks that this worker is through with them."""
+        peer = reading.peer
+        holders = (peer and peer.generation) or reading.generation
+        if holders is None or (holders is reading.generation and not holders.is_connected):
+            return
+        # Who cannot be read from may be gone; that he hears nothing is no news then.
+        known = reading.failure in (ReadFailure.TRANSFER, ReadFailure.DEADLINE)
+        self._notifier.release(reading.receive.remote_request_id, holders, known_as_broken=known)
+
+
+def named(request_ids: Iterable[RequestId], most: int = 8) -> str:
+    """The requests that something was to be done for, fit for one line of a log."""
+    ids = list(request_ids)
+    if not ids:
+        return ""
+    more = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return f", and with it request{'s' * (len(ids) > 1)} {', '.join(ids[:most])}{more}"
