@@ -112,9 +112,6 @@ class Counting:
     def fault(self) -> None:
         """It was."""
 
-    def let_run(self) -> None:
-        """Nothing runs."""
-
     def close(self) -> None:
         """Nothing runs."""
 
@@ -141,9 +138,9 @@ def run(src_heads, dst_heads, block_ids, *, staged: bool, num_blocks: int = 4096
     counting = Counting()
     area = StagingArea(torch.empty(64 << 20, dtype=torch.uint8), counting) if staged else None
     leg = prepared(src_heads, dst_heads, num_blocks, area)
-    transfers = Transfers(counting, area)
+    transfers = Transfers(area)
     parts = list(transfers.cut(leg, leg.leg.select([span(block_ids[0])], [span(block_ids[1])])))
-    transfers.start("r", parts, 0.0)
+    transfers.start("r", parts, counting, 0.0)
     assert len(transfers.advance(0.0)) == len(parts)
     return counting
 

@@ -14,49 +14,46 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
     PeerTable,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteLayoutError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
 
 IDLE_LIMIT_S = 600.0
+HUNG_GRACE_S = 100.0
 ADDRESS = RemoteEngineAddress("engine", "prefill.example", 5600)
 
 
-class Engine:
-    """A connected engine that notes when it is closed."""
+class Connection:
+    """A generation in which nothing happens but what the test says."""
 
-    closed = False
+    def __init__(self) -> None:
+        self.lifetime = Lifetime(HUNG_GRACE_S)
+        self.leases: list[str] = []
+        self.closed = False
 
     def close(self) -> None:
         """Note it."""
+        self.lifetime.close()
         self.closed = True
 
 
 class Network:
-    """The executor, and the two functions that a table is given."""
+    """Opens generations when the test says so."""
 
     def __init__(self) -> None:
         self.handshakes: list[Future] = []
-        self.engines: list[Engine] = []
-        self.refusal: Exception | None = None
-        self.began_s: list[float] = []
+        self.opened: list[Connection] = []
 
-    def submit(self, function, *arguments) -> Future:
-        """Begin a handshake, which ends when the test says so."""
+    def open(self, address: RemoteEngineAddress) -> Future:
+        """Begin a handshake."""
         self.handshakes.append(Future())
         return self.handshakes[-1]
 
-    def connect(self, descriptions, began_s) -> Engine:
-        """Connect, or refuse."""
-        self.began_s.append(began_s)
-        if self.refusal is not None:
-            raise self.refusal
-        self.engines.append(Engine())
-        return self.engines[-1]
-
     def answer(self) -> None:
         """The handshake under way succeeds."""
-        self.handshakes[-1].set_result(())
+        self.opened.append(Connection())
+        self.handshakes[-1].set_result(self.opened[-1])
 
     def fail(self) -> None:
         """The handshake under way fails."""
@@ -72,7 +69,7 @@ def network() -> Network:
 @pytest.fixture
 def table(network) -> PeerTable:
     """A table without peers."""
-    return PeerTable(network, lambda _: (), network.connect, IDLE_LIMIT_S)
+    return PeerTable(network.open, IDLE_LIMIT_S)
 
 
 def outcomes(news):
@@ -98,7 +95,7 @@ def test_requests_wait_for_one_handshake(table, network):
     network.answer()
     ((peer, error),) = table.advance(0.1)
     assert error is None
-    assert peer.engine is network.engines[0]
+    assert peer.generation is network.opened[0]
     assert [request_id for request_id, _ in peer.take_waiting()] == ["a", "b"]
     assert table.advance(0.2) == []
 
@@ -121,7 +118,7 @@ def test_handshake_is_timed_from_when_it_began(table, network):
     table.advance(5.0)
     network.answer()
     table.advance(7.0)
-    assert network.began_s == [5.0]
+    assert table.take_handshakes_s() == [2.0] and table.take_handshakes_s() == []
 
 
 def test_failed_handshake_is_told_and_tried_again_later(table, network):
@@ -182,15 +179,6 @@ def test_heartbeats_during_a_handshake_that_fails_begin_no_other(table, network)
     assert len(network.handshakes) == 1
 
 
-def test_layout_that_does_not_fit_is_a_failure(table, network):
-    """What the answer says may be refused."""
-    network.refusal = RemoteLayoutError("no source rank holds heads")
-    table.want(ADDRESS, 0.0).waiting.append(("a", None))
-    table.advance(0.0)
-    network.answer()
-    assert outcomes(table.advance(0.0)) == [("engine", "no source rank holds heads")]
-
-
 def test_any_error_of_a_handshake_is_that_peers(table, network):
     """What nobody thought of fails the requests of one engine, and nothing else."""
     table.want(ADDRESS, 0.0).waiting.append(("a", None))
@@ -199,27 +187,73 @@ def test_any_error_of_a_handshake_is_that_peers(table, network):
     assert outcomes(table.advance(0.0)) == [("engine", "too many open files")]
 
 
-def test_broken_engine_is_connected_anew_when_nothing_is_in_flight(table, network):
-    """After a failed read new requests wait until the old ones have ended."""
+def close_due(table, now_s):
+    """Close what is due, as the connector's thread does."""
+    for generation in table.take_due(now_s):
+        generation.close()
+
+
+def test_broken_engine_is_connected_anew_beside_what_drains(table, network):
+    """After a failed read new requests wait for the next handshake, not for the old reads."""
     peer = connected(table, network)
-    peer.in_flight = 1
-    peer.break_off(1.0)
+    old = peer.generation
+    old.lifetime.begin()
+    table.break_off(peer, old, 1.0)
     table.want(ADDRESS, 1.0).waiting.append(("a", None))
-    assert table.advance(1.0) == []
-    assert not network.engines[0].closed
-    peer.in_flight = 0
-    table.advance(2.0)
-    assert network.engines[0].closed
-    assert len(network.handshakes) == 2
+    assert table.advance(1.0) == [] and len(network.handshakes) == 2
     network.answer()
     assert outcomes(table.advance(2.0)) == [("engine", None)]
-    assert peer.engine is network.engines[1]
+    assert peer.generation is network.opened[1]
+    assert table.take_just_retired() == [old] and table.take_just_retired() == []
+    close_due(table, 2.0)
+    assert table.retired == (old,) and not old.closed
+    old.lifetime.done()
+    close_due(table, 2.0)
+    assert old.closed and table.retired == ()
+
+
+def test_generation_that_is_still_to_be_asked_is_kept(table, network):
+    """Whoever has read all of his blocks is told whether they were held."""
+    peer = connected(table, network)
+    old = peer.generation
+    old.leases.append("a lookup")
+    table.break_off(peer, old, 1.0)
+    close_due(table, 1.0)
+    assert not old.closed
+    old.leases.clear()
+    close_due(table, 1.0)
+    assert old.closed
+
+
+def test_hung_generation_is_closed_after_its_grace(table, network):
+    """Nothing waits without a deadline."""
+    peer = connected(table, network)
+    old = peer.generation
+    old.lifetime.begin()
+    table.break_off(peer, old, 1.0)
+    close_due(table, HUNG_GRACE_S)
+    assert not old.closed
+    close_due(table, 1.0 + HUNG_GRACE_S)
+    assert old.closed
+
+
+def test_failure_of_a_generation_that_drains_concerns_nobody_else(table, network):
+    """What has taken its place is not broken by it."""
+    peer = connected(table, network)
+    old = peer.generation
+    table.break_off(peer, old, 1.0)
+    table.want(ADDRESS, 1.0)
+    table.advance(1.0)
+    network.answer()
+    table.advance(1.0)
+    table.break_off(peer, old, 2.0)
+    assert peer.generation is network.opened[1] and not peer.broken and peer.breaks == 1
 
 
 def reconnected(table, network, now_s):
     """The peer after a read that has failed, and how long it was not asked for."""
     peer = table.want(ADDRESS, now_s)
-    peer.break_off(now_s)
+    table.break_off(peer, peer.generation, now_s)
     table.advance(now_s)
     # Whoever wanted it has failed meanwhile: its past is kept all the same.
     peer.wanted = False
@@ -228,7 +262,7 @@ def reconnected(table, network, now_s):
     table.advance(peer.retry_at_s)
     network.answer()
     table.advance(peer.retry_at_s)
-    assert peer.engine is network.engines[-1]
+    assert peer.generation is network.opened[-1]
     return peer, peer.retry_at_s - now_s
 
 
@@ -258,19 +292,20 @@ def test_engine_that_was_steady_for_long_has_no_past(table, network):
 def test_reads_that_fail_together_are_one_break(table, network):
     """All legs of a request, and all requests, fail with the engine that they are read from."""
     peer = connected(table, network)
-    peer.in_flight = 3
+    generation = peer.generation
     for now_s in (1.0, 1.5, 2.0):
-        peer.break_off(now_s)
+        table.break_off(peer, generation, now_s)
     assert (peer.breaks, peer.retry_at_s) == (1, 1.0)
 
 
 def test_broken_engine_is_forgotten_after_its_past(table, network):
     """State of engines that are gone does not pile up either."""
     peer = connected(table, network)
-    peer.break_off(1.0)
+    table.break_off(peer, peer.generation, 1.0)
     peer.wanted = False
     table.advance(1.0)
-    assert network.engines[0].closed
+    close_due(table, 1.0)
+    assert network.opened[0].closed
     table.advance(STEADY_S)
     assert len(table) == 1
     table.advance(1.0 + STEADY_S)
@@ -285,7 +320,8 @@ def test_restarted_engine_replaces_the_one_before(table, network):
     assert old.broken and not new.broken
     old.wanted = False
     table.advance(2.0)
-    assert network.engines[0].closed and not network.engines[1].closed
+    close_due(table, 2.0)
+    assert network.opened[0].closed and not network.opened[1].closed
     assert len(table) == 1
 
 
@@ -303,13 +339,14 @@ def test_silent_engine_is_forgotten(table, network):
     assert len(table) == 1
     table.advance(IDLE_LIMIT_S + 1)
     assert len(table) == 0
-    assert network.engines[0].closed
+    close_due(table, IDLE_LIMIT_S + 1)
+    assert network.opened[0].closed
 
 
 @pytest.mark.parametrize("idle_limit_s", [0.0, -1.0])
 def test_engines_are_kept_for_ever_without_a_limit(network, idle_limit_s):
     """As with upstream's `engine_ttl`."""
-    table = PeerTable(network, lambda _: (), network.connect, idle_limit_s)
+    table = PeerTable(network.open, idle_limit_s)
     connected(table, network)
     table.advance(1e9)
     assert len(table) == 1
@@ -318,18 +355,24 @@ def test_engines_are_kept_for_ever_without_a_limit(network, idle_limit_s):
 def test_engine_with_reads_in_flight_is_kept(table, network):
     """However long a read takes, its lists stay."""
     peer = connected(table, network)
-    peer.in_flight = 1
+    peer.generation.lifetime.begin()
     table.advance(IDLE_LIMIT_S + 1)
     assert len(table) == 1
-    assert not network.engines[0].closed
+    assert peer.generation is network.opened[0]
 
 
-def test_closing_gives_everything_back(table, network):
-    """Nothing stays prepared."""
-    connected(table, network)
-    table.close()
-    assert network.engines[0].closed
+def test_closing_hands_every_generation_over(table, network):
+    """Those in use, those that drain, and those that answer too late."""
+    peer = connected(table, network)
+    table.break_off(peer, peer.generation, 1.0)
+    connected(table, network, RemoteEngineAddress("other", ADDRESS.host, 5601), 1.0)
+    late = table.want(RemoteEngineAddress("late", ADDRESS.host, 5602), 1.0)
+    table.advance(1.0)
+    late.opening.set_running_or_notify_cancel()
+    assert table.close(2.0) == network.opened[:2]
     assert len(table) == 0
+    network.answer()
+    assert network.opened[2].closed
 
 
 def test_wrong_address_costs_nobody_else(table, network):
@@ -339,7 +382,7 @@ def test_wrong_address_costs_nobody_else(table, network):
     table.want(ADDRESS, 0.0).waiting.append(("right", None))
     table.advance(0.0)
     network.handshakes[0].set_exception(RemoteLayoutError("unreachable"))
-    network.handshakes[1].set_result(())
+    network.handshakes[1].set_result(Connection())
     (wrong, error), (right, nothing) = table.advance(0.1)
     assert [request_id for request_id, _ in wrong.take_waiting()] == ["wrong"]
     assert [request_id for request_id, _ in right.take_waiting()] == ["right"]
@@ -354,5 +397,4 @@ def test_invented_engine_does_not_replace_a_real_one(table, network):
     network.fail()
     table.advance(1.1)
     assert not real.broken
-    assert real.engine is network.engines[0]
-    assert not real.engine.closed
+    assert real.generation is network.opened[0]

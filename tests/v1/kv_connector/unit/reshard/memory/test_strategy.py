@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import (
     DEFAULT_COSTS,
     CostModel,
-    Room,
     Strategy,
     Work,
     fit_line,
@@ -18,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import
 costs = st.builds(CostModel, *[st.floats(1e-12, 1e-3)] * 5)
 counts = st.integers(1, 10**6)
 MIB = 1 << 20
-ROOM = Room(256 * MIB)
+ARENA_BYTES = 256 * MIB
 
 
 @given(costs, counts, counts, counts, counts)
@@ -27,29 +26,29 @@ def test_staging_is_chosen_only_where_it_promises_to_be_faster(
 ):
     """By its own figures no choice of staging is slower than a direct read."""
     direct, staged = Work(num_direct, num_bytes), Work(num_staged, num_bytes)
-    if model.choose(direct, staged, num_chunks, ROOM) is Strategy.STAGED:
-        assert model.staged_s(staged, num_chunks, ROOM) < model.direct_s(direct)
+    if model.choose(direct, staged, num_chunks, ARENA_BYTES) is Strategy.STAGED:
+        assert model.staged_s(staged, num_chunks, ARENA_BYTES) < model.direct_s(direct)
 
 
 @given(costs, counts, counts, counts)
 def test_nothing_to_merge_goes_direct(model, num_descriptors, num_bytes, num_chunks):
     """Where the arena saves no descriptors, it only costs."""
     work = Work(num_descriptors, num_bytes)
-    assert model.choose(work, work, num_chunks, ROOM) is Strategy.DIRECT
+    assert model.choose(work, work, num_chunks, ARENA_BYTES) is Strategy.DIRECT
 
 
 def test_small_pages_are_staged_and_large_ones_are_not():
     """64 MiB in pages of 2 KiB that do not adjoin here, and in pages of 1 MiB."""
     merged = Work(64, 64 * MIB)
     small, large = Work(64 * MIB // 2048, 64 * MIB), Work(64, 64 * MIB)
-    assert DEFAULT_COSTS.choose(small, merged, 64 * MIB // 2048, ROOM) is Strategy.STAGED
-    assert DEFAULT_COSTS.choose(large, merged, 64, ROOM) is Strategy.DIRECT
+    assert DEFAULT_COSTS.choose(small, merged, 64 * MIB // 2048, ARENA_BYTES) is Strategy.STAGED
+    assert DEFAULT_COSTS.choose(large, merged, 64, ARENA_BYTES) is Strategy.DIRECT
 
 
 def test_a_few_pages_go_direct():
-    """What is read in no time is not worth another step of the engine."""
+    """What is read in no time is not worth another stop."""
     direct, staged = Work(64, 64 * 2048), Work(2, 64 * 2048)
-    assert DEFAULT_COSTS.choose(direct, staged, 64, ROOM) is Strategy.DIRECT
+    assert DEFAULT_COSTS.choose(direct, staged, 64, ARENA_BYTES) is Strategy.DIRECT
 
 
 @given(st.floats(1e-6, 1), st.floats(1e-9, 1), st.integers(1, 100), st.integers(1, 100))
@@ -67,13 +66,9 @@ def test_noise_makes_no_cost_negative():
     assert fit_line((10, 1.0), (20, 3.0), least=1e-12)[0] == 1e-12
 
 
-def test_long_steps_and_a_small_arena_speak_against_staging():
-    """A read that would wait for step after step of the engine goes direct instead."""
+def test_small_arena_speaks_against_staging():
+    """A read that would stop over again and again goes direct instead."""
     pages = 64 * MIB // 2048
     direct, staged = Work(pages, 64 * MIB), Work(64, 64 * MIB)
-    for room, chosen in (
-        (Room(256 * MIB, step_s=0.01), Strategy.STAGED),
-        (Room(256 * MIB, step_s=0.2), Strategy.DIRECT),
-        (Room(8 * MIB, step_s=0.01), Strategy.DIRECT),
-    ):
-        assert DEFAULT_COSTS.choose(direct, staged, pages, room) is chosen
+    for arena_bytes, chosen in ((256 * MIB, Strategy.STAGED), (MIB >> 3, Strategy.DIRECT)):
+        assert DEFAULT_COSTS.choose(direct, staged, pages, arena_bytes) is chosen

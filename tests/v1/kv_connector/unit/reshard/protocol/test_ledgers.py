@@ -111,157 +111,154 @@ class TestProducer:
 
 
 class TestConsumer:
-    """`ConsumerLedger`."""
+    """Requests being read."""
 
-    def test_all_legs_make_a_received_request(self):
-        """Nothing is reported before the last leg is done."""
+    def test_request_is_received_after_its_last_leg(self):
+        """Once, and not before."""
         ledger = ConsumerLedger()
-        ledger.begin("a", ["x", "y"])
-        assert not ledger.leg_done("a", "x")
+        ledger.begin("a")
+        assert "a" in ledger and ledger.take_ended() == []
+        ledger.post("a", ["x", "y"])
+        assert not ledger.leg_quiet("a", "x")
+        assert ledger.num_legs_of("a") == 1
         assert ledger.take_ended() == []
-        assert ledger.leg_done("a", "y")
+        assert ledger.leg_quiet("a", "y")
         assert ledger.take_ended() == [Outcome("a", None)]
-        assert ledger.take_ended() == []
+        assert ledger.take_ended() == [] and ledger.num_legs_of("a") == 0
 
     def test_request_without_legs_ends_at_once(self):
         """A full prefix-cache hit has nothing to wait for."""
         ledger = ConsumerLedger()
-        ledger.begin("a", [])
+        ledger.begin("a")
+        ledger.post("a", [])
         assert ledger.take_ended() == [Outcome("a", None)]
 
     def test_steps_follow_the_legs(self):
-        """A request is received when what arrived is in its place."""
+        """A request is received when what arrived has been looked up."""
         ledger = ConsumerLedger()
-        ledger.begin("a", ["x"], following_steps=2)
-        assert ledger.leg_done("a", "x")
+        ledger.begin("a")
+        ledger.post("a", ["x"], following_steps=2)
+        assert ledger.leg_quiet("a", "x")
         ledger.step_done("a")
         assert ledger.take_ended() == []
         ledger.step_done("a")
         assert ledger.take_ended() == [Outcome("a", None)]
 
-    def test_failure_waits_for_the_other_legs(self):
-        """Blocks are reported invalid only when nothing writes into them any more."""
+    def test_request_that_waits_fails_and_ends_at_once(self):
+        """Nothing was posted for it that could write."""
         ledger = ConsumerLedger()
-        ledger.begin("a", ["x", "y", "z"], following_steps=1)
-        assert ledger.leg_failed("a", "x", "lost") == {"y", "z"}
-        assert not ledger.leg_done("a", "y")
+        ledger.begin("a")
+        assert ledger.fail("a", "nobody there")
+        assert ledger.take_failed() == ledger.take_ended() == [Outcome("a", "nobody there")]
+        assert not ledger.fail("a", "again") and ledger.take_failed() == []
+
+    def test_failure_is_told_at_once_and_ends_with_the_last_leg(self):
+        """Blocks are somebody else's only when nothing writes into them any more."""
+        ledger = ConsumerLedger()
+        ledger.begin("a")
+        ledger.post("a", ["x", "y"], following_steps=1)
+        assert ledger.fail("a", "lost")
+        assert not ledger.fail("a", "lost as well")
+        assert ledger.take_failed() == [Outcome("a", "lost")]
+        assert ledger.take_failed() == [] and ledger.take_ended() == []
+        assert not ledger.leg_quiet("a", "x")
         assert ledger.take_ended() == []
-        assert ledger.leg_failed("a", "z", "cancelled") == frozenset()
+        assert not ledger.leg_quiet("a", "y")
         assert ledger.take_ended() == [Outcome("a", "lost")]
 
-    def test_last_leg_may_be_the_one_that_fails(self):
-        """Steps that never begin are not waited for."""
+    def test_steps_of_a_failed_request_are_not_waited_for(self):
+        """They write into nobody's blocks; what they find does not matter any more."""
         ledger = ConsumerLedger()
-        ledger.begin("a", ["x"], following_steps=3)
-        assert ledger.leg_failed("a", "x", "lost") == frozenset()
-        assert ledger.take_ended() == [Outcome("a", "lost")]
-
-    def test_success_after_failure_does_not_count(self):
-        """The last leg of a failed request does not start the steps."""
-        ledger = ConsumerLedger()
-        ledger.begin("a", ["x", "y"], following_steps=1)
-        ledger.leg_failed("a", "x", "lost")
-        assert not ledger.leg_done("a", "y")
-        assert ledger.take_ended() == [Outcome("a", "lost")]
-
-    def test_failure_from_outside_cancels_all_legs(self):
-        """A lease that ran out fails a request whose legs are all well."""
-        ledger = ConsumerLedger()
-        ledger.begin("a", ["x", "y"])
-        assert ledger.fail("a", "lease ran out") == {"x", "y"}
-        assert ledger.fail("a", "again") == frozenset()
-        ledger.leg_done("a", "x")
-        ledger.leg_done("a", "y")
-        assert ledger.take_ended() == [Outcome("a", "lease ran out")]
-
-    def test_failure_during_the_steps_waits_for_them(self):
-        """A copy that has begun writes into the blocks until it ends."""
-        ledger = ConsumerLedger()
-        ledger.begin("a", ["x"], following_steps=1)
-        ledger.leg_done("a", "x")
-        assert ledger.fail("a", "lease ran out") == frozenset()
-        assert "a" in ledger
+        ledger.begin("a")
+        ledger.post("a", ["x"], following_steps=2)
+        ledger.leg_quiet("a", "x")
         ledger.step_done("a")
+        assert ledger.fail("a", "lease ran out")
         assert ledger.take_ended() == [Outcome("a", "lease ran out")]
+        ledger.step_done("a")
+        assert ledger.take_ended() == []
 
 
 class ConsumerMachine(RuleBasedStateMachine):
-    """Any order of events: requests end once, when nothing is under way, and rightly."""
+    """Any order of events: requests end once, when nothing writes any more, and rightly."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ledger = ConsumerLedger()
+        self.waiting: set[str] = set()
         self.legs: dict[str, set[int]] = {}
         self.steps: dict[str, int] = {}
         self.failed: set[str] = set()
-        self.cancelled: set[str] = set()
+        self.told: list[str] = []
         self.ended: dict[str, str | None] = {}
 
-    @rule(legs=st.sets(st.integers(0, 3)), steps=st.integers(0, 2))
-    def begin(self, legs, steps):
+    @rule()
+    def begin(self):
         """A new request."""
         request_id = f"request {len(self.legs)}"
-        self.legs[request_id] = set(legs)
-        self.steps[request_id] = steps
-        self.ledger.begin(request_id, legs, following_steps=steps)
+        self.waiting.add(request_id)
+        self.legs[request_id], self.steps[request_id] = set(), 0
+        self.ledger.begin(request_id)
+
+    @precondition(lambda self: self.waiting - self.failed)
+    @rule(data=st.data(), legs=st.sets(st.integers(0, 3)), steps=st.integers(0, 2))
+    def post(self, data, legs, steps):
+        """Its peer is connected."""
+        request_id = data.draw(st.sampled_from(sorted(self.waiting - self.failed)))
+        self.waiting.remove(request_id)
+        self.legs[request_id], self.steps[request_id] = set(legs), steps
+        self.ledger.post(request_id, legs, following_steps=steps)
 
     @precondition(lambda self: any(self.legs.values()))
-    @rule(data=st.data(), well=st.booleans())
-    def end_leg(self, data, well):
-        """A leg in flight ends."""
+    @rule(data=st.data())
+    def end_leg(self, data):
+        """Nothing writes for a leg any more."""
         request_id = data.draw(st.sampled_from([key for key, legs in self.legs.items() if legs]))
         leg = data.draw(st.sampled_from(sorted(self.legs[request_id])))
         self.legs[request_id].remove(leg)
-        if well:
-            ready = self.ledger.leg_done(request_id, leg)
-            assert ready == (not self.legs[request_id] and request_id not in self.failed)
-        else:
-            self.expect_cancellation(
-                request_id, self.ledger.leg_failed(request_id, leg, "leg failed")
-            )
-        if request_id in self.failed and not self.legs[request_id]:
-            self.steps[request_id] = 0
+        ready = self.ledger.leg_quiet(request_id, leg)
+        assert ready == (not self.legs[request_id] and request_id not in self.failed)
 
-    @precondition(lambda self: len(self.ledger) > 0)
+    @precondition(lambda self: self.legs)
     @rule(data=st.data())
     def fail(self, data):
-        """A request fails for another reason."""
-        request_id = data.draw(st.sampled_from([key for key in self.legs if key in self.ledger]))
-        begun = not self.legs[request_id]
-        self.expect_cancellation(request_id, self.ledger.fail(request_id, "failed"))
-        if not begun:
-            self.steps[request_id] = 0
+        """A request fails, if it still can."""
+        request_id = data.draw(st.sampled_from(sorted(self.legs)))
+        could = request_id in self.ledger and request_id not in self.failed
+        assert self.ledger.fail(request_id, "failed") == could
+        if could:
+            self.failed.add(request_id)
 
-    @precondition(
-        lambda self: any(
-            not self.legs[key] and steps and key in self.ledger for key, steps in self.steps.items()
-        )
-    )
+    @precondition(lambda self: any(map(self.may_step, self.legs)))
     @rule(data=st.data())
     def end_step(self, data):
-        """A step that follows the legs ends."""
-        running = [
-            key
-            for key, steps in self.steps.items()
-            if not self.legs[key] and steps and key in self.ledger
-        ]
-        request_id = data.draw(st.sampled_from(running))
+        """A step that follows the legs ends, whether or not anybody cares."""
+        request_id = data.draw(st.sampled_from(sorted(filter(self.may_step, self.legs))))
         self.steps[request_id] -= 1
         self.ledger.step_done(request_id)
 
-    def expect_cancellation(self, request_id, cancelled):
-        """The first failure cancels what is in flight; later ones cancel nothing."""
-        expected = set() if request_id in self.failed else self.legs[request_id]
-        assert cancelled == expected
-        self.failed.add(request_id)
+    def may_step(self, request_id):
+        """Whether steps of a request are under way."""
+        return not self.legs[request_id] and self.steps[request_id] > 0
 
     @invariant()
-    def requests_end_when_nothing_is_under_way(self):
-        """Exactly the requests without legs and steps have ended, each once."""
+    def failures_are_told_once_and_at_once(self):
+        """Each failed request."""
+        self.told += [outcome.request_id for outcome in self.ledger.take_failed()]
+        assert len(self.told) == len(set(self.told)) and set(self.told) == self.failed
+
+    @invariant()
+    def requests_end_when_nothing_writes(self):
+        """Exactly the requests without legs have ended, that failed or have no steps left."""
         for outcome in self.ledger.take_ended():
             assert outcome.request_id not in self.ended
             self.ended[outcome.request_id] = outcome.failure
-        over = {key for key, legs in self.legs.items() if not legs and not self.steps[key]}
+        over = {
+            key
+            for key, legs in self.legs.items()
+            if not legs
+            and (key in self.failed or (key not in self.waiting and not self.steps[key]))
+        }
         assert set(self.ended) == over
         assert {key for key, failure in self.ended.items() if failure} == self.failed & over
         assert len(self.ledger) == len(self.legs) - len(over)

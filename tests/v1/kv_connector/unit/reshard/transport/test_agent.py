@@ -8,6 +8,7 @@ import sys
 import uuid
 
 import numpy as np
+import psutil
 import pytest
 from vllm.distributed.nixl_utils import NixlWrapper
 
@@ -79,14 +80,32 @@ def test_nixls_threads_may_run_where_they_are_told(monkeypatch):
         os.sched_setaffinity(0, own)
 
 
-def test_a_peer_is_forgotten_when_nobody_has_it_any_more(agents):
-    """Whoever pretends to be another engine's worker does not cut its connection."""
-    one, other = agents
-    metadata = other.metadata()
-    peer = one.connect(metadata)
-    assert one.connect(metadata) == peer
-    one.disconnect(peer)
-    one.notify(peer, b"still there")
-    one.disconnect(peer)
-    with pytest.raises(TransferError):
-        one.notify(peer, b"gone")
+def test_agent_that_reads_has_no_threads():
+    """It advances when it is polled, and takes no core while it rests."""
+    this = psutil.Process()
+    # The first of a process starts what UCX has for all.
+    NixlAgent(f"first-{uuid.uuid4()}", num_threads=None).close()
+    before = this.num_threads()
+    agent = NixlAgent(f"reader-{uuid.uuid4()}", num_threads=None)
+    assert this.num_threads() == before
+    agent.close()
+
+
+def test_closed_agent_leaves_nothing(agents):
+    """Lists and reads go with it, and a second time changes nothing."""
+    reader, source = NixlAgent(f"reader-{uuid.uuid4()}", num_threads=None), agents[0]
+    memory = np.arange(128, dtype=np.uint8).reshape(2, 64)
+    for agent, own in zip((source, reader), memory, strict=True):
+        agent.register([(own.ctypes.data, own.nbytes, 0)])
+    peer = reader.connect(source.metadata())
+    remote, local = (
+        reader.prepare(np.array([[own.ctypes.data, 64, 0, 64, 1]], dtype=np.uint64), whose)
+        for own, whose in zip(memory, (peer, None), strict=True)
+    )
+    indices = np.zeros(1, dtype=np.int32)
+    transfer = reader.read(local, indices, remote, indices)
+    assert (reader.num_lists, reader.num_reads) == (2, 1)
+    reader.close()
+    assert (reader.num_lists, reader.num_reads) == (0, 0)
+    assert remote.handle is local.handle is transfer.handle is None
+    reader.close()

@@ -51,7 +51,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area
     open_area,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
-    PartEnded,
+    PartEvent,
+    PartQuiet,
     Transfers,
 )
 
@@ -219,7 +220,9 @@ def assert_arrives(transport, layout, arena_bytes):
     assert verify_plan(src, dst, plan) == []
     for shard in dst:
         rank = Rank(shard, dst_form, make_agent())
-        area = open_area(rank.agent, [rank.tensor], arena_bytes)
+        area = open_area([rank.tensor], arena_bytes)
+        if area is not None:
+            rank.agent.register([area.region])
         run_reads(plan.reads_of(shard.rank), rank, area, sources, (src_blocks, dst_blocks))
         np.testing.assert_array_equal(rank.bytes(), rank.expected(sequence, dst_blocks))
         rank.agent.close()
@@ -234,17 +237,16 @@ def run_reads(
     blocks: tuple[list[BlockSpan], list[BlockSpan]],
 ) -> None:
     """Make all reads of a rank, and give everything back."""
-    agent, lists = rank.agent, []
+    agent = rank.agent
     names = {
         source: agent.connect(sources.by_rank[source].agent_metadata)
         for source in {read.src_rank for read in reads}
     }
 
     def prepare(rows: Rows, peer: str | None = None) -> Prepared:
-        lists.append(agent.prepare(rows, peer))
-        return lists[-1]
+        return agent.prepare(rows, peer)
 
-    transfers, parts = Transfers(agent, area), []
+    transfers, parts = Transfers(area), []
     for read in reads:
         src, peer = sources.by_rank[read.src_rank].cache, names[read.src_rank]
         for leg in lower_read(read, src, rank.cache):
@@ -259,18 +261,14 @@ def run_reads(
             )
             parts += transfers.cut(prepared, leg.select(*blocks))
     # No time passes, so that no window loses its patience and goes direct.
-    transfers.start("request", parts, now_s=0.0)
-    ended: list[PartEnded] = []
+    transfers.start("request", parts, agent, now_s=0.0)
+    ended: list[PartEvent] = []
     wait_until(lambda: ended.extend(transfers.advance(now_s=0.0)) or len(ended) == len(parts))
-    assert {each.fault for each in ended} <= {None}
+    assert all(isinstance(each, PartQuiet) for each in ended)
     if area is not None:
         assert {each.strategy for each in ended} <= {Strategy.STAGED}
         assert area.spans.free_bytes == area.spans.size_bytes
     transfers.close()
-    for each in lists:
-        agent.release_prepared(each)
-    for name in names.values():
-        agent.disconnect(name)
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -353,7 +351,6 @@ def test_source_that_dies_during_a_read_is_noticed():
     source.kill()
     wait_until(lambda: agent.poll(transfer) is not TransferState.IN_FLIGHT)
     assert agent.poll(transfer) is TransferState.FAILED
-    agent.release(transfer)
     with pytest.raises(TransferError, match="cannot read"):
         agent.read(local, indices, remote, indices % 4)
     source.stop()

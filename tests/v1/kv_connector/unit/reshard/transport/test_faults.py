@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
@@ -13,11 +15,13 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     every_strategy,
     fill,
     lost_blocks,
+    peers_of,
     receive,
+    wait_until,
 )
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 
@@ -27,7 +31,7 @@ SRC, DST = [5, 2, 9], [3, 4, 1]
 
 
 class CommandedAgent(MemoryAgent):
-    """An agent whose reads end as told, by the peer that they read from.
+    """An agent whose reads end as told, by the peer that they read from, whichever agent reads.
 
     Attributes:
         refused: Peers from which no read can be posted.
@@ -35,16 +39,14 @@ class CommandedAgent(MemoryAgent):
         failing: Peers from which reads fail.
     """
 
-    def __init__(self, name: str, **options: object) -> None:
-        super().__init__(name, **options)
-        self.refused: set[str] = set()
-        self.held_up: set[str] = set()
-        self.failing: set[str] = set()
+    refused: ClassVar[set[str]] = set()
+    held_up: ClassVar[set[str]] = set()
+    failing: ClassVar[set[str]] = set()
 
     def read(self, local, local_indices, remote, remote_indices):
         """Post a read, or refuse to."""
         if remote.peer in self.refused:
-            raise TransferError(f"cannot read from {remote.peer}")
+            raise InDoubtError(f"cannot read from {remote.peer}")
         return super().read(local, local_indices, remote, remote_indices)
 
     def poll(self, transfer):
@@ -60,12 +62,14 @@ class CommandedAgent(MemoryAgent):
 def prefill_and_decode(engines, monkeypatch) -> tuple[Engine, Engine]:
     """Two prefill workers, of which the one decode worker reads."""
     monkeypatch.setattr(worker_module, "NixlAgent", CommandedAgent)
+    for commands in (CommandedAgent.refused, CommandedAgent.held_up, CommandedAgent.failing):
+        commands.clear()
     return engines("prefill", tp=2), engines("decode")
 
 
-def commanded(engine: Engine, tp_rank: int) -> CommandedAgent:
-    """The agent of a worker."""
-    return engine.workers[MeshRank(0, tp_rank)]._agent
+def name_of(engine: Engine, tp_rank: int) -> str:
+    """What others read a worker's blocks from."""
+    return engine.workers[MeshRank(0, tp_rank)]._exchange.agent.name
 
 
 @every_strategy
@@ -83,28 +87,106 @@ def test_agent_of_the_tests_moves_the_bytes(prefill_and_decode):
 
 
 @pytest.mark.parametrize("fault", ["failing", "refused"])
-def test_request_ends_only_after_its_last_leg(prefill_and_decode, fault):
+def test_request_fails_at_once_and_ends_after_its_last_leg(prefill_and_decode, fault):
     """While a leg is in flight its blocks are nobody else's, whatever became of the others."""
     p, d = prefill_and_decode
     address = p.serve()
     fill(p, SRC)
     p.offer("p-a")
-    reader, good, bad = commanded(d, 0), commanded(p, 0).name, commanded(p, 1).name
-    reader.held_up.add(good)
-    getattr(reader, fault).add(bad)
+    CommandedAgent.held_up.add(name_of(p, 0))
+    getattr(CommandedAgent, fault).add(name_of(p, 1))
     d.start(receive={"d-a": receive(address, DST, SRC)})
     progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
-    while not worker._reading or len(worker._transfers) > 1:
-        progress.step()
+    wait_until(lambda: worker._failed, progress.step)
+    assert lost_blocks(worker) == set(DST)
+    assert worker.take_stats().data["blocks_in_doubt"] == [len(DST)]
     for _ in range(20):
         progress.step()
     assert not any(progress.received.values())
-    assert worker.take_failed() == {}
 
-    reader.held_up.clear()
+    CommandedAgent.held_up.clear()
     progress.until(d, received="d-a")
-    assert lost_blocks(worker) == set(DST)
+    assert worker.take_failed() == {}
     progress.until(p, sent="p-a")
+
+
+def test_request_whose_reads_do_not_end_fails_in_time(engines, prefill_and_decode, caplog_vllm):
+    """Its blocks stay its own; another request is served meanwhile; a late end gives them back."""
+    now_s = 1000.0
+    p, _ = prefill_and_decode
+    d = engines("patient", kv_read_timeout_s=120, clock=lambda: now_s)
+    address = p.serve()
+    whole = fill(p, SRC)
+    p.offer("p-a", "p-b")
+    CommandedAgent.held_up.add(name_of(p, 1))
+    d.start(receive={"d-a": receive(address, DST, SRC)})
+    progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
+    wait_until(lambda: len(worker._transfers) == 1, progress.step)
+    hung = peers_of(worker)[0].generation
+    now_s += 119.0
+    worker._thread.wake()
+    progress.step()
+    assert not worker._failed
+    now_s += 1.0
+    wait_until(lambda: worker._failed, progress.step)
+    assert "waited 120 s for 1 reads from prefill at 127.0.0.1:" in caplog_vllm.text
+    assert not any(progress.received.values())
+    CommandedAgent.held_up.clear()
+    other = receive(address, [6, 7, 8], SRC, remote_request_id="p-b")
+    d.start(receive={"d-b": other})
+    progress.until(d, received="d-b")
+    assert (d.blocks(MeshRank(0, 0), "layers.0", [6, 7, 8]) == whole[0]).all()
+    progress.until(d, received="d-a")
+    wait_until(lambda: not hung.is_connected, progress.step)
+
+
+def test_hung_connection_is_cut_in_the_end(engines, prefill_and_decode):
+    """After a grace nobody hopes for its reads any more: blocks come back when it has ended."""
+    now_s = 1000.0
+    p, _ = prefill_and_decode
+    d = engines("patient", kv_read_timeout_s=10, kv_hung_peer_timeout_s=60, clock=lambda: now_s)
+    address = p.serve()
+    fill(p, SRC)
+    p.offer("p-a")
+    CommandedAgent.held_up.add(name_of(p, 1))
+    d.start(receive={"d-a": receive(address, DST, SRC)})
+    progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
+    wait_until(lambda: len(worker._transfers) == 1, progress.step)
+    now_s += 10.0
+    wait_until(lambda: worker._failed, progress.step)
+    (hung,) = worker._exchange.peers.retired
+    now_s += 59.0
+    worker._thread.wake()
+    progress.step()
+    assert hung.is_connected and not any(progress.received.values())
+    now_s += 1.0
+    progress.until(d, received="d-a")
+    assert not hung.is_connected
+    wait_until(lambda: worker._stats, progress.step)
+    assert worker.take_stats().data["blocks_in_doubt"][-1] == 0
+
+
+def test_too_much_in_doubt_cuts_the_oldest_connection(prefill_and_decode, engines, caplog_vllm):
+    """More than a quarter of the blocks: nobody waits for hung peers then."""
+    now_s = 1000.0
+    p, _ = prefill_and_decode
+    d = engines("patient", kv_read_timeout_s=10, clock=lambda: now_s)
+    address = p.serve()
+    fill(p, SRC)
+    p.offer("p-a", "p-b")
+    CommandedAgent.held_up.add(name_of(p, 1))
+    both = {
+        "d-a": receive(address, DST, SRC),
+        "d-b": receive(address, [6, 7, 8], SRC, remote_request_id="p-b"),
+    }
+    d.start(receive=both)
+    progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
+    wait_until(lambda: len(worker._transfers) == 2, progress.step)
+    now_s += 10.0
+    for request_id in both:
+        progress.until(d, received=request_id)
+    assert set(worker.take_failed()) == set(both)
+    assert "Cutting a connection whose reads do not end: 6 blocks" in caplog_vllm.text
 
 
 @every_strategy
@@ -114,15 +196,15 @@ def test_failed_request_leaves_another_of_the_same_engine_alone(prefill_and_deco
     address = p.serve()
     whole = fill(p, SRC)
     p.offer("p-a", "p-b", "p-c")
-    reader, bad = commanded(d, 0), commanded(p, 1).name
+    bad = name_of(p, 1)
     progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
     d.start(receive={"before": receive(address, DST, SRC)})
     progress.until(d, received="before")
-    reader.failing.add(bad)
+    CommandedAgent.failing.add(bad)
     d.start(receive={"during": receive(address, [6, 7, 8], SRC, remote_request_id="p-b")})
     progress.until(d, received="during")
     assert lost_blocks(worker) == {6, 7, 8}
-    reader.failing.clear()
+    CommandedAgent.failing.clear()
     d.start(receive={"after": receive(address, [10, 11, 12], SRC, remote_request_id="p-c")})
     progress.until(d, received="after")
     assert worker.take_failed() == {}

@@ -8,10 +8,18 @@ import uuid
 
 import pytest
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    InDoubtError,
+    TransferError,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent, Transfer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
+    NixlAgent,
+    Transfer,
+    TransferState,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
     OFFER_PATIENCE_S,
     Doubt,
@@ -45,7 +53,7 @@ class Holder:
 @pytest.fixture
 def reader() -> NixlAgent:
     """The agent of a worker that reads."""
-    return NixlAgent(f"reader-{uuid.uuid4()}", num_threads=1)
+    return NixlAgent(f"reader-{uuid.uuid4()}", num_threads=None)
 
 
 def verdicts(checker: LeaseChecker, count: int) -> list[Verdict]:
@@ -70,10 +78,10 @@ def test_only_held_requests_pass(reader):
     """A request that was struck or never entered is told apart from those that are held."""
     holder = Holder("a", "b", "c")
     holder.table.strike("b")
-    checker, table = LeaseChecker(reader), holder.seen_by(reader)
+    checker, table = LeaseChecker(reader, reader), holder.seen_by(reader)
     for name in "abcd":
         checker.want(f"our {name}", name, OFFER, table)
-    found = {verdict.request_id: verdict for verdict in verdicts(checker, 4)}
+    found = {verdict.key: verdict for verdict in verdicts(checker, 4)}
     assert {name for name, verdict in found.items() if verdict.doubt is None} == {"our a", "our c"}
     assert {found[name].doubt for name in ("our b", "our d")} == {Doubt.LEASE}
     assert "kv_lease_duration" in found["our b"].fault
@@ -83,7 +91,7 @@ def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     """Ten requests read from one worker and one from another cost two reads."""
     holders = Holder(*map(str, range(10))), Holder("0")
     tables = [holder.seen_by(reader) for holder in holders]
-    checker, posted, read = LeaseChecker(reader), [], reader.read
+    checker, posted, read = LeaseChecker(reader, reader), [], reader.read
     monkeypatch.setattr(reader, "read", lambda *lists: posted.append(lists) or read(*lists))
     for number in range(10):
         checker.want(f"our {number}", str(number), OFFER, tables[0])
@@ -96,48 +104,78 @@ def test_more_lookups_than_there_is_room_for_take_turns(reader, monkeypatch):
     """None is lost, none is mistaken for another, and the room is used again."""
     monkeypatch.setattr(lease_check, "_NUM_LOOKUPS", 3)
     holder = Holder(*(str(number) for number in range(0, 20, 2)))
-    checker, table = LeaseChecker(reader), holder.seen_by(reader)
+    checker, table = LeaseChecker(reader, reader), holder.seen_by(reader)
     for number in range(20):
         checker.want(f"our {number}", str(number), OFFER, table)
     found = verdicts(checker, 20)
-    held = {verdict.request_id for verdict in found if verdict.doubt is None}
+    held = {verdict.key for verdict in found if verdict.doubt is None}
     assert held == {f"our {number}" for number in range(0, 20, 2)}
-    assert len({verdict.request_id for verdict in found}) == 20
+    assert len({verdict.key for verdict in found}) == 20
     assert sorted(checker._free) == [0, 1, 2]
 
 
-def test_lookup_that_cannot_be_posted_is_a_fault(reader):
-    """A peer that is gone fails its requests and nobody else's."""
+def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
+    """It fails its requests and nobody else's, and its room is free again."""
     gone, alive = Holder("a"), Holder("b")
-    checker = LeaseChecker(reader)
+    checker = LeaseChecker(reader, reader)
     lost, table = gone.seen_by(reader), alive.seen_by(reader)
-    reader.release_prepared(lost.buckets)
-    reader.disconnect(gone.agent.name)
+    read = reader.read
+
+    def refuse(local, local_indices, remote, remote_indices):
+        if remote is lost.buckets:
+            raise TransferError("no")
+        return read(local, local_indices, remote, remote_indices)
+
+    monkeypatch.setattr(reader, "read", refuse)
     checker.want("our a", "a", OFFER, lost)
     checker.want("our b", "b", OFFER, table)
-    found = {verdict.request_id: verdict for verdict in verdicts(checker, 2)}
+    found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
     assert found["our b"] == Verdict("our b")
-    assert found["our a"].fault
-    assert found["our a"].doubt is Doubt.PEER
+    assert found["our a"] == Verdict("our a", Doubt.PEER, "no")
+    assert len(checker._free) == lease_check._NUM_LOOKUPS
 
 
-def test_failed_lookup_is_a_fault(reader, monkeypatch):
-    """What NIXL could not read proves nothing, and its room is free again."""
+@pytest.mark.parametrize("refused", [False, True])
+def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
+    """What NIXL could not read proves nothing, and may still be written."""
     holder = Holder("a")
-    checker, table = LeaseChecker(reader), holder.seen_by(reader)
-    monkeypatch.setattr(reader, "read", lambda *_: Transfer(holder.agent.name, object()))
+    checker, table = LeaseChecker(reader, reader), holder.seen_by(reader)
+
+    def begin(*_):
+        if refused:
+            raise InDoubtError("not any more")
+        return Transfer(holder.agent.name, object())
+
+    monkeypatch.setattr(reader, "read", begin)
     checker.want("our a", "a", OFFER, table)
     (verdict,) = verdicts(checker, 1)
     assert verdict.doubt is Doubt.PEER
-    assert "could not be looked up" in verdict.fault
-    assert 0 in checker._free
+    assert ("not any more" if refused else "could not be looked up") in verdict.fault
+    assert 0 not in checker._free and len(checker) == 0
+
+
+def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypatch):
+    """What waits, what is to be looked at again, and what is in flight; each once."""
+    holder = Holder()
+    holder.table.enter("early")
+    checker, table = LeaseChecker(reader, reader, clock=lambda: 0.0), holder.seen_by(reader)
+    checker.want("early", "early", OFFER, table)
+    until_put_off(checker)
+    monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
+    checker.want("posted", "b", OFFER, table)
+    assert checker.advance() == []
+    checker.want("waiting", "c", OFFER, table)
+    assert len(checker) == 3
+    found = {verdict.key: verdict.doubt for verdict in checker.give_up()}
+    assert found == dict.fromkeys(("early", "posted", "waiting"), Doubt.PEER)
+    assert len(checker) == 0 and checker.give_up() == []
 
 
 def test_holder_that_has_not_offered_yet_is_looked_at_again(reader):
     """What it says in the end counts, and nothing is reported before."""
     holder, now_s = Holder(), [0.0]
     holder.table.enter("a")
-    checker = LeaseChecker(reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
     checker.want("our a", "a", OFFER, holder.seen_by(reader))
     until_put_off(checker)
     holder.table.bind("a", OFFER)
@@ -149,7 +187,7 @@ def test_holder_that_never_offers_is_given_up(reader):
     """Nobody waits for it without end."""
     holder, now_s = Holder(), [0.0]
     holder.table.enter("a")
-    checker = LeaseChecker(reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
     checker.want("our a", "a", OFFER, holder.seen_by(reader))
     until_put_off(checker)
     now_s[0] = OFFER_PATIENCE_S
@@ -162,10 +200,10 @@ def test_what_is_bound_to_something_else_is_told_apart(reader):
     """The request fails with what differs, and its neighbour passes."""
     holder = Holder("a", "b")
     holder.table.bind("a", Binding(40, 1, 2))
-    checker, table = LeaseChecker(reader), holder.seen_by(reader)
+    checker, table = LeaseChecker(reader, reader), holder.seen_by(reader)
     checker.want("our a", "a", OFFER, table)
     checker.want("our b", "b", OFFER, table)
-    found = {verdict.request_id: verdict for verdict in verdicts(checker, 2)}
+    found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
     assert found["our b"] == Verdict("our b")
     assert found["our a"].doubt is Doubt.BINDING
     assert "is of 40 tokens, and 48 are wanted here" in found["our a"].fault
@@ -175,7 +213,7 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
     """A difference is believed when it is seen twice."""
     holder, now_s = Holder("a"), [0.0]
     holder.table.bind("a", Binding(48, 1, 9))
-    checker = LeaseChecker(reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
     checker.want("our a", "a", OFFER, holder.seen_by(reader))
     until_put_off(checker)
     holder.table.bind("a", OFFER)

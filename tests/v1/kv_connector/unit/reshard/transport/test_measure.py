@@ -22,26 +22,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area
 )
 
 
-def measured(make_agent, arena_bytes: int = SCRATCH_BYTES):
+def measured(make_agents, arena_bytes: int = SCRATCH_BYTES):
     """Measure between two agents in this process."""
-    agent = make_agent()
     arena = torch.zeros(arena_bytes, dtype=torch.uint8)
-    agent.register([(arena.data_ptr(), arena.nbytes, 0)])
-    costs = measure_costs(agent, make_agent, arena, lambda to: make_scatterer(arena, [to]))
-    agent.close()
-    return costs
+    return measure_costs(make_agents, arena, lambda to: make_scatterer(arena, [to]))
+
+
+def real_agents() -> tuple[NixlAgent, NixlAgent]:
+    """One that reads, and one that is read from."""
+    reader = NixlAgent(str(uuid.uuid4()), num_threads=None)
+    return reader, NixlAgent(str(uuid.uuid4()), num_threads=1, progress_delay_us=100)
+
+
+def two(kind: type[MemoryAgent]) -> tuple[MemoryAgent, MemoryAgent]:
+    """Two of a kind."""
+    return kind(str(uuid.uuid4())), kind(str(uuid.uuid4()))
 
 
 def test_costs_are_those_of_this_machine():
     """Every cost is a time, and they are not those that are guessed where measuring fails."""
-    costs = measured(lambda: NixlAgent(str(uuid.uuid4()), num_threads=1, progress_delay_us=100))
+    costs = measured(real_agents)
     assert all(math.isfinite(each) and each > 0 for each in astuple(costs))
     assert costs != DEFAULT_COSTS
 
 
 def test_arena_too_small_to_measure_with():
     """Nothing is written beyond its end."""
-    assert measured(lambda: MemoryAgent(str(uuid.uuid4())), 4096) == DEFAULT_COSTS
+    assert measured(lambda: two(MemoryAgent), 4096) == DEFAULT_COSTS
 
 
 def test_transport_that_fails_is_guessed(caplog_vllm):
@@ -51,24 +58,22 @@ def test_transport_that_fails_is_guessed(caplog_vllm):
         def read(self, *_):
             raise TransferError("no read today")
 
-    assert measured(lambda: Broken(str(uuid.uuid4()))) == DEFAULT_COSTS
+    assert measured(lambda: two(Broken)) == DEFAULT_COSTS
     assert any("no read today" in text for text in caplog_vllm.messages)
 
 
-def test_measuring_that_fails_early_closes_the_stand_in():
-    """A worker does not keep a second agent, with threads of its own, for as long as it serves."""
+def test_measuring_that_fails_closes_both_agents():
+    """Whatever is in flight writes no more, and nobody keeps threads for as long as it serves."""
     closed = []
 
     class Watched(MemoryAgent):
+        def read(self, *_):
+            raise TransferError("no read today")
+
         def close(self):
             closed.append(self.name)
             super().close()
 
-    agent, stand_in = (Watched(str(uuid.uuid4())) for _ in range(2))
-    arena = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8)
-
-    def no_scatterer(_):
-        raise MemoryError("no thread today")
-
-    assert measure_costs(agent, lambda: stand_in, arena, no_scatterer) == DEFAULT_COSTS
-    assert closed == [stand_in.name]
+    agents = two(Watched)
+    assert measured(lambda: agents) == DEFAULT_COSTS
+    assert closed == [agent.name for agent in agents]

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import mmap
-import uuid
 
 import pytest
 import torch
 
-from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import staging_area
 
 
@@ -23,16 +21,15 @@ class Refusing(mmap.mmap):
 
 @pytest.mark.parametrize("without", ["nothing", "the advice", "huge pages"])
 def test_arena_is_there_whatever_pages_there_are(monkeypatch, without):
-    """Every byte can be written and read again, and is known to NIXL."""
+    """Every byte can be written and read again, and NIXL is told where it lies."""
     if without == "the advice":
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     elif without == "huge pages":
         monkeypatch.setattr(mmap, "mmap", Refusing)
-    agent = MemoryAgent(str(uuid.uuid4()))
     size_bytes = 3 * mmap.PAGESIZE + 1
-    area = staging_area.open_area(agent, [torch.zeros(1)], size_bytes)
+    area = staging_area.open_area([torch.zeros(1)], size_bytes)
     assert area is not None
+    assert area.region == (area.memory.data_ptr(), size_bytes, 0)
     area.memory.copy_(torch.arange(size_bytes) % 251)
     assert torch.equal(area.memory, (torch.arange(size_bytes) % 251).to(torch.uint8))
     area.scatterer.close()
-    agent.close()

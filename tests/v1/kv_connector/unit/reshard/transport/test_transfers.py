@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from tests.v1.kv_connector.unit.reshard.memory.test_lowering import Memory, read, span
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    InDoubtError,
+    TransferError,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import CostModel, Strategy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     Prepared,
     Transfer,
@@ -29,23 +32,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     PATIENCE_S,
     Part,
+    PartFailed,
+    PartQuiet,
     Transfers,
 )
 
 
-class Agent:
-    """Posts nothing; remembers what it was asked for, and answers what it is told."""
+class Connection:
+    """What parts are read with: posts nothing, and answers what it is told."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[Prepared, np.ndarray, Prepared, np.ndarray]] = []
         self.states: dict[int, TransferState] = {}
         self.released: list[int] = []
-        self.refuses = False
+        self.refusal: TransferError | None = None
 
     def read(self, *lists) -> Transfer:
         """Remember a read."""
-        if self.refuses:
-            raise TransferError("no")
+        if self.refusal is not None:
+            raise self.refusal
         self.posted.append(lists)
         return Transfer("peer", len(self.posted) - 1)
 
@@ -90,9 +95,6 @@ class Copies:
         self.made.append(Copy())
         return self.made[-1]
 
-    def let_run(self) -> None:
-        """The test says when they are done."""
-
     def close(self) -> None:
         """Wait for all."""
         self.closed = True
@@ -110,11 +112,21 @@ PLANE_BYTES = len(BLOCKS) * STAGED.slice_bytes
 """One of 4 planes; a window is an eighth of the arena."""
 
 
-def make(planes_in_arena: int) -> tuple[Transfers, Agent, Copies]:
+def make(planes_in_arena: int) -> tuple[Transfers, Connection, Copies]:
     """Transfers with an arena for so many planes, one plane being a window."""
-    agent, copies = Agent(), Copies()
+    agent, copies = Connection(), Copies()
     area = StagingArea(torch.zeros(planes_in_arena * PLANE_BYTES, dtype=torch.uint8), copies)
-    return Transfers(agent, area), agent, copies
+    return Transfers(area), agent, copies
+
+
+def failures(events) -> dict[str, str]:
+    """What failed, and why."""
+    return {each.request_id: each.fault for each in events if isinstance(each, PartFailed)}
+
+
+def quiet(events) -> list[tuple[str, int]]:
+    """The parts that nothing writes for any more."""
+    return [(each.request_id, each.key) for each in events if isinstance(each, PartQuiet)]
 
 
 def parts_of(transfers: Transfers) -> Sequence[Part]:
@@ -134,41 +146,80 @@ def one_window_parts() -> list[Part]:
 def test_staged_part_ends_once_it_is_scattered(one_window_parts):
     """Not when it has landed; until then its span is nobody else's."""
     transfers, agent, copies = make(4)
-    transfers.start("r", one_window_parts, 0.0)
+    transfers.start("r", one_window_parts, agent, 0.0)
     assert len(agent.posted) == 4 and transfers.area.spans.free_bytes == 0
     assert {lists[0] for lists in agent.posted} == {ARENA_LIST}
     agent.states[2] = TransferState.DONE
     assert transfers.advance(0.0) == [] and agent.released == [2]
     assert len(copies.made) == 1 and transfers.area.spans.free_bytes == 0
     copies.made[0].made = True
-    (ended,) = transfers.advance(0.0)
-    assert (ended.request_id, ended.key, ended.fault) == ("r", 2, None)
-    assert ended.strategy is Strategy.STAGED and ended.telemetry == "telemetry 2"
+    assert transfers.advance(0.0) == [PartQuiet("r", 2, Strategy.STAGED, "telemetry 2")]
     assert transfers.area.spans.free_bytes == PLANE_BYTES
     assert len(transfers) == 3
 
 
-def test_span_of_a_failed_read_is_kept_while_its_peer_is_connected(one_window_parts):
-    """What NIXL has given up may still arrive, and must not arrive in another window."""
-    transfers, agent, copies = make(2)
-    transfers.start("r", one_window_parts, 0.0)
-    assert len(agent.posted) == 2
-    assert transfers.advance(0.0) == [] and len(agent.posted) == 2
+@pytest.mark.parametrize("planes_in_arena", [0, 2], ids=["direct", "staged"])
+def test_failed_read_is_not_quiet_until_its_connection_has_ended(one_window_parts, planes_in_arena):
+    """What NIXL has given up may still arrive: neither blocks nor span are somebody else's."""
+    transfers, agent, copies = make(planes_in_arena)
+    transfers.start("r", one_window_parts[:1], agent, 0.0)
     agent.states[0] = TransferState.FAILED
-    (ended,) = transfers.advance(0.0)
-    assert "could not read from peer" in ended.fault and not ended.local and not copies.made
-    assert len(agent.posted) == 2 and transfers.area.spans.free_bytes == 0
-    transfers.area.end_quarantine("somebody else")
-    assert transfers.area.spans.free_bytes == 0
-    transfers.area.end_quarantine("peer")
-    transfers.advance(0.0)
-    assert len(agent.posted) == 3 and transfers.area.spans.free_bytes == 0
+    events = transfers.advance(0.0)
+    assert "could not read from peer" in failures(events)["r"] and quiet(events) == []
+    assert transfers.area.spans.free_bytes == max(planes_in_arena - 1, 0) * PLANE_BYTES
+    assert len(transfers) == 1 and not agent.released and not copies.made
+    transfers.end(Connection())
+    assert quiet(transfers.advance(0.0)) == []
+    transfers.end(agent)
+    assert quiet(transfers.advance(0.0)) == [("r", 0)]
+    assert transfers.area.spans.free_bytes == planes_in_arena * PLANE_BYTES
+    assert len(transfers) == 0
+
+
+@pytest.mark.parametrize("planes_in_arena", [0, 2], ids=["direct", "staged"])
+def test_read_that_nobody_wants_is_quiet_when_it_is_done(one_window_parts, planes_in_arena):
+    """However late; it is polled until then, not released, and what it brings is not copied."""
+    transfers, agent, copies = make(planes_in_arena)
+    transfers.start("r", one_window_parts[:1], agent, 0.0)
+    transfers.give_up("r")
+    assert transfers.advance(1000.0) == [] and not agent.released
+    assert not transfers.is_moving
+    agent.states[0] = TransferState.DONE
+    (event,) = transfers.advance(2000.0)
+    assert quiet([event]) == [("r", 0)] and event.telemetry is None
+    assert agent.released == [0] and not copies.made
+    assert transfers.area.spans.free_bytes == planes_in_arena * PLANE_BYTES
+
+
+def test_connection_that_is_cut_fails_what_was_in_flight(one_window_parts):
+    """Which is quiet then, too."""
+    transfers, agent, _ = make(0)
+    transfers.start("r", one_window_parts[:2], agent, 0.0)
+    transfers.end(agent)
+    events = transfers.advance(0.0)
+    assert "connection with peer was given up" in failures(events)["r"]
+    assert quiet(events) == [("r", 0), ("r", 1)]
+
+
+def test_nothing_is_posted_with_a_connection_that_drains(one_window_parts):
+    """What waits for its turn fails, and what is in flight goes on."""
+    transfers, agent, _ = make(1)
+    other = Connection()
+    transfers.start("r", one_window_parts[:2], agent, 0.0)
+    transfers.start("s", one_window_parts[:1], other, 0.0)
+    transfers.retire(agent)
+    events = transfers.advance(0.0)
+    assert set(failures(events)) == {"r"} and quiet(events) == [("r", 1)]
+    agent.states[0] = TransferState.DONE
+    transfers.give_up("r")
+    assert quiet(transfers.advance(0.0)) == [("r", 0)]
+    assert len(agent.posted) == 1 and len(other.posted) == 1
 
 
 def test_window_without_a_span_goes_direct_after_a_while(one_window_parts):
     """A read that never ends holds up nobody for ever."""
     transfers, agent, _ = make(1)
-    transfers.start("r", one_window_parts, 0.0)
+    transfers.start("r", one_window_parts, agent, 0.0)
     transfers.advance(PATIENCE_S * 0.9)
     assert len(agent.posted) == 1
     transfers.advance(PATIENCE_S)
@@ -176,7 +227,7 @@ def test_window_without_a_span_goes_direct_after_a_while(one_window_parts):
     for number in (1, 2, 3):
         agent.states[number] = TransferState.DONE
     ended = transfers.advance(PATIENCE_S)
-    assert {(each.key, each.strategy) for each in ended} == {
+    assert {(each.key, each.strategy) for each in ended if isinstance(each, PartQuiet)} == {
         (key, Strategy.DIRECT) for key in (1, 2, 3)
     }
 
@@ -184,7 +235,7 @@ def test_window_without_a_span_goes_direct_after_a_while(one_window_parts):
 def test_patience_begins_anew_when_a_span_was_given_back(one_window_parts):
     """A queue that moves is waited in."""
     transfers, agent, copies = make(1)
-    transfers.start("r", one_window_parts, 0.0)
+    transfers.start("r", one_window_parts, agent, 0.0)
     now_s = 0.0
     for number in range(4):
         now_s += PATIENCE_S * 0.9
@@ -199,48 +250,56 @@ def test_patience_begins_anew_when_a_span_was_given_back(one_window_parts):
 def test_window_larger_than_the_arena_goes_direct_at_once(one_window_parts):
     """It would never be its turn."""
     transfers, agent, _ = make(0)
-    transfers.start("r", one_window_parts, 0.0)
+    transfers.start("r", one_window_parts, agent, 0.0)
     assert [lists[0] for lists in agent.posted] == 4 * [DIRECT_LIST]
 
 
 def test_queued_windows_of_a_failed_request_are_given_up(one_window_parts):
     """Nothing more is read for it, and another request takes its turn."""
     transfers, agent, _ = make(1)
-    transfers.start("bad", one_window_parts, 0.0)
-    transfers.start("good", one_window_parts[:1], 0.0)
-    agent.states[0] = TransferState.FAILED
-    (failed,) = transfers.advance(0.0)
-    assert failed.key == 0 and len(agent.posted) == 1
+    transfers.start("bad", one_window_parts, agent, 0.0)
+    transfers.start("good", one_window_parts[:1], agent, 0.0)
     transfers.give_up("bad")
-    ended = transfers.advance(0.0)
-    assert {(each.request_id, each.key) for each in ended} == {("bad", 1), ("bad", 2), ("bad", 3)}
-    assert all(each.fault and each.local for each in ended)
-    transfers.area.end_quarantine("peer")
-    transfers.advance(0.0)
+    events = transfers.advance(0.0)
+    assert quiet(events) == [("bad", 1), ("bad", 2), ("bad", 3)] and not failures(events)
+    agent.states[0] = TransferState.DONE
+    assert quiet(transfers.advance(0.0)) == [("bad", 0)]
     assert len(agent.posted) == 2 and len(transfers) == 1
 
 
-def test_read_that_cannot_be_posted_ends_at_once(one_window_parts):
-    """Its span is kept as well: NIXL may have begun before it refused."""
+def test_read_that_was_refused_before_it_began_is_quiet(one_window_parts):
+    """Its span is free at once."""
     transfers, agent, _ = make(4)
-    agent.refuses = True
-    transfers.start("r", one_window_parts, 0.0)
-    ended = transfers.advance(0.0)
-    assert [each.fault for each in ended] == 4 * ["no"]
-    assert transfers.area.spans.free_bytes == 0
-    transfers.area.end_quarantine("peer")
+    agent.refusal = TransferError("no")
+    transfers.start("r", one_window_parts[:1], agent, 0.0)
+    events = transfers.advance(0.0)
+    assert failures(events) == {"r": "no"} and quiet(events) == [("r", 0)]
+    assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
+
+
+def test_read_that_was_refused_after_it_began_is_not(one_window_parts):
+    """What NIXL has read of it may still arrive, until its connection has ended."""
+    transfers, agent, _ = make(4)
+    agent.refusal = InDoubtError("not any more")
+    transfers.start("r", one_window_parts[:1], agent, 0.0)
+    events = transfers.advance(0.0)
+    assert failures(events) == {"r": "not any more"} and quiet(events) == []
+    assert transfers.area.spans.free_bytes == 3 * PLANE_BYTES
+    transfers.end(agent)
+    assert quiet(transfers.advance(0.0)) == [("r", 0)]
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 
 
 def test_copy_that_fails_fails_its_part(one_window_parts):
     """Bytes that are not in their places have not arrived."""
     transfers, agent, copies = make(4)
-    transfers.start("r", one_window_parts[:1], 0.0)
+    transfers.start("r", one_window_parts[:1], agent, 0.0)
     agent.states[0] = TransferState.DONE
     transfers.advance(0.0)
     copies.made[0].made, copies.made[0].reason = True, "broken"
-    (ended,) = transfers.advance(0.0)
-    assert ended.fault == "broken" and ended.local
+    failed, ended = transfers.advance(0.0)
+    assert failed == PartFailed("r", "broken", local=True)
+    assert quiet([ended]) == [("r", 0)] and ended.telemetry is None
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 
 
@@ -262,19 +321,19 @@ def test_nothing_selected_is_no_part():
     assert list(transfers.cut(PREPARED, [])) == []
 
 
-def test_close_cancels_reads_and_waits_for_copies(one_window_parts):
+def test_close_waits_for_copies(one_window_parts):
     """Nobody writes into blocks after that."""
     transfers, agent, copies = make(2)
-    transfers.start("r", one_window_parts, 0.0)
+    transfers.start("r", one_window_parts, agent, 0.0)
     transfers.close()
-    assert agent.released == [0, 1] and copies.closed and len(transfers) == 0
+    assert not agent.released and copies.closed and len(transfers) == 0
 
 
 def test_what_was_read_while_it_was_posted_is_scattered_at_once(one_window_parts):
     """On one machine NIXL reads in the call that posts: nobody waits for the engine's next step."""
     transfers, agent, copies = make(4)
     agent.states = dict.fromkeys(range(4), TransferState.DONE)
-    transfers.start("r", one_window_parts, 0.0)
+    transfers.start("r", one_window_parts, agent, 0.0)
     assert len(copies.made) == 4 and agent.released == [0, 1, 2, 3]
 
 
@@ -286,10 +345,11 @@ def test_copy_that_cannot_begin_fails_its_part_only(one_window_parts):
         raise RuntimeError("out of memory")
 
     copies.submit = refuse
-    transfers.start("r", one_window_parts, 0.0)
+    transfers.start("r", one_window_parts, agent, 0.0)
     agent.states[1] = TransferState.DONE
-    (ended,) = transfers.advance(0.0)
-    assert "out of memory" in ended.fault and ended.local
+    failed, ended = transfers.advance(0.0)
+    assert "out of memory" in failed.fault and failed.local
+    assert quiet([ended]) == [("r", 1)]
     assert transfers.advance(0.0) == [] and agent.released == [1]
     assert transfers.area.spans.free_bytes == PLANE_BYTES and len(transfers) == 3
 
@@ -297,7 +357,7 @@ def test_copy_that_cannot_begin_fails_its_part_only(one_window_parts):
 def test_long_step_is_no_standstill(one_window_parts):
     """What has landed in a step that outlasts patience is copied, and its span is waited for."""
     transfers, agent, copies = make(1)
-    transfers.start("r", one_window_parts, 0.0)
+    transfers.start("r", one_window_parts, agent, 0.0)
     agent.states[0] = TransferState.DONE
     transfers.advance(2 * PATIENCE_S)
     assert len(agent.posted) == 1
@@ -311,19 +371,6 @@ def test_long_step_is_no_standstill(one_window_parts):
 def test_arena_that_stands_still_keeps_nobody_waiting(one_window_parts):
     """Who comes when it has stood still for long goes direct at once."""
     transfers, agent, _ = make(1)
-    transfers.start("first", one_window_parts[:1], 0.0)
-    transfers.start("late", one_window_parts[:1], 1000.0)
+    transfers.start("first", one_window_parts[:1], agent, 0.0)
+    transfers.start("late", one_window_parts[:1], agent, 1000.0)
     assert [lists[0] for lists in agent.posted] == [ARENA_LIST, DIRECT_LIST]
-
-
-def test_only_what_the_engine_computes_counts_as_its_step():
-    """Neither reads that are posted for long nor an idle engine speak against staging."""
-    transfers, _, _ = make(8)
-    transfers.area.costs = CostModel(1e-3, 1e-12, 1e-12, 1e-12, 1e-6)
-    assert all(part.window is not None for part in parts_of(transfers))
-    transfers.advance(1000.0)
-    assert all(part.window is not None for part in parts_of(transfers))
-    transfers.left_at_s = 1000.0
-    transfers.advance(1001.0)
-    (part,) = parts_of(transfers)
-    assert part.window is None

@@ -35,6 +35,9 @@ _MOMENT_S = 20e-6
 """Where the engine steps with nothing to compute, it leaves the interpreter for so long, which the
 other thread would get 5 ms later otherwise."""
 
+_TICK_S = 0.2
+"""As often the messages of others are heard though nothing is held for them."""
+
 _CLOSE_LIMIT_S = 10.0
 
 
@@ -66,6 +69,7 @@ class ConnectorThread:
         # Hints for the engine's thread, which the other one writes.
         self._moves = False
         self._holds = False
+        self._tick_at_s = 0.0
         self._thread = threading.Thread(target=self._run, name="reshard-connector", daemon=True)
 
     def start(self) -> None:
@@ -79,8 +83,10 @@ class ConnectorThread:
 
     def collect(self) -> Report:
         """What has ended since the last call."""
-        if self._holds:
-            # Whoever is through with what is held says so whenever he is.
+        now_s = self._clock()
+        if self._holds or now_s >= self._tick_at_s:
+            # Whoever is through with what is held says so whenever he is, or too late.
+            self._tick_at_s = now_s + _TICK_S
             self.hand_over(Step())
         if not self._reports and (self._moves or self._holds):
             time.sleep(_MOMENT_S)
