@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
@@ -30,20 +31,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Heartbeats,
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
+    NixlAgent,
+    TransferState,
+)
 
 __all__ = ["engines"]
 
 ROOT = Path(__file__).parents[5]
 BLOCKS = [5, 2, 9]
-HOLDS = f"""
+HOLDS = """
 from tests.v1.kv_connector.unit.reshard import test_lost_holder
-test_lost_holder.hold({BLOCKS})
+test_lost_holder.hold({blocks}, {head_size})
 """
+SMALL, LARGE = 8, 16384
+"""Head sizes: that a block fits into what the kernel buffers, and that it does not."""
 
 
-def hold(block_ids: list[int]) -> None:
+def hold(block_ids: list[int], head_size: int) -> None:
     """Be an engine that holds two requests until somebody ends it."""
-    engine = Engine("prefill")
+    engine = Engine("prefill", head_size=head_size)
     address = engine.serve()
     fill(engine, block_ids)
     engine.offer("p-a", "p-b", lease_s=DEADLINE_S)
@@ -55,10 +62,11 @@ def hold(block_ids: list[int]) -> None:
 
 
 @pytest.fixture
-def holder() -> Iterator[tuple[subprocess.Popen[str], RemoteEngineAddress]]:
+def holder(request) -> Iterator[tuple[subprocess.Popen[str], RemoteEngineAddress]]:
     """Start a process that holds blocks; returns it, and where it serves."""
+    head_size = getattr(request, "param", SMALL)
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS],
+        [sys.executable, "-c", HOLDS.format(blocks=BLOCKS, head_size=head_size)],
         cwd=ROOT,
         # A read of a process that has been stopped does not get on, whatever memory is shared.
         env={**os.environ, "UCX_TLS": "tcp"},
@@ -101,6 +109,85 @@ def test_killed_holder_costs_its_request_and_is_told_once(
     )
 
 
+@pytest.fixture
+def hung_read(engines, holder, monkeypatch):
+    """A read of 48 MiB that the holder, which has been stopped, does not answer.
+
+    Returns its process, the engine that reads into blocks 6 to 8, how to step it, and its clock.
+    """
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    process, address = holder
+    clock = [time.monotonic()]
+    reader = engines("decode", head_size=LARGE, kv_read_timeout_s=60, clock=lambda: clock[0])
+    progress = Progress(reader)
+    reader.start(receive={"d-a": receive(address, [3, 4, 1], BLOCKS, remote_request_id="p-a")})
+    progress.until(reader, received="d-a")
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    reader.start(receive={"d-b": receive(address, [6, 7, 8], BLOCKS, remote_request_id="p-b")})
+    (worker,) = reader.workers.values()
+    wait_until(lambda: len(worker._transfers), progress.step)
+    yield process, reader, progress, clock
+    process.send_signal(signal.SIGCONT)
+
+
+def landed(reader: Engine, owner: float) -> int:
+    """How many values in blocks 6 to 8 are not their owner's any more."""
+    (caches,) = reader.caches.values()
+    return sum(int((cache[:, [6, 7, 8]] != owner).sum()) for cache in caches.values())
+
+
+def own(reader: Engine, owner: float) -> None:
+    """Let somebody write into blocks 6 to 8."""
+    (caches,) = reader.caches.values()
+    for cache in caches.values():
+        cache[:, [6, 7, 8]] = owner
+
+
+@pytest.mark.parametrize("holder", [LARGE], indirect=True)
+@pytest.mark.parametrize("engines", ["direct", "staged"], indirect=True)
+def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
+    """NIXL says of a read that it has failed, and its bytes are on their way.
+
+    They would land after its handle is released and after its peer is removed. Its blocks are given
+    back when the agent that posted it has ended, and not before.
+    """
+    process, reader, progress, _ = hung_read
+    (worker,) = reader.workers.values()
+    with monkeypatch.context() as patch:
+        patch.setattr(NixlAgent, "poll", lambda *_: TransferState.FAILED)
+        wait_until(lambda: worker._failed, progress.step)
+    assert lost_blocks(worker) == {6, 7, 8}
+    progress.until(reader, received="d-b")
+    area = worker._transfers.area
+    assert area is None or area.spans.free_bytes == area.spans.size_bytes
+    assert not worker._exchange.peers.retired
+    own(reader, -1.0)
+    process.send_signal(signal.SIGCONT)
+    # It answers what it was asked, or ends over a reader that is gone.
+    settled_at_s = time.monotonic() + 3.0
+    wait_until(lambda: time.monotonic() > settled_at_s, progress.step)
+    assert landed(reader, -1.0) == 0
+
+
+@pytest.mark.parametrize("holder", [LARGE], indirect=True)
+def test_hung_holder_fails_its_request_and_gives_its_blocks_back_when_it_goes_on(hung_read):
+    """Nobody waits longer than the deadline, and no block is missing after that."""
+    process, reader, progress, clock = hung_read
+    (worker,) = reader.workers.values()
+    clock[0] += 60.0
+    wait_until(lambda: worker._failed, progress.step)
+    assert lost_blocks(worker) == {6, 7, 8}
+    assert worker.take_stats().data["read_failures"] == ["deadline"]
+    assert not any("d-b" in seen for seen in progress.received.values())
+    process.send_signal(signal.SIGCONT)
+    progress.until(reader, received="d-b")
+    assert process.poll() is None
+    own(reader, -1.0)
+    wait_until(lambda: not worker._exchange.peers.retired, progress.step)
+    assert landed(reader, -1.0) == 0
+
+
 def test_heartbeats_that_try_again_in_vain_are_no_errors(engines, caplog_vllm):
     """They are of requests that have just failed, which the first line has told."""
     holder, reader = engines("prefill"), engines("decode")
@@ -127,9 +214,7 @@ def test_handshake_that_failed_while_nobody_waited_costs_nobody(engines, caplog_
     address = RemoteEngineAddress("prefill", "127.0.0.1", port)
     (worker,) = reader.workers.values()
     reader.start(heartbeats=[Heartbeats(address, frozenset({"p-a"}))])
-    wait_until(
-        lambda: worker._exchange._stats.data["handshake_failures"] or worker._thread._reports
-    )
+    wait_until(lambda: any(report.stats for report in worker._thread._reports))
     # No step was taken since, and meanwhile the right one is there.
     other.server.close()
     holder.serve(port)

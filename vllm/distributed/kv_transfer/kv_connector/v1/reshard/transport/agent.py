@@ -75,9 +75,9 @@ class NixlAgent:
     It belongs to one thread at a time: NIXL does not promise that two may use an agent at once.
 
     One that is read from has threads of NIXL's, which answer while the worker computes. One that
-    reads needs none: whoever polls its reads, or takes its notifications, makes it advance. Without
-    them it takes a few milliseconds to make and to connect, no core while it rests, and has one
-    UCX worker only, so that nothing of a read is left when all of it has ended.
+    reads needs none, but for NIXL's telemetry, whose thread sleeps: whoever polls its reads, or
+    takes its notifications, makes it advance. It is made and connected in some tens of milliseconds,
+    takes no core while it rests, and has one UCX worker only.
 
     Args:
         name: Unique among all agents that may meet.
