@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's thread: what goes in, what comes out, and when it rests."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+    ReshardConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report, Step
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.loop import (
+    ConnectorThread,
+    on_cores,
+)
+
+DEADLINE_S = 60.0
+
+
+class Exchange:
+    """Ends what it is asked for in its next turn, and notes who runs it."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.threads: set[int] = set()
+        self.holder: list[str] = []
+        self.moving = self.is_waiting = False
+        self.fault: Exception | None = None
+        self.closed_by: int | None = None
+
+    def turn(self, steps: list[Step], now_s: float) -> Report:
+        """Take a turn."""
+        self.turns += 1
+        self.threads.add(threading.get_ident())
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        ended = {request for step in steps if step.metadata for request in step.metadata.admitted}
+        return Report(received=ended)
+
+    def is_moving(self, now_s: float) -> bool:
+        """What the test says."""
+        return self.moving
+
+    def close(self, now_s: float) -> None:
+        """Note who does."""
+        self.closed_by = threading.get_ident()
+
+
+@pytest.fixture
+def exchange() -> Exchange:
+    """An exchange in which nothing is under way."""
+    return Exchange()
+
+
+@pytest.fixture
+def thread(exchange) -> Iterator[ConnectorThread]:
+    """A thread that runs it."""
+    thread = ConnectorThread(exchange)
+    thread.start()
+    yield thread
+    thread.close()
+
+
+def ask(thread: ConnectorThread, *requests: str) -> None:
+    """Hand a step over."""
+    thread.hand_over(Step(ReshardConnectorMetadata(admitted=set(requests))))
+
+
+def collect(thread: ConnectorThread, count: int) -> set[str]:
+    """Collect until so many requests have ended."""
+    found: set[str] = set()
+    deadline = time.monotonic() + DEADLINE_S
+    while len(found) < count:
+        assert time.monotonic() < deadline, found
+        found |= thread.collect().received
+    return found
+
+
+def test_what_was_asked_for_is_collected_once(thread):
+    """By whoever asks next, however many steps were handed over before."""
+    for number in range(10):
+        ask(thread, f"r{number}")
+    assert collect(thread, 10) == {f"r{number}" for number in range(10)}
+    assert not thread.collect()
+
+
+def test_everything_happens_in_one_other_thread(thread, exchange):
+    """NIXL's agents belong to one thread, until it has ended."""
+    ask(thread, "r")
+    collect(thread, 1)
+    assert len(exchange.threads) == 1 and threading.get_ident() not in exchange.threads
+    thread.close()
+    assert exchange.closed_by == threading.get_ident()
+    turns = exchange.turns
+    ask(thread, "too late")
+    assert exchange.turns == turns
+
+
+def test_quiet_exchange_is_left_alone(thread, exchange):
+    """An engine that computes and transfers nothing has no turns taken from its cores."""
+    ask(thread, "r")
+    collect(thread, 1)
+    # The first call after a while listens to others, once.
+    thread.collect()
+    turns = exchange.turns
+    for _ in range(1000):
+        thread.collect()
+    assert exchange.turns <= turns + 2
+
+
+def test_moving_exchange_is_looked_at_by_itself(thread, exchange):
+    """Whatever the length of the engine's steps."""
+    exchange.moving = True
+    thread.wake()
+    deadline = time.monotonic() + DEADLINE_S
+    while exchange.turns < 50:
+        assert time.monotonic() < deadline
+
+
+def test_turn_that_fails_is_not_the_last(thread, exchange, caplog_vllm):
+    """The log has the traceback; the next request is served."""
+    exchange.fault = ValueError("nobody thought of this")
+    thread.wake()
+    deadline = time.monotonic() + DEADLINE_S
+    while "nobody thought of this" not in caplog_vllm.text:
+        assert time.monotonic() < deadline
+    ask(thread, "r")
+    assert collect(thread, 1) == {"r"}
+
+
+def test_thread_that_never_began_is_closed(exchange):
+    """An engine may fail before its caches are registered."""
+    ConnectorThread(exchange).close()
+    assert exchange.closed_by is not None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity")
+def test_thread_runs_where_it_is_told():
+    """And the calling thread keeps its own cores."""
+    own, seen = os.sched_getaffinity(0), []
+
+    def run() -> None:
+        on_cores({min(own)})
+        seen.append(os.sched_getaffinity(0))
+
+    other = threading.Thread(target=run)
+    other.start()
+    other.join()
+    assert seen == [{min(own)}] and os.sched_getaffinity(0) == own
