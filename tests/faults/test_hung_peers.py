@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill engine whose workers hang while its scheduler answers: over a network nobody notices."""
+"""A prefill engine whose workers hang while its scheduler answers: no network tells of that."""
 
 from __future__ import annotations
 

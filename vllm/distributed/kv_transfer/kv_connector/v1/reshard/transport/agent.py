@@ -76,8 +76,8 @@ class NixlAgent:
 
     One that is read from has threads of NIXL's, which answer while the worker computes. One that
     reads needs none, but for NIXL's telemetry, whose thread sleeps: whoever polls its reads, or
-    takes its notifications, makes it advance. It is made and connected in some tens of milliseconds,
-    takes no core while it rests, and has one UCX worker only.
+    takes its notifications, makes it advance. It is made and connected in some tens of
+    milliseconds, takes no core while it rests, and has one UCX worker only.
 
     Args:
         name: Unique among all agents that may meet.
