@@ -50,6 +50,13 @@ The scheduler of 0.22.1 learns of blocks, which its patches find in all groups; 
 blocks where there are several groups, and take ids always.
 """
 
+RECOMPUTES_IN_OTHER_BLOCKS = not _IS_0_22
+"""Whether a connector may take the blocks of a request that is to be computed anew.
+
+That of 0.22.1 is not shown who has them: there such a request waits until nothing can write into
+its blocks any more.
+"""
+
 CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22
 """Whether upstream's connector reads caches whose tokens are spread over ranks, as that of 0.22.1
 does not."""
@@ -133,6 +140,7 @@ __all__ = [
     "CONTEXT_PARALLELISM_IS_UPSTREAMS",
     "FAILED_READS_ARE_NAMED",
     "HOLDERS_KEEP_THE_LAST_WINDOW",
+    "RECOMPUTES_IN_OTHER_BLOCKS",
     "REQUEST_NUMBERS",
     "STEPS_IN_FLIGHT_KEEP_BLOCKS",
     "UPSTREAM_COUNTS_ALL_FAILURES",
