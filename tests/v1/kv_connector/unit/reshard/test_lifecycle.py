@@ -39,7 +39,7 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
-    STEPS_IN_FLIGHT_KEEP_BLOCKS,
+    steps_in_flight_keep_blocks,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
@@ -171,9 +171,11 @@ def serving(make_config):
         *,
         asynchronous: bool = False,
         window_tokens: int | None = None,
+        role: str = "kv_both",
         **extra_config,
     ) -> Serving:
         config = make_config("NixlConnector", extra_config=extra_config)
+        config.kv_transfer_config.kv_role = role
         config.kv_transfer_config.kv_load_failure_policy = policy
         config.kv_transfer_config.engine_id = f"engine-{len(made)}"
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
@@ -553,20 +555,38 @@ def test_token_of_a_step_in_flight_is_not_offered(serving):
     assert d.is_through()
 
 
-@pytest.mark.skipif(
-    not STEPS_IN_FLIGHT_KEEP_BLOCKS, reason="the scheduler of this base gives them back at once"
-)
-def test_blocks_that_a_step_in_flight_writes_are_not_read_into(serving):
-    """Another request gets them, to be read into, only when the model is through with them."""
-    d = serving(asynchronous=True)
-    d.add("gone", max_tokens=20)
-    d.step()
-    in_flight = d.begin()
-    assert list(in_flight.num_scheduled_tokens) == ["gone"]
-    written = d.num_used_blocks()
+@pytest.mark.parametrize("end", ["stopped", "aborted", "preempted"])
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
+def test_blocks_that_a_step_in_flight_writes_are_not_read_into(serving, role, end):
+    """Another request gets them, to be read into, only when the model is through with them.
+
+    Where the scheduler sees to that; elsewhere it is for workers to wait.
+    """
+    d = serving(asynchronous=True, role=role, bidirectional_kv_xfer=True)
+    scheduler = d.scheduler
+    request = d.add("gone", num_tokens=20, max_tokens=20, stop_token=9)
+    first, second = d.begin(), d.begin()
+    assert list(second.num_scheduled_tokens) == ["gone"]
+    written = set(scheduler.kv_cache_manager.get_block_ids("gone")[0])
+    if end == "aborted":
+        d.abort("gone")
+    elif end == "preempted":
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic())
+    d.end(first, said=[9 if end == "stopped" else 7])
+    d.add("d-a", from_prefill(), first_token=500)
+    third = d.begin()
+    (read_into,) = d.told.receive["d-a"].local_block_ids
+    kept = steps_in_flight_keep_blocks(scheduler.vllm_config.kv_transfer_config)
+    assert kept is written.isdisjoint(read_into)
+    if kept:
+        assert d.num_used_blocks() >= len(written | set(read_into))
+    d.end(second)
+    d.end(third, received=["d-a"])
     d.abort("gone")
-    assert d.num_used_blocks() == written
-    d.end(in_flight)
+    for _ in range(3):
+        d.step()
+    d.step(sent=d.handed_over)
     assert d.is_through()
 
 
