@@ -377,7 +377,7 @@ def test_read_of_the_last_turn_fails_on_a_prefill_engine(decoding, policy):
     assert p.serving.num_used_blocks() == len(offered) == 3
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("policy", ["fail", pytest.param("recompute", marks=in_other_blocks)])
 def test_heartbeats_end_when_a_read_has_failed(decoding, policy):
     """Nobody here wants the blocks any more, however long ours are in doubt."""
     d = decoding(policy, kv_lease_duration=1e-6)
