@@ -27,12 +27,12 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..protocol.ledgers import RequestId
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
@@ -111,6 +111,15 @@ class ReadReports:
         return news
 
 
+class BlockOwner(Protocol):
+    """What is asked of vLLM's cache manager, whose one in 0.22.1 has less and is not shown to us."""
+
+    block_pool: BlockPool
+
+    def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
+        """Take the blocks of a request, in the order of its sequence, without giving them back."""
+
+
 @dataclass(slots=True)
 class _Entry:
     """A request that is being read, or was read in vain.
@@ -141,7 +150,7 @@ class ReadBook:
     """
 
     def __init__(self) -> None:
-        self.manager: KVCacheManager | None = None
+        self.manager: BlockOwner | None = None
         self._entries: dict[RequestId, _Entry] = {}
         self._to_tell: set[RequestId] = set()
 
