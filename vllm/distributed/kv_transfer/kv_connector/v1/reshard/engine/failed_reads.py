@@ -112,7 +112,7 @@ class ReadReports:
 
 
 class BlockOwner(Protocol):
-    """What is asked of vLLM's cache manager, whose one in 0.22.1 has less and is not shown to us."""
+    """What is asked of vLLM's cache manager; that of 0.22.1 has less, and is not shown to us."""
 
     block_pool: BlockPool
 
