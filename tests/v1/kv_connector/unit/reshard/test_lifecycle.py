@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -28,14 +32,14 @@ from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     DEADLINE_S,
     NUM_BLOCKS,
-    Engine,
-    Progress,
     assert_received,
     engines,
     fill,
+    split,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
-    STEPS_IN_FLIGHT_KEEP_BLOCKS,
+    steps_in_flight_keep_blocks,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
@@ -101,9 +105,25 @@ class Serving:
         return scheduled
 
     def end(
-        self, scheduled: SchedulerOutput, said=(7,), *, received=(), sent=(), failed=None
+        self,
+        scheduled: SchedulerOutput,
+        said=(7,),
+        *,
+        received=(),
+        sent=(),
+        failed=None,
+        heard: KVConnectorOutput | None = None,
     ) -> None:
-        """End a step, in which the model has said the same for every request."""
+        """End a step, in which the model has said the same for every request.
+
+        Args:
+            scheduled: What was begun.
+            said: Tokens.
+            received: Requests that all workers report as received.
+            sent: Requests that all workers report as sent.
+            failed: Requests of the received ones that could not be read, with their blocks.
+            heard: What workers report, in place of these.
+        """
         request_ids = list(scheduled.num_scheduled_tokens)
         outputs = self.scheduler.update_from_output(
             scheduled,
@@ -111,7 +131,8 @@ class Serving:
                 request_ids,
                 {request_id: position for position, request_id in enumerate(request_ids)},
                 [list(said) for _ in request_ids],
-                kv_connector_output=KVConnectorOutput(
+                kv_connector_output=heard
+                or KVConnectorOutput(
                     finished_sending=set(sent),
                     finished_recving=set(received),
                     **forms.failed_reads(failed or {}),
@@ -145,8 +166,16 @@ def serving(make_config):
     init_none_hash(sha256)
     made: list[Serving] = []
 
-    def make(policy: str = "fail", *, asynchronous: bool = False, **extra_config) -> Serving:
+    def make(
+        policy: str = "fail",
+        *,
+        asynchronous: bool = False,
+        window_tokens: int | None = None,
+        role: str = "kv_both",
+        **extra_config,
+    ) -> Serving:
         config = make_config("NixlConnector", extra_config=extra_config)
+        config.kv_transfer_config.kv_role = role
         config.kv_transfer_config.kv_load_failure_policy = policy
         config.kv_transfer_config.engine_id = f"engine-{len(made)}"
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
@@ -154,10 +183,13 @@ def serving(make_config):
         spec = FullAttentionSpec(
             block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32
         )
+        groups = [KVCacheGroupSpec(["layers.0"], spec)]
+        if window_tokens:
+            groups = split(["layers.0", "layers.1"], spec, window_tokens)
         config.scheduler_config.async_scheduling = asynchronous
         scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             config,
-            KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layers.0"], spec)]),
+            KVCacheConfig(NUM_BLOCKS, [], groups),
             StructuredOutputManager(config),
             block_size=BLOCK_TOKENS,
         )
@@ -523,20 +555,41 @@ def test_token_of_a_step_in_flight_is_not_offered(serving):
     assert d.is_through()
 
 
-@pytest.mark.skipif(
-    not STEPS_IN_FLIGHT_KEEP_BLOCKS, reason="the scheduler of this base gives them back at once"
-)
-def test_blocks_that_a_step_in_flight_writes_are_not_read_into(serving):
-    """Another request gets them, to be read into, only when the model is through with them."""
-    d = serving(asynchronous=True)
-    d.add("gone", max_tokens=20)
-    d.step()
-    in_flight = d.begin()
-    assert list(in_flight.num_scheduled_tokens) == ["gone"]
-    written = d.num_used_blocks()
-    d.abort("gone")
-    assert d.num_used_blocks() == written
-    d.end(in_flight)
+@pytest.mark.parametrize("end", ["stopped", "aborted"])
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
+def test_blocks_that_a_step_in_flight_writes_are_not_read_into(serving, role, end):
+    """Another request gets them, to be read into, only when the model is through with them.
+
+    Where the scheduler sees to that; elsewhere it is for workers to wait.
+    """
+    d = serving(asynchronous=True, role=role, bidirectional_kv_xfer=True)
+    d.add("gone", num_tokens=20, max_tokens=20, stop_token=9)
+    first, second = d.begin(), d.begin()
+    assert list(second.num_scheduled_tokens) == ["gone"]
+    written = set(d.scheduler.kv_cache_manager.get_block_ids("gone")[0])
+    # Others take all blocks but three; a prompt that is to be read needs four.
+    pool = d.scheduler.kv_cache_manager.block_pool
+    others = pool.get_new_blocks(NUM_BLOCKS - 1 - len(written) - 3)
+    if end == "aborted":
+        d.abort("gone")
+    d.end(first, said=[9])
+    params = from_prefill(remote_num_tokens=60, remote_block_ids=[[5, 2, 9, 7]])
+    d.add("d-a", params, num_tokens=60, first_token=500)
+    third = d.begin()
+    if steps_in_flight_keep_blocks(d.scheduler.vllm_config.kv_transfer_config):
+        assert not d.told.receive
+        d.end(second)
+        d.end(third)
+        third = d.begin()
+    else:
+        d.end(second)
+    (read_into,) = d.told.receive["d-a"].local_block_ids
+    assert written & set(read_into)
+    d.end(third, received=["d-a"])
+    for _ in range(3):
+        d.step()
+    d.step(sent=d.handed_over)
+    pool.free_blocks(others)
     assert d.is_through()
 
 
@@ -572,29 +625,44 @@ def test_read_takes_no_blocks_for_drafts(serving):
 
 
 class Whole:
-    """A scheduler with its engine's workers."""
+    """A scheduler with its engine's workers, and what vLLM has between them."""
 
-    def __init__(self, serving: Serving, engine: Engine) -> None:
+    def __init__(self, serving: Serving, engine: Any) -> None:
         self.serving, self.engine = serving, engine
-        self.progress = Progress(engine)
-        self.failed: dict[str, frozenset[int]] = {}
+        scheduler = serving.scheduler
+        self.connectors = []
+        for worker in engine.workers.values():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(connector_module, "ReshardWorker", lambda *_, worker=worker: worker)
+                self.connectors.append(
+                    KVConnectorFactory.create_connector(
+                        scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
+                    )
+                )
+        self.aggregator = KVOutputAggregator(len(self.connectors))
 
     def step(self) -> dict[str, int]:
-        """One step: workers report what they saw before it, and hear what it asks for."""
-        self.progress.step()
-        reports = {}
-        for name, seen in (("sent", self.progress.sent), ("received", self.progress.received)):
-            by_all = set.intersection(*seen.values())
-            reports[name] = by_all
-            for of_worker in seen.values():
-                of_worker -= by_all
-        for worker in self.engine.workers.values():
-            self.failed |= worker.take_failed()
-        over = {name: self.failed.pop(name) for name in reports["received"] & self.failed.keys()}
-        scheduled = self.serving.step(**reports, failed=over)
-        for worker in self.engine.workers.values():
-            worker.start_load_kv(self.serving.told)
-        return scheduled
+        """One step, as the engine and its runners take it; returns the tokens scheduled."""
+        scheduled = self.serving.begin()
+        self.end(scheduled)
+        return dict(scheduled.num_scheduled_tokens)
+
+    def end(self, scheduled: SchedulerOutput) -> None:
+        """Let workers hear of what was begun, and the scheduler of what they report."""
+        outputs = []
+        for connector in self.connectors:
+            connector.bind_connector_metadata(scheduled.kv_connector_metadata)
+            connector.start_load_kv(None)
+            sent, received, failed = forms.results(connector)
+            report = KVConnectorOutput(
+                finished_sending=sent,
+                finished_recving=received,
+                kv_connector_worker_meta=connector.build_connector_worker_meta(),
+                **failed,
+            )
+            outputs.append(ModelRunnerOutput([], {}, kv_connector_output=report))
+        heard = self.aggregator.aggregate(outputs).kv_connector_output
+        self.serving.end(scheduled, heard=heard)
 
 
 @pytest.fixture

@@ -35,7 +35,8 @@ from .engine.compat import (
     makes_own_scales,
     transfer_results,
 )
-from .engine.envelopes import ReshardConnectorMetadata
+from .engine.envelopes import FailedReads, ReshardConnectorMetadata
+from .engine.failed_reads import ReadReports
 from .engine.scheduler import ReshardScheduler
 from .engine.stats import ReshardPromMetrics, ReshardStats
 from .engine.worker import ReshardWorker
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
@@ -117,6 +119,12 @@ class NixlConnector(UpstreamConnector):
             )
         else:
             self.connector_worker = ReshardWorker(vllm_config, self.engine_id, kv_cache_config)
+            self._reports = ReadReports()
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Give the scheduler access to the blocks of requests that could not be read."""
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -139,7 +147,11 @@ class NixlConnector(UpstreamConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Take up what the scheduler asks for."""
         assert isinstance(self._connector_metadata, ReshardConnectorMetadata)
-        self._worker.start_load_kv(self._connector_metadata)
+        metadata = self._connector_metadata
+        self._worker.start_load_kv(metadata)
+        if FAILED_READS_ARE_NAMED:
+            begun = (name for name, each in metadata.receive.items() if any(each.local_block_ids))
+            self._reports.take_up(begun, metadata.failed)
 
     def wait_for_save(self) -> None:
         """Blocks are read from where the model writes them: there is nothing to save."""
@@ -150,14 +162,20 @@ class NixlConnector(UpstreamConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests that were sent and received, and those of the latter that are not there."""
-        sent, received = self._worker.get_finished()
-        return transfer_results(sent, received, set(self._worker.take_failed()))
+        sent, quiet = self._worker.get_finished()
+        received, failed = self._reports.advance(self._worker.take_failed(), quiet)
+        return transfer_results(sent, received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that could not be read, where requests are not named instead."""
         if FAILED_READS_ARE_NAMED:
             return set()
         return set().union(*self._worker.take_failed().values())
+
+    def build_connector_worker_meta(self) -> FailedReads | None:
+        """Requests that could not be read, where vLLM would not say so at once."""
+        news = self._reports.take_news()
+        return FailedReads(frozenset(news)) if news else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this worker measured; None on the scheduler's side."""

@@ -7,6 +7,7 @@ attention_backends          vLLM's tensors -> planes
 factors                     vLLM's configuration -> what must be equal
 settings, stats             what is configured, what is counted
 envelopes                   what scheduler and workers send each other
+failed_reads                how a request ends whose blocks may still be written
 peers, holder               engines that are known, and what is held for them
 notifier, heartbeats        what they are told
 worker, scheduler           the two halves of the connector

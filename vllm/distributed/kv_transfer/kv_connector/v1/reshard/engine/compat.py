@@ -15,7 +15,7 @@ from packaging.version import Version
 from vllm import __version__ as _vllm_version
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import CacheConfig, KVTransferConfig, SpeculativeConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _IS_0_22 = Version(_vllm_version).release < (0, 32)
@@ -50,15 +50,16 @@ The scheduler of 0.22.1 learns of blocks, which its patches find in all groups; 
 blocks where there are several groups, and take ids always.
 """
 
+RECOMPUTES_IN_OTHER_BLOCKS = not _IS_0_22
+"""Whether a connector may take the blocks of a request that is to be computed anew.
+
+That of 0.22.1 is not shown who has them: there such a request waits until nothing can write into
+its blocks any more.
+"""
+
 CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22
 """Whether upstream's connector reads caches whose tokens are spread over ranks, as that of 0.22.1
 does not."""
-
-STEPS_IN_FLIGHT_KEEP_BLOCKS = not _IS_0_22
-"""Whether the scheduler keeps blocks from others while a step that may write them is in flight.
-
-That of 0.22.1 gives them back at once.
-"""
 
 HOLDERS_KEEP_THE_LAST_WINDOW = _IS_0_22
 """Whether an engine holds what the window of a request's last token reaches back to.
@@ -85,6 +86,15 @@ def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> An
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
     return KVConnectorTransferResults(sent, received, failed)
+
+
+def steps_in_flight_keep_blocks(transfer_config: KVTransferConfig) -> bool:
+    """Whether the scheduler keeps blocks from others while a step that may write them is in flight.
+
+    That of 0.22.1 gives them back at once. Later ones keep them where an engine's role is to
+    consume, and not on a producer, which reads as well where transfer goes both ways.
+    """
+    return not _IS_0_22 and transfer_config.is_kv_consumer
 
 
 def tokens_per_slot(spec: Any) -> float:
@@ -133,8 +143,8 @@ __all__ = [
     "CONTEXT_PARALLELISM_IS_UPSTREAMS",
     "FAILED_READS_ARE_NAMED",
     "HOLDERS_KEEP_THE_LAST_WINDOW",
+    "RECOMPUTES_IN_OTHER_BLOCKS",
     "REQUEST_NUMBERS",
-    "STEPS_IN_FLIGHT_KEEP_BLOCKS",
     "UPSTREAM_COUNTS_ALL_FAILURES",
     "UpstreamConnector",
     "describe_layer",
@@ -143,6 +153,7 @@ __all__ = [
     "keeps_groups_back",
     "makes_own_scales",
     "prefill_lookahead_tokens",
+    "steps_in_flight_keep_blocks",
     "tokens_per_slot",
     "transfer_results",
 ]

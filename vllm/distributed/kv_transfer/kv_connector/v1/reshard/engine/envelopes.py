@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 from ..protocol.binding import Binding
@@ -27,6 +28,8 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
 
     Attributes:
         receive: Requests to read blocks for.
+        failed: Requests that some worker could not read. Nothing more need be read for them, and
+            each worker reports them: see `failed_reads`.
         admitted: Requests that take part in a batch and may be read by another engine.
         withdrawn: Requests that will not be offered.
         offered: Requests whose blocks are held for another engine, and for how many seconds from
@@ -37,6 +40,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     """
 
     receive: dict[RequestId, Receive] = field(default_factory=dict)
+    failed: set[RequestId] = field(default_factory=set)
     admitted: set[RequestId] = field(default_factory=set)
     withdrawn: set[RequestId] = field(default_factory=set)
     offered: dict[RequestId, float] = field(default_factory=dict)
@@ -53,4 +57,20 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             or self.offered
             or self.bindings
             or self.heartbeats
+            or self.failed
         )
+
+@dataclass(frozen=True)
+class FailedReads(KVConnectorWorkerMetadata):
+    """What workers tell their scheduler in one step, as soon as they know.
+
+    Attributes:
+        request_ids: Requests that a worker could not read.
+    """
+
+    request_ids: frozenset[RequestId]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> FailedReads:
+        """What two workers say."""
+        assert isinstance(other, FailedReads)
+        return FailedReads(self.request_ids | other.request_ids)

@@ -170,6 +170,7 @@ class Exchange:
         self.holder.take_up(metadata, now_s)
         for request_id, receive in metadata.receive.items():
             self.reads.take_up(request_id, receive, now_s)
+        self.reads.abandon(metadata.failed)
         for heartbeats in metadata.heartbeats:
             self._send_heartbeats(heartbeats, now_s)
 

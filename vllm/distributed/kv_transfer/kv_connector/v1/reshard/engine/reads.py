@@ -61,7 +61,8 @@ class _Reading:
         due_at_s: When it fails if it has not been received.
         generation: The connection that it is read with, once it is.
         lease_tables: Where to see, after that, that it was still held.
-        failure: What went wrong first.
+        failed: Nobody wants it any more.
+        failure: What went wrong first here; None also where it did elsewhere.
         num_in_doubt: Its blocks, since it has failed and while they may be written.
     """
 
@@ -71,6 +72,7 @@ class _Reading:
     due_at_s: float
     generation: Generation | None = None
     lease_tables: Sequence[PreparedTable] = ()
+    failed: bool = False
     failure: ReadFailure | None = None
     num_in_doubt: int = 0
 
@@ -122,7 +124,7 @@ class RequestReads:
         while self._deadlines:
             due_at_s, request_id, number = self._deadlines[0]
             reading = self._reading.get(request_id)
-            if reading is not None and reading.number == number and reading.failure is None:
+            if reading is not None and reading.number == number and not reading.failed:
                 return due_at_s
             self._deadlines.popleft()
         return None
@@ -152,7 +154,7 @@ class RequestReads:
                 continue
             reading = self._reading.get(request_id)
             # It may have failed while it waited.
-            if reading is not None and reading.receive is receive:
+            if reading is not None and reading.receive is receive and not reading.failed:
                 self._begin(request_id, reading, generation, now_s)
 
     def fail_waiting(self, peer: Peer, error: Exception) -> list[RequestId]:
@@ -160,11 +162,17 @@ class RequestReads:
         failed = []
         for request_id, receive in peer.take_waiting():
             reading = self._reading.get(request_id)
-            if reading is not None and reading.receive is receive and reading.failure is None:
+            if reading is not None and reading.receive is receive and not reading.failed:
                 reason = f"handshake failed: {error}"
                 self._fail(request_id, reading, reason, ReadFailure.HANDSHAKE)
                 failed.append(request_id)
         return failed
+
+    def abandon(self, request_ids: Iterable[RequestId]) -> None:
+        """Another worker of this engine could not read these: nobody wants them any more."""
+        for request_id in request_ids:
+            if (reading := self._reading.get(request_id)) is not None:
+                self._fail(request_id, reading, "another worker could not read it", None)
 
     def advance(self, now_s: float) -> None:
         """Look at everything on its way, and fail what takes too long."""
@@ -201,12 +209,14 @@ class RequestReads:
         for outcome in self._ledger.take_failed():
             reading = self._reading[outcome.request_id]
             receive, failure = reading.receive, reading.failure
-            assert failure is not None
             failed[outcome.request_id] = frozenset[int]().union(*receive.local_block_ids)
             if self._ledger.num_legs_of(outcome.request_id):
                 reading.num_in_doubt = len(failed[outcome.request_id])
                 self._num_in_doubt += reading.num_in_doubt
                 self._stats.record_blocks_in_doubt(self._num_in_doubt)
+            if failure is None:
+                # The worker that could not read it has told so.
+                continue
             self._stats.record_failed_read(failure)
             # A failed handshake was told, with the requests that it cost.
             if failure is not ReadFailure.HANDSHAKE:
@@ -289,11 +299,11 @@ class RequestReads:
         self._ledger.step_done(request_id)
 
     def _fail(
-        self, request_id: RequestId, reading: _Reading, reason: str, failure: ReadFailure
+        self, request_id: RequestId, reading: _Reading, reason: str, failure: ReadFailure | None
     ) -> None:
         """Fail a request, unless it has failed already; what was not posted of it never is."""
         if self._ledger.fail(request_id, reason):
-            reading.failure = failure
+            reading.failed, reading.failure = True, failure
             self._transfers.give_up(request_id)
 
     def _break_off(self, reading: _Reading, now_s: float) -> None:

@@ -37,15 +37,18 @@ from ..protocol.params import (
 from ..transport.side_channel import HandshakeServer
 from .compat import HOLDERS_KEEP_THE_LAST_WINDOW
 from .content import content_keys
-from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
+from .envelopes import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
+from .failed_reads import ReadBook
 from .geometry import window_groups
 from .heartbeats import HeartbeatBook
 from .settings import read_settings, remarks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -68,6 +71,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._bindings: dict[str, Binding] = {}
         # Which request reads the blocks of another engine's request.
         self._readers: dict[tuple[str, str], str] = {}
+        self._reads = ReadBook()
 
     def serve_handshake(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -89,11 +93,16 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         self._server.start()
 
+    def bind(self, manager: KVCacheManager) -> None:
+        """Get to know who has the blocks."""
+        self._reads.manager = manager
+
     def on_new_request(self, request: Request) -> None:
         """As upstream's, with parameters that it can believe.
 
         Blocks are read by one request: their holder lets go when it was heard. Where one prompt has
-        several answers (`n`), the others compute it.
+        several answers (`n`), the others compute it. So does one under whose name another's read
+        may still be going on.
         """
         params, fault = sound(
             request.kv_transfer_params, reads_back=self.is_bidirectional_kv_xfer_enabled
@@ -103,7 +112,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         remote = remote_request(params) if params and concerns_us(params) else None
         if params and remote is not None:
             reader = self._readers.setdefault(remote, request.request_id)
-            params = params if reader == request.request_id else without_source(params)
+            is_free = reader == request.request_id and request.request_id not in self._reads
+            params = params if is_free else without_source(params)
         request.kv_transfer_params = params
         super().on_new_request(request)
         if params and params.get("do_remote_prefill"):
@@ -175,7 +185,28 @@ class ReshardScheduler(NixlConnectorScheduler):
             request_id: _receive(request, block_ids, self._num_prefilled(request))
             for request_id, (request, block_ids) in wanted.items()
         }
+        for request, block_ids in wanted.values():
+            # Those without blocks are told to their holder, and not reported.
+            if any(block_ids):
+                self._reads.begin(request)
+        metadata.failed = self._reads.take_failed()
         return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """As upstream's; vLLM hears of reads that have failed as `failed_reads` has it."""
+        super().update_connector_output(connector_output)
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, FailedReads):
+            for request_id in self._reads.hear(told.request_ids):
+                self._stop_heartbeat(request_id)
+        if connector_output.finished_recving:
+            connector_output.finished_recving = self._reads.settle(
+                connector_output.finished_recving
+            )
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must take steps though no request is left: to get blocks back."""
+        return self._reads.num_taken_blocks > 0
 
     def _num_prefilled(self, request: Request) -> int:
         """How many tokens of a prompt a prefill engine computes, where nobody has said."""

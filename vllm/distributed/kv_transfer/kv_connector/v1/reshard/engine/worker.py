@@ -31,7 +31,7 @@ from ..transport.remote import Reader
 from ..transport.side_channel import fetch_handshake
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
-from .compat import REQUEST_NUMBERS
+from .compat import REQUEST_NUMBERS, steps_in_flight_keep_blocks
 from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .exchange import Event, Exchange, Report, Step
 from .factors import compatibility_factors
@@ -182,7 +182,13 @@ class ReshardWorker:
 
     def _computed_before(self, metadata: ReshardConnectorMetadata) -> Event | None:
         """What the device computes now, and may write into blocks that this step reads into."""
-        if self._on_cpu or not metadata.receive:
+        transfer_config = self._vllm_config.kv_transfer_config
+        assert transfer_config is not None
+        if (
+            self._on_cpu
+            or not metadata.receive
+            or steps_in_flight_keep_blocks(transfer_config)
+        ):
             return None
         event = torch.cuda.Event()
         event.record()
