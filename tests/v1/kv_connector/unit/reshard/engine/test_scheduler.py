@@ -17,9 +17,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
-    scheduler as scheduler_module,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import (
     ReshardScheduler,
     _receive,
@@ -323,9 +320,15 @@ def test_rejected_drafts_are_not_offered():
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (32, ([7, 3],))
 
 
-def test_prompt_of_which_nothing_is_read_is_not_hashed(monkeypatch):
-    """A full cache hit only tells the holder, whatever the length of the prompt."""
-    bound = []
-    monkeypatch.setattr(scheduler_module, "_bind", lambda *args: bound.append(args))
-    assert _receive(request(PARAMS), ([], []), 40).binding is None
-    assert not bound
+def test_holder_is_told_of_a_full_hit_what_it_offers():
+    """Nothing is read of a prompt that is wholly cached, and its holder lets go all the same."""
+    prefilled = request({"do_remote_decode": True}, request_id="p-a")
+    params, offered = offer(scheduler(), prefilled)
+    assert _receive(request(params), ([], []), 40).binding == offered
+
+
+@pytest.mark.parametrize("tokens", [None, 40])
+def test_holder_is_told_nothing_where_the_prompt_is_not_known(tokens):
+    """As where vLLM makes up a prompt to give back what a refused request named."""
+    made_up = request(PARAMS | {"remote_num_tokens": tokens}, 1)
+    assert _receive(made_up, ([], []), 40).binding is None

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker tells those who hold blocks for it. Belongs to the engine's thread."""
+"""What a worker tells those who hold blocks for it. Belongs to the thread that reads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from vllm.logger import init_logger
 
 from ..errors import TransferError
+from ..protocol.binding import Binding
 from ..protocol.ledgers import RequestId
-from ..protocol.messages import Done, encode_notification, renewals
+from ..protocol.messages import Release, releases, renewals
 from ..transport.agent import NixlAgent
 from ..transport.remote import RemoteEngine
 from .stats import ReshardStats
@@ -17,8 +19,24 @@ from .stats import ReshardStats
 logger = init_logger(__name__)
 
 
+@dataclass(slots=True)
+class _Outgoing:
+    """What one holder is told at the end of a turn.
+
+    Attributes:
+        releases: The requests that this worker is through with.
+        known_as_broken: That it cannot be told is no news, for any of them.
+    """
+
+    releases: list[Release] = field(default_factory=list)
+    known_as_broken: bool = True
+
+
 class Notifier:
     """Sends notifications to the workers of other engines.
+
+    What is to be told of requests is collected until `flush`, so that many requests cost each
+    holder one notification.
 
     Args:
         agent: This worker's agent.
@@ -30,33 +48,52 @@ class Notifier:
         self._agent = agent
         self._name = name
         self._stats = stats
+        self._outgoing: dict[str, _Outgoing] = {}
 
     def release(
-        self, request_id: RequestId, engine: RemoteEngine, *, known_as_broken: bool = False
+        self,
+        request_id: RequestId,
+        binding: Binding,
+        engine: RemoteEngine,
+        *,
+        known_as_broken: bool = False,
     ) -> None:
-        """Tell the holders of a request's blocks that this worker is through with them.
+        """Tell the holders of a request's blocks, by `flush`, that this worker is through.
 
         Args:
             request_id: The request, as its holders call it.
+            binding: What they should offer under that name; they believe nobody who cannot say.
             engine: Theirs.
             known_as_broken: That they cannot be told is no news.
         """
         for peer, num_notifiers in engine.releases:
-            done = Done(request_id, self._name, num_notifiers)
-            self._notify(peer, encode_notification(done), known_as_broken=known_as_broken)
+            outgoing = self._outgoing.setdefault(peer, _Outgoing())
+            outgoing.releases.append(Release.of(request_id, num_notifiers, binding))
+            outgoing.known_as_broken &= known_as_broken
 
     def renew(self, request_ids: Iterable[RequestId], engine: RemoteEngine) -> None:
         """Ask the holders of some requests' blocks to hold them for longer."""
-        message = renewals(request_ids)
+        messages = renewals(request_ids)
         for peer, _ in engine.releases:
-            self._notify(peer, message)
+            self._notify(peer, messages)
 
-    def _notify(self, peer: str, message: bytes, *, known_as_broken: bool = False) -> None:
-        try:
-            self._agent.notify(peer, message)
-            self._stats.record_notification()
-        except TransferError as error:
-            # The holder frees the blocks when their lease runs out.
-            self._stats.record_failed_notification()
-            if not known_as_broken:
-                logger.warning("%s: its blocks are freed when their lease runs out", error)
+    def flush(self) -> None:
+        """Send what was collected: one notification to each holder, unless that grows too long."""
+        collected, self._outgoing = self._outgoing, {}
+        for peer, outgoing in collected.items():
+            messages = releases(self._name, outgoing.releases)
+            self._notify(peer, messages, known_as_broken=outgoing.known_as_broken)
+
+    def _notify(
+        self, peer: str, messages: Iterable[bytes], *, known_as_broken: bool = False
+    ) -> None:
+        for message in messages:
+            try:
+                self._agent.notify(peer, message)
+                self._stats.record_notification()
+            except TransferError as error:
+                # The holder frees the blocks when their lease runs out.
+                self._stats.record_failed_notification()
+                if not known_as_broken:
+                    logger.warning("%s: its blocks are freed when their lease runs out", error)
+                return

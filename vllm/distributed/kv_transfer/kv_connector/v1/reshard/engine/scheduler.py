@@ -243,8 +243,10 @@ def _receive(request: Request, local_block_ids: BlockIds, num_prefilled: int) ->
         nowhere = RemoteEngineAddress("unknown", "unknown", 0)
         return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
     remote_tokens = source.remote_num_tokens or num_prefilled
-    # A prompt that is wholly cached here is not hashed: nothing of it is read.
-    is_read = any(local_block_ids)
+    # The holder believes nobody who does not know the tokens. Where nothing is read of a prompt
+    # that is shorter than what is held, as of the one that vLLM makes up to have the blocks of a
+    # request given back that it refused, it cannot be told: the lease ends it.
+    is_bound = any(local_block_ids) or request.num_tokens >= remote_tokens
     return Receive(
         _address(source),
         source.remote_request_id,
@@ -253,7 +255,7 @@ def _receive(request: Request, local_block_ids: BlockIds, num_prefilled: int) ->
         # What is being read counts as computed.
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,
-        binding=_bind(request, remote_tokens, source.remote_block_ids) if is_read else None,
+        binding=_bind(request, remote_tokens, source.remote_block_ids) if is_bound else None,
     )
 
 

@@ -185,6 +185,7 @@ class ReshardWorker:
         for heartbeats in metadata.heartbeats:
             self._send_heartbeats(heartbeats, now_s)
         self._advance_peers(now_s)
+        self._notifier.flush()
         self._transfers.left_at_s = time.monotonic()
 
     def get_finished(self) -> tuple[set[RequestId], set[RequestId]]:
@@ -197,7 +198,9 @@ class ReshardWorker:
         self._advance_peers(now_s)
         self._poll_reads(now_s)
         self._check_leases(now_s)
-        return self._holder.let_go(now_s), self._take_received()
+        received = self._take_received()
+        self._notifier.flush()
+        return self._holder.let_go(now_s), received
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
         """Requests that could not be read, reported since the last call, with their blocks."""
@@ -363,7 +366,8 @@ class ReshardWorker:
     ) -> None:
         """Post all reads of a request, or say that there is nothing to read."""
         if not any(receive.local_block_ids):
-            self._notifier.release(receive.remote_request_id, engine)
+            if receive.binding is not None:
+                self._notifier.release(receive.remote_request_id, receive.binding, engine)
             return
         assert self._reader is not None
         try:
@@ -447,8 +451,9 @@ class ReshardWorker:
             if peer.engine is not None and reading.failure not in _MAY_BE_ANOTHERS:
                 # Who cannot be read from may be gone; that he hears nothing is no news then.
                 known = reading.failure is ReadFailure.TRANSFER
+                assert receive.binding is not None
                 self._notifier.release(
-                    receive.remote_request_id, peer.engine, known_as_broken=known
+                    receive.remote_request_id, receive.binding, peer.engine, known_as_broken=known
                 )
             received.add(outcome.request_id)
         return received

@@ -19,11 +19,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from .messages import BlockIds
+if TYPE_CHECKING:
+    from .messages import BlockIds
 
 
 @dataclass(frozen=True, slots=True)
