@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler impor
     ReshardScheduler,
     _receive,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Heartbeats,
     RemoteEngineAddress,
@@ -325,6 +325,21 @@ def test_holder_is_told_of_a_full_hit_what_it_offers():
     prefilled = request({"do_remote_decode": True}, request_id="p-a")
     params, offered = offer(scheduler(), prefilled)
     assert _receive(request(params), ([], []), 40).binding == offered
+
+
+def test_long_prompt_is_hashed_while_it_is_computed():
+    """What is offered is the same, and nothing is left of requests that are not offered."""
+    owner = scheduler(block_size=16)
+    long = request({"do_remote_decode": True}, 5000, request_id="p-a")
+    _, offered = offer(owner, long, (list(range(313)),))
+    assert offered == bind(range(5000), 5000, [], [list(range(313))])
+    aborted = request({"do_remote_decode": True}, 5000, request_id="p-b")
+    owner.on_new_request(aborted)
+    assert len(owner._digests) == 1
+    aborted.status = RequestStatus.FINISHED_ABORTED
+    assert owner.request_finished(aborted, (list(range(313)),)) == (False, None)
+    assert len(owner._digests) == 0
+    owner.shutdown()
 
 
 @pytest.mark.parametrize("tokens", [None, 40])

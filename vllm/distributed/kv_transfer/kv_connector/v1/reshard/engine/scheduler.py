@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConn
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
-from ..protocol.binding import Binding, bind
+from ..protocol.binding import Binding, TokenHash, bind
 from ..protocol.messages import (
     BlockIds,
     EngineId,
@@ -37,6 +37,7 @@ from ..protocol.params import (
 from ..transport.side_channel import HandshakeServer
 from .compat import HOLDERS_KEEP_THE_LAST_WINDOW
 from .content import content_keys
+from .digests import PromptDigests
 from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .geometry import window_groups
 from .heartbeats import HeartbeatBook
@@ -66,6 +67,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._heartbeats = HeartbeatBook(read_settings(vllm_config.kv_transfer_config).lease_s)
         self._offered_blocks: dict[str, int] = {}
         self._bindings: dict[str, Binding] = {}
+        self._digests = PromptDigests()
         # Which request reads the blocks of another engine's request.
         self._readers: dict[tuple[str, str], str] = {}
 
@@ -106,6 +108,9 @@ class ReshardScheduler(NixlConnectorScheduler):
             params = params if reader == request.request_id else without_source(params)
         request.kv_transfer_params = params
         super().on_new_request(request)
+        # The tokens of a session that goes on may be cut back.
+        if params and params.get("do_remote_decode") and not request.resumable:
+            self._digests.begin(request.request_id, request.all_token_ids)
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
             if not isinstance(source, str):
@@ -211,8 +216,13 @@ class ReshardScheduler(NixlConnectorScheduler):
             self._offered_blocks[request.request_id] = sum(map(len, block_ids))
             params["remote_num_tokens"] = num_tokens
             self._bindings[request.request_id] = _bind(
-                request, num_tokens, params["remote_block_ids"]
+                request,
+                num_tokens,
+                params["remote_block_ids"],
+                self._digests.take(request.request_id),
             )
+        else:
+            self._digests.forget(request.request_id)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
@@ -223,7 +233,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:
-        """Stop answering handshakes."""
+        """Stop answering handshakes, and hashing prompts."""
+        self._digests.close()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -264,7 +275,9 @@ def _address(source: RemoteBlocks) -> RemoteEngineAddress:
     return RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port)
 
 
-def _bind(request: Request, num_tokens: int, block_ids: BlockIds) -> Binding:
+def _bind(
+    request: Request, num_tokens: int, block_ids: BlockIds, hashed: TokenHash | None = None
+) -> Binding:
     """What stands for the first tokens of a request in blocks of this or of another engine."""
     keys = content_keys(request, num_tokens)
-    return bind(request.all_token_ids, num_tokens, keys, block_ids)
+    return bind(request.all_token_ids, num_tokens, keys, block_ids, hashed)
