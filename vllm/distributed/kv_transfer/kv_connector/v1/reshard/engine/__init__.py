@@ -9,5 +9,6 @@ settings, stats             what is configured, what is counted
 envelopes                   what scheduler and workers send each other
 peers, holder               engines that are known, and what is held for them
 notifier, heartbeats        what they are told
+content, digests            what a prompt's KV depends on, hashed while it is computed
 worker, scheduler           the two halves of the connector
 """
