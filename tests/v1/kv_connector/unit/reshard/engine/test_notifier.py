@@ -10,19 +10,26 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Done,
+    Release,
     Renew,
     decode_notification,
 )
+
+OFFER = Binding(48, 1, 2)
+ENGINE = SimpleNamespace(releases=[("p0", 1), ("p1", 3)])
 
 
 class Holders:
     """A connection with an engine, some of whose workers can be reached."""
 
-    engine = SimpleNamespace(releases=[("p0", 1), ("p1", 3)])
-
-    def __init__(self, *unreachable: str) -> None:
+    def __init__(self, *unreachable: str, engine: SimpleNamespace = ENGINE) -> None:
+        self.engine = engine
         self.unreachable = unreachable
         self.sent: list[tuple[str, object]] = []
 
@@ -36,9 +43,41 @@ class Holders:
 def test_every_holder_is_told_how_many_it_must_hear():
     """The number is the plan's for each holder, and the name is this worker's."""
     holders, stats = Holders(), ReshardStats()
-    Notifier("d0", stats).release("p-a", holders)
-    assert holders.sent == [("p0", Done("p-a", "d0", 1)), ("p1", Done("p-a", "d0", 3))]
+    notifier = Notifier("d0", stats)
+    notifier.release("p-a", OFFER, holders)
+    assert holders.sent == []
+    notifier.flush()
+    assert holders.sent == [
+        ("p0", Done("d0", [Release.of("p-a", 1, OFFER)])),
+        ("p1", Done("d0", [Release.of("p-a", 3, OFFER)])),
+    ]
     assert stats.data["notifications_sent"] == [2]
+
+
+def test_what_was_sent_is_not_sent_again():
+    """A turn in which nothing ends costs nothing."""
+    holders = Holders()
+    notifier = Notifier("d0", ReshardStats())
+    notifier.release("p-a", OFFER, holders)
+    notifier.flush()
+    holders.sent.clear()
+    notifier.flush()
+    assert holders.sent == []
+
+
+def test_requests_of_one_turn_share_a_notification():
+    """128 holders and ten requests: 128 notifications, where each took as many before."""
+    src = shard_model(ParallelMesh(8, 16), 16, 16)
+    dst = shard_model(ParallelMesh(1, 1), 16, 16)
+    counts = [(str(each.src_rank), len(each.notifiers)) for each in plan_reshard(src, dst).releases]
+    holders = Holders(engine=SimpleNamespace(releases=counts))
+    notifier = Notifier("d0", ReshardStats())
+    for number in range(10):
+        notifier.release(f"p-{number}", OFFER, holders)
+    notifier.flush()
+    assert len(holders.sent) == len({peer for peer, _ in holders.sent}) == 128
+    for _, done in holders.sent:
+        assert [release.request_id for release in done.releases] == [f"p-{n}" for n in range(10)]
 
 
 def test_every_holder_is_asked_to_hold_on():
@@ -48,11 +87,24 @@ def test_every_holder_is_asked_to_hold_on():
     assert holders.sent == [("p0", Renew(["a", "b"])), ("p1", Renew(["a", "b"]))]
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [(True, True), (True, False), (False, False)])
 def test_holder_that_cannot_be_told_costs_the_others_nothing(known, caplog_vllm):
-    """It is counted, and told in the log unless it is no news."""
+    """It is counted, and told in the log once, unless it is no news for any of the requests."""
     holders, stats = Holders("p0"), ReshardStats()
-    Notifier("d0", stats).release("p-a", holders, known_as_broken=known)
+    notifier = Notifier("d0", stats)
+    for number, known_as_broken in enumerate(known):
+        notifier.release(f"p-{number}", OFFER, holders, known_as_broken=known_as_broken)
+    notifier.flush()
     assert [peer for peer, _ in holders.sent] == ["p1"]
     assert stats.data["num_failed_notifications"] == [1.0]
-    assert ("p0 cannot be told" in caplog_vllm.text) is not known
+    assert caplog_vllm.text.count("p0 cannot be told") == (not all(known))
+
+
+def test_holder_that_cannot_be_told_is_tried_once_a_turn():
+    """What would take several notifications is given up with the first of them."""
+    holders, stats = Holders("p0", "p1"), ReshardStats()
+    notifier = Notifier("d0", stats)
+    for number in range(1000):
+        notifier.release(f"p-{number}", OFFER, holders)
+    notifier.flush()
+    assert stats.data["num_failed_notifications"] == [1.0, 1.0]

@@ -17,14 +17,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
-    scheduler as scheduler_module,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import (
     ReshardScheduler,
     _receive,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Heartbeats,
     RemoteEngineAddress,
@@ -323,9 +320,30 @@ def test_rejected_drafts_are_not_offered():
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (32, ([7, 3],))
 
 
-def test_prompt_of_which_nothing_is_read_is_not_hashed(monkeypatch):
-    """A full cache hit only tells the holder, whatever the length of the prompt."""
-    bound = []
-    monkeypatch.setattr(scheduler_module, "_bind", lambda *args: bound.append(args))
-    assert _receive(request(PARAMS), ([], []), 40).binding is None
-    assert not bound
+def test_holder_is_told_of_a_full_hit_what_it_offers():
+    """Nothing is read of a prompt that is wholly cached, and its holder lets go all the same."""
+    prefilled = request({"do_remote_decode": True}, request_id="p-a")
+    params, offered = offer(scheduler(), prefilled)
+    assert _receive(request(params), ([], []), 40).binding == offered
+
+
+def test_long_prompt_is_hashed_while_it_is_computed():
+    """What is offered is the same, and nothing is left of requests that are not offered."""
+    owner = scheduler(block_size=16)
+    long = request({"do_remote_decode": True}, 5000, request_id="p-a")
+    _, offered = offer(owner, long, (list(range(313)),))
+    assert offered == bind(range(5000), 5000, [], [list(range(313))])
+    aborted = request({"do_remote_decode": True}, 5000, request_id="p-b")
+    owner.on_new_request(aborted)
+    assert len(owner._digests) == 1
+    aborted.status = RequestStatus.FINISHED_ABORTED
+    assert owner.request_finished(aborted, (list(range(313)),)) == (False, None)
+    assert len(owner._digests) == 0
+    owner.shutdown()
+
+
+@pytest.mark.parametrize("tokens", [None, 40])
+def test_holder_is_told_nothing_where_the_prompt_is_not_known(tokens):
+    """As where vLLM makes up a prompt to give back what a refused request named."""
+    made_up = request(PARAMS | {"remote_num_tokens": tokens}, 1)
+    assert _receive(made_up, ([], []), 40).binding is None

@@ -455,6 +455,28 @@ def test_full_cache_hit_releases_without_a_word(engines):
     assert not any(progress.received.values())
 
 
+@pytest.mark.parametrize("binding", [None, replace(OFFER, content=9)])
+def test_empty_read_does_not_take_somebody_elses_blocks(engines, caplog_vllm, binding):
+    """Who knows a request's name and not its tokens is not believed, or says nothing."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    p.offer("p-a", "p-b")
+    empty = replace(receive(address, [], [5, 2, 9]), binding=binding)
+    d.start(receive={"thief": empty})
+    progress = Progress(p, d)
+    # What a holder hears after that, it hears after that.
+    other = receive(address, [], [5, 2, 9], remote_request_id="p-b")
+    d.start(receive={"d-b": other})
+    progress.until(p, sent="p-b")
+    assert ("p-a is held on" in caplog_vllm.text) is (binding is not None)
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    progress.until(d, received="d-a")
+    assert not lost_blocks(d.workers[MeshRank(0, 0)])
+    assert_received(d, [3, 4, 1], whole)
+    progress.until(p, sent="p-a")
+
+
 @every_strategy
 def test_requests_are_independent(engines):
     """Many requests in flight, between several engines, do not touch one another."""
@@ -755,7 +777,8 @@ def test_what_happened_is_counted(engines):
     assert len(counted["handshake_seconds"]) == 1
     assert counted["read_failures"] == ["lease"]
     assert counted["read_strategies"] == ["direct"] * 4
-    assert counted["notifications_sent"] == [4]
+    # Each of two holders is told of both requests, together where they ended in one turn.
+    assert counted["notifications_sent"] in ([2], [4])
     for holder in p.workers.values():
         assert holder.take_stats().data["held_blocks"] == [0]
         assert holder.take_stats() is None
@@ -770,7 +793,7 @@ def test_running_request_is_nobodys_to_release(engines):
     d.start(receive={"d-a": receive(address, [], [])})
     (holder,) = p.workers.values()
     held = holder._exchange.holder._ledger._held
-    wait_until(lambda: "p-a" in held and held["p-a"].heard, progress.step)
+    wait_until(lambda: "p-a" in held and held["p-a"].early, progress.step)
     assert not any(progress.sent.values())
     p.start(offered={"p-a": 30.0}, bindings={"p-a": OFFER})
     progress.until(p, sent="p-a")

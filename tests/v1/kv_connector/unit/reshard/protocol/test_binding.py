@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import (
+    Binding,
+    TokenHash,
+    bind,
+)
 
 TOKENS = st.lists(st.integers(0, 200_000), min_size=1, max_size=40)
 GROUPS = st.lists(st.lists(st.integers(0, (1 << 31) - 1), max_size=6), min_size=1, max_size=3)
@@ -55,6 +59,29 @@ def test_bindings_are_the_same_in_every_process():
     assert bind([5, 7, 11], 3, ("adapter",), [[1, 2]]) == Binding(
         3, content=3312898702473162500, blocks=5007576965748057616
     )
+
+
+@given(
+    num_tokens=st.integers(1, 20_000),
+    steps=st.lists(st.integers(0, 20_000), max_size=4),
+    keys=EXTRA_KEYS,
+)
+def test_tokens_may_be_hashed_in_any_number_of_steps(num_tokens, steps, keys):
+    """Steps have no part in the digest, nor has a step too far."""
+    tokens = list(range(num_tokens))
+    hashed = TokenHash()
+    for step in sorted(steps):
+        hashed.advance(tokens, step)
+        assert hashed.num_tokens == min(step, num_tokens)
+    assert bind(tokens, num_tokens, keys, [[1]], hashed) == bind(tokens, num_tokens, keys, [[1]])
+
+
+@pytest.mark.parametrize("strange", [-1, 1 << 32, (1 << 64) - 1])
+def test_ids_that_no_vocabulary_has_are_bound_too(strange):
+    """They end nobody's engine, and are the same at both ends and other than any others."""
+    ours = bind([5, strange], 2, None, [[1]])
+    assert ours == bind((5, strange), 2, None, [[1]])
+    assert ours != bind([strange, 5], 2, None, [[1]]) != bind([5, 7], 2, None, [[1]])
 
 
 @pytest.mark.parametrize(

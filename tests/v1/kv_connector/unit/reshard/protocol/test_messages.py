@@ -6,21 +6,30 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteLayoutError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    MAX_NOTIFICATION_BYTES,
     Done,
+    Release,
     Renew,
     decode_notification,
     encode_notification,
+    releases,
     renewals,
 )
+
+WORDS = st.integers(0, (1 << 64) - 1)
+BINDINGS = st.builds(Binding, st.integers(0, (1 << 31) - 1), WORDS, WORDS)
+IDS = st.text(max_size=1024)
+RELEASES = st.builds(Release.of, IDS, st.integers(1, 1 << 16), BINDINGS)
 
 
 @given(
     notification=st.one_of(
-        st.builds(Done, st.text(), st.text(), st.integers(1, 1000)),
-        st.builds(Renew, st.lists(st.text())),
+        st.builds(Done, st.text(), st.lists(RELEASES)), st.builds(Renew, st.lists(IDS))
     )
 )
 def test_notification_survives_the_wire(notification):
@@ -28,9 +37,38 @@ def test_notification_survives_the_wire(notification):
     assert decode_notification(encode_notification(notification)) == notification
 
 
+@given(request_id=IDS, num_notifiers=st.integers(1, 1 << 16), binding=BINDINGS)
+def test_binding_survives_a_release(request_id, num_notifiers, binding):
+    """The holder compares with the very words that the reader computed."""
+    assert Release.of(request_id, num_notifiers, binding).binding == binding
+
+
 def test_renewals_do_not_depend_on_the_order_of_a_set():
     """Equal heartbeats are equal bytes."""
-    assert decode_notification(renewals({"b", "a"})) == Renew(["a", "b"])
+    assert [decode_notification(each) for each in renewals({"b", "a"})] == [Renew(["a", "b"])]
+
+
+@given(count=st.integers(0, 600), stem=st.text(min_size=1, max_size=1000), binding=BINDINGS)
+def test_long_lists_are_cut(count, stem, binding):
+    """Nothing is lost, doubled or put in another order, and no notification is too long."""
+    entries = [Release.of(f"{stem}{number}", 128, binding) for number in range(count)]
+    messages = releases("d0", entries)
+    assert all(len(message) <= MAX_NOTIFICATION_BYTES for message in messages)
+    told = [decode_notification(message) for message in messages]
+    assert [release for done in told for release in done.releases] == entries
+    assert {done.notifier for done in told} <= {"d0"}
+
+    ids = sorted(entry.request_id for entry in entries)
+    messages = renewals(ids)
+    assert all(len(message) <= MAX_NOTIFICATION_BYTES for message in messages)
+    assert [each for part in map(decode_notification, messages) for each in part.request_ids] == ids
+
+
+def test_usual_turns_take_one_notification():
+    """Eighty requests with ids as vLLM's own fit one."""
+    request_ids = [f"cmpl-___prefill_addr_10.0.0.1:8100_{number:032d}" for number in range(80)]
+    entries = [Release.of(each, 128, Binding(32768, 1 << 63, 1 << 63)) for each in request_ids]
+    assert len(releases("engine/pp0tp0", entries)) == len(renewals(request_ids)) == 1
 
 
 @given(data=st.binary(max_size=64))
@@ -44,13 +82,26 @@ def test_garbage_is_a_typed_error(data):
 
 @pytest.mark.parametrize(
     "data",
-    [b"\x94\xa4done\xa1\xff\xa1a\x01", b"\x95\xa4done\xa1a\xa1a\x01" + b"\x91" * 60_000 + b"\x90"],
+    [
+        b"\x93\xa4done\xa1a\x91\x95\xa1\xff\x01\x01\x01\x01",
+        b"\x94\xa4done\xa1a\x90" + b"\x91" * 60_000 + b"\x90",
+    ],
     ids=["no UTF-8", "nested deeply"],
 )
 def test_what_escapes_the_decoder_is_a_typed_error_too(data):
     """Bytes that make the decoder fail in its own ways do not reach the engine's thread."""
     with pytest.raises(RemoteLayoutError):
         decode_notification(data)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_notifiers": 0}, {"num_tokens": -1}, {"request_id": 1025 * "a"}]
+)
+def test_release_out_of_bounds_is_refused(change):
+    """No reader's plan, prompt or parameters could have led to it."""
+    release = structs.replace(Release("a", 1, 48, 1, 2), **change)
+    with pytest.raises(RemoteLayoutError):
+        decode_notification(encode_notification(Done("d0", [release])))
 
 
 @pytest.mark.parametrize("data", [b"request-1:2", b"HB:a,b", b""])

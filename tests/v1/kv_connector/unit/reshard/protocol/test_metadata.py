@@ -345,14 +345,14 @@ class TestPeer:
 
     def test_another_connector(self):
         """It is named."""
-        with pytest.raises(RemoteIncompatibleError, match=r"connector other, but .* reshard/2"):
+        with pytest.raises(RemoteIncompatibleError, match=r"connector other, but .* reshard/3"):
             decode_reply(encode({"connector": "other"}), FACTORS)
 
     def test_another_version_is_not_read_further(self):
         """Both versions are named, however else that version writes what follows."""
-        for change in ({"factors": 1, "workers": {}}, {"refusal": "request reshard/2 is unknown"}):
-            reply = with_reply(lambda reply, change=change: reply.update(change, version=3))
-            with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/3.* reshard/2"):
+        for change in ({"factors": 1, "workers": {}}, {"refusal": "request reshard/3 is unknown"}):
+            reply = with_reply(lambda reply, change=change: reply.update(change, version=4))
+            with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/4.* reshard/3"):
                 decode_reply(reply, FACTORS)
 
     def test_factors_are_checked_before_workers_are_read(self):

@@ -10,5 +10,6 @@ envelopes                   what scheduler and workers send each other
 failed_reads                how a request ends whose blocks may still be written
 peers, holder               engines that are known, and what is held for them
 notifier, heartbeats        what they are told
+content, digests            what a prompt's KV depends on, hashed while it is computed
 worker, scheduler           the two halves of the connector
 """

@@ -35,7 +35,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         offered: Requests whose blocks are held for another engine, and for how many seconds from
             now: a duration, because workers on other hosts have other clocks.
         offered_blocks: How many blocks each of these has, of all KV-cache groups.
-        bindings: What each of these offers.
+        bindings: What each of these offers; of the same requests.
         heartbeats: Leases to renew.
     """
 
@@ -59,6 +59,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             or self.heartbeats
             or self.failed
         )
+
 
 @dataclass(frozen=True)
 class FailedReads(KVConnectorWorkerMetadata):

@@ -128,6 +128,8 @@ class Exchange:
             self.transfers.retire(generation)
         report = Report(failed=self.reads.take_failed())
         report.received = self.reads.take_received()
+        # Before a connection is closed that the holders are told over.
+        self._notifier.flush()
         for generation in self.peers.generations():
             if now_s < generation.talks_until_s:
                 generation.advance()

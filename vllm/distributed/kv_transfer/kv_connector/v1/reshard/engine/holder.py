@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from ..errors import ReshardError
 from ..protocol.compatibility import quote
 from ..protocol.leases import LeaseTable, LeaseTableAddress
-from ..protocol.ledgers import ProducerLedger, Receipt, RequestId
+from ..protocol.ledgers import Notice, ProducerLedger, Receipt, RequestId
 from ..protocol.messages import Done, Renew, decode_notification
 from ..transport.agent import NixlAgent
 from .envelopes import ReshardConnectorMetadata
@@ -38,6 +38,7 @@ class Holder:
         address = self._table.address
         agent.register([(address.address, address.size_bytes, 0)], "DRAM")
         self._num_blocks: dict[RequestId, int] = {}
+        self._held_blocks = 0
         self._counted_blocks = 0
 
     def __len__(self) -> int:
@@ -55,6 +56,7 @@ class Holder:
         self._ledger.withdraw(metadata.withdrawn)
         for request_id in metadata.withdrawn:
             self._table.strike(request_id)
+            self._hold(request_id, 0)
         self._ledger.admit(metadata.admitted)
         for request_id in metadata.admitted:
             if not self._table.enter(request_id):
@@ -62,11 +64,11 @@ class Holder:
                     "Request %s will not be read: too many requests are held for other engines.",
                     request_id,
                 )
-        for request_id, binding in metadata.bindings.items():
-            self._table.bind(request_id, binding)
         for request_id, lease_s in metadata.offered.items():
-            if self._ledger.offer(request_id, now_s + lease_s):
-                self._num_blocks[request_id] = metadata.offered_blocks.get(request_id, 0)
+            binding = metadata.bindings[request_id]
+            self._table.bind(request_id, binding)
+            if self._ledger.offer(request_id, now_s + lease_s, binding):
+                self._hold(request_id, metadata.offered_blocks.get(request_id, 0))
 
     def let_go(self, now_s: float) -> set[RequestId]:
         """Requests whose blocks may be used for something else, and are held no more."""
@@ -84,13 +86,16 @@ class Holder:
         for request_id in gone:
             # Before anybody learns that the blocks may be used: see `leases`.
             self._table.strike(request_id)
-            self._num_blocks.pop(request_id, None)
-        self._count_blocks()
+            self._hold(request_id, 0)
+        self._tell_mismatches()
+        if self._held_blocks != self._counted_blocks:
+            self._counted_blocks = self._held_blocks
+            self._stats.record_held_blocks(self._held_blocks)
         return gone
 
     def _hear(self, now_s: float) -> set[RequestId]:
         """Take note of what other engines' workers say; returns the requests they release."""
-        released = set()
+        released: set[RequestId] = set()
         for sender, message in self._agent.take_notifications():
             try:
                 notification = decode_notification(message)
@@ -99,26 +104,47 @@ class Holder:
                 continue
             if isinstance(notification, Renew):
                 self._ledger.renew(notification.request_ids, now_s + self._renewal_s)
-            elif self._is_last(notification):
-                released.add(notification.request_id)
+            else:
+                released |= self._count(notification)
         return released
 
-    def _is_last(self, done: Done) -> bool:
-        """Whether a request was waiting for this reader alone."""
-        receipt = self._ledger.hear(done.request_id, done.notifier, done.num_notifiers)
-        if receipt is Receipt.UNKNOWN:
-            self._stats.record_late_notification()
-            logger.warning(
-                "%s was too late for the blocks of request %s, which this worker does not hold any "
-                "more. Give readers longer with kv_lease_duration.",
-                quote(done.notifier),
-                quote(done.request_id),
-            )
-        return receipt is Receipt.RELEASED
+    def _count(self, done: Done) -> set[RequestId]:
+        """Count a reader for all requests that it is through with; returns those it was last for.
 
-    def _count_blocks(self) -> None:
-        """Count the blocks that are held, if they are others than before."""
-        num_blocks = sum(self._num_blocks.values())
-        if num_blocks != self._counted_blocks:
-            self._counted_blocks = num_blocks
-            self._stats.record_held_blocks(num_blocks)
+        However many requests it names, one line of the log tells that it was too late.
+        """
+        released, late = set(), []
+        for release in done.releases:
+            notice = Notice(done.notifier, release.num_notifiers, release.binding)
+            receipt = self._ledger.hear(release.request_id, notice)
+            if receipt is Receipt.RELEASED:
+                released.add(release.request_id)
+            elif receipt is Receipt.UNKNOWN:
+                self._stats.record_late_notification()
+                late.append(release.request_id)
+        if late:
+            logger.warning(
+                "%s was too late for the blocks of request %s%s, which this worker does not hold "
+                "any more. Give readers longer with kv_lease_duration.",
+                quote(done.notifier),
+                quote(late[0]),
+                f" and of {len(late) - 1} more" if len(late) > 1 else "",
+            )
+        return released
+
+    def _tell_mismatches(self) -> None:
+        """Tell of notifications that were not believed, once for each request."""
+        for mismatch in self._ledger.take_mismatches():
+            logger.warning(
+                "Request %s is held on: %s is through with other tokens or blocks than are offered "
+                "under that name. Send the decode engine the very prompt that was prefilled, and "
+                "pass kv_transfer_params on unchanged.",
+                quote(mismatch.request_id),
+                quote(mismatch.notifier),
+            )
+
+    def _hold(self, request_id: RequestId, num_blocks: int) -> None:
+        """Take account of the blocks that a request holds from now on."""
+        self._held_blocks += num_blocks - self._num_blocks.pop(request_id, 0)
+        if num_blocks:
+            self._num_blocks[request_id] = num_blocks

@@ -150,7 +150,7 @@ class RequestReads:
         assert generation is not None
         for request_id, receive in peer.take_waiting():
             if not any(receive.local_block_ids):
-                self._notifier.release(receive.remote_request_id, generation)
+                self._notify(receive, generation)
                 continue
             reading = self._reading.get(request_id)
             # It may have failed while it waited.
@@ -353,7 +353,19 @@ class RequestReads:
             return
         # Who cannot be read from may be gone; that he hears nothing is no news then.
         known = reading.failure in (ReadFailure.TRANSFER, ReadFailure.DEADLINE)
-        self._notifier.release(reading.receive.remote_request_id, holders, known_as_broken=known)
+        self._notify(reading.receive, holders, known_as_broken=known)
+
+    def _notify(
+        self, receive: Receive, holders: Generation, *, known_as_broken: bool = False
+    ) -> None:
+        """Have the holders of a request's blocks told, if this engine can say what they hold."""
+        if receive.binding is not None:
+            self._notifier.release(
+                receive.remote_request_id,
+                receive.binding,
+                holders,
+                known_as_broken=known_as_broken,
+            )
 
 
 def named(request_ids: Iterable[RequestId], most: int = 8) -> str:

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConn
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
-from ..protocol.binding import Binding, bind
+from ..protocol.binding import Binding, TokenHash, bind
 from ..protocol.messages import (
     BlockIds,
     EngineId,
@@ -37,6 +37,7 @@ from ..protocol.params import (
 from ..transport.side_channel import HandshakeServer
 from .compat import HOLDERS_KEEP_THE_LAST_WINDOW
 from .content import content_keys
+from .digests import PromptDigests
 from .envelopes import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .failed_reads import ReadBook
 from .geometry import window_groups
@@ -69,6 +70,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._heartbeats = HeartbeatBook(read_settings(vllm_config.kv_transfer_config).lease_s)
         self._offered_blocks: dict[str, int] = {}
         self._bindings: dict[str, Binding] = {}
+        self._digests = PromptDigests()
         # Which request reads the blocks of another engine's request.
         self._readers: dict[tuple[str, str], str] = {}
         self._reads = ReadBook()
@@ -116,6 +118,9 @@ class ReshardScheduler(NixlConnectorScheduler):
             params = params if is_free else without_source(params)
         request.kv_transfer_params = params
         super().on_new_request(request)
+        # The tokens of a session that goes on may be cut back.
+        if params and params.get("do_remote_decode") and not request.resumable:
+            self._digests.begin(request.request_id, request.all_token_ids)
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
             if not isinstance(source, str):
@@ -242,8 +247,13 @@ class ReshardScheduler(NixlConnectorScheduler):
             self._offered_blocks[request.request_id] = sum(map(len, block_ids))
             params["remote_num_tokens"] = num_tokens
             self._bindings[request.request_id] = _bind(
-                request, num_tokens, params["remote_block_ids"]
+                request,
+                num_tokens,
+                params["remote_block_ids"],
+                self._digests.take(request.request_id),
             )
+        else:
+            self._digests.forget(request.request_id)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
@@ -254,7 +264,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:
-        """Stop answering handshakes."""
+        """Stop answering handshakes, and hashing prompts."""
+        self._digests.close()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -274,8 +285,10 @@ def _receive(request: Request, local_block_ids: BlockIds, num_prefilled: int) ->
         nowhere = RemoteEngineAddress("unknown", "unknown", 0)
         return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
     remote_tokens = source.remote_num_tokens or num_prefilled
-    # A prompt that is wholly cached here is not hashed: nothing of it is read.
-    is_read = any(local_block_ids)
+    # The holder believes nobody who does not know the tokens. Where nothing is read of a prompt
+    # that is shorter than what is held, as of the one that vLLM makes up to have the blocks of a
+    # request given back that it refused, it cannot be told: the lease ends it.
+    is_bound = any(local_block_ids) or request.num_tokens >= remote_tokens
     return Receive(
         _address(source),
         source.remote_request_id,
@@ -284,7 +297,7 @@ def _receive(request: Request, local_block_ids: BlockIds, num_prefilled: int) ->
         # What is being read counts as computed.
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,
-        binding=_bind(request, remote_tokens, source.remote_block_ids) if is_read else None,
+        binding=_bind(request, remote_tokens, source.remote_block_ids) if is_bound else None,
     )
 
 
@@ -293,7 +306,9 @@ def _address(source: RemoteBlocks) -> RemoteEngineAddress:
     return RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port)
 
 
-def _bind(request: Request, num_tokens: int, block_ids: BlockIds) -> Binding:
+def _bind(
+    request: Request, num_tokens: int, block_ids: BlockIds, hashed: TokenHash | None = None
+) -> Binding:
     """What stands for the first tokens of a request in blocks of this or of another engine."""
     keys = content_keys(request, num_tokens)
-    return bind(request.all_token_ids, num_tokens, keys, block_ids)
+    return bind(request.all_token_ids, num_tokens, keys, block_ids, hashed)

@@ -184,11 +184,7 @@ class ReshardWorker:
         """What the device computes now, and may write into blocks that this step reads into."""
         transfer_config = self._vllm_config.kv_transfer_config
         assert transfer_config is not None
-        if (
-            self._on_cpu
-            or not metadata.receive
-            or steps_in_flight_keep_blocks(transfer_config)
-        ):
+        if self._on_cpu or not metadata.receive or steps_in_flight_keep_blocks(transfer_config):
             return None
         event = torch.cuda.Event()
         event.record()

@@ -15,9 +15,12 @@ A producer's request goes through these states:
                                     v
                                 (unknown)
 
-The decode side may be faster than the producer's own scheduler: notifications are counted from
+The decode side may be faster than the producer's own scheduler: notifications are kept from
 admission on. But a request that is still being computed is nobody's to release, whoever says that
 he has read it: one that everybody was through with before is released when it is offered.
+
+A notification counts only where it is bound to what is offered: the same tokens in the same blocks.
+Who knows a request's id alone has neither, and costs nobody anything.
 """
 
 from __future__ import annotations
@@ -25,15 +28,25 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, TypeVar
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Generic, NamedTuple, TypeVar
+
+from .binding import Binding
 
 RequestId = str
 
 LegKey = TypeVar("LegKey", bound=Hashable)
 
+MAX_EARLY_NOTIFICATIONS = 1 << 10
+"""As many are kept for a request that is not offered yet: more than any engine has workers."""
+
 
 class Receipt(Enum):
     """What a producer makes of a notification."""
+
+    EARLY = "early"
+    """The request is not offered yet; the notification is kept until it is."""
 
     COUNTED = "counted"
     """One of several notifiers was heard for the first time."""
@@ -44,9 +57,39 @@ class Receipt(Enum):
     REPEATED = "repeated"
     """The notifier had been heard before; nothing changed."""
 
+    MISBOUND = "misbound"
+    """It is bound to something else than what is offered; nothing changed."""
+
     UNKNOWN = "unknown"
     """No such request is held: it expired, was withdrawn, or never was. A reader that says so may
     have read blocks that were in use for something else."""
+
+
+class Notice(NamedTuple):
+    """What a reader says when it is through with a request's blocks.
+
+    Attributes:
+        notifier: Names the reader, the same in every notification of its.
+        num_notifiers: How many readers there are in all, itself included; at least 1.
+        binding: What it has read, or would have read.
+    """
+
+    notifier: str
+    num_notifiers: int
+    binding: Binding
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A notification that is bound to something else than what is offered.
+
+    Attributes:
+        request_id: The request that it names.
+        notifier: Who sent it.
+    """
+
+    request_id: RequestId
+    notifier: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +109,23 @@ class Expiry:
 
 @dataclass(slots=True)
 class _Held:
-    """A request that a producer holds blocks for."""
+    """A request that a producer holds blocks for.
 
+    Attributes:
+        early: What was heard before the request was offered.
+        binding: What is offered; None as long as nothing is.
+        expires_at_s: When the lease runs out; infinite as long as there is none.
+        heard: The notifiers that were counted.
+        awaited: How many there should be.
+        doubted: Whether somebody has been told of a notification that does not fit.
+    """
+
+    early: set[Notice] = field(default_factory=set)
+    binding: Binding | None = None
+    expires_at_s: float = float("inf")
     heard: set[str] = field(default_factory=set)
     awaited: int | None = None
-    expires_at_s: float | None = None
+    doubted: bool = False
 
     @property
     def complete(self) -> bool:
@@ -78,31 +133,42 @@ class _Held:
 
 
 class ProducerLedger:
-    """The requests whose blocks a prefill worker holds for remote readers."""
+    """The requests whose blocks a prefill worker holds for remote readers.
+
+    Nothing that is done in every step grows with the number of requests that are held: leases are
+    in a heap, which learns of a renewal or of a release when it comes to the lease.
+    """
 
     def __init__(self) -> None:
         self._held: dict[RequestId, _Held] = {}
         self._released_by_offer: list[RequestId] = []
+        self._mismatches: list[Mismatch] = []
+        # When a lease runs out at the earliest; the number tells two leases under one name apart.
+        self._leases: list[tuple[float, int, RequestId, _Held]] = []
+        self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._held)
 
     def admit(self, request_ids: Iterable[RequestId]) -> None:
-        """Begin to count notifications for requests that are being computed."""
+        """Begin to keep notifications for requests that are being computed."""
         for request_id in request_ids:
-            self._held.setdefault(request_id, _Held())
+            if request_id not in self._held:
+                self._held[request_id] = _Held()
 
     def withdraw(self, request_ids: Iterable[RequestId]) -> None:
         """Forget requests that will not be offered, such as aborted ones."""
         for request_id in request_ids:
-            self._held.pop(request_id, None)
+            if request_id in self._held:
+                self._forget(request_id)
 
-    def offer(self, request_id: RequestId, expires_at_s: float) -> bool:
+    def offer(self, request_id: RequestId, expires_at_s: float, binding: Binding) -> bool:
         """Hold a request's blocks until its readers were heard, or until its lease runs out.
 
         Args:
             request_id: The request.
             expires_at_s: When the lease runs out.
+            binding: What is offered.
 
         Returns:
             Whether the request is held. False means that its readers are through already, which
@@ -111,17 +177,28 @@ class ProducerLedger:
         held = self._held.get(request_id)
         if held is None:
             return False
+        held.binding = binding
+        early, held.early = held.early, set()
+        # In an order that does not depend on hashes of strings, for logs that can be compared.
+        for notice in sorted(early, key=lambda notice: notice[:2]):
+            self._count(request_id, held, notice)
         if held.complete:
-            del self._held[request_id]
+            self._forget(request_id)
             self._released_by_offer.append(request_id)
             return False
         held.expires_at_s = expires_at_s
+        heappush(self._leases, (expires_at_s, next(self._numbers), request_id, held))
         return True
 
     def take_released(self) -> list[RequestId]:
         """The requests offered since the last call that all readers were through with already."""
         released, self._released_by_offer = self._released_by_offer, []
         return released
+
+    def take_mismatches(self) -> list[Mismatch]:
+        """The first notification of each request that was misbound, since the last call."""
+        mismatches, self._mismatches = self._mismatches, []
+        return mismatches
 
     def renew(self, request_ids: Iterable[RequestId], expires_at_s: float) -> int:
         """Move the leases of offered requests to a later time; never to an earlier one.
@@ -132,46 +209,67 @@ class ProducerLedger:
         renewed = 0
         for request_id in request_ids:
             held = self._held.get(request_id)
-            if held is not None and held.expires_at_s is not None:
+            if held is not None and held.binding is not None:
                 held.expires_at_s = max(held.expires_at_s, expires_at_s)
                 renewed += 1
         return renewed
 
-    def hear(self, request_id: RequestId, notifier: str, num_notifiers: int) -> Receipt:
+    def hear(self, request_id: RequestId, notice: Notice) -> Receipt:
         """Take note that a reader is through with a request's blocks.
 
         Readers that disagree on how many they are, as they may after one of them restarted with
         another layout, are answered with the larger number: the lease bounds the wait.
-
-        Args:
-            request_id: The request.
-            notifier: Names the reader, the same in every notification of its.
-            num_notifiers: How many readers there are in all, itself included; at least 1.
         """
         held = self._held.get(request_id)
         if held is None:
             return Receipt.UNKNOWN
-        if notifier in held.heard:
-            return Receipt.REPEATED
-        held.heard.add(notifier)
-        held.awaited = max(num_notifiers, held.awaited or 1)
-        if held.expires_at_s is None or not held.complete:
-            return Receipt.COUNTED
-        del self._held[request_id]
-        return Receipt.RELEASED
+        if held.binding is None:
+            if len(held.early) < MAX_EARLY_NOTIFICATIONS:
+                held.early.add(notice)
+            return Receipt.EARLY
+        receipt = self._count(request_id, held, notice)
+        if receipt is Receipt.COUNTED and held.complete:
+            self._forget(request_id)
+            return Receipt.RELEASED
+        return receipt
 
     def expire(self, now_s: float) -> list[Expiry]:
         """Let go of the requests whose leases ran out, the oldest first."""
-        expired = sorted(
-            (held.expires_at_s, request_id)
-            for request_id, held in self._held.items()
-            if held.expires_at_s is not None and held.expires_at_s <= now_s
-        )
         expiries = []
-        for _, request_id in expired:
-            held = self._held.pop(request_id)
-            expiries.append(Expiry(request_id, len(held.heard), held.awaited))
-        return expiries
+        while self._leases and self._leases[0][0] <= now_s:
+            _, number, request_id, held = heappop(self._leases)
+            if self._held.get(request_id) is not held:
+                continue
+            if held.expires_at_s > now_s:
+                heappush(self._leases, (held.expires_at_s, number, request_id, held))
+                continue
+            self._forget(request_id)
+            expiries.append((held.expires_at_s, request_id, held))
+        # A renewed lease comes up at the time that it was renewed from.
+        expiries.sort(key=lambda expiry: expiry[:2])
+        return [
+            Expiry(request_id, len(held.heard), held.awaited) for _, request_id, held in expiries
+        ]
+
+    def _count(self, request_id: RequestId, held: _Held, notice: Notice) -> Receipt:
+        """Count a reader of an offered request, if it has read what is offered."""
+        if notice.binding != held.binding:
+            if not held.doubted:
+                held.doubted = True
+                self._mismatches.append(Mismatch(request_id, notice.notifier))
+            return Receipt.MISBOUND
+        if notice.notifier in held.heard:
+            return Receipt.REPEATED
+        held.heard.add(notice.notifier)
+        held.awaited = max(notice.num_notifiers, held.awaited or 1)
+        return Receipt.COUNTED
+
+    def _forget(self, request_id: RequestId) -> None:
+        """Let go of a request that is held; its lease stays in the heap while that is small."""
+        del self._held[request_id]
+        if len(self._leases) > 2 * len(self._held):
+            self._leases = [lease for lease in self._leases if self._held.get(lease[2]) is lease[3]]
+            heapify(self._leases)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from ..errors import RemoteLayoutError
+from .binding import Binding
 from .ledgers import RequestId
 
-if TYPE_CHECKING:
-    from .binding import Binding
-
 EngineId: TypeAlias = str
+
+_RequestId: TypeAlias = Annotated[str, Meta(max_length=1 << 10)]
+"""As long as an id may be in a request's parameters."""
+
+_Entry = TypeVar("_Entry")
 
 BlockIds: TypeAlias = Sequence[Sequence[int]]
 """A request's block ids, one sequence for each KV-cache group."""
@@ -49,7 +53,8 @@ class Receive:
         local_tokens: Tokens of the request up to the end of the last local block to fill, which the
             last block need not hold in full.
         remote_tokens: The same there.
-        binding: What the source should offer under that name; None where there is nothing to read.
+        binding: What the source should offer under that name; None where nothing is to be read and
+            this engine does not know the tokens, so that the source cannot be told.
         fault: Why the request cannot be read at all; None where nothing is known against it.
     """
 
@@ -76,18 +81,45 @@ class Heartbeats:
     request_ids: frozenset[RequestId]
 
 
-class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
-    """A reader is through with a request's blocks.
+class Release(msgspec.Struct, frozen=True, array_like=True):
+    """A request whose blocks a reader is through with.
 
     Attributes:
         request_id: The request, as its holder calls it.
-        notifier: Names the reader.
         num_notifiers: How many readers this holder must hear from.
+        num_tokens: With `content` and `blocks`, what the reader took the holder to offer, computed
+            from the reader's own prompt and from what it was told.
+        content: See `Binding`.
+        blocks: See `Binding`.
     """
 
-    request_id: str
-    notifier: str
-    num_notifiers: int
+    request_id: _RequestId
+    num_notifiers: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    num_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    content: int
+    blocks: int
+
+    @classmethod
+    def of(cls, request_id: RequestId, num_notifiers: int, binding: Binding) -> Release:
+        """What is sent to one of `num_notifiers` readers' holders."""
+        return cls(request_id, num_notifiers, binding.num_tokens, binding.content, binding.blocks)
+
+    @property
+    def binding(self) -> Binding:
+        """What the holder must have offered."""
+        return Binding(self.num_tokens, self.content, self.blocks)
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
+    """A reader is through with the blocks of some requests.
+
+    Attributes:
+        notifier: Names the reader.
+        releases: The requests.
+    """
+
+    notifier: Annotated[str, Meta(max_length=1 << 11)]
+    releases: list[Release]
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
@@ -97,10 +129,20 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
         request_ids: The requests, as their holder calls them.
     """
 
-    request_ids: list[str]
+    request_ids: list[_RequestId]
 
 
 Notification: TypeAlias = Done | Renew
+
+MAX_NOTIFICATION_BYTES = 8 << 10
+"""More goes into several notifications.
+
+NIXL names no limit, and UCX cuts what does not fit a packet. But the receiver's progress thread
+copies a notification in one piece, so that many short ones are better than one of a megabyte.
+"""
+
+_NUMBERS_BYTES = 1 + 3 + 2 * 5 + 2 * 9
+"""The most that a release takes beside the bytes of its request's id: heads and numbers."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
@@ -128,6 +170,42 @@ def decode_notification(data: bytes) -> Notification:
     return notification
 
 
-def renewals(request_ids: Iterable[RequestId]) -> bytes:
-    """The heartbeat for some requests, as bytes."""
-    return encode_notification(Renew(sorted(request_ids)))
+def releases(notifier: str, entries: Iterable[Release]) -> list[bytes]:
+    """What a reader tells one holder, in as few notifications as fit `MAX_NOTIFICATION_BYTES`."""
+    room_bytes = MAX_NOTIFICATION_BYTES - len(_ENCODER.encode(Done(notifier, []))) - 4
+    return [
+        encode_notification(Done(notifier, part))
+        for part in _cut(entries, room_bytes, lambda entry: entry.request_id)
+    ]
+
+
+def renewals(request_ids: Iterable[RequestId]) -> list[bytes]:
+    """The heartbeat for some requests, in as few notifications as fit `MAX_NOTIFICATION_BYTES`."""
+    room_bytes = MAX_NOTIFICATION_BYTES - len(_ENCODER.encode(Renew([]))) - 4
+    return [
+        encode_notification(Renew(part))
+        for part in _cut(sorted(request_ids), room_bytes, lambda request_id: request_id)
+    ]
+
+
+def _cut(
+    entries: Iterable[_Entry], room_bytes: int, id_of: Callable[[_Entry], RequestId]
+) -> Iterator[list[_Entry]]:
+    """Cut a list where it does not fit a message any more; an entry alone goes in any case.
+
+    Args:
+        entries: What to send.
+        room_bytes: Room for them in a message.
+        id_of: The request's id in an entry, all that has no bound of a few bytes.
+    """
+    part: list[_Entry] = []
+    part_bytes = 0
+    for entry in entries:
+        entry_bytes = len(id_of(entry).encode()) + _NUMBERS_BYTES
+        if part and part_bytes + entry_bytes > room_bytes:
+            yield part
+            part, part_bytes = [], 0
+        part.append(entry)
+        part_bytes += entry_bytes
+    if part:
+        yield part

@@ -43,7 +43,8 @@ CONNECTOR_NAME = "reshard"
 #   1  first version
 #   2  keys and values that lie side by side are one plane, requests to the side channel may have
 #      two numbers, and entries of the lease table are bound to tokens and blocks
-CONNECTOR_VERSION = 2
+#   3  notifications are bound, too, and one tells a holder of many requests
+CONNECTOR_VERSION = 3
 
 MAX_REPLY_BYTES = 64 << 20
 """Size of the largest reply, in bytes: thousands of workers with hundreds of layers each."""

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing grows with the requests that have been: ten thousand come and go, and all is as before.
+
+Every container that an owner of state has is counted, whatever it is called: one that is added
+tomorrow is counted, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.v1.kv_connector.unit.reshard.engine.test_holder import LEASE_S, OFFER, Desk
+from tests.v1.kv_connector.unit.reshard.engine.test_notifier import Agent
+from tests.v1.kv_connector.unit.reshard.engine.test_scheduler import PARAMS, request, scheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.heartbeats import HeartbeatBook
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
+    ConsumerLedger,
+    ProducerLedger,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    RemoteEngineAddress,
+)
+
+NUM_REQUESTS = 10_000
+OURS = "vllm.distributed.kv_transfer"
+
+
+def sizes(owner: object) -> dict[str, int]:
+    """The length of every container within an object, and within those of the connector's."""
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+
+    def look(name: str, value: object) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Collection) and not isinstance(value, str | bytes):
+            found[name] = len(value)
+        if isinstance(value, dict):
+            for key, each in value.items():
+                look(f"{name}[{key!r}]", each)
+        if type(value).__module__.startswith((OURS, "tests.")):
+            for attribute, each in attributes(value):
+                look(f"{name}.{attribute}", each)
+
+    look(type(owner).__name__, owner)
+    return found
+
+
+def attributes(value: object) -> Iterator[tuple[str, object]]:
+    """What an object consists of, with and without slots."""
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        for name in getattr(kind, "__slots__", ()):
+            yield name, getattr(value, name, None)
+
+
+class Growing:
+    """What forgets to forget."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, set[str]] = {}
+
+
+def test_counting_sees_what_grows():
+    """At any depth, in containers that were there before and in those that were not."""
+    growing = Growing()
+    before = sizes(growing)
+    growing.names["a"] = {"b"}
+    assert sizes(growing) == {**before, "Growing.names": 1, "Growing.names['a']": 1}
+
+
+def test_holder_forgets_what_it_held():
+    """However requests end: read, read early, by lease, withdrawn, or named by strangers."""
+    desk = Desk()
+    desk.holder.let_go(0.0)
+    before = sizes(desk.holder)
+    for number in range(NUM_REQUESTS):
+        now_s, name = float(number), str(number)
+        way = number % 6
+        if way == 1:
+            desk.tell(now_s, admitted={name})
+            desk.hear(name)
+            desk.hear(name, binding=OFFER.__class__(1, 1, 1), notifier="stranger")
+            desk.holder.let_go(now_s)
+        if way == 2:
+            desk.tell(now_s, admitted={name})
+            desk.tell(now_s, withdrawn={name})
+        else:
+            desk.offer(name, now_s=now_s)
+        if way in (0, 3):
+            desk.hear(name, "never seen")
+        if way == 4:
+            desk.hear(name, binding=OFFER.__class__(1, 1, 1))
+        desk.holder.let_go(now_s)
+        desk.stats.reset()
+    desk.holder.let_go(NUM_REQUESTS + LEASE_S)
+    desk.stats.reset()
+    assert sizes(desk.holder) == before
+    assert not desk.holder._table._entries.any()
+
+
+def test_notifier_forgets_what_it_has_told():
+    """Also those that cannot be told."""
+    agent, stats = Agent("p0"), ReshardStats()
+    notifier = Notifier(agent, "d0", stats)
+    before = sizes(notifier)
+    for number in range(NUM_REQUESTS):
+        peers = [(f"p{number % 2 * number}", 1), ("p0", 2)]
+        notifier.release(str(number), OFFER, SimpleNamespace(releases=peers), known_as_broken=True)
+        notifier.renew([str(number)], SimpleNamespace(releases=peers[:1]))
+        notifier.flush()
+        stats.reset()
+        agent.sent.clear()
+    assert sizes(notifier) == before
+
+
+def test_reader_forgets_what_it_has_read():
+    """Well or not."""
+    ledger: ConsumerLedger[int] = ConsumerLedger()
+    before = sizes(ledger)
+    for number in range(NUM_REQUESTS):
+        ledger.begin(str(number), range(3), following_steps=1)
+        for leg in range(3):
+            ledger.leg_done(str(number), leg) if number % 2 else ledger.leg_failed(
+                str(number), leg, "lost"
+            )
+        if number % 2:
+            ledger.step_done(str(number))
+        ledger.take_ended()
+    assert sizes(ledger) == before
+
+
+def test_ledger_of_a_holder_in_use_stays_as_large_as_what_it_holds():
+    """Leases of requests that were read are forgotten before they run out."""
+    ledger = ProducerLedger()
+    for number in range(NUM_REQUESTS):
+        ledger.admit([str(number)])
+        ledger.offer(str(number), 1e9, OFFER)
+        if number >= 10:
+            ledger.withdraw([str(number - 10)])
+    assert len(ledger) == 10
+    assert len(ledger._leases) <= 20
+
+
+def test_heartbeats_end_with_their_requests():
+    """Whoever holds the blocks."""
+    book = HeartbeatBook(30.0)
+    before = sizes(book)
+    for number in range(NUM_REQUESTS):
+        book.begin(str(number), RemoteEngineAddress(f"p{number}", "host", 1), "p-a")
+        book.due(float(number))
+        book.end(str(number))
+    assert sizes(book) == before
+
+
+FLAGS = {
+    "reads": {"do_remote_prefill": True},
+    "is held": {"do_remote_decode": True},
+    "names blocks and asks for nothing": {},
+}
+
+
+@pytest.mark.parametrize("asked", FLAGS)
+@pytest.mark.parametrize("ended", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED])
+def test_scheduler_forgets_its_requests(asked, ended):
+    """Those that read, those that are held, and those that only look as if they did."""
+    owner = scheduler()
+    owner.build_connector_meta(None)
+    before = sizes(owner)
+    for number in range(NUM_REQUESTS):
+        params = {name: value for name, value in PARAMS.items() if name != "do_remote_prefill"}
+        params |= FLAGS[asked] | {"remote_request_id": f"p-{number}"}
+        long = 3000 if number % 1000 == 0 else 40
+        one = request(params, long, request_id=str(number))
+        owner.on_new_request(one)
+        one.append_output_token_ids(7)
+        one.status = ended
+        owner.request_finished(one, ([5, 2, 9],))
+        owner.build_connector_meta(None)
+    try:
+        assert sizes(owner) == before
+    finally:
+        owner.shutdown()
