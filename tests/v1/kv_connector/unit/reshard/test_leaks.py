@@ -14,7 +14,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.v1.kv_connector.unit.reshard.engine.test_holder import LEASE_S, OFFER, Desk
-from tests.v1.kv_connector.unit.reshard.engine.test_notifier import Agent
+from tests.v1.kv_connector.unit.reshard.engine.test_notifier import Holders
 from tests.v1.kv_connector.unit.reshard.engine.test_scheduler import PARAMS, request, scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.heartbeats import HeartbeatBook
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
@@ -108,16 +108,16 @@ def test_holder_forgets_what_it_held():
 
 def test_notifier_forgets_what_it_has_told():
     """Also those that cannot be told."""
-    agent, stats = Agent("p0"), ReshardStats()
-    notifier = Notifier(agent, "d0", stats)
+    stats = ReshardStats()
+    notifier = Notifier("d0", stats)
     before = sizes(notifier)
     for number in range(NUM_REQUESTS):
         peers = [(f"p{number % 2 * number}", 1), ("p0", 2)]
-        notifier.release(str(number), OFFER, SimpleNamespace(releases=peers), known_as_broken=True)
-        notifier.renew([str(number)], SimpleNamespace(releases=peers[:1]))
+        holders = Holders("p0", engine=SimpleNamespace(releases=peers))
+        notifier.release(str(number), OFFER, holders, known_as_broken=True)
+        notifier.renew([str(number)], holders)
         notifier.flush()
         stats.reset()
-        agent.sent.clear()
     assert sizes(notifier) == before
 
 
@@ -126,13 +126,14 @@ def test_reader_forgets_what_it_has_read():
     ledger: ConsumerLedger[int] = ConsumerLedger()
     before = sizes(ledger)
     for number in range(NUM_REQUESTS):
-        ledger.begin(str(number), range(3), following_steps=1)
-        for leg in range(3):
-            ledger.leg_done(str(number), leg) if number % 2 else ledger.leg_failed(
-                str(number), leg, "lost"
-            )
+        ledger.begin(str(number))
+        ledger.post(str(number), range(3), following_steps=1)
         if number % 2:
-            ledger.step_done(str(number))
+            ledger.fail(str(number), "lost")
+        for leg in range(3):
+            ledger.leg_quiet(str(number), leg)
+        ledger.step_done(str(number))
+        ledger.take_failed()
         ledger.take_ended()
     assert sizes(ledger) == before
 

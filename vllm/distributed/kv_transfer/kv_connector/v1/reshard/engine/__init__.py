@@ -8,7 +8,9 @@ factors                     vLLM's configuration -> what must be equal
 settings, stats             what is configured, what is counted
 envelopes                   what scheduler and workers send each other
 failed_reads                how a request ends whose blocks may still be written
-peers, holder               engines that are known, and what is held for them
+loop, exchange              the connector's thread, and what it does in each turn
+peers, opening              engines that are known, and how they are connected
+reads, holder               requests that are read, and what is held for others
 notifier, heartbeats        what they are told
 content, digests            what a prompt's KV depends on, hashed while it is computed
 worker, scheduler           the two halves of the connector

@@ -2,6 +2,7 @@
 """Floor 3: bytes and state machines. No socket, no clock.
 
 ledgers                     what each side knows of its requests
+lifetimes                   how long an agent that reads must live
 binding                     what stands for tokens and blocks that are offered
 leases                      which requests a worker holds, where readers can see it
 compatibility, metadata     what engines tell each other when they shake hands

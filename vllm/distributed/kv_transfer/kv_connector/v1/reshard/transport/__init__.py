@@ -3,7 +3,7 @@
 
 agent                       NIXL
 side_channel                how handshakes travel
-remote                      an engine that is connected: its lists are prepared
+generation, remote          a connection with an engine, and what is prepared for it
 transfers                   reads in flight
 staging_area, scatter       the arena's memory, and copies out of it
 measure                     what reads and copies cost here
