@@ -50,12 +50,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     encode_reply,
     encode_worker,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import side_channel
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import enquiries, side_channel
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.enquiries import fetch_handshake
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
     MAX_REQUEST_BYTES,
     HandshakeServer,
     ServerCounters,
-    fetch_handshake,
 )
 
 HOST = "127.0.0.1"
@@ -294,7 +294,7 @@ class TestPeersThatDoNotServe:
 
     def test_answer_beyond_bounds(self, monkeypatch):
         """A reply that is too large is not taken in."""
-        monkeypatch.setattr(side_channel, "MAX_REPLY_BYTES", len(REPLY) - 1)
+        monkeypatch.setattr(enquiries, "MAX_REPLY_BYTES", len(REPLY) - 1)
         with serving() as server, pytest.raises(RemoteUnreachableError, match="no answer"):
             fetch(server.port, timeout_s=SHORT_S)
 

@@ -38,9 +38,9 @@ from ..protocol.messages import (
 )
 from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent
+from ..transport.enquiries import fetch_handshake
 from ..transport.lease_check import Doubt, LeaseChecker, PreparedTable
 from ..transport.remote import LocalLists, Reader, RemoteEngine
-from ..transport.side_channel import fetch_handshake
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
 from .compat import REQUEST_NUMBERS
@@ -113,6 +113,7 @@ class ReshardWorker:
         self._kv_cache_config = kv_cache_config
         self._engine_id = engine_id
         self._settings = read_settings(transfer_config)
+        self._key = self._settings.channel_key()
         parallel = vllm_config.parallel_config
         # Not the rank, which is 0 in every replica of a dense model.
         self._spread = parallel.data_parallel_index
@@ -321,6 +322,8 @@ class ReshardWorker:
             self._factors if self._settings.enforce_handshake_compat else None,
             expected_engine_id=address.engine_id,
             numbers=REQUEST_NUMBERS,
+            key=self._key,
+            trusted=self._settings.trusted(),
         )
 
     def _connect(self, descriptions: tuple[WorkerDescription, ...], began_s: float) -> RemoteEngine:
