@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import zmq
 from zmq.utils import z85
@@ -74,9 +73,13 @@ def read_channel_key(path: str) -> ChannelKey:
             "install pyzmq from its wheel, or leave the option out on all engines"
         )
     try:
-        with Path(path).open("rb") as file:
-            mode = stat.S_IMODE(file_mode := os.fstat(file.fileno()).st_mode)
-            text = file.read(_MAX_FILE_BYTES) if stat.S_ISREG(file_mode) else b""
+        # A pipe that nobody writes to is not waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            text = os.read(descriptor, _MAX_FILE_BYTES) if stat.S_ISREG(mode) else b""
+        finally:
+            os.close(descriptor)
     except (OSError, ValueError) as error:
         raise LocalChannelError(
             f"{what} cannot be read ({error}): put it where each of this engine's processes runs, "
@@ -84,8 +87,8 @@ def read_channel_key(path: str) -> ChannelKey:
         ) from None
     if mode & stat.S_IRWXO:
         raise LocalChannelError(
-            f"{what} has mode {mode:04o}, which lets every user of this machine use it: set 0400, "
-            "or 0440 where a group has to read it"
+            f"{what} has mode {stat.S_IMODE(mode):04o}, which lets every user of this machine use "
+            "it: set 0400, or 0440 where a group has to read it"
         )
     try:
         secret = text.strip()

@@ -164,7 +164,7 @@ class Enquirer:
         enquiry = _Enquiry(address, factors, time.monotonic() + self._timeout_s)
         with self._lock:
             if self._closing.is_set():
-                raise RuntimeError("this enquirer is closed: ask before")
+                raise RuntimeError("enquirer is closed")
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="reshard-enquirer", daemon=True
