@@ -202,7 +202,7 @@ class TestKeyFile:
     def test_file_without_a_key(self, tmp_path, text):
         """The error has the command that makes one, and does not quote what is there."""
         path = self.write(tmp_path / "key", text)
-        with pytest.raises(LocalChannelError, match=r"holds no key.* zmq\.curve_keypair") as caught:
+        with pytest.raises(LocalChannelError, match=r"holds no key.*zmq\.curve_keypair") as caught:
             read_channel_key(path)
         assert "\n" not in str(caught.value)
         assert caught.value.__context__ is None or caught.value.__suppress_context__

@@ -29,6 +29,7 @@ from ..plan.mesh import MeshRank
 from ..plan.reshard import plan_reshard
 from ..plan.shards import Shard, heads_of_rank
 from ..plan.verify import verify_plan
+from ..protocol.bounds import ReplyBounds
 from ..protocol.ledgers import ConsumerLedger, RequestId
 from ..protocol.messages import (
     EngineId,
@@ -321,6 +322,7 @@ class ReshardWorker:
             address.port,
             self._factors if self._settings.enforce_handshake_compat else None,
             expected_engine_id=address.engine_id,
+            bounds=ReplyBounds.of(self._engine_shards),
             numbers=REQUEST_NUMBERS,
             key=self._key,
             trusted=self._settings.trusted(),

@@ -33,7 +33,7 @@ MAX_AGENT_METADATA_BYTES = 1 << 20
 MAX_RANKS = 1024
 """Workers of one engine, in all stages."""
 
-MAX_STAGE_RANKS = 128
+MAX_STAGE_RANKS = 64
 """Workers of one stage."""
 
 MAX_ELEMENTS = 1 << 13

@@ -399,20 +399,21 @@ def _read_worker(data: bytes, error: type[ReshardError], what: str) -> WorkerDes
     heads_by_layer: dict[Layer, HeadInterval] = {}
     layers: dict[Layer, LayerCache] = {}
     for layer in wire.layers:
-        name = quote(str(layer.layer))
         if layer.layer in layers:
+            name = quote(str(layer.layer))
             raise error(f"rank {rank} describes layer {name} twice: describe every layer once")
         if layer.head_start >= layer.head_stop:
             raise error(
-                f"rank {rank} holds heads [{layer.head_start}, {layer.head_stop}) of layer {name}, "
-                "which are none: describe layers that the rank holds"
+                f"rank {rank} holds heads [{layer.head_start}, {layer.head_stop}) of layer "
+                f"{quote(str(layer.layer))}, which are none: describe layers that the rank holds"
             )
         heads = HeadInterval(layer.head_start, layer.head_stop)
         for plane in layer.planes:
             if plane.num_heads != len(heads):
                 raise error(
-                    f"rank {rank} holds heads {heads} of layer {name}, but its cache has "
-                    f"{plane.num_heads} heads: use a model whose layers have equally many KV heads"
+                    f"rank {rank} holds heads {heads} of layer {quote(str(layer.layer))}, but its "
+                    f"cache has {plane.num_heads} heads: use a model whose layers have equally "
+                    "many KV heads"
                 )
         heads_by_layer[layer.layer] = heads
         layers[layer.layer] = LayerCache(

@@ -430,6 +430,7 @@ def fetch_handshake(
     local_factors: Mapping[str, str] | None,
     *,
     expected_engine_id: str,
+    bounds: ReplyBounds | None = None,
     numbers: Sequence[int] = (0, 0),
     timeout_s: float = DEFAULT_TIMEOUT_S,
     key: ChannelKey | None = None,
@@ -444,7 +445,8 @@ def fetch_handshake(
         port: TCP port.
         local_factors: What must be equal at both engines, as it is here; None to take any.
         expected_engine_id: Who should answer.
-        numbers: As for an `Enquirer`, as are the others.
+        bounds: As for an `Enquirer`, as are those that follow.
+        numbers: What follows the verb.
         timeout_s: How long to wait, in all.
         key: What engines know one another by.
         trusted: Where hosts may be.
@@ -455,7 +457,7 @@ def fetch_handshake(
     Raises:
         RemoteHandshakeError: As `Enquirer.ask` has it.
     """
-    enquirer = Enquirer(None, numbers=numbers, key=key, trusted=trusted, timeout_s=timeout_s)
+    enquirer = Enquirer(bounds, numbers=numbers, key=key, trusted=trusted, timeout_s=timeout_s)
     try:
         address = RemoteEngineAddress(expected_engine_id, host, port)
         return enquirer.ask(address, local_factors).result()
