@@ -92,7 +92,8 @@ def read_channel_key(path: str) -> ChannelKey:
         )
     try:
         secret = text.strip()
-        if len(secret) != _KEY_CHARACTERS or len(z85.decode(secret)) != 32:
+        # Some characters that can be decoded are no way to write a number.
+        if len(secret) != _KEY_CHARACTERS or z85.encode(z85.decode(secret)) != secret:
             raise ValueError
         return ChannelKey(zmq.curve_public(secret), secret)
     except (ValueError, KeyError, ArithmeticError, zmq.ZMQError):

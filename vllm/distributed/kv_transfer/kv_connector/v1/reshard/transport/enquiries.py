@@ -191,10 +191,10 @@ class Enquirer:
     def _run(self) -> None:
         """The thread: what breaks costs the asks that are under way, and the next begin anew."""
         while not self._closing.is_set():
-            context = zmq.Context()
             try:
-                self._serve(context)
+                self._serve()
             except Exception as error:
+                self._take_inbox()
                 logger.error(
                     "Asking other engines broke off (%r): %d handshakes fail with it.",
                     error,
@@ -203,30 +203,31 @@ class Enquirer:
                 for enquiry in list(self._enquiries):
                     self._fail(enquiry, _broken_off(error))
                 self._closing.wait(_PAUSE_S)
-            finally:
-                context.destroy(linger=0)
         self._take_inbox()
-        for enquiry in list(self._enquiries):
-            self._enquiries.pop(enquiry)
+        for enquiry in self._enquiries:
             enquiry.future.cancel()
 
-    def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def _serve(self) -> None:
         """Take asks through their stages until closed."""
-        context.max_sockets = MAX_ASKED + _OTHER_SOCKETS
-        self._poller = zmq.Poller()
-        self._poller.register(self._waker, zmq.POLLIN)
-        while not self._closing.is_set():
-            self._take_inbox()
-            for name, found in self._lookups.take():
-                for enquiry in self._by_name.pop(name, {}):
-                    self._take_addresses(enquiry, found)
-            self._expire()
-            self._connect(context)
-            for ready, _ in self._poller.poll(self._rest_ms()):
-                if (asked := self._by_socket.get(ready)) is not None:
-                    self._advance(asked)
-                else:
-                    self._waker.calm()
+        context = zmq.Context()
+        try:
+            context.max_sockets = MAX_ASKED + _OTHER_SOCKETS
+            self._poller = zmq.Poller()
+            self._poller.register(self._waker, zmq.POLLIN)
+            while not self._closing.is_set():
+                self._take_inbox()
+                for name, found in self._lookups.take():
+                    for enquiry in self._by_name.pop(name, {}):
+                        self._take_addresses(enquiry, found)
+                self._expire()
+                self._connect(context)
+                for ready, _ in self._poller.poll(self._rest_ms()):
+                    if (asked := self._by_socket.get(ready)) is not None:
+                        self._advance(asked)
+                    else:
+                        self._waker.calm()
+        finally:
+            context.destroy(linger=0)
 
     def _take_inbox(self) -> None:
         """Begin with what was asked since the last time."""
@@ -409,7 +410,8 @@ class Enquirer:
                 self._lookups.forget(enquiry.address.host)
         if enquiry.socket is not None:
             del self._by_socket[enquiry.socket]
-            self._poller.unregister(enquiry.socket)
+            if enquiry.socket in self._poller:
+                self._poller.unregister(enquiry.socket)
             enquiry.socket.close(linger=0)
             enquiry.socket = None
 
