@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import stat
+import struct
 from dataclasses import dataclass, field
 
 import zmq
@@ -92,11 +93,10 @@ def read_channel_key(path: str) -> ChannelKey:
         )
     try:
         secret = text.strip()
-        # Some characters that can be decoded are no way to write a number.
-        if len(secret) != _KEY_CHARACTERS or z85.encode(z85.decode(secret)) != secret:
+        if len(secret) != _KEY_CHARACTERS or len(z85.decode(secret)) != 32:
             raise ValueError
         return ChannelKey(zmq.curve_public(secret), secret)
-    except (ValueError, KeyError, ArithmeticError, zmq.ZMQError):
+    except (ValueError, KeyError, struct.error, zmq.ZMQError):
         # What is wrong with a secret is not quoted.
         raise LocalChannelError(
             f"{what} holds no key of {_KEY_CHARACTERS} characters in one line: {_REMEDY}"
