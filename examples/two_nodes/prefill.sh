@@ -20,7 +20,8 @@
 #   what UCX uses      between both nodes, in both directions: KV cache and notifications. Over
 #                      InfiniBand or RoCE it needs no TCP port. Over TCP it takes any;
 #                      UCX_TCP_PORT_RANGE=20000-20999 says which.
-# Nothing of this is authenticated or encrypted: it belongs into a network of your own.
+# Nothing of this is authenticated or encrypted, but for handshakes where engines have a key
+# (docs/security.md): it belongs into a network of your own.
 #
 # UCX finds the fastest way by itself. Where it does not:
 #   UCX_NET_DEVICES=mlx5_0:1           the device to use, as `ibv_devinfo` or `ip link` name it

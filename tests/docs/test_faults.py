@@ -39,7 +39,11 @@ def test_every_test_of_a_fault_is_in_the_table():
             if line.startswith("def test_")
         ]
         # What is told below a table, as it is no fault.
-        beside = ("blocks_of_all_these_requests_come_back", "prompt_that_has_grown_is_completed")
+        beside = (
+            "blocks_of_all_these_requests_come_back",
+            "engines_with_the_same_key_read_from_each_other",
+            "prompt_that_has_grown_is_completed",
+        )
         assert {f"{file}::{name}" for name in tests} - named <= {
             f"{file}::test_{name}" for name in beside
         }

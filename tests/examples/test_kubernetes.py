@@ -26,6 +26,7 @@ from tests.examples.manifests import (
 )
 from tests.examples.parsers import parse_vllm_router, parse_vllm_serve
 from tests.examples.test_scripts import ROLES, check_kv_transfer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import read_settings
 
 ROOT = DIRECTORY.parents[1]
 ENGINES = ("prefill", "decode")
@@ -169,6 +170,28 @@ def test_secrets_are_referred_to_only(name: str) -> None:
     assert "value" not in token
     assert token["valueFrom"]["secretKeyRef"]["optional"] is True
     assert not [each for each in read_manifests() if each["kind"] == "Secret"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_are_given_the_key_in_a_way_that_they_take(name: str) -> None:
+    """It comes from the Secret that the README makes, where it is looked for, and not to all."""
+    deployment = find("Deployment", name)
+    container, pod = container_of(deployment), pod_of(deployment)["spec"]
+    config = parse_vllm_serve(container["args"]).kv_transfer_config
+    file = Path(read_settings(config).side_channel_key_file or "")
+    mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
+    mount = mounts[str(file.parent)]
+    assert mount["readOnly"] is True
+    (volume,) = (each for each in pod["volumes"] if each["name"] == mount["name"])
+    secret = volume["secret"]
+    # Kubernetes lets the pod's group read as well, which is the engine's.
+    assert secret["defaultMode"] & 0o007 == 0
+    assert secret["defaultMode"] & 0o040
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
+    command = (
+        f"create secret generic {secret['secretName']} --from-file={file.name}=side-channel.key"
+    )
+    assert command in (DIRECTORY / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ENGINES)

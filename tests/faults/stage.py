@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -36,15 +36,22 @@ PROMPT_TOKENS = 300
 Params = dict[str, Any]
 
 
-def spec(name: str, *args: str, policy: str | None = None, **fields: Any) -> EngineSpec:
+def spec(
+    name: str,
+    *args: str,
+    policy: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> EngineSpec:
     """Return how an engine is started that holds blocks for a short time.
 
     Args:
         args: more of its command line.
         policy: what becomes of a request whose blocks cannot be read; by default vLLM's choice.
+        options: more of the connector's.
         fields: of the transfer's configuration.
     """
-    extra_config = {"kv_lease_duration": LEASE_S}
+    extra_config = {"kv_lease_duration": LEASE_S, **(options or {})}
     return EngineSpec(
         name,
         kv_transfer=KVTransfer(extra_config=extra_config, load_failure_policy=policy, **fields),

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sound
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -100,6 +101,25 @@ def test_malformed_parameters_are_a_fault_of_the_request(change):
     assert "the router must pass on unchanged" in receive.fault
     assert "\n" not in receive.fault
     assert receive.local_block_ids == ([3, 4, 1],)
+
+
+@pytest.mark.parametrize(
+    ("host", "fault"),
+    [("10.0.0.1", None), ("192.0.2.1", "192.0.2.1 is not among"), ("engine.example", None)],
+)
+def test_hosts_outside_of_the_trusted_networks_are_a_fault_of_the_request(host, fault):
+    """A name is not: who looks it up sees whether its address is among them."""
+    trusted = TrustedPeers.parse(["10.0.0.0/8"])
+    params, _ = sound(PARAMS | {"remote_host": host}, reads_back=False, trusted=trusted)
+    receive = _receive(request(params), ([3, 4, 1],), 40)
+    if fault is None:
+        assert (receive.fault, receive.source.host) == (None, host)
+    else:
+        assert f"its kv_transfer_params are not followed: host {fault}" in receive.fault
+    # What need not be read is computed instead, and says why.
+    again = {name: value for name, value in PARAMS.items() if name != "do_remote_prefill"}
+    _, why = sound(again | {"remote_host": host}, reads_back=True, trusted=trusted)
+    assert (why is None) is (fault is None)
 
 
 @given(

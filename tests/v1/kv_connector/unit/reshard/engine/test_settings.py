@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
@@ -13,7 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import
     read_settings,
     remarks,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    LocalChannelError,
+    LocalLayoutError,
+)
 
 NAMES = sorted(Settings.__struct_encode_fields__)
 
@@ -74,12 +78,39 @@ def test_options_are_read():
         ("kv_recompute_threshold", "many"),
         ("decoder_kv_blocks_ttl", -1),
         ("enable_cross_layers_blocks", "maybe"),
+        ("side_channel_key_file", ""),
+        ("side_channel_key_file", 7),
+        ("trusted_peers", "10.0.0.0/8"),
+        ("trusted_peers", ["10.0.0.1/8"]),
+        ("trusted_peers", ["engine.example"]),
+        ("trusted_peers", [1]),
     ],
 )
 def test_values_that_cannot_be_are_named(name, value):
     """The engine does not start, and the error leads to the option."""
     with pytest.raises(LocalLayoutError, match=rf"kv_connector_extra_config.*\$\.{name}.*correct"):
         read_settings(config({name: value}))
+
+
+def test_networks_are_read():
+    """None is any; each is held against addresses."""
+    assert read_settings(config({})).trusted() is None
+    trusted = read_settings(config({"trusted_peers": ["10.0.0.0/8", "fd00::1"]})).trusted()
+    assert trusted is not None
+    assert trusted.fault("10.1.2.3") is trusted.fault("fd00::1") is None
+    assert trusted.fault("192.0.2.1")
+
+
+def test_key_is_read_from_its_file(tmp_path):
+    """At the start of an engine, which then does not start where there is none."""
+    assert read_settings(config({})).channel_key() is None
+    file = tmp_path / "key"
+    settings = read_settings(config({"side_channel_key_file": str(file)}))
+    with pytest.raises(LocalChannelError, match=f"side_channel_key_file {file} cannot be read"):
+        settings.channel_key()
+    file.touch(0o600)
+    file.write_bytes(zmq.curve_keypair()[1])
+    assert settings.channel_key() is not None
 
 
 @given(

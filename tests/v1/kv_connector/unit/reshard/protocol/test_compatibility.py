@@ -20,6 +20,13 @@ def test_factor_that_one_side_does_not_know():
         check_compatibility({}, {"colour": "red"})
 
 
+def test_factors_that_a_peer_made_up_do_not_flood_the_log():
+    """Some are named, with what makes them equal, and the others are counted."""
+    with pytest.raises(RemoteIncompatibleError, match=r"15 is 15 there .*; and 4 more: ") as caught:
+        check_compatibility({}, {f"{number:02}": str(number) for number in range(20)})
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -27,7 +34,10 @@ def test_factor_that_one_side_does_not_know():
         ("plain", "plain"),
         ("two\nlines", r"'two\nlines'"),
         ("\x1b[31m", r"'\x1b[31m'"),
+        ("x" * 200, "x" * 200),
         ("x" * 300, "x" * 200 + "..."),
+        ("x" * 199 + "\n", "'" + "x" * 199 + "..."),
+        ("x" * 200 + "\n", "x" * 200 + "..."),
     ],
 )
 def test_quoted_text_is_one_short_printable_line(text, expected):

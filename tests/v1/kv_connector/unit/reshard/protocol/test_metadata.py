@@ -157,7 +157,7 @@ def test_hostile_bytes_are_refused(data):
 
 def test_hostile_fields_are_refused():
     """Nesting and broken text are errors also where a field is expected, or skipped."""
-    for value in (b"\x91" * 60_000, b"\xa2\xff\xfe"):
+    for value in (b"\x91" * 6_000, b"\xa2\xff\xfe"):
         with pytest.raises(RemoteHandshakeError, match="not understood"):
             decode_worker(b"\x98" + value)
         with pytest.raises(RemoteHandshakeError, match="not understood"):

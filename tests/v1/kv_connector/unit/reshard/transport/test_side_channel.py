@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,7 +25,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConn
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
 from tests.v1.kv_connector.unit.reshard import forms
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import REQUEST_NUMBERS
+from tests.v1.kv_connector.unit.reshard.transport.channels import (
+    DEADLINE_S,
+    FACTORS,
+    HOST,
+    REPLY,
+    SHORT_S,
+    WORKERS,
+    ask,
+    describe,
+    fetch,
+    free_port,
+    listening,
+    open_socket,
+    reply_of,
+    serving,
+    wait_until,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     LocalChannelError,
     RemoteEngineChangedError,
@@ -34,74 +50,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteRefusedError,
     RemoteUnreachableError,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
-    LayerCache,
-    Plane,
-    RankCache,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import HeadInterval, Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import metadata
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    WorkerDescription,
-    WorkerHandshake,
-    encode_refusal,
-    encode_reply,
-    encode_worker,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import side_channel
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import encode_refusal
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import enquiries, side_channel
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
     MAX_REQUEST_BYTES,
     HandshakeServer,
     ServerCounters,
-    fetch_handshake,
 )
 
-HOST = "127.0.0.1"
-FACTORS = {"dtype": "bfloat16"}
-DEADLINE_S = 20
-SHORT_S = 0.3
 encode = msgspec.msgpack.encode
-
-
-def describe(tp_rank: int, engine_id: str) -> WorkerDescription:
-    """A worker with one layer."""
-    plane = Plane(4096, 1024, 1024, 64, 64, 1, 16)
-    return WorkerDescription(
-        engine_id,
-        Shard(MeshRank(0, tp_rank), {"a": HeadInterval(tp_rank, tp_rank + 1)}),
-        RankCache(8, 0, {"a": LayerCache((plane, plane), 0)}),
-        LeaseTableAddress(1 << 20, 4),
-        b"agent",
-    )
-
-
-WORKERS = tuple(describe(tp_rank, "engine") for tp_rank in range(2))
-
-
-def reply_of(*workers: WorkerDescription) -> bytes:
-    """What an engine with these workers answers."""
-    return encode_reply(
-        {
-            (0, worker.shard.rank.tp_rank): WorkerHandshake(FACTORS, encode_worker(worker))
-            for worker in workers
-        }
-    )
-
-
-REPLY = reply_of(*WORKERS)
-
-
-@contextlib.contextmanager
-def serving(reply: bytes = REPLY, port: int = 0) -> Iterator[HandshakeServer]:
-    """A started server."""
-    server = HandshakeServer(HOST, port, reply)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture
@@ -119,62 +77,6 @@ def warnings(monkeypatch) -> list[str]:
         side_channel.logger, "warning", lambda text, *values: lines.append(text % values)
     )
     return lines
-
-
-@contextlib.contextmanager
-def open_socket(kind: int, port: int | None = None) -> Iterator[zmq.Socket]:
-    """A bare ZeroMQ socket, connected to a port or not, that never blocks for long."""
-    context = zmq.Context()
-    try:
-        bare = context.socket(kind)
-        bare.rcvtimeo = bare.sndtimeo = DEADLINE_S * 1000
-        if port is not None:
-            bare.connect(f"tcp://{HOST}:{port}")
-        yield bare
-    finally:
-        context.destroy(linger=0)
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[tuple[socket.socket, int]]:
-    """A TCP socket that listens and never accepts, and its port."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        listener.listen()
-        yield listener, listener.getsockname()[1]
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with listening() as (_, port):
-        return port
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    """Poll until a condition holds; fail after a deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        threading.Event().wait(0.005)
-
-
-def fetch(port: int, *, engine_id: str = "engine", timeout_s: float = DEADLINE_S, **factors: str):
-    """Ask our own machine."""
-    return fetch_handshake(
-        HOST,
-        port,
-        FACTORS | factors,
-        expected_engine_id=engine_id,
-        numbers=REQUEST_NUMBERS,
-        timeout_s=timeout_s,
-    )
-
-
-def ask(port: int, frame: bytes) -> bytes:
-    """Send a frame as a request, and return the answer."""
-    with open_socket(zmq.REQ, port) as bare:
-        bare.send(frame)
-        return bare.recv()
 
 
 class TestBetweenOurselves:
@@ -217,7 +119,7 @@ class TestBetweenOurselves:
             RemoteIncompatibleError,
             match=f"{HOST}:{server.port}: .*dtype is bfloat16 there and float16 here",
         ):
-            fetch(server.port, dtype="float16")
+            fetch(server.port, factors={"dtype": "float16"})
 
     def test_another_version(self, server, monkeypatch):
         """A client of another version is refused in words, and says so."""
@@ -268,7 +170,7 @@ class TestPeersThatDoNotServe:
     def test_address_that_is_none(self, host, port):
         """What a router passes on need not make sense."""
         with pytest.raises(RemoteUnreachableError) as caught:
-            fetch_handshake(host, port, FACTORS, expected_engine_id="engine", timeout_s=SHORT_S)
+            fetch(port, host=host, timeout_s=SHORT_S)
         assert str(caught.value).isprintable()
 
     @pytest.mark.parametrize(
@@ -294,7 +196,7 @@ class TestPeersThatDoNotServe:
 
     def test_answer_beyond_bounds(self, monkeypatch):
         """A reply that is too large is not taken in."""
-        monkeypatch.setattr(side_channel, "MAX_REPLY_BYTES", len(REPLY) - 1)
+        monkeypatch.setattr(enquiries, "MAX_REPLY_BYTES", len(REPLY) - 1)
         with serving() as server, pytest.raises(RemoteUnreachableError, match="no answer"):
             fetch(server.port, timeout_s=SHORT_S)
 
@@ -509,6 +411,90 @@ class TestStrangers:
             wait_until(lambda: server.counters == ServerCounters(dropped=1))
         assert fetch(server.port) == WORKERS
 
+    def test_breakdown_of_the_poller_is_survived(self, warnings, monkeypatch):
+        """The thread goes on at the same port with other sockets, and says so."""
+        poll, broken = zmq.Poller.poll, threading.Event()
+
+        def fail_once(poller: zmq.Poller, *args: object) -> object:
+            if "handshake-server" in threading.current_thread().name and not broken.is_set():
+                broken.set()
+                raise zmq.ZMQError(zmq.ENOTSOCK)
+            return poll(poller, *args)
+
+        monkeypatch.setattr(side_channel, "REOPEN_INTERVAL_S", 0.01)
+        monkeypatch.setattr(zmq.Poller, "poll", fail_once)
+        with serving() as server:
+            port = server.port
+            assert fetch(port) == WORKERS
+            assert broken.is_set()
+            assert server.counters == ServerCounters(answered=1, breakdowns=1)
+        (line,) = warnings
+        assert f"{HOST}:{port}: it broke down (Socket operation on non-socket)" in line
+
+    def test_breakdown_of_the_socket_is_survived(self, server, warnings, monkeypatch):
+        """Where nothing can be received any more, others are opened for the next request."""
+        receive, broken = zmq.Socket.recv_multipart, threading.Event()
+
+        def fail_once(bare: zmq.Socket, *args: object) -> object:
+            if bare.type == zmq.ROUTER and not broken.is_set():
+                broken.set()
+                raise zmq.ZMQError(zmq.ETERM)
+            return receive(bare, *args)
+
+        monkeypatch.setattr(side_channel, "REOPEN_INTERVAL_S", 0.01)
+        monkeypatch.setattr(zmq.Socket, "recv_multipart", fail_once)
+        with pytest.raises(RemoteUnreachableError):
+            fetch(server.port, timeout_s=SHORT_S)
+        assert broken.is_set()
+        assert fetch(server.port) == WORKERS
+        assert server.counters == ServerCounters(answered=1, breakdowns=1)
+        assert len(warnings) == 1
+
+    def test_port_that_was_taken_meanwhile_is_tried_again(self, warnings, monkeypatch):
+        """A server whose port is taken while it is broken listens once it is free, and says so."""
+        opened = HandshakeServer._open
+        others: list[zmq.Socket] = []
+
+        def fail(server: HandshakeServer) -> object:
+            if others:
+                raise LocalChannelError("taken")
+            return opened(server)
+
+        def break_down(*_: object) -> None:
+            if not others:
+                others.append(None)
+                raise zmq.ZMQError(zmq.ENOTSOCK)
+            serve(*_)
+
+        serve = HandshakeServer._serve
+        monkeypatch.setattr(side_channel, "REOPEN_INTERVAL_S", 0.01)
+        monkeypatch.setattr(HandshakeServer, "_open", fail)
+        monkeypatch.setattr(HandshakeServer, "_serve", break_down)
+        with serving() as server:
+            wait_until(lambda: server.counters.breakdowns > 3)
+            monkeypatch.setattr(HandshakeServer, "_open", opened)
+            assert fetch(server.port) == WORKERS
+
+    def test_end_of_the_thread_is_told(self, monkeypatch):
+        """Should it end after all, there is an error in the log, with the remedy."""
+        lines: list[str] = []
+        monkeypatch.setattr(
+            side_channel.logger, "error", lambda text, *values: lines.append(text % values)
+        )
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+        def give_up(*_: object) -> None:
+            raise SystemExit
+
+        monkeypatch.setattr(HandshakeServer, "_serve", give_up)
+        with serving() as server:
+            wait_until(lambda: lines)
+            port = server.port
+        assert lines == [
+            f"Side channel {HOST}:{port} has ended: no other engine can connect to this one any "
+            "more; restart this engine."
+        ]
+
     def test_log_is_not_flooded(self, server, warnings, monkeypatch):
         """One line tells of any number of strangers, until some time has passed."""
         with open_socket(zmq.DEALER, server.port) as stranger:
@@ -615,8 +601,6 @@ class TestLifeOfAServer:
         server = HandshakeServer("::1", 0, REPLY)
         server.start()
         try:
-            assert (
-                fetch_handshake("::1", server.port, FACTORS, expected_engine_id="engine") == WORKERS
-            )
+            assert fetch(server.port, host="::1") == WORKERS
         finally:
             server.close()

@@ -24,6 +24,10 @@ class RemoteUnreachableError(RemoteHandshakeError):
     """The peer could not be connected to, or did not answer in time."""
 
 
+class RemoteUntrustedError(RemoteHandshakeError):
+    """The peer's address is in none of the networks that this engine may ask in."""
+
+
 class RemoteRefusedError(RemoteHandshakeError):
     """The peer understood that it was asked, and declined."""
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opening a generation: ask an engine what it is, plan, and prepare everything with an agent.
 
-None of this takes the engine's thread or the connector's. Threads of an executor do it: they are
-given values that never change, and hand over a generation that nobody else has seen.
+None of this takes the engine's thread or the connector's. One thread asks all engines; another
+prepares a generation for each that has answered, out of values that never change, and hands over
+what nobody else has seen.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from vllm.logger import init_logger
 
@@ -30,10 +32,9 @@ from ..transport.staging_area import StagingArea
 
 logger = init_logger(__name__)
 
-_THREADS = 32
-"""As many engines may leave us waiting before they hold up others' handshakes."""
-
-Fetch = Callable[[RemoteEngineAddress], tuple[WorkerDescription, ...]]
+Answer = tuple[WorkerDescription, ...]
+Ask = Callable[[RemoteEngineAddress], Future[Answer]]
+"""Asks an engine for its workers; waits for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,6 @@ class Opener:
 
     Args:
         make_agent: Makes an agent that reads, with nothing registered.
-        fetch: Asks an engine for its workers.
         hung_grace_s: As in `Lifetime`.
         clock: Seconds that only grow.
     """
@@ -68,36 +68,69 @@ class Opener:
     def __init__(
         self,
         make_agent: Callable[[str], NixlAgent],
-        fetch: Fetch,
         hung_grace_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make_agent = make_agent
-        self._fetch = fetch
         self._hung_grace_s = hung_grace_s
         self._clock = clock
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="reshard-handshake")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-opener")
         self._local: Local | None = None
+        self._ask: Ask | None = None
 
-    def read_into(self, local: Local) -> None:
-        """What to connect, known once the caches are registered."""
-        self._local = local
+    def begin(self, local: Local, ask: Ask) -> None:
+        """What to connect and how to ask, known once the caches are registered."""
+        self._local, self._ask = local, ask
 
     def open(self, address: RemoteEngineAddress) -> Future[Generation]:
-        """Shake hands with an engine and prepare all lists; blocks on nothing.
+        """Shake hands with an engine and prepare all lists; waits for nothing.
 
-        The future raises `ReshardError` where its layout does not fit ours, and `TransferError`
-        where NIXL does not accept it.
+        The future raises what an `Enquirer` does; `ReshardError` where the engine's layout does not
+        fit ours, and `TransferError` where NIXL does not accept it.
         """
-        return self._threads.submit(self._open, address)
+        assert self._ask is not None
+        opened: Future[Generation] = Future()
+        began_s = time.monotonic()
+        asked = self._ask(address)
+        asked.add_done_callback(partial(self._answered, address, opened, began_s))
+        return opened
 
     def close(self) -> None:
         """Open nothing more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _open(self, address: RemoteEngineAddress) -> Generation:
-        began_s = time.monotonic()
-        descriptions = self._fetch(address)
+    def _answered(
+        self,
+        address: RemoteEngineAddress,
+        opened: Future[Generation],
+        began_s: float,
+        asked: Future[Answer],
+    ) -> None:
+        """Go on with what an engine has answered. Called by the thread that asks."""
+        if not opened.set_running_or_notify_cancel():
+            return
+        try:
+            descriptions = asked.result()
+            self._thread.submit(self._finish, address, descriptions, opened, began_s)
+        except BaseException as error:
+            # Nobody has answered, or this is closed.
+            opened.set_exception(error)
+
+    def _finish(
+        self,
+        address: RemoteEngineAddress,
+        descriptions: Answer,
+        opened: Future[Generation],
+        began_s: float,
+    ) -> None:
+        try:
+            opened.set_result(self._prepare(address, descriptions, began_s))
+        except BaseException as error:
+            opened.set_exception(error)
+
+    def _prepare(
+        self, address: RemoteEngineAddress, descriptions: Answer, began_s: float
+    ) -> Generation:
         local = self._local
         assert local is not None
         shards = [description.shard for description in descriptions]

@@ -66,8 +66,11 @@ class ReshardScheduler(NixlConnectorScheduler):
         assert vllm_config.kv_transfer_config is not None
         for remark in remarks(vllm_config.kv_transfer_config):
             logger.warning("%s.", remark)
+        settings = read_settings(vllm_config.kv_transfer_config)
+        self._key = settings.channel_key()
+        self._trusted = settings.trusted()
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self._heartbeats = HeartbeatBook(read_settings(vllm_config.kv_transfer_config).lease_s)
+        self._heartbeats = HeartbeatBook(settings.lease_s)
         self._offered_blocks: dict[str, int] = {}
         self._bindings: dict[str, Binding] = {}
         self._digests = PromptDigests()
@@ -91,7 +94,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             assert isinstance(handshake, ReshardHandshakeMetadata)
             handshakes[rank] = handshake
         self._server = HandshakeServer(
-            self.side_channel_host, self.side_channel_port, encode_reply(handshakes)
+            self.side_channel_host, self.side_channel_port, encode_reply(handshakes), self._key
         )
         self._server.start()
 
@@ -107,7 +110,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         may still be going on.
         """
         params, fault = sound(
-            request.kv_transfer_params, reads_back=self.is_bidirectional_kv_xfer_enabled
+            request.kv_transfer_params,
+            reads_back=self.is_bidirectional_kv_xfer_enabled,
+            trusted=self._trusted,
         )
         if fault is not None:
             logger.warning("Computing all of request %s: %s", request.request_id, fault)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine's `--kv-transfer-config` sets, read and checked once when the engine starts.
 
-Every option has the name, the unit and the default that it has in upstream's connector; two that
-upstream reads as text are taken as text, too. Nothing else looks into `kv_connector_extra_config`,
-but for upstream's scheduler, which then finds there what has been checked here.
+Options that upstream's connector has, too, have the name, the unit and the default that they have
+there; two that upstream reads as text are taken as text, too. Nothing else looks into
+`kv_connector_extra_config`, but for upstream's scheduler, which then finds there what has been
+checked here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import LocalLayoutError
+from ..protocol.trust import TrustedPeers
+from ..transport.authentication import ChannelKey, read_channel_key
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -60,6 +63,9 @@ class Settings(
             the other, whichever promises to be faster.
         staging_arena_bytes: Size of that arena on each worker; None for what suits its memory, 0
             for none.
+        side_channel_key_file: The key that engines know one another by, on each of their machines;
+            None where whoever reaches a side channel may ask there.
+        trusted_peers: Networks that other engines are in; None for any.
     """
 
     lease_s: _Seconds = 30
@@ -76,6 +82,21 @@ class Settings(
     kv_hung_peer_timeout_s: _Seconds = 600
     transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
     staging_arena_bytes: _Bytes | None = None
+    side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
+    trusted_peers: tuple[str, ...] | None = None
+
+    def channel_key(self) -> ChannelKey | None:
+        """The key of `side_channel_key_file`; None without that.
+
+        Raises:
+            LocalChannelError: The file holds none, or everybody can read it.
+        """
+        path = self.side_channel_key_file
+        return None if path is None else read_channel_key(path)
+
+    def trusted(self) -> TrustedPeers | None:
+        """The networks of `trusted_peers`; None without that."""
+        return None if self.trusted_peers is None else TrustedPeers.parse(self.trusted_peers)
 
     def progress_delay_us(self, *, on_cpu: bool) -> int:
         """How long NIXL's progress thread rests, with what suits the device where nobody says."""
@@ -93,12 +114,14 @@ def read_settings(config: KVTransferConfig) -> Settings:
     """
     extra: Mapping[str, Any] = config.kv_connector_extra_config
     try:
-        return msgspec.convert({**extra, **_from_text(extra)}, Settings)
+        settings = msgspec.convert({**extra, **_from_text(extra)}, Settings)
+        _check_networks(settings)
     except msgspec.ValidationError as error:
         raise LocalLayoutError(
             f"kv_connector_extra_config of --kv-transfer-config has a value that cannot be ({error}"
             "): correct it, or leave it out"
         ) from error
+    return settings
 
 
 def remarks(config: KVTransferConfig) -> list[str]:
@@ -130,6 +153,18 @@ def remarks(config: KVTransferConfig) -> list[str]:
             "go on from the very tokens of the last one fails"
         )
     return found
+
+
+def _check_networks(settings: Settings) -> None:
+    """See that networks are networks.
+
+    Raises:
+        ValidationError: One is not.
+    """
+    try:
+        settings.trusted()
+    except ValueError as error:
+        raise msgspec.ValidationError(f"{error} - at `$.trusted_peers`") from error
 
 
 def _from_text(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ..errors import (
     RemoteLayoutError,
     RemoteRefusedError,
     RemoteUnreachableError,
+    RemoteUntrustedError,
     TransferError,
 )
 from ..memory.strategy import Strategy
@@ -39,6 +40,7 @@ class HandshakeFailure(str, Enum):
     """Why an engine could not be connected."""
 
     UNREACHABLE = "unreachable"
+    UNTRUSTED = "untrusted"
     REFUSED = "refused"
     INCOMPATIBLE = "incompatible"
     ENGINE_CHANGED = "engine_changed"
@@ -79,6 +81,7 @@ class ReadFailure(str, Enum):
 # The order matters: the first type that fits.
 _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
     (RemoteUnreachableError, HandshakeFailure.UNREACHABLE),
+    (RemoteUntrustedError, HandshakeFailure.UNTRUSTED),
     (RemoteRefusedError, HandshakeFailure.REFUSED),
     (RemoteIncompatibleError, HandshakeFailure.INCOMPATIBLE),
     (RemoteEngineChangedError, HandshakeFailure.ENGINE_CHANGED),

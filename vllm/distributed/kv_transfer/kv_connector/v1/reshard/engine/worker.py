@@ -23,12 +23,13 @@ from ..errors import LocalLayoutError
 from ..memory.cache import RankCache
 from ..plan.mesh import MeshRank
 from ..plan.shards import Shard, heads_of_rank
+from ..protocol.bounds import ReplyBounds
 from ..protocol.ledgers import RequestId
-from ..protocol.messages import EngineId, RemoteEngineAddress
+from ..protocol.messages import EngineId
 from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent
+from ..transport.enquiries import Enquirer
 from ..transport.remote import Reader
-from ..transport.side_channel import fetch_handshake
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
 from .compat import REQUEST_NUMBERS, steps_in_flight_keep_blocks
@@ -74,6 +75,7 @@ class ReshardWorker:
         self._kv_cache_config = kv_cache_config
         self._engine_id = engine_id
         self._settings = read_settings(transfer_config)
+        self._key = self._settings.channel_key()
         self._rank = MeshRank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._name = f"{engine_id}/{self._rank}"
@@ -85,10 +87,7 @@ class ReshardWorker:
         agent = self._make_agent(str(uuid.uuid4()), threads=True)
         stats = ReshardStats()
         self._opener = Opener(
-            partial(self._make_agent, threads=False),
-            self._fetch,
-            self._settings.kv_hung_peer_timeout_s,
-            clock,
+            partial(self._make_agent, threads=False), self._settings.kv_hung_peer_timeout_s, clock
         )
         self._transfers = Transfers()
         peers = PeerTable(self._opener.open, self._settings.engine_ttl_s)
@@ -104,6 +103,7 @@ class ReshardWorker:
         )
         self._thread = ConnectorThread(self._exchange, clock, self._prepare_thread)
         self._device: torch.device | None = None
+        self._enquirer: Enquirer | None = None
         self._failed: dict[RequestId, frozenset[int]] = {}
         self._stats: ReshardStats | None = None
         # Known once the caches are registered.
@@ -131,9 +131,14 @@ class ReshardWorker:
         exchange.reads.read_into(reader)
         # Not the rank, which is 0 in every replica of a dense model.
         spread = self._vllm_config.parallel_config.data_parallel_index
-        self._opener.read_into(Local(reader, shards, regions, area, spread))
         self._factors = compatibility_factors(
             self._vllm_config, sorted({backend.get_name() for backend in backends.values()})
+        )
+        self._enquirer = enquirer = self._make_enquirer(shards)
+        required = self._factors if self._settings.enforce_handshake_compat else None
+        self._opener.begin(
+            Local(reader, shards, regions, area, spread),
+            lambda address: enquirer.ask(address, required),
         )
         description = WorkerDescription(
             self._engine_id,
@@ -177,6 +182,8 @@ class ReshardWorker:
 
     def close(self) -> None:
         """Give everything back to NIXL."""
+        if self._enquirer is not None:
+            self._enquirer.close()
         self._opener.close()
         self._thread.close()
 
@@ -232,14 +239,13 @@ class ReshardWorker:
             cores=self._cores,
         )
 
-    def _fetch(self, address: RemoteEngineAddress) -> tuple[WorkerDescription, ...]:
-        """Ask an engine for its workers. Called by other threads: reads what never changes."""
-        return fetch_handshake(
-            address.host,
-            address.port,
-            self._factors if self._settings.enforce_handshake_compat else None,
-            expected_engine_id=address.engine_id,
+    def _make_enquirer(self, shards: tuple[Shard, ...]) -> Enquirer:
+        """What asks other engines, which may say no more than fits what this one is."""
+        return Enquirer(
+            ReplyBounds.of(shards),
             numbers=REQUEST_NUMBERS,
+            key=self._key,
+            trusted=self._settings.trusted(),
         )
 
     def _backends(self, names: Iterable[str]) -> dict[str, type[AttentionBackend]]:

@@ -37,6 +37,11 @@ _REMEDIES = {
     "hybrid_kv_cache_manager": "give --disable-hybrid-kv-cache-manager on both or on neither",
 }
 
+_QUOTED_CHARACTERS = 200
+
+_NAMED_FACTORS = 16
+"""As many are named in one line of the log; a peer may make up any number."""
+
 
 def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> None:
     """Compare the factors of two engines.
@@ -48,13 +53,16 @@ def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> 
     differing = [name for name in names if local.get(name) != remote.get(name)]
     if not differing:
         return
-    values = "; ".join(
+    values = [
         f"{quote(name)} is {quote(remote.get(name))} there and {quote(local.get(name))} here"
-        for name in differing
-    )
+        for name in differing[:_NAMED_FACTORS]
+    ]
+    if (unnamed := len(differing) - len(values)) > 0:
+        values.append(f"and {unnamed} more")
     remedies = ", ".join(dict.fromkeys(map(remedy, differing)))
     raise RemoteIncompatibleError(
-        f"the peer's KV cache means something else: {values}: on both engines, {remedies}"
+        f"the peer's KV cache means something else: {'; '.join(values)}: on both engines, "
+        f"{remedies}"
     )
 
 
@@ -67,5 +75,8 @@ def quote(text: str | None) -> str:
     """Make what a peer wrote fit for one line of a log."""
     if text is None:
         return "unset"
-    printable = text if text.isprintable() else ascii(text)
-    return printable if len(printable) <= 200 else f"{printable[:200]}..."
+    head = text[:_QUOTED_CHARACTERS]
+    printable = head if head.isprintable() else ascii(head)
+    if max(len(text), len(printable)) > _QUOTED_CHARACTERS:
+        return f"{printable[:_QUOTED_CHARACTERS]}..."
+    return printable

@@ -7,14 +7,15 @@
 
 A reply is read in phases, each with types of its own, so that a later phase may change from version
 to version without making an earlier one unreadable: who answers (connector and version), then what
-must be equal (factors), then the workers' descriptions. What a peer writes is bounded and checked
-before it is used: nothing but a `RemoteHandshakeError` comes out of decoding.
+must be equal (factors), then the workers' descriptions, one by one. What a peer writes is bounded
+and checked before it is used, and nothing but a `RemoteHandshakeError` comes out of decoding.
+`bounds` says what a reply may cost.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, TypeAlias, TypeVar
@@ -32,6 +33,14 @@ from ..errors import (
 from ..memory.cache import LayerCache, Plane, RankCache
 from ..plan.mesh import MeshRank
 from ..plan.shards import HeadInterval, Layer, Shard
+from .bounds import (
+    MAX_AGENT_METADATA_BYTES,
+    MAX_ELEMENTS,
+    MAX_RANKS,
+    MAX_REPLY_BYTES,
+    ReplyBounds,
+    has_more_elements,
+)
 from .compatibility import check_compatibility, quote, remedy
 from .leases import LeaseTableAddress
 
@@ -46,8 +55,8 @@ CONNECTOR_NAME = "reshard"
 #   3  notifications are bound, too, and one tells a holder of many requests
 CONNECTOR_VERSION = 3
 
-MAX_REPLY_BYTES = 64 << 20
-"""Size of the largest reply, in bytes: thousands of workers with hundreds of layers each."""
+OUR_VERB = f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}".encode()
+"""What a request to a side channel begins with."""
 
 # Bounds of what a peer may say. All are far above what exists, and together they keep every address
 # that is computed from a description within 64 bits.
@@ -64,7 +73,8 @@ _Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
 _LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
 _LayerName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
 _EngineId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
-_AgentMetadata: TypeAlias = Annotated[bytes, Meta(max_length=16 << 20)]
+_AgentMetadata: TypeAlias = Annotated[bytes, Meta(max_length=MAX_AGENT_METADATA_BYTES)]
+_Words: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
 
 _Struct = TypeVar("_Struct")
 
@@ -101,7 +111,7 @@ class WorkerHandshake:
     body: bytes
 
 
-class _WirePlane(msgspec.Struct, frozen=True, array_like=True):
+class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """`Plane`, field by field in the same order."""
 
     address: _Address
@@ -114,7 +124,7 @@ class _WirePlane(msgspec.Struct, frozen=True, array_like=True):
     packed: bool
 
 
-class _WireLayer(msgspec.Struct, frozen=True, array_like=True):
+class _WireLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One layer of a shard and of its cache."""
 
     layer: _LayerIndex | _LayerName
@@ -124,7 +134,7 @@ class _WireLayer(msgspec.Struct, frozen=True, array_like=True):
     planes: Annotated[list[_WirePlane], Meta(min_length=1, max_length=4)]
 
 
-class _WireWorker(msgspec.Struct, frozen=True, array_like=True):
+class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """`WorkerDescription`."""
 
     engine_id: _EngineId
@@ -149,10 +159,10 @@ class _Greeting(msgspec.Struct, frozen=True):
         compatibility_hash: What upstream's NixlConnector begins its own handshake with.
     """
 
-    connector: str = ""
+    connector: _Words = ""
     version: int = 0
-    refusal: str = ""
-    compatibility_hash: str | None = None
+    refusal: _Words = ""
+    compatibility_hash: _Words | None = None
 
 
 class _Reply(msgspec.Struct, frozen=True):
@@ -160,8 +170,8 @@ class _Reply(msgspec.Struct, frozen=True):
 
     connector: str
     version: int
-    factors: dict[str, str]
-    workers: Annotated[list[bytes], Meta(min_length=1, max_length=1 << 16)]
+    factors: Annotated[dict[_Words, _Words], Meta(max_length=1 << 8)]
+    workers: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class _UpstreamReply(msgspec.Struct, frozen=True):
@@ -261,10 +271,10 @@ def encode_reply(handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> bytes
             [handshake.body for _, handshake in ordered],
         )
     )
-    if len(data) > MAX_REPLY_BYTES:
+    if len(data) > MAX_REPLY_BYTES or len(ordered) > MAX_RANKS:
         raise LocalLayoutError(
             f"the handshake of {len(ordered)} workers takes {len(data)} bytes but peers accept "
-            f"{MAX_REPLY_BYTES}: use fewer workers in one engine"
+            f"{MAX_REPLY_BYTES} of {MAX_RANKS} workers: use fewer workers in one engine"
         )
     return data
 
@@ -290,13 +300,15 @@ def encode_refusal_for_upstream() -> bytes:
 
 
 def decode_reply(
-    data: bytes, local_factors: Mapping[str, str] | None
+    data: bytes, local_factors: Mapping[str, str] | None, bounds: ReplyBounds | None = None
 ) -> tuple[WorkerDescription, ...]:
     """Read the reply of an engine.
 
     Args:
         data: The reply.
         local_factors: What must be equal at both engines, as it is here; None to take any.
+        bounds: What it may hold, where it may come from anybody; None to take whatever an engine of
+            any model could say.
 
     Returns:
         What each worker says, in the order of ranks; at least one.
@@ -304,14 +316,22 @@ def decode_reply(
     Raises:
         RemoteIncompatibleError: The peer runs another connector or version, or factors differ.
         RemoteRefusedError: The peer declined.
-        RemoteHandshakeError: The reply is malformed or contradicts itself.
+        RemoteHandshakeError: The reply is malformed, out of bounds, or contradicts itself.
     """
-    greeting = _decode(_GREETING_DECODER, data, RemoteHandshakeError, "the answer")
-    _check_greeting(greeting)
+    if has_more_elements(data, MAX_ELEMENTS):
+        raise RemoteHandshakeError(
+            f"the answer of {len(data)} bytes has more than {MAX_ELEMENTS} values: check that the "
+            "port is an engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
+        )
+    _check_greeting(_decode(_GREETING_DECODER, data, RemoteHandshakeError, "the answer"))
     reply = _decode(_REPLY_DECODER, data, RemoteHandshakeError, "the answer")
     if local_factors is not None:
         check_compatibility(local_factors, reply.factors)
-    workers = sorted(map(decode_worker, reply.workers), key=lambda worker: worker.shard.rank)
+    workers = (
+        sorted(map(decode_worker, reply.workers), key=lambda worker: worker.shard.rank)
+        if bounds is None
+        else _decode_within(bounds, reply.workers)
+    )
     ranks = [worker.shard.rank for worker in workers]
     for rank, following in pairwise(ranks):
         if rank == following:
@@ -320,11 +340,25 @@ def decode_reply(
             )
     engine_ids = sorted({worker.engine_id for worker in workers})
     if len(engine_ids) > 1:
+        named = " and ".join(engine_ids[:2])
         raise RemoteHandshakeError(
-            f"the answer describes workers of several engines, {quote(' and '.join(engine_ids))}: "
+            f"the answer describes workers of several engines, {quote(named)}: "
             "give every engine a side channel of its own"
         )
     return tuple(workers)
+
+
+def _decode_within(bounds: ReplyBounds, bodies: Sequence[bytes]) -> list[WorkerDescription]:
+    """Decode workers, each only after those before it were found within bounds."""
+    bounds.check_sizes(map(len, bodies))
+    # The last one says how large the mesh is.
+    left = bounds.begin(decode_worker(bodies[-1]).shard.rank, len(bodies))
+    workers = []
+    for body in bodies:
+        worker = decode_worker(body)
+        left.check(worker.shard)
+        workers.append(worker)
+    return workers
 
 
 def _check_greeting(greeting: _Greeting) -> None:
@@ -366,20 +400,21 @@ def _read_worker(data: bytes, error: type[ReshardError], what: str) -> WorkerDes
     heads_by_layer: dict[Layer, HeadInterval] = {}
     layers: dict[Layer, LayerCache] = {}
     for layer in wire.layers:
-        name = quote(str(layer.layer))
         if layer.layer in layers:
+            name = quote(str(layer.layer))
             raise error(f"rank {rank} describes layer {name} twice: describe every layer once")
         if layer.head_start >= layer.head_stop:
             raise error(
-                f"rank {rank} holds heads [{layer.head_start}, {layer.head_stop}) of layer {name}, "
-                "which are none: describe layers that the rank holds"
+                f"rank {rank} holds heads [{layer.head_start}, {layer.head_stop}) of layer "
+                f"{quote(str(layer.layer))}, which are none: describe layers that the rank holds"
             )
         heads = HeadInterval(layer.head_start, layer.head_stop)
         for plane in layer.planes:
             if plane.num_heads != len(heads):
                 raise error(
-                    f"rank {rank} holds heads {heads} of layer {name}, but its cache has "
-                    f"{plane.num_heads} heads: use a model whose layers have equally many KV heads"
+                    f"rank {rank} holds heads {heads} of layer {quote(str(layer.layer))}, but its "
+                    f"cache has {plane.num_heads} heads: use a model whose layers have equally "
+                    "many KV heads"
                 )
         heads_by_layer[layer.layer] = heads
         layers[layer.layer] = LayerCache(

@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from .trust import TrustedPeers
+
 Params = dict[str, Any]
 
 _FAULT = "_fault"
@@ -49,12 +51,15 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
 
 
-def sound(params: Params | None, *, reads_back: bool) -> tuple[Params | None, str | None]:
+def sound(
+    params: Params | None, *, reads_back: bool, trusted: TrustedPeers | None = None
+) -> tuple[Params | None, str | None]:
     """Make parameters fit for a scheduler that believes them.
 
     Args:
         params: What came with a request.
         reads_back: Whether this engine reads blocks of the last turn from a decode engine.
+        trusted: Where other engines may be; None for anywhere.
 
     Returns:
         The parameters as they are, but for names that only schedulers may use; or, where a prompt's
@@ -68,11 +73,11 @@ def sound(params: Params | None, *, reads_back: bool) -> tuple[Params | None, st
     if _OURS & params.keys():
         params = {name: value for name, value in params.items() if name not in _OURS}
     if params.get("do_remote_prefill"):
-        fault = _fault(params)
+        fault = _fault(params, trusted)
         return (params if fault is None else _faulty(fault)), None
     if not params.get("remote_block_ids"):
         return params, None
-    fault = _fault(params) if reads_back else None
+    fault = _fault(params, trusted) if reads_back else None
     if reads_back and fault is None:
         return params, None
     return without_source(params), fault
@@ -124,15 +129,17 @@ def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:
     return fault if isinstance(fault, str) else msgspec.convert(params, RemoteBlocks)
 
 
-def _fault(params: Params) -> str | None:
+def _fault(params: Params, trusted: TrustedPeers | None) -> str | None:
     """What is wrong with parameters that should say where blocks are."""
     try:
-        msgspec.convert(params, RemoteBlocks)
+        source = msgspec.convert(params, RemoteBlocks)
     except (msgspec.ValidationError, RecursionError) as error:
         return (
             f"its kv_transfer_params are malformed ({error}): the router must pass on unchanged "
             "those that the other engine returned"
         )
+    if trusted is not None and (fault := trusted.fault(source.remote_host)) is not None:
+        return f"its kv_transfer_params are not followed: {fault}"
     return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side channel: where an engine says what it is, and where it asks others.
+"""The side channel: where an engine says what it is; `enquiries` asks others.
 
 A server has one reply, made once, for whoever asks; a client asks once. Both speak ZeroMQ's request
 and reply over TCP. A request is the same kind of frame that upstream's NixlConnector sends, a verb
@@ -19,14 +19,15 @@ second frame being its clock. Its listener ends when it is sent more or fewer nu
     another version of ours                  a refusal with its version
 
 The address can be reached by others than engines. ZeroMQ itself closes connections that do not
-speak its protocol or that send more than `MAX_REQUEST_BYTES`; what gets through is counted.
+speak its protocol or that send more than `MAX_REQUEST_BYTES`; what gets through is counted. With a
+key, nobody gets through who has it not (`authentication`); how many tried is counted.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -34,35 +35,30 @@ import msgspec
 import zmq
 from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
+from zmq.utils.monitor import recv_monitor_message
 
-from ..errors import (
-    LocalChannelError,
-    RemoteEngineChangedError,
-    RemoteHandshakeError,
-    RemoteUnreachableError,
-)
+from ..errors import LocalChannelError
 from ..protocol.compatibility import quote
-from ..protocol.metadata import (
-    CONNECTOR_NAME,
-    CONNECTOR_VERSION,
-    MAX_REPLY_BYTES,
-    WorkerDescription,
-    decode_reply,
-    encode_refusal,
-    encode_refusal_for_upstream,
-)
+from ..protocol.metadata import OUR_VERB, encode_refusal, encode_refusal_for_upstream
+from .authentication import ChannelKey, Gate
+from .waking import Waker
 
 logger = init_logger(__name__)
 
 MAX_REQUEST_BYTES = 64 << 10
 """Size of the largest frame that a server accepts, in bytes."""
 
-DEFAULT_TIMEOUT_S = 10.0
+REOPEN_INTERVAL_S = 1.0
+"""How long after a breakdown, and after each try that failed, a server tries to listen anew."""
 
-_OUR_VERB = f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}".encode()
 _UPSTREAM_VERB = b"get_meta_msg"
 _NO_NUMBER = msgspec.Raw()
 _COMPLAINT_INTERVAL_S = 60.0
+_LOCKED_OUT = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _QUEUED_MESSAGES = 4
 """Messages that ZeroMQ holds for one connection in each direction; a client waits for its reply, so
 that more are held for those only who do not read."""
@@ -87,11 +83,15 @@ class ServerCounters:
         answered: Were given the reply.
         refused: Were well-formed, but asked for something else.
         dropped: Were not understood and got no answer.
+        locked_out: Connections of those who have not the key; each may be tried many times.
+        breakdowns: How often the server had to listen anew.
     """
 
     answered: int = 0
     refused: int = 0
     dropped: int = 0
+    locked_out: int = 0
+    breakdowns: int = 0
 
 
 class _Complaint(Enum):
@@ -101,25 +101,30 @@ class _Complaint(Enum):
     UPSTREAM = auto()
     VERSION = auto()
     FAILURE = auto()
+    KEY = auto()
+    BREAKDOWN = auto()
 
 
 class HandshakeServer:
-    """Serves an engine's reply to any peer.
+    """Serves an engine's reply to any peer, or to any that has the key.
 
-    `start` and `close` may be called by any thread. The socket is bound by the caller of `start`
-    and belongs to the server's own thread from then on, as do the counters; `counters` reads a
-    value that the thread replaces as a whole.
+    `start` and `close` may be called by any thread. Sockets are opened by the caller of `start` and
+    belong to the server's own thread from then on, as do the counters; `counters` reads a value
+    that the thread replaces as a whole. The thread ends with `close` only: where its sockets break
+    down, it says so and opens others.
 
     Args:
         host: Address of this machine to listen at.
         port: TCP port; 0 for any that is free.
         reply: What to answer.
+        key: What engines know one another by; None to answer anybody.
     """
 
-    def __init__(self, host: str, port: int, reply: bytes) -> None:
+    def __init__(self, host: str, port: int, reply: bytes, key: ChannelKey | None = None) -> None:
         self._host = host
         self._port = port
         self._reply = reply
+        self._key = key
         self._counters = ServerCounters()
         self._complained_at_s: dict[_Complaint, float] = {}
         self._lock = threading.Lock()
@@ -144,23 +149,16 @@ class HandshakeServer:
         with self._lock:
             if self._running is not None:
                 return
-            context = zmq.Context()
-            try:
-                listener = self._bind(context)
-                waker, wakened = (context.socket(zmq.PAIR) for _ in range(2))
-                wakened.bind("inproc://stop")
-                waker.connect("inproc://stop")
-            except BaseException:
-                context.destroy(linger=0)
-                raise
-            thread = threading.Thread(
-                target=self._serve,
-                args=(listener, wakened),
+            sockets = self._open()
+            running = _Running(Waker(), threading.Event())
+            running.thread = threading.Thread(
+                target=self._run,
+                args=(sockets, running),
                 name="reshard-handshake-server",
                 daemon=True,
             )
-            self._running = _Running(context, waker, thread)
-            thread.start()
+            self._running = running
+            running.thread.start()
 
     def close(self) -> None:
         """Stop listening, and wait until the thread has ended; may be called repeatedly."""
@@ -168,12 +166,33 @@ class HandshakeServer:
             if self._running is None:
                 return
             running, self._running = self._running, None
-            running.waker.send(b"")
+            running.stopping.set()
+            running.waker.wake()
+            assert running.thread is not None
             running.thread.join()
-            running.context.destroy(linger=0)
+            running.waker.close()
 
-    def _bind(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        listener = context.socket(zmq.ROUTER)
+    def _open(self) -> _Sockets:
+        """Listen.
+
+        Raises:
+            LocalChannelError: The address cannot be bound.
+        """
+        context = zmq.Context()
+        try:
+            listener = context.socket(zmq.ROUTER)
+            gate = monitor = None
+            if self._key is not None:
+                gate = Gate(context, self._key)
+                self._key.guard(listener)
+                monitor = listener.get_monitor_socket(_LOCKED_OUT)
+            self._bind(listener)
+        except BaseException:
+            context.destroy(linger=0)
+            raise
+        return _Sockets(context, listener, gate, monitor)
+
+    def _bind(self, listener: zmq.Socket[bytes]) -> None:
         listener.linger = 0
         listener.ipv6 = is_valid_ipv6_address(self._host)
         listener.maxmsgsize = MAX_REQUEST_BYTES
@@ -192,38 +211,95 @@ class HandshakeServer:
         endpoint = listener.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self._port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])
-        return listener
 
-    def _serve(self, listener: zmq.Socket[bytes], wakened: zmq.Socket[bytes]) -> None:
-        """The thread: answer until wakened."""
-        poller = zmq.Poller()
-        poller.register(listener, zmq.POLLIN)
-        poller.register(wakened, zmq.POLLIN)
+    def _run(self, sockets: _Sockets | None, running: _Running) -> None:
+        """The thread: answer until stopped, on other sockets where these break down."""
         try:
-            while True:
-                ready = dict(poller.poll())
-                if wakened in ready:
-                    return
+            while not running.stopping.is_set():
                 try:
-                    self._serve_one(listener)
+                    sockets = sockets or self._open()
+                    self._serve(sockets, running)
                 except Exception as error:
-                    # Whatever it is, the next peer is to be served.
-                    self._count(dropped=1)
-                    self._complain(_Complaint.FAILURE, f"a request failed: {error!r}")
+                    self._count(breakdowns=1)
+                    self._complain(
+                        _Complaint.BREAKDOWN,
+                        f"it broke down ({error}), and is tried again every "
+                        f"{REOPEN_INTERVAL_S:g} s",
+                    )
+                    if sockets is not None:
+                        sockets.context.destroy(linger=0)
+                        sockets = None
+                    running.stopping.wait(REOPEN_INTERVAL_S)
         finally:
-            listener.close(linger=0)
-            wakened.close(linger=0)
+            if sockets is not None:
+                sockets.context.destroy(linger=0)
+            if not running.stopping.is_set():
+                logger.error(
+                    "Side channel %s:%d has ended: no other engine can connect to this one any "
+                    "more; restart this engine.",
+                    self._host,
+                    self._port,
+                )
+
+    def _serve(self, sockets: _Sockets, running: _Running) -> None:
+        """Answer until stopped.
+
+        Raises:
+            ZMQError: A socket cannot be used any more.
+        """
+        handlers: dict[object, Callable[[], None]] = {
+            sockets.listener: lambda: self._serve_one(sockets.listener)
+        }
+        if sockets.gate is not None:
+            handlers[sockets.gate.socket] = sockets.gate.answer
+        if (monitor := sockets.monitor) is not None:
+            handlers[monitor] = lambda: self._count_locked_out(monitor)
+        poller = zmq.Poller()
+        poller.register(running.waker, zmq.POLLIN)
+        for socket in handlers:
+            poller.register(socket, zmq.POLLIN)
+        while not running.stopping.is_set():
+            for ready, _ in poller.poll():
+                if ready in handlers:
+                    handlers[ready]()
+
+    def _count_locked_out(self, monitor: zmq.Socket[bytes]) -> None:
+        """Take note of a connection that ended before it was one."""
+        recv_monitor_message(monitor, zmq.NOBLOCK)
+        self._count(locked_out=1)
+        self._complain(
+            _Complaint.KEY,
+            "somebody without this engine's key tried to connect: if that is an engine, give it "
+            "the same side_channel_key_file",
+        )
 
     def _serve_one(self, listener: zmq.Socket[bytes]) -> None:
-        """Take one message, and answer it if it is a request."""
-        sender, *envelope, frame = listener.recv_multipart(zmq.NOBLOCK)
+        """Take one message, and answer it if it is a request.
+
+        Raises:
+            ZMQError: The socket cannot be used any more.
+        """
+        try:
+            message = listener.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        try:
+            self._answer(listener, message)
+        except Exception as error:
+            # Whatever it is, the next peer is to be served.
+            self._count(dropped=1)
+            self._complain(_Complaint.FAILURE, f"a request failed: {error!r}")
+
+    def _answer(self, listener: zmq.Socket[bytes], message: list[bytes]) -> None:
+        """Answer a message if it is a request."""
+        sender, *envelope, frame = message
         request = _read_request(frame) if envelope == [b""] else None
         if request is None:
             self._count(dropped=1)
             self._complain(_Complaint.STRANGER, f"a message of {len(frame)} bytes is no request")
             return
         verb = request.verb
-        if verb == _OUR_VERB:
+        if verb == OUR_VERB:
             answer = [self._reply]
             self._count(answered=1)
         else:
@@ -238,7 +314,7 @@ class HandshakeServer:
                     "engines",
                 )
             else:
-                known = _OUR_VERB.decode()
+                known = OUR_VERB.decode()
                 answer = [encode_refusal(f"request {name} is unknown, {known} is not")]
                 self._complain(
                     _Complaint.VERSION,
@@ -248,14 +324,10 @@ class HandshakeServer:
         # A peer that does not read loses its answers, and holds up nobody.
         listener.send_multipart([sender, b"", *answer], zmq.NOBLOCK)
 
-    def _count(self, *, answered: int = 0, refused: int = 0, dropped: int = 0) -> None:
+    def _count(self, **more: int) -> None:
         counters = self._counters
-        self._counters = replace(
-            counters,
-            answered=counters.answered + answered,
-            refused=counters.refused + refused,
-            dropped=counters.dropped + dropped,
-        )
+        changed = {name: getattr(counters, name) + count for name, count in more.items()}
+        self._counters = replace(counters, **changed)
 
     def _complain(self, kind: _Complaint, what: str) -> None:
         """Log, but each kind once in a while only: others decide how often this happens."""
@@ -273,112 +345,23 @@ class HandshakeServer:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Running:
-    """What a started server has to give back."""
+    """A started server: how to reach its thread."""
+
+    waker: Waker
+    stopping: threading.Event
+    thread: threading.Thread | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sockets:
+    """What a server listens with."""
 
     context: zmq.Context[zmq.Socket[bytes]]
-    waker: zmq.Socket[bytes]
-    thread: threading.Thread
-
-
-def fetch_handshake(
-    host: str,
-    port: int,
-    local_factors: Mapping[str, str] | None,
-    *,
-    expected_engine_id: str,
-    numbers: Sequence[int] = (0, 0),
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> tuple[WorkerDescription, ...]:
-    """Ask an engine what it is, in one round trip.
-
-    May be called by any thread; calls share nothing.
-
-    Args:
-        host: Where its side channel listens.
-        port: TCP port.
-        local_factors: What must be equal at both engines, as it is here; None to take any.
-        expected_engine_id: Who should answer.
-        numbers: What follows the verb, as many as upstream's listener of this release takes.
-        timeout_s: How long to wait, in all.
-
-    Returns:
-        What each of its workers says, in the order of ranks; at least one.
-
-    Raises:
-        RemoteUnreachableError: Nobody answered in time.
-        RemoteIncompatibleError: The peer runs another connector or version, or factors differ.
-        RemoteRefusedError: The peer declined.
-        RemoteEngineChangedError: Another engine answers there.
-        RemoteHandshakeError: The answer is malformed or contradicts itself.
-    """
-    try:
-        workers = decode_reply(_ask(host, port, numbers, timeout_s), local_factors)
-    except RemoteHandshakeError as error:
-        raise type(error)(f"side channel {quote(str(host))}:{port}: {error}") from error
-    engine_id = workers[0].engine_id
-    if engine_id != expected_engine_id:
-        raise RemoteEngineChangedError(
-            f"side channel {quote(str(host))}:{port}: engine {quote(engine_id)} answers, not "
-            f"{quote(expected_engine_id)}: the peer was restarted and has lost its KV cache, or "
-            "the address is another engine's; send the request through prefill again"
-        )
-    return workers
-
-
-def _ask(host: str, port: int, numbers: Sequence[int], timeout_s: float) -> bytes:
-    """Send a request and wait for what comes back."""
-    try:
-        return _exchange(host, port, msgspec.msgpack.encode((_OUR_VERB, *numbers)), timeout_s)
-    except zmq.ZMQError as error:
-        raise RemoteUnreachableError(
-            f"the exchange broke off ({error}): check that the engine runs"
-        ) from error
-
-
-def _exchange(host: str, port: int, request: bytes, timeout_s: float) -> bytes:
-    """One request and one reply."""
-    deadline_s = time.monotonic() + timeout_s
-    context = zmq.Context()
-    try:
-        client = context.socket(zmq.REQ)
-        client.ipv6 = is_valid_ipv6_address(host)
-        client.maxmsgsize = MAX_REPLY_BYTES
-        # Nothing is sent before there is a connection: that tells a peer that cannot be reached
-        # from one that does not answer.
-        client.immediate = 1
-        try:
-            client.connect(make_zmq_path("tcp", host, port))
-        except (zmq.ZMQError, UnicodeError) as error:
-            raise RemoteUnreachableError(
-                f"no address to connect to ({error}): check what the router passes on as "
-                "remote_host and remote_port"
-            ) from error
-        if not client.poll(_remaining_ms(deadline_s), zmq.POLLOUT):
-            raise RemoteUnreachableError(
-                f"no connection within {timeout_s:g} s: check that the engine runs, and that this "
-                "machine can reach its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT"
-            )
-        client.send(request, zmq.NOBLOCK)
-        if not client.poll(_remaining_ms(deadline_s), zmq.POLLIN):
-            raise RemoteUnreachableError(
-                f"connected, but no answer within {timeout_s:g} s: check that the port is the "
-                "engine's VLLM_NIXL_SIDE_CHANNEL_PORT, and that the engine is not stuck"
-            )
-        frames = client.recv_multipart(zmq.NOBLOCK)
-    finally:
-        context.destroy(linger=0)
-    if len(frames) > 2:
-        raise RemoteHandshakeError(
-            f"the answer has {len(frames)} parts, which are more than 2: check that the port is an "
-            "engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
-        )
-    return frames[0]
-
-
-def _remaining_ms(deadline_s: float) -> int:
-    return max(0, int(1e3 * (deadline_s - time.monotonic())))
+    listener: zmq.Socket[bytes]
+    gate: Gate | None
+    monitor: zmq.Socket[bytes] | None
 
 
 def _read_request(frame: bytes) -> _Request | None:

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reply may hold, by what we are, and what it costs to say no."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteHandshakeError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
+    LayerCache,
+    Plane,
+    RankCache,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    HeadInterval,
+    Shard,
+    shard_model,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import (
+    MAX_ELEMENTS,
+    MAX_STAGE_RANKS,
+    ReplyBounds,
+    has_more_elements,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+    CONNECTOR_NAME,
+    CONNECTOR_VERSION,
+    WorkerDescription,
+    WorkerHandshake,
+    decode_reply,
+    encode_reply,
+    encode_worker,
+)
+
+encode = msgspec.msgpack.encode
+NUM_LAYERS, NUM_HEADS = 200, 1024
+MAX_REFUSAL_S = 0.010
+"""What a reply may cost that is refused."""
+
+
+def body_of(shard: Shard, engine_id: str = "engine", agent_metadata: bytes = b"") -> bytes:
+    """What a rank says, with one plane to a layer."""
+    layers = {
+        layer: LayerCache((Plane(0, 0, 0, 0, 1, len(heads), 1),), 0)
+        for layer, heads in shard.heads_by_layer.items()
+    }
+    return encode_worker(
+        WorkerDescription(
+            engine_id, shard, RankCache(1, 0, layers), LeaseTableAddress(0, 1), agent_metadata
+        )
+    )
+
+
+def reply_of(*bodies: bytes, **more: object) -> bytes:
+    """A reply with these ranks, whatever they say."""
+    reply = {"connector": CONNECTOR_NAME, "version": CONNECTOR_VERSION, "factors": {}}
+    return encode({**reply, "workers": bodies, **more})
+
+
+def ours(num_layers: int = NUM_LAYERS, num_heads: int = NUM_HEADS) -> ReplyBounds:
+    """The bounds of an engine of two ranks."""
+    return ReplyBounds.of(shard_model(ParallelMesh(1, 2), num_layers, num_heads))
+
+
+@given(
+    st.sampled_from([(1, 1), (4, 1), (1, 4), (3, 2), (2, 12), (8, 16)]),
+    st.integers(8, 12),
+    st.sampled_from([1, 2, 12, 48]),
+)
+def test_engines_of_our_model_are_within_bounds(mesh, num_layers, num_heads):
+    """Whatever their layout: none is asked for another model's sake."""
+    pp_size, tp_size = mesh
+    if max(tp_size, num_heads) % min(tp_size, num_heads):
+        tp_size = 1
+    shards = shard_model(ParallelMesh(pp_size, tp_size), num_layers, num_heads)
+    said = {
+        (shard.rank.pp_rank, shard.rank.tp_rank): WorkerHandshake({}, body_of(shard))
+        for shard in shards
+    }
+    bounds = ours(num_layers, 1 if num_heads == 1 else num_heads)
+    workers = decode_reply(encode_reply(said), {}, bounds)
+    assert [worker.shard for worker in workers] == list(shards)
+
+
+def test_engine_with_a_draft_model_of_its_own_is_within_bounds():
+    """What it has beside our layers is nothing to us, unless it is too much."""
+    heads = HeadInterval(0, 8)
+    bounds = ReplyBounds({"a": 8, "b": 8})
+    for more, fits in ((2, True), (3, False)):
+        names = ["a", "b", *(f"draft {n}" for n in range(more))]
+        reply = reply_of(body_of(Shard(MeshRank(0, 0), dict.fromkeys(names, heads))))
+        if fits:
+            assert decode_reply(reply, {}, bounds)
+        else:
+            with pytest.raises(RemoteHandshakeError, match=r"5 layers .* this engine has 2 layers"):
+                decode_reply(reply, {}, bounds)
+
+
+def all_of(
+    rank: tuple[int, int], num_layers: int = NUM_LAYERS, num_heads: int = NUM_HEADS
+) -> bytes:
+    """A rank that says that it holds everything."""
+    return body_of(
+        Shard(MeshRank(*rank), dict.fromkeys(range(num_layers), HeadInterval(0, num_heads)))
+    )
+
+
+def every_rank_holds_everything() -> bytes:
+    """Fifty ranks, each with all layers and all heads."""
+    return reply_of(*(all_of((0, tp_rank)) for tp_rank in range(50)))
+
+
+def many_stages_hold_everything() -> bytes:
+    """The same, one to a stage."""
+    return reply_of(*(all_of((pp_rank, 0)) for pp_rank in range(50)))
+
+
+def far_too_many_ranks() -> bytes:
+    """More than any engine has."""
+    return reply_of(*[b""] * 5000)
+
+
+def too_many_ranks_in_a_stage() -> bytes:
+    """One more than is read."""
+    bodies = (all_of((0, tp_rank), 1, 1) for tp_rank in range(MAX_STAGE_RANKS + 1))
+    return reply_of(*bodies)
+
+
+def mesh_with_a_hole() -> bytes:
+    """Two ranks of a mesh of four."""
+    return reply_of(all_of((0, 0), 1, 1), all_of((1, 1), 1, 1))
+
+
+def rank_in_anothers_place() -> bytes:
+    """The same rank twice."""
+    return reply_of(all_of((0, 1), 1, 1), all_of((0, 1), 1, 1))
+
+
+def rank_of_a_larger_model() -> bytes:
+    """More heads than ours has."""
+    return reply_of(all_of((0, 0), 1, 2 * NUM_HEADS))
+
+
+def rank_that_says_too_much() -> bytes:
+    """Two MiB of small values."""
+    return reply_of(b"\xdd\x00\x20\x00\x00" + bytes(2 << 20))
+
+
+def more_values_than_are_read() -> bytes:
+    """Eight MiB of them, where nobody looks."""
+    return reply_of(b"", more=[0] * (8 << 20))
+
+
+def many_factors() -> bytes:
+    """More than there are."""
+    return reply_of(b"", factors={str(number): "" for number in range(3000)})
+
+
+@pytest.mark.parametrize(
+    ("hostile", "message"),
+    [
+        (every_rank_holds_everything, r"rank pp0tp0 holds heads \[0, 1024\) .* at most 21 of them"),
+        (many_stages_hold_everything, r"describes 600 layers on ranks up to pp2tp0, of 1 in a"),
+        (far_too_many_ranks, "not understood .*length <= 1024"),
+        (too_many_ranks_in_a_stage, "65 ranks, the last of them pp0tp64, .* at most 64 in"),
+        (mesh_with_a_hole, "describes 2 ranks, the last of them pp1tp1"),
+        (rank_in_anothers_place, "describes rank pp0tp1 in the place of rank pp0tp0"),
+        (rank_of_a_larger_model, r"heads \[0, 2048\) of a layer with 1024 here"),
+        (rank_that_says_too_much, "describes a rank in 2097157 bytes, but 1269760 are enough"),
+        (more_values_than_are_read, f"more than {MAX_ELEMENTS} values"),
+        (many_factors, "not understood .*length <= 256"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_refusing_a_reply_is_cheap(hostile, message):
+    """Whoever is named by a client cannot make us work or remember: here are ten ways to try."""
+    reply, bounds = hostile(), ours()
+    costs_s = []
+    # Others use the machine, too: the cheapest of some tries is what it costs.
+    for _ in range(5):
+        began_s = time.thread_time()
+        with pytest.raises(RemoteHandshakeError, match=message) as caught:
+            decode_reply(reply, {}, bounds)
+        costs_s.append(time.thread_time() - began_s)
+    assert "\n" not in str(caught.value)
+    assert min(costs_s) < MAX_REFUSAL_S
+    tracemalloc.start()
+    with pytest.raises(RemoteHandshakeError):
+        decode_reply(reply, {}, bounds)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Bodies are taken out of the reply as they are.
+    assert peak_bytes < len(reply) + (4 << 20)
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=300)
+    | st.binary(max_size=300),
+    lambda inner: st.lists(inner, max_size=40) | st.dictionaries(st.text(), inner, max_size=40),
+)
+
+
+def count(value: object) -> int:
+    """How many values there are in one, with itself."""
+    if isinstance(value, list):
+        return 1 + sum(map(count, value))
+    if isinstance(value, dict):
+        return 1 + sum(count(each) for item in value.items() for each in item)
+    return 1
+
+
+@given(values)
+def test_values_are_counted(value):
+    """At any depth and of any kind; the limit itself is within it."""
+    data, num_values = encode(value), count(value)
+    assert not has_more_elements(data, num_values)
+    assert has_more_elements(data, num_values - 1) or num_values == 1
+
+
+@pytest.mark.parametrize("size", [0, 31, 32, 255, 256, 65535, 65536])
+def test_long_values_are_counted_once(size):
+    """All widths of lengths are passed over as a whole."""
+    for value in (b"x" * size, "x" * size, msgspec.msgpack.Ext(5, b"x" * size)):
+        assert has_more_elements(encode([value, [0] * size]), size + 2)
+        assert not has_more_elements(encode([value, [0] * size]), size + 3)
+
+
+@given(st.binary(max_size=200))
+def test_counting_ends_on_anything(data):
+    """What is no msgpack is for the decoder to refuse."""
+    assert has_more_elements(data, 1 << 40) is False

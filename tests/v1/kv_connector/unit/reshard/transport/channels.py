@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Side channels on this machine: engines that answer, some that do not, and those who ask."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import zmq
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import REQUEST_NUMBERS
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
+    LayerCache,
+    Plane,
+    RankCache,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import HeadInterval, Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    RemoteEngineAddress,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+    WorkerDescription,
+    WorkerHandshake,
+    encode_reply,
+    encode_worker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.authentication import ChannelKey
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.enquiries import Enquirer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
+    HandshakeServer,
+)
+
+HOST = "127.0.0.1"
+FACTORS = {"dtype": "bfloat16"}
+DEADLINE_S = 20
+SHORT_S = 0.3
+
+
+def describe(tp_rank: int, engine_id: str) -> WorkerDescription:
+    """A worker with one layer."""
+    plane = Plane(4096, 1024, 1024, 64, 64, 1, 16)
+    return WorkerDescription(
+        engine_id,
+        Shard(MeshRank(0, tp_rank), {"a": HeadInterval(tp_rank, tp_rank + 1)}),
+        RankCache(8, 0, {"a": LayerCache((plane, plane), 0)}),
+        LeaseTableAddress(1 << 20, 4),
+        b"agent",
+    )
+
+
+WORKERS = tuple(describe(tp_rank, "engine") for tp_rank in range(2))
+
+
+def reply_of(*workers: WorkerDescription) -> bytes:
+    """What an engine with these workers answers."""
+    return encode_reply(
+        {
+            (0, worker.shard.rank.tp_rank): WorkerHandshake(FACTORS, encode_worker(worker))
+            for worker in workers
+        }
+    )
+
+
+REPLY = reply_of(*WORKERS)
+
+
+@contextlib.contextmanager
+def serving(
+    reply: bytes = REPLY, port: int = 0, key: ChannelKey | None = None
+) -> Iterator[HandshakeServer]:
+    """A started server."""
+    server = HandshakeServer(HOST, port, reply, key)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def open_socket(kind: int, port: int | None = None) -> Iterator[zmq.Socket]:
+    """A bare ZeroMQ socket, connected to a port or not, that never blocks for long."""
+    context = zmq.Context()
+    try:
+        bare = context.socket(kind)
+        bare.rcvtimeo = bare.sndtimeo = DEADLINE_S * 1000
+        if port is not None:
+            bare.connect(f"tcp://{HOST}:{port}")
+        yield bare
+    finally:
+        context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[socket.socket, int]]:
+    """A TCP socket that listens and never accepts, and its port."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        listener.listen(1024)
+        yield listener, listener.getsockname()[1]
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with listening() as (_, port):
+        return port
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Poll until a condition holds; fail after a deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        threading.Event().wait(0.005)
+
+
+@contextlib.contextmanager
+def enquiring(bounds: Any = None, **options: Any) -> Iterator[Enquirer]:
+    """An enquirer that is closed in the end."""
+    options = {"numbers": REQUEST_NUMBERS, "timeout_s": DEADLINE_S} | options
+    enquirer = Enquirer(bounds, **options)
+    try:
+        yield enquirer
+    finally:
+        enquirer.close()
+
+
+def engine_at(port: int, host: str = HOST, engine_id: str = "engine") -> RemoteEngineAddress:
+    """Where an engine should answer."""
+    return RemoteEngineAddress(engine_id, host, port)
+
+
+def fetch(
+    port: int,
+    *,
+    host: str = HOST,
+    engine_id: str = "engine",
+    factors: Mapping[str, str] | None = FACTORS,
+    bounds: Any = None,
+    **options: Any,
+) -> tuple[WorkerDescription, ...]:
+    """Ask one engine, and wait for it."""
+    with enquiring(bounds, **options) as enquirer:
+        return enquirer.ask(engine_at(port, host, engine_id), factors).result(3 * DEADLINE_S)
+
+
+def ask(port: int, frame: bytes) -> bytes:
+    """Send a frame as a request, and return the answer."""
+    with open_socket(zmq.REQ, port) as bare:
+        bare.send(frame)
+        return bare.recv()

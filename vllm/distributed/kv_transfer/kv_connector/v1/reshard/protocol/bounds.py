@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine's reply may cost whoever reads it.
+
+A client names the host that is asked, so that a reply may come from anybody. What it may hold is
+bounded by what *we* are: an engine that we could read from serves our model, so that it has about
+our layers, each with no more units than ours has, and shares them out among its ranks.
+
+    before a byte is read     the reply's size, by the socket that receives it
+    before it is decoded      the number of its elements, each rank's size, the number of ranks
+    rank by rank              its place in the mesh, its layers, their units
+
+What remains costs as much to decode as an honest reply of the largest engine: ranks of one stage
+hold a layer's units once, or one unit each, and all ranks together hold every layer at most once
+for each of a stage's ranks. Planning is bounded with it, by the pairs of holders and readers of a
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..errors import RemoteHandshakeError
+from ..plan.mesh import MeshRank
+from ..plan.shards import Layer, Shard
+
+MAX_REPLY_BYTES = 16 << 20
+"""Size of the largest reply, in bytes. That of a hundred workers takes one or two MiB."""
+
+MAX_AGENT_METADATA_BYTES = 1 << 20
+"""What NIXL has to say of one worker. Of a hundred registered tensors it says 10 KiB over TCP."""
+
+MAX_RANKS = 1024
+"""Workers of one engine, in all stages."""
+
+MAX_STAGE_RANKS = 64
+"""Workers of one stage."""
+
+MAX_ELEMENTS = 1 << 13
+"""Values outside of workers' descriptions in a reply: names, factors, and one for each worker."""
+
+_LAYER_BYTES = 512
+"""A layer's description takes 50 to 150 bytes, and its name."""
+
+_RANK_BYTES = 16 << 10
+"""What a rank says beside its layers and NIXL's metadata: names of at most a few KiB."""
+
+_REMEDY = "run the same model and the same build of the connector on both engines"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyBounds:
+    """What a reply may hold, by what we are.
+
+    Attributes:
+        units_by_layer: All KV heads of each layer of our engine, over all of its ranks; 1 for MLA.
+        max_ranks: Workers of the other engine.
+        max_stage_ranks: Workers of one of its stages.
+    """
+
+    units_by_layer: Mapping[Layer, int]
+    max_ranks: int = MAX_RANKS
+    max_stage_ranks: int = MAX_STAGE_RANKS
+
+    @classmethod
+    def of(cls, shards: Iterable[Shard]) -> ReplyBounds:
+        """The bounds for engines that one with these shards, all of its ranks', could read from."""
+        units: dict[Layer, int] = {}
+        for shard in shards:
+            for layer, heads in shard.heads_by_layer.items():
+                units[layer] = max(units.get(layer, 0), heads.stop)
+        return cls(units)
+
+    @property
+    def max_layers(self) -> int:
+        """Layers that a rank may describe: ours, and no more of a draft model that only it runs."""
+        return 2 * len(self.units_by_layer)
+
+    @property
+    def max_rank_bytes(self) -> int:
+        """Size of one rank's description."""
+        return MAX_AGENT_METADATA_BYTES + _RANK_BYTES + _LAYER_BYTES * self.max_layers
+
+    @property
+    def max_reply_bytes(self) -> int:
+        """Size of a reply."""
+        return min(MAX_REPLY_BYTES, self.max_rank_bytes * self.max_ranks)
+
+    def check_sizes(self, ranks_bytes: Iterable[int]) -> None:
+        """See that ranks are not too many, and that none says too much.
+
+        Raises:
+            RemoteHandshakeError: They are, or one does.
+        """
+        sizes = list(ranks_bytes)
+        if len(sizes) > self.max_ranks:
+            raise RemoteHandshakeError(
+                f"the answer describes {len(sizes)} ranks, but at most {self.max_ranks} are read: "
+                f"{_REMEDY}"
+            )
+        if (largest := max(sizes, default=0)) > self.max_rank_bytes:
+            raise RemoteHandshakeError(
+                f"the answer describes a rank in {largest} bytes, but {self.max_rank_bytes} are "
+                f"enough for this engine's {len(self.units_by_layer)} layers: {_REMEDY}"
+            )
+
+    def begin(self, last_rank: MeshRank, num_ranks: int) -> RankBounds:
+        """Begin to look at ranks one by one, given the last of them in their order.
+
+        Raises:
+            RemoteHandshakeError: So many ranks do not fill a mesh that ends there, or its stages
+                are too large.
+        """
+        tp_size, pp_size = last_rank.tp_rank + 1, last_rank.pp_rank + 1
+        if tp_size * pp_size != num_ranks or tp_size > self.max_stage_ranks:
+            raise RemoteHandshakeError(
+                f"the answer describes {num_ranks} ranks, the last of them {last_rank}, but an "
+                f"engine has one in each place of its mesh, and at most {self.max_stage_ranks} in "
+                f"a stage: {_REMEDY}"
+            )
+        return RankBounds(self, tp_size)
+
+
+class RankBounds:
+    """What is left for the ranks of one reply, taken in their order.
+
+    Args:
+        bounds: What all of the reply may hold.
+        tp_size: How many ranks each stage has.
+    """
+
+    def __init__(self, bounds: ReplyBounds, tp_size: int) -> None:
+        self._bounds = bounds
+        self._tp_size = tp_size
+        self._others_units = max(bounds.units_by_layer.values(), default=0)
+        self._num_seen = 0
+        self._num_layers = 0
+
+    def check(self, shard: Shard) -> None:
+        """Take the next rank into account.
+
+        Raises:
+            RemoteHandshakeError: It is not the one whose turn it is, or holds more than its share.
+        """
+        bounds, tp_size = self._bounds, self._tp_size
+        expected = MeshRank(*divmod(self._num_seen, tp_size))
+        if shard.rank != expected:
+            raise RemoteHandshakeError(
+                f"the answer describes rank {shard.rank} in the place of rank {expected}: {_REMEDY}"
+            )
+        self._num_seen += 1
+        self._num_layers += len(shard.heads_by_layer)
+        if self._num_layers > bounds.max_layers * tp_size:
+            raise RemoteHandshakeError(
+                f"the answer describes {self._num_layers} layers on ranks up to {shard.rank}, of "
+                f"{tp_size} in a stage, but this engine has {len(bounds.units_by_layer)} layers: "
+                f"{_REMEDY}"
+            )
+        for layer, heads in shard.heads_by_layer.items():
+            units = bounds.units_by_layer.get(layer, self._others_units)
+            share = max(1, -(-units // tp_size))
+            if heads.stop > units or len(heads) > share:
+                raise RemoteHandshakeError(
+                    f"rank {shard.rank} holds heads {heads} of a layer with {units} here, but one "
+                    f"of {tp_size} ranks holds at most {share} of them: {_REMEDY}"
+                )
+
+
+def has_more_elements(data: bytes, limit: int) -> bool:
+    """Whether msgpack holds more values than a limit, in all and at any depth.
+
+    What is passed over is decoded value by value, too, so that a MiB of small ones would take a
+    tenth of a second. Bytes and text count as one value, whatever their length.
+    """
+    offset, end, missing, seen = 0, len(data), 1, 0
+    while missing and offset < end:
+        missing -= 1
+        seen += 1
+        kind = data[offset]
+        offset += 1
+        if 0x80 <= kind < 0xA0:  # maps and arrays of up to 15
+            missing += (kind & 0x0F) << (kind < 0x90)
+        elif 0xA0 <= kind < 0xC0:  # text of up to 31 bytes
+            offset += kind & 0x1F
+        elif kind in _LENGTH_BYTES:
+            width, beside = _LENGTH_BYTES[kind]
+            offset += width + beside + int.from_bytes(data[offset : offset + width], "big")
+        elif kind in _FIXED_BYTES:
+            offset += _FIXED_BYTES[kind]
+        elif kind >= 0xDC and kind < 0xE0:  # maps and arrays of more
+            width = 2 << (kind & 1)
+            count = int.from_bytes(data[offset : offset + width], "big")
+            missing += count << (kind >= 0xDE)
+            offset += width
+        if seen + missing > limit:
+            return True
+    return False
+
+
+_LENGTH_BYTES = {
+    **{0xC4 + power: (1 << power, 0) for power in range(3)},  # bytes
+    **{0xC7 + power: (1 << power, 1) for power in range(3)},  # extensions, with their type
+    **{0xD9 + power: (1 << power, 0) for power in range(3)},  # text
+}
+"""Values that say how long they are: the width of that number, and bytes that it does not count."""
+
+_FIXED_BYTES = {
+    **{0xCA: 4, 0xCB: 8},  # floats
+    **{0xCC + power: 1 << power for power in range(4)},  # natural numbers
+    **{0xD0 + power: 1 << power for power in range(4)},  # whole numbers
+    **{0xD4 + power: 1 + (1 << power) for power in range(5)},  # extensions
+}
+"""Values whose kind says how many bytes follow."""

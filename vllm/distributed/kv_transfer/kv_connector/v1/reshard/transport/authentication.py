@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key that engines know one another by, and its use on ZeroMQ's sockets.
+
+All cryptography is ZeroMQ's: CURVE, which encrypts a connection once both ends have shown that they
+have the secret keys that they should. Engines that read from each other are one party here, with
+one pair of keys between them, made from one secret in one file:
+
+    a client    connects only to who has the secret key
+    a server    lets in only who has it: ZeroMQ asks a `Gate`, in the server's own thread
+
+Others get no further than ZeroMQ's own handshake, which tells them that CURVE is spoken. A new key
+is made with
+
+    python -c "import zmq; print(zmq.curve_keypair()[1].decode())"
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+
+from ..errors import LocalChannelError
+
+_KEY_CHARACTERS = 40
+_MAX_FILE_BYTES = 1 << 10
+_DOMAIN = b"reshard"
+_REMEDY = (
+    'make one with python -c "import zmq; print(zmq.curve_keypair()[1].decode())", and give all '
+    "engines the same"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelKey:
+    """A pair of keys, as ZeroMQ writes them (Z85, 40 characters).
+
+    Attributes:
+        public: Follows from the secret one.
+        secret: What engines must not lose to anybody else.
+    """
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    def guard(self, server: zmq.Socket[bytes]) -> None:
+        """Let nobody in at a socket who has not this key; a `Gate` must be in its context."""
+        server.curve_server = True
+        server.curve_secretkey = self.secret
+        server.zap_domain = _DOMAIN
+
+    def show(self, client: zmq.Socket[bytes]) -> None:
+        """Connect a socket to nobody who has not this key, and show that we have it."""
+        client.curve_serverkey = self.public
+        client.curve_publickey = self.public
+        client.curve_secretkey = self.secret
+
+
+def read_channel_key(path: str) -> ChannelKey:
+    """Read the key that all engines share.
+
+    Raises:
+        LocalChannelError: ZeroMQ has no CURVE here, or the file cannot be read, can be read by
+            everybody, or holds no key.
+    """
+    what = f"side_channel_key_file {path}"
+    if not zmq.has("curve"):
+        raise LocalChannelError(
+            f"{what} cannot be used, as ZeroMQ {zmq.zmq_version()} was built here without CURVE: "
+            "install pyzmq from its wheel, or leave the option out on all engines"
+        )
+    try:
+        # A pipe that nobody writes to is not waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            text = os.read(descriptor, _MAX_FILE_BYTES) if stat.S_ISREG(mode) else b""
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise LocalChannelError(
+            f"{what} cannot be read ({error}): put it where each of this engine's processes runs, "
+            "readable by their user"
+        ) from None
+    if mode & stat.S_IRWXO:
+        raise LocalChannelError(
+            f"{what} has mode {stat.S_IMODE(mode):04o}, which lets every user of this machine use "
+            "it: set 0400, or 0440 where a group has to read it"
+        )
+    try:
+        secret = text.strip()
+        if len(secret) != _KEY_CHARACTERS or len(z85.decode(secret)) != 32:
+            raise ValueError
+        return ChannelKey(zmq.curve_public(secret), secret)
+    except (ValueError, KeyError, struct.error, zmq.ZMQError):
+        # What is wrong with a secret is not quoted.
+        raise LocalChannelError(
+            f"{what} holds no key of {_KEY_CHARACTERS} characters in one line: {_REMEDY}"
+        ) from None
+
+
+class Gate:
+    """Tells ZeroMQ which clients have the key (RFC 27, ZAP). Belongs to the thread that polls it.
+
+    Args:
+        context: Where the guarded socket is, before that is bound.
+        key: Who has it may pass.
+
+    Attributes:
+        socket: To be polled; readable when a client waits.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], key: ChannelKey) -> None:
+        self._admitted = z85.decode(key.public)
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self) -> None:
+        """Answer for one client."""
+        version, request_id, domain, _, _, mechanism, *credentials = self.socket.recv_multipart(
+            zmq.NOBLOCK
+        )
+        passes = (domain, mechanism, credentials) == (_DOMAIN, b"CURVE", [self._admitted])
+        status = (b"200", b"OK") if passes else (b"400", b"not a key of these engines")
+        self.socket.send_multipart([version, request_id, *status, b"", b""], zmq.NOBLOCK)
