@@ -40,8 +40,8 @@ pytestmark = [
 def stock_site(plugin_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A site directory with vLLM as released, for CPU, and the plugin."""
     site = tmp_path_factory.mktemp("stock")
-    lay_stock(RELEASE, "cpu", site)
-    install(plugin_wheel, site)
+    lay_stock(RELEASE, "cpu", site, compile_all=True)
+    install(plugin_wheel, site, compile_all=True)
     return site
 
 
