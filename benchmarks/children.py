@@ -170,6 +170,8 @@ def _serve(pipe: Connection, log_path: Path, factory: str, args: Sequence[object
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # As its server has it, unless that was started by somebody else before.
+    os.environ.update(_ENVIRONMENT)
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
