@@ -13,4 +13,13 @@ def planes_of_attention() -> int:
 
     Ranks see that it is so in the caches that they make.
     """
-    return 2 if Version(importlib.metadata.version("vllm")).release < (0, 32) else 1
+    return 2 if _release() < (0, 32) else 1
+
+
+def upstream_lists_are_arrays() -> bool:
+    """Whether upstream's connector keeps descriptors in arrays: since 0.32; before in lists."""
+    return _release() >= (0, 32)
+
+
+def _release() -> tuple[int, ...]:
+    return Version(importlib.metadata.version("vllm")).release

@@ -44,22 +44,26 @@ _ENVIRONMENT = {
 
 
 def prepare(preload: str, log_dir: Path) -> None:
-    """Start the server, before the first child.
+    """Start the server, before the first child; this process stays as it is.
 
     Args:
         preload: Name of the module that it imports.
         log_dir: Where its output goes.
     """
-    os.environ.update(_ENVIRONMENT)
     multiprocessing.get_context("forkserver").set_forkserver_preload([preload])
     own = os.dup(2)
     log = os.open(log_dir / "server.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    before = dict(os.environ)
+    os.environ.update(_ENVIRONMENT)
     os.dup2(log, 2)
     try:
-        # It keeps what it finds as its error output.
+        # It keeps what it finds as its error output and as its environment.
         ensure_running()
     finally:
         os.dup2(own, 2)
+        for name in _ENVIRONMENT.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
         os.close(own)
         os.close(log)
 
@@ -166,6 +170,8 @@ def _serve(pipe: Connection, log_path: Path, factory: str, args: Sequence[object
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # As its server has it, unless that was started by somebody else before.
+    os.environ.update(_ENVIRONMENT)
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import psutil
 
+from .base import upstream_lists_are_arrays
 from .cases import HandshakeCase
 from .errors import BenchmarkError, NotEnoughMemoryError
 from .lanes import ConnectorPair, Pair, Tables
@@ -14,10 +15,12 @@ from .results import Metric, Part, Result
 from .specs import Lane
 from .turns import Plan, take_turns
 
-_UPSTREAM_LIST_BYTES = 170
-"""Of each descriptor in upstream's Python lists, which a worker keeps; measured."""
-_UPSTREAM_HANDLE_BYTES = 40
-"""Of each descriptor in NIXL's own lists."""
+_LIST_BYTES = 170
+"""Of each descriptor in a list of tuples; measured."""
+_ARRAY_BYTES = 24
+"""Of each descriptor in an array: address, length and device, of eight bytes each."""
+_HANDLE_BYTES = 40
+"""Of each descriptor in NIXL's own lists; measured."""
 _MARGIN = 0.85
 _MANY_DESCRIPTORS = 5_000_000
 """For more, upstream's connector needs tens of seconds to start and to shake hands."""
@@ -89,16 +92,30 @@ def refuse_upstream(lane: Lane, case: HandshakeCase, available_bytes: int) -> No
     shape = case.shape
     if max(shape.prefill.pp_size, shape.decode.pp_size) > 1:
         raise BenchmarkError("upstream's connector does not support pipeline parallelism")
-    sources, readers = shape.prefill.tp_size, shape.decode.tp_size
-    # The lists that workers keep, one more while it is made, and NIXL's at the reader.
-    lists = _UPSTREAM_LIST_BYTES * (sources + 2 * readers)
-    handles = _UPSTREAM_HANDLE_BYTES * (sources + (1 + 2 * sources) * readers)
-    needed_bytes = case.descriptors * (lists + handles)
+    needed_bytes = case.descriptors * _upstream_bytes(shape.prefill.tp_size, shape.decode.tp_size)
     if needed_bytes > _MARGIN * available_bytes:
         raise NotEnoughMemoryError(
             f"{case.descriptors / 1e6:.1f} million descriptors a rank take upstream's connector "
             f"about {needed_bytes / 1e9:.0f} GB, and {available_bytes / 1e9:.0f} GB are available"
         )
+
+
+def _upstream_bytes(sources: int, readers: int) -> int:
+    """What upstream's workers need together in a handshake, for each descriptor of a rank.
+
+    Args:
+        sources: Ranks that are read from.
+        readers: Ranks that read; each from all of them, at worst.
+    """
+    in_python = _ARRAY_BYTES if upstream_lists_are_arrays() else _LIST_BYTES
+    # What every worker keeps, and one more at readers while it is made, once there and once on its
+    # way to NIXL.
+    lists = in_python * (sources + 2 * readers) + _ARRAY_BYTES * readers
+    if sources > readers and upstream_lists_are_arrays():
+        # Its own are listed to be cut, the parts for one source after the other: two at a time.
+        lists += 3 * _LIST_BYTES * readers
+    handles = _HANDLE_BYTES * (sources + (1 + 2 * sources) * readers)
+    return lists + handles
 
 
 def _first_read(pair: Pair, repetition: int) -> Mapping[Metric, float]:

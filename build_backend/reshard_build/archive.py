@@ -25,6 +25,8 @@ from .errors import BaseWheelError, ProductError
 PACKAGE_PREFIX = "vllm/"
 REGULAR_FILE_MODE = stat.S_IFREG | 0o644
 EXECUTABLE_FILE_MODE = stat.S_IFREG | 0o755
+COMPRESSION = ZIP_DEFLATED
+"""How files lie in wheels that are written."""
 
 DateTime = tuple[int, int, int, int, int, int]
 
@@ -181,7 +183,7 @@ class WheelWriter:
             date_time: Time stamp; that of the wheel by default.
         """
         info = ZipInfo(name, date_time or self._date_time)
-        info.compress_type = ZIP_DEFLATED
+        info.compress_type = COMPRESSION
         info.external_attr = mode << 16
         info.create_system = 3  # Unix, whose modes these are.
         self._archive.writestr(info, content)

@@ -8,7 +8,7 @@ import os
 import psutil
 import pytest
 
-from benchmarks.children import Child, call_all, end_all
+from benchmarks.children import Child, call_all, end_all, prepare
 from benchmarks.errors import BenchmarkError
 from tests.tools.pdstack.helpers import wait_until
 
@@ -26,6 +26,10 @@ class Host:
     def add(self, other: int) -> int:
         """A sum."""
         return self.number + other
+
+    def variable(self, name: str) -> str | None:
+        """What the process finds in its environment."""
+        return os.environ.get(name)
 
     def fail(self) -> None:
         """An error."""
@@ -56,6 +60,20 @@ def test_calls_are_answered_in_order(start):
     both = [start(1), start(2)]
     assert [child.result() for child in both] == [None, None]
     assert call_all(both, "add", 10) == [11, 12]
+
+
+def test_environment_is_the_childrens_alone(start, tmp_path, monkeypatch):
+    """What ranks are told is not told to who starts them, and so to its engines."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = dict(os.environ)
+    prepare("benchmarks.host", tmp_path)
+    assert dict(os.environ) == before
+    child = start()
+    child.result()
+    names = "VLLM_LOGGING_LEVEL", "GLOO_SOCKET_IFNAME"
+    told = [call_all([child], "variable", name) for name in names]
+    assert told == [["WARNING"], ["lo"]]
 
 
 def test_errors_name_child_and_cause(start):

@@ -78,3 +78,18 @@ def test_upstream_is_spared_what_it_cannot_do():
     stages = HandshakeCase(Shape(Layout(1, 2), Layout(1, 1), 2, 2, 64, 32), 100)
     with pytest.raises(BenchmarkError, match="pipeline"):
         refuse_upstream(UPSTREAM, stages, 16 << 30)
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("0.22.1+reshard.1.cpu", False), ("0.32.0+reshard.1.cpu", True)]
+)
+def test_upstream_needs_less_where_it_keeps_arrays(monkeypatch, version, fits):
+    """Eight million descriptors take lists more than 4 GiB, and arrays less."""
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    shape = Shape(Layout(1, 1), Layout(1, 1), 80, 8, 128, 32, attention_planes=1)
+    case = HandshakeCase(shape, 100_000)
+    if fits:
+        refuse_upstream(UPSTREAM, case, 4 << 30)
+        return
+    with pytest.raises(NotEnoughMemoryError, match=r"8\.0 million descriptors"):
+        refuse_upstream(UPSTREAM, case, 4 << 30)

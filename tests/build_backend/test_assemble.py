@@ -47,10 +47,11 @@ def test_each_file_comes_from_its_owner(frontend: Any, tmp_path: Path) -> None:
     assert package == expected
 
 
-def test_modes_are_kept(frontend: Any, tmp_path: Path) -> None:
-    """What is executable in the base is executable in the product."""
+def test_modes_are_kept_and_files_compressed(frontend: Any, tmp_path: Path) -> None:
+    """What is executable in the base is executable in the product, which is to be fetched."""
     build_wheel(str(tmp_path))
     with zipfile.ZipFile(tmp_path / CPU_WHEEL) as archive:
+        assert archive.getinfo(CORE).compress_type == zipfile.ZIP_DEFLATED
         assert archive.getinfo("vllm/vllm-rs").external_attr >> 16 == 0o100755
         assert archive.getinfo(CORE).external_attr >> 16 == 0o100644
 

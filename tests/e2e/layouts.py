@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.e2e.pairs import Pair, ask_unaided
-from tools.pdstack.engine import EngineSpec, ServedModel
+from tools.pdstack.engine import Device, EngineSpec, ServedModel
 from tools.pdstack.layout import Layout, read_model_shape
 from tools.pdstack.stack import Engine, PDStack
 
@@ -25,6 +25,11 @@ class Case:
     prefill: Layout
     decode: Layout
     reads: int
+
+    @property
+    def sides(self) -> tuple[Layout, Layout]:
+        """Both layouts."""
+        return self.prefill, self.decode
 
     def __str__(self) -> str:
         return f"{self.prefill}-{self.decode}"
@@ -57,30 +62,50 @@ class Engines:
         return ask_unaided(self.by_layout[ONE], self.stack.model.name, text)
 
 
+@dataclass(frozen=True)
+class Options:
+    """How engines of a layout are started, beyond what all have in common.
+
+    Attributes:
+        args: more of the command line.
+        env: more of the environment.
+    """
+
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
 @contextmanager
 def running(
     model: ServedModel,
     run_dir: Path,
-    layouts: Sequence[Layout],
-    env: Mapping[Layout, Mapping[str, str]],
+    cases: Sequence[Case],
+    *,
+    also: Sequence[Layout] = (),
+    options: Mapping[Layout, Options] | None = None,
+    device: Device | None = None,
 ) -> Iterator[Engines]:
-    """Start them all; which of them work together is settled when they first do.
+    """Start one of each layout; which of them work together is settled when they first do.
 
     Args:
-        env: more of the environment, by layout.
+        also: layouts that are wanted beside those of the cases.
+        options: by layout.
+        device: where they run; by default what the installed vLLM was built for.
     """
+    chosen, plain = options or {}, Options()
+    layouts = dict.fromkeys([*also, *(side for each in cases for side in each.sides)])
     per_token = read_model_shape(model.directory).kv_bytes_per_token(FLOAT32_BYTES)
     blocks = str(_CACHE_TOKENS // model.block_tokens)
     specs = [
         EngineSpec(
             str(layout),
             layout,
-            env=env.get(layout, {}),
-            extra_args=("--num-gpu-blocks-override", blocks),
+            env=chosen.get(layout, plain).env,
+            extra_args=("--num-gpu-blocks-override", blocks, *chosen.get(layout, plain).args),
             max_model_len=1024,
         )
         for layout in layouts
     ]
-    with PDStack(model, run_dir) as stack:
+    with PDStack(model, run_dir, device=device) as stack:
         by_layout = {each.spec.layout: each for each in stack.start_engines(*specs)}
         yield Engines(stack, by_layout, model.block_tokens, per_token * model.block_tokens)

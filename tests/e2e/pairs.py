@@ -133,3 +133,10 @@ class Pair:
             return metric(self.prefill, "vllm:kv_cache_usage_perc") == 0.0
 
         wait_until(free, "the return of all blocks", REPORT_LIMIT_S)
+
+    def assert_nothing_is_left(self) -> None:
+        """Once its requests were read, no block is in use, none expired, and no read failed."""
+        self.wait_until_free()
+        assert self.prefill.nixl_counters().expired_requests == 0
+        counters = self.decode.nixl_counters()
+        assert (counters.failed_transfers, counters.failed_notifications) == (0, 0)

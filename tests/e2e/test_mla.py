@@ -14,13 +14,12 @@ import pytest
 
 from tests.e2e.layouts import ONE, RANKS, STAGES, Case, Engines, running
 from tests.e2e.pairs import Pair, text_of
+from tests.selection import chosen
 from tools.pdstack.engine import why_no_mla
 from tools.pdstack.metrics import NixlCounters
 from tools.pdstack.tiny_models import write_tiny_deepseek2
 
 WHY_NOT = why_no_mla()
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
-
 BLOCK_TOKENS = 16
 # A part of a block, exactly one, one token more, and many with a part.
 PROMPT_TOKENS = (5, BLOCK_TOKENS, BLOCK_TOKENS + 1, 25 * BLOCK_TOKENS + 3)
@@ -28,33 +27,28 @@ PROMPT_TOKENS = (5, BLOCK_TOKENS, BLOCK_TOKENS + 1, 25 * BLOCK_TOKENS + 3)
 CASES = (
     # Of two ranks that have the same, one is read from.
     Case(RANKS, ONE, reads=1),
-    Case(STAGES, ONE, reads=2),
     # Each rank reads all of it.
     Case(ONE, RANKS, reads=2),
+    # Stages read as those of any other model.
+    pytest.param(Case(STAGES, ONE, reads=2), marks=pytest.mark.full),
 )
 
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
+    pytest.mark.parametrize("case", CASES, ids=str, scope="module"),
+]
+
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
     """Start one of each layout."""
     model = write_tiny_deepseek2(tmp_path_factory.mktemp("tiny") / "deepseek2")
-    with running(model, tmp_path_factory.mktemp("run"), (ONE, STAGES, RANKS), {}) as engines:
+    with running(model, tmp_path_factory.mktemp("run"), chosen(request, "case")) as engines:
         assert engines.block_tokens == BLOCK_TOKENS
         yield engines
-
-
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request: pytest.FixtureRequest) -> Case:
-    """One pair of layouts after the other."""
-    found: Case = request.param
-    return found
-
-
-@pytest.fixture(scope="module")
-def pair(engines: Engines, case: Case) -> Iterator[Pair]:
-    """The two engines of a case, behind a router."""
-    with engines.pair(case) as pair:
-        yield pair
 
 
 @pytest.mark.parametrize("tokens", PROMPT_TOKENS)
@@ -85,7 +79,4 @@ def test_requests_at_once_are_all_read(engines: Engines, case: Case, pair: Pair)
 
 def test_all_blocks_come_back(pair: Pair) -> None:
     """Once its requests were read, no block of the prefill engine is in use, and none expired."""
-    pair.wait_until_free()
-    assert pair.prefill.nixl_counters().expired_requests == 0
-    counters = pair.decode.nixl_counters()
-    assert (counters.failed_transfers, counters.failed_notifications) == (0, 0)
+    pair.assert_nothing_is_left()

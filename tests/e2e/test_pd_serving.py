@@ -21,7 +21,8 @@ from tools.pdstack.layout import Layout, read_model_shape
 from tools.pdstack.metrics import NixlCounters, settled
 from tools.pdstack.stack import Engine, PDStack, Router
 
-pytestmark = pytest.mark.e2e
+# `make demo`, which decides every change, asks the same of this model, with stages.
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 FLOAT32_BYTES = 4
 BLOCK_TOKENS = 128

@@ -20,7 +20,8 @@ from tests.tools.pdstack.helpers import read_until, wait_until
 from tools.pdstack.metrics import fetch_nixl_counters
 from tools.pdstack.tiny_models import write_tiny_llama
 
-pytestmark = pytest.mark.e2e
+# What the scripts do is seen with servers that are none, and what they pass with vLLM's own parser.
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 END_S = 60.0
 REQUEST_S = 300.0
@@ -61,10 +62,7 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(LOCAL, id="local"), pytest.param(RAY, id="ray", marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("script", [pytest.param(LOCAL, id="local"), pytest.param(RAY, id="ray")])
 def test_it_serves_and_ends(script: Path, model: str, tmp_path: Path) -> None:
     """The printed command gets one engine's answer by way of both, and Ctrl-C leaves nothing."""
     env = _environment()

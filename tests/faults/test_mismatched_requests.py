@@ -52,7 +52,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_nobody_reads_what_was_computed_for_something_else(stage: Stage, fault: str) -> None:
-    """The request fails and says why, or is computed, and every block comes back."""
+    """The request fails and says why, or is computed."""
     act: Callable[[Stage, str, Params], Asked] = FAULTS[fault]
     log, recomputing_log = (Log(each.child.log_path) for each in (stage.decode, stage.recomputing))
     prefilled = stage.text()
@@ -68,6 +68,10 @@ def test_nobody_reads_what_was_computed_for_something_else(stage: Stage, fault: 
     assert ROWS[fault].matches(line), line
     # Nobody is told of what may be another's, and vLLM's clean-up of a failed request is not heard.
     stage.abandoned += 2
+
+
+def test_blocks_of_all_these_requests_come_back(stage: Stage) -> None:
+    """When their leases have run out."""
     stage.assert_blocks_come_back()
 
 

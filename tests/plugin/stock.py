@@ -14,24 +14,26 @@ from reshard_build.fetch import fetch
 from tests.plugin.conftest import PROJECT
 
 
-def lay_stock(release: str, target: str, site: Path) -> None:
+def lay_stock(release: str, target: str, site: Path, *, compile_all: bool) -> None:
     """Install a base wheel by itself, as pip would into an image.
 
     Args:
         release: Names the base.
         target: `cpu` or `cuda`.
         site: Where to; before all others on the path, it hides the fork.
+        compile_all: Whether all modules are compiled once, which every process of an engine would
+            do by itself otherwise.
     """
     pin = load_base(PROJECT.base_file(release)).targets[target].wheels["x86_64"]
-    install(fetch(pin, os.environ), site)
+    install(fetch(pin, os.environ), site, compile_all=compile_all)
     if target == "cpu":
         _rename(site, release)
 
 
-def install(wheel: Path, site: Path) -> None:
+def install(wheel: Path, site: Path, *, compile_all: bool) -> None:
     """Install a wheel without what it requires."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    # Compiled once: every process of an engine would do it by itself.
+    command.append("--compile" if compile_all else "--no-compile")
     subprocess.run([*command, "--target", str(site), str(wheel)], check=True)
 
 

@@ -66,8 +66,8 @@ print(json.dumps({
 def stock_site(plugin_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A site directory with vLLM as released, for CUDA, and the plugin."""
     site = tmp_path_factory.mktemp("stock")
-    lay_stock(RELEASE, "cuda", site)
-    install(plugin_wheel, site)
+    lay_stock(RELEASE, "cuda", site, compile_all=False)
+    install(plugin_wheel, site, compile_all=False)
     return site
 
 
@@ -100,6 +100,7 @@ def test_everything_but_a_gpu(stock_site: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_name_left_alone(stock_site: Path) -> None:
     """`VLLM_PLUGINS` without the second entry point gives the name back to vLLM."""
     done = run(stock_site, "-c", PROBE, VLLM_PLUGINS="kv_reshard")

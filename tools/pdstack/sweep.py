@@ -308,21 +308,24 @@ class _Group:
     def _reference(self, family: Family, prompts: list[list[int]]) -> list[Completion]:
         """What one engine answers; any that is one rank, alone and under another salt."""
         if family.args not in self._references:
-            key = (Side(), family.args, 0)
-            one = self._engines.get(key) or self._start_engines([key])[0]
-            name = self.stack.model.name
+            one, name = self._engines[_one_rank(family)], self.stack.model.name
             self._references[family.args] = accuracy.complete_all(
                 one.url, name, prompts, salt="reference"
             )
         return self._references[family.args]
 
     def _start(self, family: Family) -> tuple[list[Engine], list[Engine]]:
-        """The engines of a family; those that are in the way are stopped first."""
+        """The engines of a family; those that are in the way are stopped first.
+
+        The one that says what is right is started with them, where it has not said so yet.
+        """
         keys = [
             [(replace(side, count=1), family.args, first + number) for number in range(side.count)]
             for side, first in _numbered(family)
         ]
         wanted = [key for side in keys for key in side]
+        if family.args not in self._references and _one_rank(family) not in wanted:
+            wanted.append(_one_rank(family))
         missing = [key for key in wanted if key not in self._engines]
         idle = [key for key in self._engines if key not in wanted]
         while idle and _workers([*self._engines, *missing]) > MAX_WORKERS:
@@ -342,6 +345,11 @@ def _numbered(family: Family) -> list[tuple[Side, int]]:
     """Both sides, with the number of the first engine: equal engines on both sides are two."""
     same = replace(family.prefill, count=1) == replace(family.decode, count=1)
     return [(family.prefill, 0), (family.decode, family.prefill.count if same else 0)]
+
+
+def _one_rank(family: Family) -> tuple[Side, tuple[str, ...], int]:
+    """The engine whose answers a family's are compared with."""
+    return Side(), family.args, 0
 
 
 def _workers(keys: Iterable[tuple[Side, tuple[str, ...], int]]) -> int:

@@ -34,6 +34,7 @@ from tools.pdstack.sweep import (
     split_by_vllm,
     subsets_of,
 )
+from tools.pdstack.tiny_models import write_tiny_llama
 
 CI_LIMIT_S = 20 * 60
 # The longest that an engine took to start, and a family with its engines up, on two cores.
@@ -194,6 +195,20 @@ def test_what_ci_runs_fits_its_time(tmp_path, monkeypatch):
                 group._reference(family, [])
     assert started
     assert len(started) * ENGINE_START_S + len(families) * FAMILY_S <= CI_LIMIT_S
+
+
+def test_engine_of_the_right_answers_starts_with_the_first_pair(tmp_path, monkeypatch):
+    """One that is alone on two cores leaves one of them idle; later pairs do not need it."""
+    monkeypatch.setattr(accuracy, "complete_all", lambda *_, **__: [])
+    stack = create_autospec(PDStack, instance=True)
+    stack.model = write_tiny_llama(tmp_path)
+    stack.start_engines.side_effect = lambda *specs: [Mock(spec_set=["url"]) for _ in specs]
+    group, family = _Group(stack, 4), replace(FAMILY, decode=Side(Layout(2, 1)))
+    for each in (family, replace(family, prefill=Side(Layout(3, 1)))):
+        group._start(each)
+        group._reference(each, [])
+    started = [[spec.layout for spec in call.args] for call in stack.start_engines.mock_calls]
+    assert started == [[Layout(1, 2), Layout(2, 1), Layout(1, 1)], [Layout(3, 1)]]
 
 
 def test_subsets_name_families():

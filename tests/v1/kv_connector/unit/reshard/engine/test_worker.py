@@ -612,7 +612,8 @@ def test_blocks_that_cannot_be_are_refused(engines, caplog_vllm, remote, tokens,
     p, d = engines("prefill"), engines("decode")
     address = p.serve()
     fill(p, [5, 2, 9])
-    p.offer("p-a")
+    # The holder is not told: it holds them for the lease.
+    p.offer("p-a", lease_s=0.5)
     d.start(receive={"d-a": receive(address, [3, 4, 1], remote, tokens=tokens)})
     progress = Progress(p, d)
     progress.until(d, received="d-a")
