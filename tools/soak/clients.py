@@ -157,13 +157,17 @@ class Clients:
     def _run(self) -> None:
         try:
             self._loop.run_forever()
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            pending = asyncio.all_tasks(self._loop)
-            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-            self._loop.run_until_complete(self._http.aclose())
+            self._loop.run_until_complete(self._end())
         finally:
             self._loop.close()
+
+    async def _end(self) -> None:
+        """Break off all requests, and close their connections."""
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        await self._http.aclose()
 
     async def _keep_asking(self, server: Callable[[], Server], seed: int, number: int) -> None:
         for ask in asks(seed, number, len(self._turns)):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 
@@ -57,7 +57,9 @@ class Stage:
         self._recorder = recorder
         self._model = model
         self._num_turns = num_turns
-        self._terms = Terms(deadline_s, must_answer=True)
+        self._patience_s = Terms(deadline_s).patience_s
+        # Nothing is stopped in a lull.
+        self._terms = Terms(deadline_s, strict=True, must_answer=True)
         self._lull_s = lull_s
         self._keep_going = keep_going
         self._rng = rng
@@ -85,16 +87,19 @@ class Stage:
             EndedError: as `wait`.
         """
         self._clients.pause()
-        self.wait(self._terms.patience_s, lambda: not self._clients.in_flight)
+        self.wait(self._patience_s, lambda: not self._clients.in_flight)
         self.revive()
         began_s = self._recorder.now_s()
         self.wait(self._lull_s, self._all_whole)
         self._recorder.history.lulls.append(
             Lull(self._recorder.round, began_s, self._recorder.now_s(), tuple(self._fleet.names()))
         )
-        for prefill in self._fleet.names(Role.PREFILL):
-            for decode in self._fleet.names(Role.DECODE):
-                self._probe(prefill, decode)
+        probes = [
+            self._probe(prefill, decode)
+            for prefill in self._fleet.names(Role.PREFILL)
+            for decode in self._fleet.names(Role.DECODE)
+        ]
+        self.wait(self._terms.deadline_s, lambda: all(each.done() for each in probes if each))
         self._probe_router()
         self._fleet.measure_footprints()
 
@@ -130,16 +135,20 @@ class Stage:
             # Then its metrics, or the probes, tell.
             return
 
-    def _probe(self, prefill: str, decode: str) -> None:
-        """Let a pair of engines answer something of which neither has a block."""
+    def _probe(self, prefill: str, decode: str) -> Future[Request] | None:
+        """Let a pair of engines answer something of which neither has a block.
+
+        Returns:
+            What will come of it; `None` where the prompt could not be computed.
+        """
         ask = self._new_ask()
         sent_s = self._recorder.now_s()
         try:
             params = self._clients.prefill(self._fleet.server(prefill), ask, self._terms.deadline_s)
         except httpx.HTTPError as error:
             self._note_failed_prefill(ask, prefill, sent_s, error)
-            return
-        self._clients.ask(self._fleet.server(decode), ask, self._terms, params).result()
+            return None
+        return self._clients.ask(self._fleet.server(decode), ask, self._terms, params)
 
     def _probe_router(self) -> None:
         """See that the router sends requests to the engines, once it knows that they are back."""
@@ -147,7 +156,7 @@ class Stage:
         router = self._fleet.server(ROUTER)
         while True:
             is_last = self._recorder.now_s() >= deadline_s
-            terms = self._terms if is_last else Terms(self._terms.deadline_s)
+            terms = self._terms if is_last else Terms(self._terms.deadline_s, strict=True)
             probe = self._clients.ask(router, self._new_ask(), terms).result()
             if is_last or probe.answered:
                 return

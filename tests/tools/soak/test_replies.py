@@ -58,7 +58,7 @@ def test_error_in_a_stream_makes_it_incomplete():
 
 @pytest.mark.parametrize("ending", ["error", "abort"])
 def test_other_endings_are_no_answers(ending):
-    """vLLM names the reason for which it broke off an answer in the same place."""
+    """Where vLLM breaks an answer off, it names the reason in the same place."""
     reply = Reply(1)
     reply.take_line(chunk(0, "all", ending))
     assert not reply.complete

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice
+from itertools import islice, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +47,7 @@ def test_turns_begin_with_what_was_said_before(seed):
     planned = conversations(seed, 8)
     answers = ["one", "two"]
     turns = [messages_before(planned[0], answers[:count]) for count in range(3)]
-    for earlier, later in zip(turns, turns[1:], strict=False):
+    for earlier, later in pairwise(turns):
         assert later[: len(earlier)] == earlier
     assert [len(turn) for turn in turns] == [2, 4, 6]
     assert len({each.opening for each in planned}) < len(planned)
