@@ -33,7 +33,7 @@ from .history import End, Footprint, PoolReading, Recorder
 from .schedule import Seat
 
 MAX_MODEL_TOKENS = 1024
-_POOL_BLOCKS = {Role.PREFILL: 24, Role.DECODE: 14}
+POOL_BLOCKS = {Role.PREFILL: 24, Role.DECODE: 14}
 """A few requests of the longest kind: with as many clients, blocks run out again and again."""
 
 _READ_LIMIT_S = 3.0
@@ -96,7 +96,7 @@ def engine_spec(
             load_failure_policy="recompute" if recompute else "fail",
         ),
         env=env,
-        extra_args=("--num-gpu-blocks-override", str(_POOL_BLOCKS[seat.role])),
+        extra_args=("--num-gpu-blocks-override", str(POOL_BLOCKS[seat.role])),
         max_model_len=MAX_MODEL_TOKENS,
         port=port,
         side_channel_port=side_channel_port,

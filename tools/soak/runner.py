@@ -27,7 +27,7 @@ from .stage import EndedError, Stage
 from .workload import Turn
 
 _FIRST_ROUND_S = 8.0
-_LULL_SLACK_S = 30.0
+LULL_SLACK_S = 30.0
 """How much later than leases and reads end, a slow machine may give blocks back."""
 
 
@@ -62,7 +62,7 @@ class SoakSettings:
     @property
     def lull_s(self) -> float:
         """How long it may take until every block is free."""
-        return self.fleet.lease_s + self.fleet.read_timeout_s + _LULL_SLACK_S
+        return self.fleet.lease_s + self.fleet.read_timeout_s + LULL_SLACK_S
 
 
 class Soak:
@@ -179,6 +179,8 @@ class Soak:
         what = "no fault" if planned is None else f"{planned.fault.kind} {planned.fault.target}"
         self._tell(f"round {self.recorder.round}: {what}")
         try:
+            # Those whom a round before could not start.
+            stage.revive()
             clients.resume()
             if planned is None:
                 stage.wait(_FIRST_ROUND_S)

@@ -95,11 +95,14 @@ class Stage:
             Lull(self._recorder.round, began_s, self._recorder.now_s(), tuple(self._fleet.names()))
         )
         probes = [
-            self._probe(prefill, decode)
+            probe
             for prefill in self._fleet.names(Role.PREFILL)
             for decode in self._fleet.names(Role.DECODE)
+            if (probe := self._probe(prefill, decode)) is not None
         ]
-        self.wait(self._terms.deadline_s, lambda: all(each.done() for each in probes if each))
+        for probe in probes:
+            # It has a deadline of its own.
+            probe.result()
         self._probe_router()
         self._fleet.measure_footprints()
 

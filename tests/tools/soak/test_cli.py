@@ -31,7 +31,7 @@ stack.find_script = lambda name: f"{scripts}/{name}"
 stack.installed_device = lambda: Device.CPU
 runner.write_tiny_llama = lambda directory: ServedModel(directory, "model")
 runner._FIRST_ROUND_S = 1.0
-runner._LULL_SLACK_S = -33.0
+runner.LULL_SLACK_S = -33.0
 clients.LONGEST_HOLD_S = clients._SLACK_S = 1.0
 stage._ROUTER_LIMIT_S = 1.0
 sys.exit(cli.main())
