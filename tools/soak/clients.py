@@ -29,6 +29,10 @@ Params = dict[str, Any]
 T = TypeVar("T")
 
 
+class PrefillError(Exception):
+    """An engine was asked to compute a prompt for another one, and did not."""
+
+
 @dataclass(frozen=True)
 class Server:
     """Who is asked.
@@ -134,14 +138,19 @@ class Clients:
         """Let an engine compute a prompt, as a router does, and return where its blocks are.
 
         Raises:
-            httpx.HTTPError: it failed, or was silent for too long.
+            PrefillError: it failed, was silent for too long, or did not say where they are.
         """
         fields = body(ask, self._turns[ask.turn], self._model)
         fields |= {"max_tokens": 1, "kv_transfer_params": _FOR_A_REMOTE_DECODE}
         url = f"{server.url}/v1/chat/completions"
-        reply = httpx.post(url, json=fields, timeout=limit_s, trust_env=False)
-        reply.raise_for_status()
-        params: Params = reply.json()["kv_transfer_params"]
+        try:
+            reply = httpx.post(url, json=fields, timeout=limit_s, trust_env=False)
+            reply.raise_for_status()
+            params: Params | None = reply.json()["kv_transfer_params"]
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            raise PrefillError(f"{server.name} did not prefill: {error!r}") from error
+        if not params:
+            raise PrefillError(f"{server.name} did not say where the blocks of a prompt are")
         return params
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tools.pdstack.engine import EngineSpec, KVTransfer, ServedModel
-from tools.pdstack.errors import PDStackError, ProcessDiedError
+from tools.pdstack.errors import PDStackError
 from tools.pdstack.logs import find_cause
 from tools.pdstack.ports import HOST, PortAllocator
 from tools.pdstack.process import ChildProcess, describe_exit, stop_all, uninterrupted
@@ -336,7 +336,7 @@ class Fleet:
         )
         try:
             (place.engine,) = place.stack.start_engines(spec)
-        except ProcessDiedError as error:
+        except PDStackError as error:
             place.stack.stop_all()
             self._note_end(place, wanted=False, how=f"it could not start: {error}")
             raise

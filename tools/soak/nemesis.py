@@ -9,9 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Protocol
 
-import httpx
-
-from .clients import Clients, Params, Terms
+from .clients import Clients, Params, PrefillError, Terms
 from .faults import FRAMES, KILLS, MEDDLING, Fault, FaultKind, Role
 from .fleet import Fleet
 from .forgery import Forgery, forge
@@ -76,9 +74,9 @@ class Nemesis:
         detail = "broken off"
         try:
             detail = self._strike(fault, rng)
-        except httpx.HTTPError as error:
+        except PrefillError as error:
             # Whether the engine serves again is found out in the lull.
-            detail = f"{fault.target} did not prefill: {type(error).__name__}: {error}"
+            detail = str(error)
         finally:
             self._recorder.history.faults.append(
                 FaultSpan(

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 
-from .clients import Clients, Server, Terms
+from .clients import Clients, PrefillError, Server, Terms
 from .faults import ROUTER, Role
 from .fleet import Fleet
 from .history import Lull, Recorder, Request
@@ -148,7 +148,7 @@ class Stage:
         sent_s = self._recorder.now_s()
         try:
             params = self._clients.prefill(self._fleet.server(prefill), ask, self._terms.deadline_s)
-        except httpx.HTTPError as error:
+        except PrefillError as error:
             self._note_failed_prefill(ask, prefill, sent_s, error)
             return None
         return self._clients.ask(self._fleet.server(decode), ask, self._terms, params)
@@ -170,7 +170,7 @@ class Stage:
         return Ask(Manner.PROBE, self._rng.randrange(self._num_turns), salt=salt)
 
     def _note_failed_prefill(
-        self, ask: Ask, prefill: str, sent_s: float, error: httpx.HTTPError
+        self, ask: Ask, prefill: str, sent_s: float, error: PrefillError
     ) -> None:
         self._recorder.history.requests.append(
             Request(
@@ -182,7 +182,7 @@ class Stage:
                 sent_s=sent_s,
                 ended_s=self._recorder.now_s(),
                 deadline_s=self._terms.deadline_s,
-                error=f"{type(error).__name__}: {error}",
+                error=str(error),
                 must_answer=True,
                 label="prefill",
             )

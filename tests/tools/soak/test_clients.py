@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing
 
-import httpx
 import pytest
 
 from tests.tools.pdstack.helpers import wait_until
@@ -15,7 +14,7 @@ from tests.tools.soak.fake_server import answer_to
 from tools.pdstack.ports import HOST, PortAllocator
 from tools.soak import references
 from tools.soak.checker import check
-from tools.soak.clients import Clients, Server, Terms
+from tools.soak.clients import Clients, PrefillError, Server, Terms
 from tools.soak.history import Recorder
 from tools.soak.workload import Ask, Manner, Turn, conversations
 
@@ -116,9 +115,9 @@ def test_prompt_is_prefilled(clients, engine):
 
 
 def test_engine_that_cannot_prefill_is_told(clients):
-    """The error is that of the connection."""
+    """The message names it, and what went wrong."""
     nobody = Server("nobody", f"http://{HOST}:{PortAllocator().take()}")
-    with pytest.raises(httpx.TransportError):
+    with pytest.raises(PrefillError, match="nobody did not prefill: ConnectError"):
         clients.prefill(nobody, Ask(Manner.PROBE, 0), SOON_S)
 
 

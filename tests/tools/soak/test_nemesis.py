@@ -8,13 +8,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.tools.soak.histories import request
 from tools.pdstack.errors import PDStackError
 from tools.pdstack.layout import Layout
-from tools.soak.clients import Server
+from tools.soak.clients import PrefillError, Server
 from tools.soak.faults import Fault, FaultKind, Placement, Role
 from tools.soak.forgery import Forgery
 from tools.soak.history import Recorder
@@ -205,6 +204,6 @@ def test_handshakes_go_through_a_channel_that_meddles(scene, kind):
 
 def test_engine_that_does_not_prefill_is_told(scene):
     """Nothing is raised: the lull finds out whether it serves again."""
-    scene.clients.prefill_error = httpx.ConnectError("nobody listens")
+    scene.clients.prefill_error = PrefillError("prefill-1 did not prefill: why")
     scene.strike(FaultKind.MIXED_PARAMS, "prefill-1")
     assert "prefill-1 did not prefill" in scene.recorder.history.faults[0].detail
