@@ -89,6 +89,7 @@ class Clients:
         self._thread = threading.Thread(target=self._run, name="clients", daemon=True)
         self._gate = asyncio.Event()
         self._in_flight = 0
+        self._load: list[Future[None]] = []
         # Connections are not kept: an engine that was killed leaves dead ones behind.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
@@ -108,16 +109,24 @@ class Clients:
             seed: other requests for another number.
             count: how many clients there are.
         """
-        for number in range(count):
-            self._submit(self._keep_asking(server, seed, number))
+        self._load += [
+            self._submit(self._keep_asking(server, seed, number)) for number in range(count)
+        ]
 
     def resume(self) -> None:
         """Let the load go on."""
         self._loop.call_soon_threadsafe(self._gate.set)
 
     def pause(self) -> None:
-        """Let no request of the load begin any more."""
+        """Let no request of the load begin any more.
+
+        Raises:
+            Exception: a client of the load has ended, which none ever should.
+        """
         self._loop.call_soon_threadsafe(self._gate.clear)
+        for client in self._load:
+            if client.done():
+                client.result()
 
     @property
     def in_flight(self) -> int:

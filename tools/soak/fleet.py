@@ -122,6 +122,25 @@ def read_pool(text: str, engine: str, incarnation: int, at_s: float) -> PoolRead
     )
 
 
+def choose_worker(processes: Sequence[psutil.Process], number: int) -> psutil.Process:
+    """Return a process that computes, out of all that an engine has.
+
+    An engine with one worker may have it in its core's process.
+
+    Args:
+        number: which one, in the order of ranks, counted round and round.
+
+    Raises:
+        PDStackError: none does.
+    """
+    titled = sorted(((_title(each), each) for each in processes), key=lambda pair: pair[0])
+    for word in ("Worker", "EngineCore"):
+        found = [process for title, process in titled if word in title]
+        if found:
+            return found[number % len(found)]
+    raise PDStackError(f"no worker among {', '.join(title for title, _ in titled) or 'nothing'}")
+
+
 class _Place:
     """A seat, and who has it."""
 
@@ -212,8 +231,7 @@ class Fleet:
         """
         processes = self._running(name).child.processes()
         if worker is not None:
-            workers = _workers(processes)
-            processes = [workers[worker % len(workers)]]
+            processes = [choose_worker(processes, worker)]
         titles = ", ".join(sorted(_title(each) for each in processes))
         try:
             for process in processes:
@@ -379,16 +397,6 @@ class Fleet:
         if self._router is None:
             raise PDStackError("the router does not run")
         return self._router
-
-
-def _workers(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those that compute: an engine with one worker has it in its core's process."""
-    titled = sorted(((_title(each), each) for each in processes), key=lambda pair: pair[0])
-    for word in ("Worker", "EngineCore"):
-        found = [process for title, process in titled if word in title]
-        if found:
-            return found
-    raise PDStackError(f"no worker among {', '.join(title for title, _ in titled) or 'nothing'}")
 
 
 def _title(process: psutil.Process) -> str:

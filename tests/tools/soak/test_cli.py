@@ -12,20 +12,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.tools.pdstack.helpers import living_in, read_until
+from tests.tools.pdstack.helpers import living_in, wait_until
 from tools.pdstack.errors import UsageError
 from tools.soak.checker import Invariant
 from tools.soak.cli import build_parser, command_of, settings_of
 from tools.soak.faults import FaultKind
 
 MAIN = """
-import sys
-from pathlib import Path
+import os, sys
 from tools.pdstack import stack
 from tools.pdstack.engine import Device, ServedModel
-from tools.soak import cli, clients, runner, stage
+from tools.soak import cli, clients, runner, schedule, stage
 scripts = sys.argv.pop(1)
 stack.find_script = lambda name: f"{scripts}/{name}"
 stack.installed_device = lambda: Device.CPU
@@ -34,6 +34,8 @@ runner._FIRST_ROUND_S = 1.0
 runner.LULL_SLACK_S = -33.0
 clients.LONGEST_HOLD_S = clients._SLACK_S = 1.0
 stage._ROUTER_LIMIT_S = 1.0
+schedule._LEADS_S = (0.2, 0.5)
+schedule._SHORT_HOLDS_S = (float(os.environ.get("HOLD_S", "0.5")),) * 2
 sys.exit(cli.main())
 """
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -112,16 +114,18 @@ def test_what_must_not_be_is_found(start, tmp_path, behaviour, invariant):
 
 
 def test_interruption_is_clean(start, tmp_path):
-    """Ctrl-C in the middle of a round ends everything, also what is stopped."""
-    process = start("--seconds", "600", "--faults", "stop-decode")
-    read_until(process, "     ")
-    shown = ""
-    while "round 1" not in shown:
-        shown = read_until(process, "     ")
+    """Ctrl-C while an engine is stopped ends everything."""
+    process = start("--seconds", "600", "--faults", "stop-decode", HOLD_S="600")
+
+    def one_is_stopped() -> bool:
+        return any(each.status() == psutil.STATUS_STOPPED for each in living_in(tmp_path))
+
+    wait_until(one_is_stopped, "the fault")
     process.send_signal(signal.SIGINT)
     status, shown = finish(process)
     assert status == 128 + signal.SIGINT, shown
     assert "interrupted by Ctrl-C" in shown
+    assert found(tmp_path)["history"]["faults"][0]["detail"] == "broken off"
     assert living_in(tmp_path) == []
 
 

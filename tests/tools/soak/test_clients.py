@@ -108,6 +108,26 @@ def test_load_goes_on_until_it_is_paused(clients, engine, recorder):
     assert check(recorder.history, [TURN.answer]) == []
 
 
+def test_client_of_the_load_that_ends_is_told(clients):
+    """A soak without load would find nothing, and must not look as if all were well."""
+
+    def no_server() -> Server:
+        raise LookupError("nobody is there")
+
+    clients.start_load(no_server, seed=1, count=1)
+    clients.resume()
+
+    def told() -> bool:
+        try:
+            clients.pause()
+        except LookupError:
+            return True
+        clients.resume()
+        return False
+
+    wait_until(told, "the end of the client")
+
+
 def test_prompt_is_prefilled(clients, engine):
     """What the engine returns is for another one to read; nobody else is told."""
     params = clients.prefill(engine, Ask(Manner.PROBE, 0), SOON_S)

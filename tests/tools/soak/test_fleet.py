@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tools.pdstack.engine import Device, ServedModel, engine_command, engine_env
-from tools.soak.fleet import FleetSettings, engine_spec, read_pool
+from tools.pdstack.errors import PDStackError
+from tools.soak.fleet import FleetSettings, choose_worker, engine_spec, read_pool
 from tools.soak.schedule import SEATS
 
 PAGE = """\
@@ -66,3 +67,30 @@ def test_pool_is_read_from_metrics():
 def test_any_block_or_request_keeps_a_pool_from_being_whole(line):
     """Also those that are kept because a read may still write into them."""
     assert not read_pool(f"{line}\n", "decode-1", 1, 0.0).is_whole
+
+
+class Process:
+    """A process with a title."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+
+    def cmdline(self) -> list[str]:
+        """The title, as a process that gives itself one has it."""
+        return [self.title]
+
+
+def test_workers_are_those_that_compute():
+    """They are counted by their ranks, round and round; others are left alone."""
+    titles = ["vllm serve", "VLLM::EngineCore", "VLLM::Worker_TP1", "VLLM::Worker_TP0"]
+    processes = [Process(title) for title in titles]
+    chosen = [choose_worker(processes, number).title for number in range(3)]
+    assert chosen == ["VLLM::Worker_TP0", "VLLM::Worker_TP1", "VLLM::Worker_TP0"]
+
+
+def test_core_computes_where_there_is_no_worker():
+    """An engine with one rank may have it in its core's process."""
+    processes = [Process("vllm serve"), Process("VLLM::EngineCore")]
+    assert choose_worker(processes, 3).title == "VLLM::EngineCore"
+    with pytest.raises(PDStackError, match="no worker among vllm serve"):
+        choose_worker(processes[:1], 0)
