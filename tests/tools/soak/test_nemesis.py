@@ -61,6 +61,14 @@ class FakeClients:
         self.asked: list[tuple[str, Any, Any, dict[str, Any]]] = []
         self.prefill_error: Exception | None = None
 
+    def pause(self) -> None:
+        """Note it down."""
+        self.done.append("pause")
+
+    def resume(self) -> None:
+        """Note it down."""
+        self.done.append("resume")
+
     def prefill(self, server: Server, ask: Any, limit_s: float) -> dict[str, Any]:
         """Return parameters that tell whose they are."""
         if self.prefill_error is not None:
@@ -142,11 +150,13 @@ def test_stopped_processes_go_on_whatever_happens(scene):
 
 @pytest.mark.parametrize("kind", [FaultKind.KILL_PREFILL, FaultKind.KILL_ROUTER])
 def test_killed_servers_are_started_again(scene, kind):
-    """After as long as was planned, as they were before."""
+    """After as long as was planned under load, as they were before, and without any load."""
     assert scene.strike(kind, "server") == [
         ("kill", "server"),
         ("wait", 7.0, False),
+        "pause",
         ("restart", "server", None),
+        "resume",
     ]
 
 
@@ -154,7 +164,7 @@ def test_engine_comes_back_with_another_layout(scene):
     """The layout is the one that was planned, and is told."""
     placement = Placement(Layout(2, 1))
     done = scene.strike(FaultKind.RELAYOUT_DECODE, "decode-1", placement=placement)
-    assert done[-1] == ("restart", "decode-1", placement)
+    assert ("restart", "decode-1", placement) in done
     assert scene.recorder.history.faults[0].detail == "now tp2pp1"
 
 
