@@ -9,6 +9,9 @@ PREFILL ?= tp1pp2
 DECODE ?= tp1pp1
 PYTEST_ARGS ?=
 SWEEP_ARGS ?=
+SOAK_S ?= 600
+SEED ?=
+SOAK_ARGS ?=
 BENCH_ARGS ?=
 
 BASES := $(patsubst bases/%/base.toml,%,$(wildcard bases/*/base.toml))
@@ -25,7 +28,7 @@ TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 .DEFAULT_GOAL := help
 .PHONY: help setup rebuild lint format test test-fast patches-check patches-import patches-export \
-        tree wheel plugin demo serve sweep bench docs clean test-faults test-full
+        tree wheel plugin demo serve sweep soak bench docs clean test-faults test-full
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -114,6 +117,9 @@ serve: setup  ## The same stack, left running until Ctrl-C
 
 sweep: setup  ## Compare many pairs of layouts with one engine, and print a table
 	$(BIN)/python -m tools.pdstack sweep $(SWEEP_ARGS)
+
+soak: setup  ## Let things go wrong under load, and check what must hold: SOAK_S=600 SEED=n
+	$(BIN)/python -m tools.soak --seconds $(SOAK_S) $(if $(SEED),--seed $(SEED)) $(SOAK_ARGS)
 
 # Of its own: who does not measure needs no matplotlib.
 $(VENV)/.installed-bench: requirements/bench.txt $(VENV)/.installed

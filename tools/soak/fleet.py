@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines and the router of a soak: started, stopped, killed, replaced, and looked at.
+
+Every seat has a stack of its own, so that the end of one engine does not keep another from being
+started.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from tools.pdstack.engine import EngineSpec, KVTransfer, ServedModel
+from tools.pdstack.errors import PDStackError
+from tools.pdstack.logs import find_cause
+from tools.pdstack.ports import HOST, PortAllocator
+from tools.pdstack.process import ChildProcess, describe_exit, stop_all, uninterrupted
+from tools.pdstack.router import RouterSpec
+from tools.pdstack.stack import Engine, PDStack, Router
+from tools.pdstack.stack import Server as StackServer
+
+from .clients import Server
+from .faults import ROUTER, Placement, Role
+from .history import End, Footprint, PoolReading, Recorder
+from .schedule import Seat
+
+MAX_MODEL_TOKENS = 1024
+POOL_BLOCKS = {Role.PREFILL: 24, Role.DECODE: 14}
+"""A few requests of the longest kind: with as many clients, blocks run out again and again."""
+
+_READ_LIMIT_S = 3.0
+_NUM_WORKERS = 4
+_USAGE = "vllm:kv_cache_usage_perc"
+_HELD = "vllm:nixl_held_blocks"
+_IN_DOUBT = "vllm:nixl_kv_blocks_in_doubt"
+_UNFINISHED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_PREEMPTIONS = "vllm:num_preemptions_total"
+
+
+@dataclass(frozen=True)
+class FleetSettings:
+    """How engines are configured.
+
+    Attributes:
+        ucx_tls: the transports of UCX. Shared memory needs no help of a worker that is read from,
+            and so hides what happens when it is stopped.
+        lease_s: how long blocks are held for a reader that is not heard of.
+        read_timeout_s: how long a read may take.
+        engine_ttl_s: after how long another engine that nobody asks for is forgotten.
+    """
+
+    ucx_tls: str = "tcp,self"
+    lease_s: float = 15.0
+    read_timeout_s: float = 20.0
+    engine_ttl_s: float = 60.0
+
+
+def engine_spec(
+    seat: Seat,
+    incarnation: int,
+    placement: Placement,
+    settings: FleetSettings,
+    *,
+    port: int,
+    side_channel_port: int,
+    recompute: bool,
+) -> EngineSpec:
+    """Return how the engine of a seat is started.
+
+    Args:
+        incarnation: how many engines have had the seat, with this one.
+        recompute: whether it computes what it cannot read, or fails the request.
+    """
+    env = {"UCX_TLS": settings.ucx_tls}
+    if placement.stage_layers:
+        env["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, placement.stage_layers))
+    extra_config: dict[str, Any] = {
+        "kv_lease_duration": settings.lease_s,
+        "kv_read_timeout_s": settings.read_timeout_s,
+        "engine_ttl": settings.engine_ttl_s,
+    }
+    return EngineSpec(
+        f"{seat.name}.{incarnation}",
+        placement.layout,
+        kv_transfer=KVTransfer(
+            role="kv_producer" if seat.role is Role.PREFILL else "kv_consumer",
+            extra_config=extra_config,
+            load_failure_policy="recompute" if recompute else "fail",
+        ),
+        env=env,
+        extra_args=("--num-gpu-blocks-override", str(POOL_BLOCKS[seat.role])),
+        max_model_len=MAX_MODEL_TOKENS,
+        port=port,
+        side_channel_port=side_channel_port,
+    )
+
+
+def read_pool(text: str, engine: str, incarnation: int, at_s: float) -> PoolReading:
+    """Return what a page of metrics says of blocks; what it lacks is 0."""
+    totals = dict.fromkeys((_USAGE, _HELD, _IN_DOUBT, *_UNFINISHED, _PREEMPTIONS), 0.0)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in totals:
+                totals[sample.name] += sample.value
+    return PoolReading(
+        at_s=at_s,
+        engine=engine,
+        incarnation=incarnation,
+        usage=totals[_USAGE],
+        held_blocks=totals[_HELD],
+        blocks_in_doubt=totals[_IN_DOUBT],
+        unfinished=sum(totals[name] for name in _UNFINISHED),
+        preemptions=totals[_PREEMPTIONS],
+    )
+
+
+def choose_worker(processes: Sequence[psutil.Process], number: int) -> psutil.Process:
+    """Return a process that computes, out of all that an engine has.
+
+    An engine with one worker may have it in its core's process.
+
+    Args:
+        number: which one, in the order of ranks, counted round and round.
+
+    Raises:
+        PDStackError: none does.
+    """
+    titled = sorted(((_title(each), each) for each in processes), key=lambda pair: pair[0])
+    for word in ("Worker", "EngineCore"):
+        found = [process for title, process in titled if word in title]
+        if found:
+            return found[number % len(found)]
+    raise PDStackError(f"no worker among {', '.join(title for title, _ in titled) or 'nothing'}")
+
+
+class _Place:
+    """A seat, and who has it."""
+
+    def __init__(self, seat: Seat, stack: PDStack, ports: PortAllocator, recompute: bool) -> None:
+        self.seat = seat
+        self.stack = stack
+        self.port = ports.take()
+        # Where a placement with more workers follows, there is room for them.
+        self.side_channel_port = ports.take(_NUM_WORKERS)
+        self.recompute = recompute
+        self.placement = seat.placement
+        self.incarnation = 0
+        self.engine: Engine | None = None
+
+
+class Fleet:
+    """Engines in their seats, and a router in front of them.
+
+    Args:
+        model: what all of them serve.
+        run_dir: where their logs go, one for each engine that ever had a seat.
+        recorder: where it is noted down when one ends.
+        on_wait: as `PDStack`'s.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        run_dir: Path,
+        seats: Sequence[Seat],
+        settings: FleetSettings,
+        recorder: Recorder,
+        *,
+        startup_timeout_s: float,
+        on_wait: Callable[[Sequence[StackServer]], None] = lambda _: None,
+    ) -> None:
+        self._settings = settings
+        self._recorder = recorder
+        ports = PortAllocator()
+
+        def new_stack() -> PDStack:
+            return PDStack(model, run_dir, startup_timeout_s=startup_timeout_s, on_wait=on_wait)
+
+        # Of two decode engines, one fails what it cannot read, and the other one computes it.
+        decode = [seat.name for seat in seats if seat.role is Role.DECODE]
+        self._places = {
+            seat.name: _Place(seat, new_stack(), ports, recompute=seat.name in decode[1::2])
+            for seat in seats
+        }
+        self._router_stack = new_stack()
+        self._router_port = ports.take()
+        self._router: Router | None = None
+        self._router_incarnation = 0
+
+    def start(self) -> None:
+        """Start all engines one after the other, and then the router."""
+        for name in self._places:
+            self._start(name)
+        self._start_router()
+
+    def names(self, role: Role | None = None) -> list[str]:
+        """Return the names of all seats, or of those of a role."""
+        return [name for name, place in self._places.items() if role in (None, place.seat.role)]
+
+    def server(self, name: str) -> Server:
+        """Return how to ask an engine, or the router."""
+        # Ports stay: whoever asks while nobody listens hears so.
+        port = self._router_port if name == ROUTER else self._places[name].port
+        return Server(name, f"http://{HOST}:{port}")
+
+    def log_paths(self) -> dict[str, Path]:
+        """Return the logs of those who have the seats now, and of the router."""
+        paths = {
+            name: place.engine.child.log_path
+            for name, place in self._places.items()
+            if place.engine is not None
+        }
+        if self._router is not None:
+            paths[ROUTER] = self._router.child.log_path
+        return paths
+
+    @contextmanager
+    def stopped(self, name: str, worker: int | None = None) -> Iterator[str]:
+        """Within this block processes of an engine live, but do nothing; yields what they are.
+
+        Args:
+            worker: which worker, counted round and round; `None` for all processes.
+        """
+        processes = self._running(name).child.processes()
+        if worker is not None:
+            processes = [choose_worker(processes, worker)]
+        titles = ", ".join(sorted(_title(each) for each in processes))
+        try:
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.suspend()
+            yield titles
+        finally:
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
+
+    def kill(self, name: str) -> None:
+        """End all processes of an engine, or of the router, at once."""
+        place = self._places.get(name)
+        server: StackServer = self._running_router if place is None else self._running(name)
+        for process in server.child.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        if place is None:
+            self._router_stack.stop(server)
+            self._router = None
+            return
+        place.stack.stop(server)
+        self._note_end(place, wanted=True, how="killed")
+
+    def restart(self, name: str, placement: Placement | None = None) -> None:
+        """Start an engine, or the router, after it has ended.
+
+        Args:
+            placement: how the engine is laid out from now on; `None` for as before.
+        """
+        if name == ROUTER:
+            self._start_router()
+            return
+        if placement is not None:
+            self._places[name].placement = placement
+        self._start(name)
+
+    def look(self) -> list[str]:
+        """Note down engines that have ended of their own accord; return their names."""
+        ended = []
+        for name, place in self._places.items():
+            engine = place.engine
+            status = None if engine is None else engine.child.exit_status
+            if engine is None or status is None:
+                continue
+            cause = find_cause(engine.child.log_path)
+            place.stack.stop(engine)
+            self._note_end(place, wanted=False, how=f"{describe_exit(status)}: {cause}")
+            ended.append(name)
+        return ended
+
+    def missing(self) -> list[str]:
+        """Return the seats that nobody has."""
+        return [name for name, place in self._places.items() if place.engine is None]
+
+    def read_pools(self) -> dict[str, PoolReading]:
+        """Read the metrics of all engines that answer, and note them down."""
+        readings = {}
+        for name, place in self._places.items():
+            engine, incarnation = place.engine, place.incarnation
+            if engine is None:
+                continue
+            try:
+                page = httpx.get(f"{engine.url}/metrics", timeout=_READ_LIMIT_S, trust_env=False)
+                page.raise_for_status()
+            except httpx.HTTPError:
+                continue
+            reading = read_pool(page.text, name, incarnation, self._recorder.now_s())
+            readings[name] = reading
+            self._recorder.history.pools.append(reading)
+        return readings
+
+    def measure_footprints(self) -> None:
+        """Note down what every engine takes of the machine."""
+        for name, place in self._places.items():
+            if place.engine is None:
+                continue
+            rss_bytes = descriptors = threads = 0
+            for process in place.engine.child.processes():
+                with suppress(psutil.NoSuchProcess), process.oneshot():
+                    rss_bytes += process.memory_info().rss
+                    descriptors += process.num_fds()
+                    threads += process.num_threads()
+            self._recorder.history.footprints.append(
+                Footprint(
+                    round=self._recorder.round,
+                    at_s=self._recorder.now_s(),
+                    engine=name,
+                    incarnation=place.incarnation,
+                    rss_bytes=rss_bytes,
+                    descriptors=descriptors,
+                    threads=threads,
+                )
+            )
+
+    def close(self) -> None:
+        """End everything, also what never became ready. Signals do not cut it short."""
+        with uninterrupted():
+            children: list[ChildProcess] = [
+                place.engine.child for place in self._places.values() if place.engine is not None
+            ]
+            if self._router is not None:
+                children.append(self._router.child)
+            stop_all(children)
+            for stack in (*(place.stack for place in self._places.values()), self._router_stack):
+                stack.stop_all()
+
+    def _start(self, name: str) -> None:
+        place = self._places[name]
+        place.incarnation += 1
+        spec = engine_spec(
+            place.seat,
+            place.incarnation,
+            place.placement,
+            self._settings,
+            port=place.port,
+            side_channel_port=place.side_channel_port,
+            recompute=place.recompute,
+        )
+        try:
+            (place.engine,) = place.stack.start_engines(spec)
+        except PDStackError as error:
+            place.stack.stop_all()
+            self._note_end(place, wanted=False, how=f"it could not start: {error}")
+            raise
+
+    def _start_router(self) -> None:
+        self._router_incarnation += 1
+        spec = RouterSpec(
+            f"{ROUTER}.{self._router_incarnation}",
+            port=self._router_port,
+            # What it does with an engine that has failed is its own matter, and is to end soon.
+            extra_args=("--disable-circuit-breaker", "--health-check-interval-secs", "2"),
+        )
+        prefill, decode = (
+            [self._running(name) for name in self.names(role)]
+            for role in (Role.PREFILL, Role.DECODE)
+        )
+        self._router = self._router_stack.start_router(prefill, decode, spec)
+
+    def _note_end(self, place: _Place, *, wanted: bool, how: str) -> None:
+        place.engine = None
+        self._recorder.history.ends.append(
+            End(
+                round=self._recorder.round,
+                at_s=self._recorder.now_s(),
+                engine=place.seat.name,
+                incarnation=place.incarnation,
+                wanted=wanted,
+                how=how,
+            )
+        )
+
+    def _running(self, name: str) -> Engine:
+        engine = self._places[name].engine
+        if engine is None:
+            raise PDStackError(f"{name} does not run")
+        return engine
+
+    @property
+    def _running_router(self) -> Router:
+        if self._router is None:
+            raise PDStackError("the router does not run")
+        return self._router
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return ""
+    return " ".join(words[:2])[:60]
