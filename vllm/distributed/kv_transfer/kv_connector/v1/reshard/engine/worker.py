@@ -12,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,11 @@ from ..plan.mesh import MeshRank
 from ..plan.shards import Shard, heads_of_rank
 from ..protocol.bounds import ReplyBounds
 from ..protocol.ledgers import RequestId
-from ..protocol.messages import EngineId
+from ..protocol.messages import EngineId, RemoteEngineAddress
 from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent
 from ..transport.enquiries import Enquirer
+from ..transport.generation import Generation
 from ..transport.remote import Reader
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
@@ -90,7 +92,7 @@ class ReshardWorker:
             partial(self._make_agent, threads=False), self._settings.kv_hung_peer_timeout_s, clock
         )
         self._transfers = Transfers()
-        peers = PeerTable(self._opener.open, self._settings.engine_ttl_s)
+        peers = PeerTable(self._open, self._settings.engine_ttl_s)
         notifier = Notifier(self._name, stats)
         self._exchange = Exchange(
             agent,
@@ -186,6 +188,12 @@ class ReshardWorker:
             self._enquirer.close()
         self._opener.close()
         self._thread.close()
+
+    def _open(self, address: RemoteEngineAddress) -> Future[Generation]:
+        """Connect with an engine. Called by the connector's thread, which is woken at the end."""
+        opening = self._opener.open(address)
+        opening.add_done_callback(lambda _: self._thread.wake())
+        return opening
 
     def _computed_before(self, metadata: ReshardConnectorMetadata) -> Event | None:
         """What the device computes now, and may write into blocks that this step reads into."""
