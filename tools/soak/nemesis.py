@@ -23,6 +23,8 @@ _MEDDLINGS = {
     FaultKind.DUPLICATE_FRAMES: (Meddling.DUPLICATE_REQUESTS, Meddling.DUPLICATE_REPLIES),
 }
 
+_OF_ANOTHER = "parameters of another request"
+
 
 class Wait(Protocol):
     """Lets time pass, while somebody looks after the engines."""
@@ -161,12 +163,12 @@ class Nemesis:
             ask, other = (self._new_ask(Manner.MEDDLED, rng) for _ in range(2))
             params, others = (self._prefill(fault.target, each) for each in (ask, other))
             changed = others if forgery is None else forge(params, forgery, others)
-            label = "parameters of another request" if forgery is None else str(forgery)
+            label = _OF_ANOTHER if forgery is None else str(forgery)
             server = self._fleet.server(decode[number % len(decode)])
             terms = Terms(self._deadline_s, label=label)
             asked.append(self._clients.ask(server, ask, terms, changed))
         self._wait(self._deadline_s, lambda: _all_done(asked))
-        return ", ".join(map(str, fault.forgeries))
+        return ", ".join(map(str, fault.forgeries)) or _OF_ANOTHER
 
     def _new_ask(self, manner: Manner, rng: random.Random) -> Ask:
         """Return a request of which no engine has a block."""

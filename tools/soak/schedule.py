@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from tools.pdstack.layout import Layout
 
 from .faults import (
-    MEDDLING,
     RELAYOUTS,
     ROUTER,
     TARGET_ROLES,
@@ -117,6 +116,6 @@ def _fault(
     if kind in RELAYOUTS:
         placement = rng.choice([each for each in PLACEMENTS if each != placements[target]])
     forgeries: tuple[Forgery, ...] = ()
-    if kind in MEDDLING:
+    if kind is FaultKind.FORGED_PARAMS:
         forgeries = tuple(rng.sample(list(Forgery), _FORGERIES_A_ROUND))
     return Fault(kind, target, hold_s, rng.randrange(4), placement, forgeries)

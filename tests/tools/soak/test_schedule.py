@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tools.soak import schedule
 from tools.soak.faults import (
-    MEDDLING,
     RELAYOUTS,
     ROUTER,
     TARGET_ROLES,
@@ -54,7 +53,7 @@ def test_faults_strike_whom_they_can(seed):
         assert roles.get(each.fault.target) is TARGET_ROLES.get(each.fault.kind)
         assert (each.fault.target == ROUTER) == (each.fault.kind not in TARGET_ROLES)
         assert 0 < each.fault.hold_s <= schedule.LONGEST_HOLD_S
-        assert bool(each.fault.forgeries) == (each.fault.kind in MEDDLING)
+        assert bool(each.fault.forgeries) == (each.fault.kind is FaultKind.FORGED_PARAMS)
 
 
 @given(seeds)
