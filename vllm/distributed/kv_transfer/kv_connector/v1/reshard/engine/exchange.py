@@ -112,6 +112,8 @@ class Exchange:
         self._notifier = notifier
         self._stats = stats
         self._steps: list[Step] = []
+        # What has ended in a turn that has failed is told by the next one.
+        self._report = Report()
         self._closed = False
 
     def turn(self, steps: Sequence[Step], now_s: float) -> Report:
@@ -126,8 +128,9 @@ class Exchange:
         self.reads.advance(now_s)
         for generation in self.peers.take_just_retired():
             self.transfers.retire(generation)
-        report = Report(failed=self.reads.take_failed())
-        report.received = self.reads.take_received()
+        report = self._report
+        report.failed |= self.reads.take_failed()
+        report.received |= self.reads.take_received()
         # Before a connection is closed that the holders are told over.
         self._notifier.flush()
         for generation in self.peers.generations():
@@ -136,9 +139,10 @@ class Exchange:
         for generation in self.peers.take_due(now_s):
             self.reads.end(generation, now_s)
         if steps:
-            report.sent = self.holder.let_go(now_s)
+            report.sent |= self.holder.let_go(now_s)
         if not self._stats.is_empty():
             report.stats = self._stats.clone_and_reset()
+        self._report = Report()
         return report
 
     def is_moving(self, now_s: float) -> bool:

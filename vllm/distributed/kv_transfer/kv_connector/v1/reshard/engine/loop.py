@@ -88,7 +88,7 @@ class ConnectorThread:
             # Whoever is through with what is held says so whenever he is, or too late.
             self._tick_at_s = now_s + _TICK_S
             self.hand_over(Step())
-        if not self._reports and (self._moves or self._holds):
+        if not self._reports and self._moves:
             time.sleep(_MOMENT_S)
         report = Report()
         while self._reports:
@@ -127,6 +127,8 @@ class ConnectorThread:
                 # What nobody thought of ends neither the engine nor other requests.
                 logger.exception("A turn of the connector's thread has failed, and the next begins")
                 report = Report()
+                # If they all fail, the log is not to be full of it.
+                time.sleep(_IDLE_REST_S)
             if report:
                 self._reports.append(report)
             self._moves = self._exchange.is_moving(now_s)
