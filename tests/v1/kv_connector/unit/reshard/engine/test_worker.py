@@ -89,7 +89,7 @@ class Engine:
         self.dtype, self.head_size = dtype, head_size
         self.mesh = ParallelMesh(pp, tp)
         self.shards = tuple(
-            Shard(s.rank, {f"layers.{n}": heads for n, heads in s.heads_by_layer.items()})
+            Shard(s.rank, {f"layers.{n}": held for n, held in s.holdings.items()})
             for s in shard_model(self.mesh, NUM_LAYERS, 1 if mla else heads, partition)
         )
         config = SimpleNamespace(
@@ -123,14 +123,14 @@ class Engine:
         self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
         backend = backend or forms.backend(mla=mla)
         for shard in self.shards:
-            num_heads = len(next(iter(shard.heads_by_layer.values())))
+            num_heads = len(next(iter(shard.holdings.values())).units)
             spec = (MLAAttentionSpec if mla else FullAttentionSpec)(
                 block_size=block_tokens * blocks_per_id,
                 num_kv_heads=num_heads,
                 head_size=head_size,
                 dtype=dtype,
             )
-            names = list(shard.heads_by_layer)
+            names = list(shard.holdings)
             num_blocks = NUM_BLOCKS * blocks_per_id
             sizes = num_blocks, num_heads, block_tokens, head_size
             tensors = {
@@ -285,9 +285,7 @@ def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Re
 def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
     """Give a sequence random KV; returns it whole: layers, planes, heads, tokens, size."""
     num_tokens = len(block_ids) * engine.block_tokens
-    heads = max(
-        interval.stop for shard in engine.shards for interval in shard.heads_by_layer.values()
-    )
+    heads = max(holding.num_units for shard in engine.shards for holding in shard.holdings.values())
     shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, engine.head_size)
     random = np.random.default_rng(seed)
     if engine.dtype == torch.uint8:
@@ -295,7 +293,8 @@ def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
     else:
         whole = random.random(shape, np.float32)
     for shard in engine.shards:
-        for layer, interval in shard.heads_by_layer.items():
+        for layer, holding in shard.holdings.items():
+            interval = holding.units
             cache = engine.caches[shard.rank][layer].numpy()
             part = whole[int(layer.removeprefix("layers.")), :, interval.start : interval.stop]
             for position, block in enumerate(block_ids):
@@ -308,7 +307,8 @@ def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
 def assert_received(engine: Engine, block_ids, whole: np.ndarray, *, start_token: int = 0) -> None:
     """Every worker holds its part of the sequence in the given blocks."""
     for shard in engine.shards:
-        for layer, interval in shard.heads_by_layer.items():
+        for layer, holding in shard.holdings.items():
+            interval = holding.units
             expected = whole[
                 int(layer.removeprefix("layers.")), :, interval.start : interval.stop, start_token:
             ]

@@ -30,10 +30,10 @@ def plan_document(report: PlanReport) -> dict[str, Any]:
                 "decode_rank": _rank(read.dst_rank),
                 "prefill_rank": _rank(read.src_rank),
                 "layers": list(read.layers),
-                "global_heads": [read.heads.start, read.heads.stop],
-                "src_head_offset": read.src_head_offset,
-                "dst_head_offset": read.dst_head_offset,
-                "num_heads": read.num_heads,
+                "global_heads": [read.units.start, read.units.stop],
+                "src_head_offset": read.src_unit_offset,
+                "dst_head_offset": read.dst_unit_offset,
+                "num_heads": read.num_units,
                 "strategy": strategies[read],
             }
             for read in report.plan.reads

@@ -67,36 +67,29 @@ def describe_cache(
 
     Raises:
         LocalLayoutError: A layer's cache is no attention cache, or it is not known how its backend
-            stores, or its blocks are not equally many, or a slot's bytes do not adjoin.
+            stores, or its blocks are not those of the scheduler, or a slot's bytes do not adjoin.
     """
     layers: dict[Layer, LayerCache] = {}
-    counts: set[int] = set()
     seen: set[LayerCache] = set()
     for name, (spec, group) in _specs(kv_cache_config).items():
         if name not in kv_caches:
             continue
         num_blocks, planes = _describe(name, kv_caches[name], spec, backends[name])
-        counts.add(num_blocks)
-        layer = LayerCache(planes, group)
+        blocks_per_id, remaining = divmod(num_blocks, kv_cache_config.num_blocks)
+        if remaining:
+            raise LocalLayoutError(
+                f"layer {name} has a KV cache of {num_blocks} blocks, and the scheduler counts "
+                f"{kv_cache_config.num_blocks}, which do not divide them: use another attention "
+                "backend"
+            )
+        layer = LayerCache(planes, group, blocks_per_id)
         if layer not in seen:
             layers[name] = layer
         seen.add(layer)
     if not layers:
         raise LocalLayoutError("no layer of this worker has a KV cache: there is nothing to serve")
-    num_blocks = min(counts)
-    if len(counts) > 1 or num_blocks % kv_cache_config.num_blocks:
-        raise LocalLayoutError(
-            f"KV caches with different numbers of blocks ({sorted(counts)}, of which "
-            f"the scheduler counts {kv_cache_config.num_blocks}) cannot be transferred: use one "
-            "attention backend for all layers"
-        )
     device = next(iter(kv_caches.values())).get_device()
-    return RankCache(
-        num_blocks,
-        max(device, 0),
-        layers,
-        blocks_per_id=num_blocks // kv_cache_config.num_blocks,
-    )
+    return RankCache(kv_cache_config.num_blocks, max(device, 0), layers)
 
 
 def memory_regions(kv_caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int, int]]:

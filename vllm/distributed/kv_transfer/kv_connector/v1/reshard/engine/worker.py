@@ -22,12 +22,11 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ..errors import LocalLayoutError, RemoteLayoutError, ReshardError
-from ..memory.cache import RankCache
+from ..errors import RemoteLayoutError, ReshardError
 from ..memory.summary import describe_reads
 from ..plan.mesh import MeshRank
 from ..plan.reshard import plan_reshard
-from ..plan.shards import Shard, heads_of_rank
+from ..plan.shards import Shard
 from ..plan.verify import verify_plan
 from ..protocol.ledgers import ConsumerLedger, RequestId
 from ..protocol.messages import (
@@ -49,6 +48,7 @@ from .factors import compatibility_factors
 from .geometry import describe_cache, latent_layers, memory_regions, window_groups
 from .holder import Holder
 from .notifier import Notifier
+from .ownership import shard_of_worker
 from .peers import Peer, PeerTable
 from .settings import read_settings
 from .stats import ReadFailure, ReshardStats
@@ -155,7 +155,8 @@ class ReshardWorker:
         """
         backends = self._backends(kv_caches)
         cache = describe_cache(kv_caches, self._kv_cache_config, backends)
-        shard = self._shard(cache)
+        latent = latent_layers(self._kv_cache_config)
+        shard = shard_of_worker(self._rank, self._tp_size, cache, latent)
         self._engine_shards = _gather(shard)
         self._agent.register(memory_regions(kv_caches))
         self._reader = Reader(self._rank, cache, window_groups(self._kv_cache_config))
@@ -259,34 +260,6 @@ class ReshardWorker:
             list(names),
         )
         return {name: layer.get_attn_backend() for name, layer in layers.items()}
-
-    def _shard(self, cache: RankCache) -> Shard:
-        """What this worker holds of the model.
-
-        Raises:
-            LocalLayoutError: A layer's heads are not split as those of the model are.
-        """
-        model_config = self._vllm_config.model_config
-        mla = bool(model_config.use_mla)
-        num_kv_heads = 1 if mla else model_config.get_total_num_kv_heads()
-        heads = heads_of_rank(self._rank.tp_rank, self._tp_size, num_kv_heads)
-        latent = latent_layers(self._kv_cache_config)
-        for layer, layer_cache in cache.layers.items():
-            if (layer in latent) != mla:
-                kinds = ("KV heads", "one latent") if mla else ("one latent", "KV heads")
-                raise LocalLayoutError(
-                    f"layer {layer} caches {kinds[0]} but the model's layers cache {kinds[1]}, "
-                    "which are split over ranks in other ways: use a draft model whose attention "
-                    "is of the model's kind, or none"
-                )
-            for plane in layer_cache.planes:
-                if plane.num_heads != len(heads):
-                    raise LocalLayoutError(
-                        f"layer {layer} has {plane.num_heads} KV heads on rank {self._rank}, which "
-                        f"holds {len(heads)} of the model's {num_kv_heads}: use a model, and a "
-                        "draft model, whose layers have equally many"
-                    )
-        return Shard(self._rank, dict.fromkeys(cache.layers, heads))
 
     def _advance_peers(self, now_s: float) -> None:
         """Read what waited for an engine that is connected now; fail it where it cannot be."""
@@ -494,9 +467,9 @@ def _parents_cores() -> set[int] | None:
 
 def _gather(shard: Shard) -> tuple[Shard, ...]:
     """What every worker of this engine holds; all workers call it at the same time."""
-    own = (shard.rank, dict(shard.heads_by_layer))
+    own = (shard.rank, dict(shard.holdings))
     stage: list[Any] = [None] * get_tp_group().world_size
     torch.distributed.all_gather_object(stage, own, group=get_tp_group().cpu_group)
     stages: list[Any] = [None] * get_pp_group().world_size
     torch.distributed.all_gather_object(stages, stage, group=get_pp_group().cpu_group)
-    return tuple(Shard(rank, heads) for workers in stages for rank, heads in workers)
+    return tuple(Shard(rank, layers) for workers in stages for rank, layers in workers)

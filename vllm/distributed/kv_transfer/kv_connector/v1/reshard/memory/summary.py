@@ -198,7 +198,7 @@ def only_notified_by(plan: ReshardPlan, dst_rank: MeshRank) -> tuple[MeshRank, .
 def describe_reads(plan: ReshardPlan, dst_rank: MeshRank) -> str:
     """What one destination rank reads from whom, and whom it only notifies, in one line."""
     reads = "; ".join(
-        f"{layers_text(read.layers)}, heads {read.heads} from {read.src_rank}"
+        f"{layers_text(read.layers)}, heads {read.units} from {read.src_rank}"
         for read in plan.reads_of(dst_rank)
     )
     parts = [f"reads {reads}" if reads else "reads nothing"]
@@ -270,7 +270,7 @@ def _measure_read(
     ]
     return ReadFigures(
         read,
-        len(read.layers) * read.num_heads * cache_format.num_planes * cache_format.slot_bytes,
+        len(read.layers) * read.num_units * cache_format.num_planes * cache_format.slot_bytes,
         request_bytes=sum(each.request_bytes for each in figures),
         descriptors=sum(each.descriptors for each in figures),
         descriptor_bytes=min(each.descriptor_bytes for each in figures),
@@ -344,11 +344,11 @@ def _cache(
         return (plane,) * cache_format.num_planes
 
     return RankCache(
-        num_blocks=-(-longest_tokens // block_tokens),
+        num_block_ids=-(-longest_tokens // block_tokens),
         device_id=0,
         layers={
             layer: LayerCache(
-                planes(len(shard.heads_by_layer[layer])),
+                planes(len(shard.holdings[layer].units)),
                 windows.index(cache_format.window_tokens_by_layer.get(layer, 0)),
             )
             for layer in layers
