@@ -33,7 +33,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker a
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import describe_cache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
@@ -44,7 +43,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Receive,
     RemoteEngineAddress,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import encode_reply
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+    decode_worker,
+    encode_reply,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
     HandshakeServer,
@@ -359,7 +361,8 @@ def test_latents_of_cpu_mla(engines, prefill, decode):
     backend = resolve_obj_by_qualname("vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend")
     form = dict(mla=True, head_size=576, backend=backend)
     p, d = engines("prefill", **form, **prefill), engines("decode", **form, **decode)
-    assert p.workers[MeshRank(0, 0)]._factors["attention_backends"] == "CPU_MLA"
+    said = decode_worker(p.workers[MeshRank(0, 0)].handshake.body)
+    assert said.cache.layers["layers.0"].backend == "CPU_MLA"
     address = p.serve()
     whole = fill(p, [5, 2, 9])
     p.offer("p-a")
@@ -368,33 +371,6 @@ def test_latents_of_cpu_mla(engines, prefill, decode):
     progress.until(d, received="d-a")
     progress.until(p, sent="p-a")
     assert_received(d, [3, 4, 1], whole)
-
-
-@pytest.mark.parametrize(
-    ("model", "layer", "message"),
-    [
-        (dict(mla=True), dict(mla=False, heads=1), "caches KV heads but .* one latent, which are"),
-        (dict(mla=False, heads=1), dict(mla=True), "caches one latent but .* KV heads, which are"),
-        (
-            dict(mla=False, heads=4),
-            dict(mla=False, heads=2),
-            "has 2 KV heads on rank pp0tp0, which holds 4 of the model's 4",
-        ),
-    ],
-    ids=["draft with heads", "draft with a latent", "draft with fewer heads"],
-)
-def test_layers_that_are_split_in_another_way_are_refused(engines, model, layer, message):
-    """As a draft model's may be: their heads would be taken for others."""
-    (worker,) = engines("engine", **model).workers.values()
-    heads = layer.get("heads", 1)
-    kind = MLAAttentionSpec if layer["mla"] else FullAttentionSpec
-    spec = kind(block_size=16, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
-    config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["draft"], spec)])
-    tensor = forms.empty(NUM_BLOCKS, heads, 16, HEAD_SIZE, mla=layer["mla"])
-    backends = {"draft": forms.backend(mla=layer["mla"])}
-    worker._kv_cache_config = config
-    with pytest.raises(LocalLayoutError, match=f"layer draft {message}"):
-        worker._shard(describe_cache({"draft": tensor}, config, backends))
 
 
 @pytest.mark.parametrize(("src_tokens", "dst_tokens"), [(16, 48), (48, 16), (16, 24)])

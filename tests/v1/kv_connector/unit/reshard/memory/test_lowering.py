@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -238,6 +238,16 @@ def test_prefix_that_is_already_here_is_not_read():
     )
     assert sorted({int(index) % NUM_BLOCKS for index in src_indices}) == [2, 3]
     assert {int(index) % NUM_BLOCKS for index in dst_indices} == {6}
+
+
+def test_layers_of_other_backends_are_refused():
+    """Bytes of the same size may mean something else."""
+    cache = Memory("HND", 1, 4).cache()
+    name, layer = next(iter(cache.layers.items()))
+    flash = RankCache(NUM_BLOCKS, 3, {**cache.layers, name: replace(layer, backend="FLASH_ATTN")})
+    message = "layer.0 is kept by attention backend FLASH_ATTN at the source but by  here"
+    with pytest.raises(RemoteLayoutError, match=message):
+        lower_read(read(1), flash, cache)
 
 
 def test_nothing_in_common_is_nothing_to_read():

@@ -101,6 +101,7 @@ def descriptions(draw: st.DrawFn) -> WorkerDescription:
             draw(st.lists(planes, min_size=1, max_size=2).map(tuple)),
             draw(st.integers(0, 9)),
             draw(st.integers(1, 8)),
+            draw(st.sampled_from(["FLASH_ATTN", "CPU_ATTN", ""])),
         )
     cache = RankCache(draw(st.integers(1, 1 << 20)), draw(st.integers(0, 7)), layers)
     rank = MeshRank(draw(st.integers(0, 100)), draw(st.integers(0, 100)))
@@ -229,7 +230,7 @@ def layer(
     fields = dict(address=0, block=8, head=4, token=2, slot=2, heads=2, tokens=2, packed=False)
     fields.update(plane)
     return [
-        *(name, start, stop, num_units, may_repeat, group, blocks_per_id),
+        *(name, start, stop, num_units, may_repeat, group, blocks_per_id, ""),
         [list(fields.values())],
     ]
 

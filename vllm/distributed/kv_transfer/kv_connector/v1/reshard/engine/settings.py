@@ -55,6 +55,9 @@ class Settings(
             the other, whichever promises to be faster.
         staging_arena_bytes: Size of that arena on each worker; None for what suits its memory, 0
             for none.
+        missing_draft_layers: What becomes of a draft's layers that this engine has and the one that
+            it reads from has not: the engine is refused, or the draft computes what it needs from
+            then on, and starts cold.
     """
 
     lease_s: _Seconds = 30
@@ -69,6 +72,7 @@ class Settings(
     engine_ttl_s: _Ttl = 3600
     transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
     staging_arena_bytes: _Bytes | None = None
+    missing_draft_layers: Literal["refuse", "compute"] = "refuse"
 
     def progress_delay_us(self, *, on_cpu: bool) -> int:
         """How long NIXL's progress thread rests, with what suits the device where nobody says."""

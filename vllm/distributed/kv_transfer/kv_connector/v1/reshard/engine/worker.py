@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ..errors import RemoteLayoutError, ReshardError
-from ..memory.summary import describe_reads
+from ..memory.summary import describe_reads, layers_text
 from ..plan.mesh import MeshRank
 from ..plan.reshard import plan_reshard
 from ..plan.shards import Shard
@@ -43,8 +43,9 @@ from ..transport.side_channel import fetch_handshake
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
 from .compat import REQUEST_NUMBERS
+from .drafts import draft_identities, without_missing_drafts
 from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
-from .factors import compatibility_factors
+from .factors import compared_factors, compatibility_factors
 from .geometry import describe_cache, latent_layers, memory_regions, window_groups
 from .holder import Holder
 from .notifier import Notifier
@@ -154,16 +155,15 @@ class ReshardWorker:
             LocalLayoutError: The caches cannot be transferred.
         """
         backends = self._backends(kv_caches)
-        cache = describe_cache(kv_caches, self._kv_cache_config, backends)
-        latent = latent_layers(self._kv_cache_config)
+        drafts = draft_identities(self._vllm_config, kv_caches)
+        cache = describe_cache(kv_caches, self._kv_cache_config, backends, drafts)
+        latent = latent_layers(self._kv_cache_config, drafts)
         shard = shard_of_worker(self._rank, self._tp_size, cache, latent)
         self._engine_shards = _gather(shard)
         self._agent.register(memory_regions(kv_caches))
         self._reader = Reader(self._rank, cache, window_groups(self._kv_cache_config))
         self._transfers.area = self._open_area(kv_caches.values())
-        self._factors = compatibility_factors(
-            self._vllm_config, sorted({backend.get_name() for backend in backends.values()})
-        )
+        self._factors = compatibility_factors(self._vllm_config)
         description = WorkerDescription(
             self._engine_id, shard, cache, self._holder.table_address, self._agent.metadata()
         )
@@ -291,7 +291,7 @@ class ReshardWorker:
         return fetch_handshake(
             address.host,
             address.port,
-            self._factors if self._settings.enforce_handshake_compat else None,
+            compared_factors(self._factors, self._settings),
             expected_engine_id=address.engine_id,
             numbers=REQUEST_NUMBERS,
         )
@@ -305,8 +305,16 @@ class ReshardWorker:
         """
         assert self._reader is not None
         shards = [description.shard for description in descriptions]
-        plan = plan_reshard(shards, self._engine_shards, spread=self._spread)
-        if __debug__ and (faults := verify_plan(shards, self._engine_shards, plan)):
+        policy = self._settings.missing_draft_layers
+        needed, missing = without_missing_drafts(shards, self._engine_shards, policy)
+        if missing:
+            logger.warning(
+                "Drafts start cold: engine %s does not have their layers (%s).",
+                descriptions[0].engine_id,
+                layers_text(missing),
+            )
+        plan = plan_reshard(shards, needed, spread=self._spread)
+        if __debug__ and (faults := verify_plan(shards, needed, plan)):
             raise RemoteLayoutError(
                 f"no plan fits what engine {descriptions[0].engine_id} says of itself "
                 f"({faults[0]}): run the same build of the connector on both engines"

@@ -106,11 +106,13 @@ class LayerCache:
         group: The KV-cache group that the layer belongs to on this engine. Block ids are per group.
         blocks_per_id: Blocks that one block id of the scheduler stands for, one after another. More
             than 1 where the attention kernel wants smaller blocks than the scheduler allocates.
+        backend: The attention backend, which decides what the bytes of a slot mean.
     """
 
     planes: tuple[Plane, ...]
     group: int
     blocks_per_id: int = 1
+    backend: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,8 +258,8 @@ def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
         dst: The cache of `read.dst_rank`.
 
     Raises:
-        RemoteLayoutError: The two caches differ in their planes, in what makes a slot, or in the
-            size of blocks whose tokens are packed.
+        RemoteLayoutError: The two caches differ in their planes or attention backends, in what
+            makes a slot, or in the size of blocks whose tokens are packed.
         LocalLayoutError: A list would have more descriptors than NIXL's indices can count.
     """
     pairs_by_shape: dict[tuple[Run, tuple[int, int], Plane, Plane], list[PlanePair]] = defaultdict(
@@ -303,6 +303,11 @@ def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[Pla
     src_planes, dst_planes = src_layer.planes, dst_layer.planes
     groups = src_layer.group, dst_layer.group
     blocks_per_id = src_layer.blocks_per_id, dst_layer.blocks_per_id
+    if src_layer.backend != dst_layer.backend:
+        raise RemoteLayoutError(
+            f"layer {layer} is kept by attention backend {src_layer.backend} at the source but by "
+            f"{dst_layer.backend} here: give both engines the same --attention-backend"
+        )
     if len(src_planes) != len(dst_planes):
         raise RemoteLayoutError(
             f"layer {layer} has {len(src_planes)} planes at the source but {len(dst_planes)} here: "

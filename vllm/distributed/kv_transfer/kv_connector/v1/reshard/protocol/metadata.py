@@ -43,8 +43,8 @@ CONNECTOR_NAME = "reshard"
 #   1  first version
 #   2  keys and values that lie side by side are one plane, requests to the side channel may have
 #      two numbers, and entries of the lease table are bound to tokens and blocks
-#   3  layers say how many heads the model has of each, and how many blocks an id of theirs stands
-#      for
+#   3  layers say how many heads the model has of each, how many blocks an id of theirs stands for,
+#      and which attention backend keeps them
 CONNECTOR_VERSION = 3
 
 MAX_REPLY_BYTES = 64 << 20
@@ -65,6 +65,7 @@ _LeaseBuckets: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
 _LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
 _LayerName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
+_Backend: TypeAlias = Annotated[str, Meta(max_length=1 << 7)]
 _EngineId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
 _AgentMetadata: TypeAlias = Annotated[bytes, Meta(max_length=16 << 20)]
 
@@ -126,6 +127,7 @@ class _WireLayer(msgspec.Struct, frozen=True, array_like=True):
     may_repeat: bool
     group: _Group
     blocks_per_id: _BlocksPerId
+    backend: _Backend
     planes: Annotated[list[_WirePlane], Meta(min_length=1, max_length=4)]
 
 
@@ -361,6 +363,7 @@ def _wire_layer(layer: Layer, holding: Holding, cache: LayerCache) -> _WireLayer
         holding.may_repeat,
         cache.group,
         cache.blocks_per_id,
+        cache.backend,
         [_WirePlane(*dataclasses.astuple(plane)) for plane in cache.planes],
     )
 
@@ -394,6 +397,7 @@ def _read_worker(data: bytes, error: type[ReshardError], what: str) -> WorkerDes
             tuple(Plane(*msgspec.structs.astuple(plane)) for plane in layer.planes),
             layer.group,
             layer.blocks_per_id,
+            quote(layer.backend),
         )
     return WorkerDescription(
         wire.engine_id,
