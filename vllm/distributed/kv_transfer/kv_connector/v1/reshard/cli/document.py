@@ -25,6 +25,10 @@ def plan_document(report: PlanReport) -> dict[str, Any]:
         "num_layers": report.num_layers,
         "num_kv_heads": report.num_kv_heads,
         "mla": report.is_mla,
+        "layers_that_differ": [
+            {"layer": layer, "num_kv_heads": sizes.num_kv_heads, "head_size": sizes.slot_elements}
+            for layer, sizes in report.layers.items()
+        ],
         "reads": [
             {
                 "decode_rank": _rank(read.dst_rank),
