@@ -93,6 +93,48 @@ def write_tiny_gemma3(
     return _write(directory, transformers.Gemma3ForCausalLM(config), seed)
 
 
+def write_tiny_gemma4(
+    directory: Path,
+    *,
+    num_layers: int = 6,
+    num_heads: int = 4,
+    num_kv_heads: int = 4,
+    num_global_kv_heads: int = 2,
+    head_size: int = 32,
+    global_head_size: int = 64,
+    sliding_window: int = 256,
+    num_kv_shared_layers: int = 0,
+    seed: int = 0,
+) -> ServedModel:
+    """Write a text-only Gemma 4, every other layer of which has a window, and other heads.
+
+    Args:
+        directory: Where to; made if it is not there.
+        num_kv_heads: KV heads of layers with a window.
+        num_global_kv_heads: KV heads of the others, which have no values of their own.
+        head_size: Of layers with a window; one that the attention backend knows.
+        global_head_size: Of the others; likewise.
+        sliding_window: In tokens.
+        num_kv_shared_layers: So many of the last layers use caches of layers before them.
+        seed: Other weights for another number.
+    """
+    import transformers
+
+    config = transformers.Gemma4TextConfig(
+        **_common(num_layers, num_heads, num_kv_heads, head_size),
+        global_head_dim=global_head_size,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=num_global_kv_heads,
+        num_kv_shared_layers=num_kv_shared_layers,
+        hidden_size_per_layer_input=0,
+        sliding_window=sliding_window,
+        layer_types=[
+            "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
+        ],
+    )
+    return _write(directory, transformers.Gemma4ForCausalLM(config), seed)
+
+
 def write_tiny_deepseek2(
     directory: Path,
     *,

@@ -4,14 +4,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from typing import TypeAlias
 
 import pytest
 from hypothesis import strategies as st
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    Shard,
+    holding_of_rank,
+    shard_model,
+)
+
+Engine: TypeAlias = tuple[Shard, ...]
 
 
 @st.composite
@@ -23,26 +30,49 @@ def _partitions(draw: st.DrawFn, num_layers: int) -> list[int]:
 
 
 @st.composite
-def _engine(draw: st.DrawFn, num_layers: int, num_kv_heads: int) -> tuple[Shard, ...]:
+def _engine(draw: st.DrawFn, heads_by_layer: Mapping[int, int], num_layers: int) -> Engine:
     """The shards of an engine of any layout that vLLM could run, with the ranks in any order."""
-    divisors = [size for size in range(1, num_kv_heads + 1) if num_kv_heads % size == 0]
-    tp_size = draw(st.sampled_from([*divisors, 2 * num_kv_heads, 3 * num_kv_heads]))
+    tp_sizes = [
+        size
+        for size in range(1, 2 * max(heads_by_layer.values()) + 1)
+        if all(size % heads == 0 or heads % size == 0 for heads in heads_by_layer.values())
+    ]
+    tp_size = draw(st.sampled_from(tp_sizes))
     partition = draw(_partitions(num_layers))
     mesh = ParallelMesh(pp_size=len(partition), tp_size=tp_size)
-    shards = shard_model(mesh, num_layers, num_kv_heads, partition)
+    shards = shard_model(mesh, num_layers, heads_by_layer, partition)
     return tuple(draw(st.permutations(shards)))
 
 
 @st.composite
-def _engine_pairs(draw: st.DrawFn) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:
-    """The shards of two engines that run one model."""
-    num_layers, num_kv_heads = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
-    engine = _engine(num_layers, num_kv_heads)
+def _engine_pairs(draw: st.DrawFn) -> tuple[Engine, Engine]:
+    """The shards of two engines that run one model, whose layers may differ or lack a cache."""
+    heads = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, None]), min_size=1, max_size=5))
+    heads[0] = heads[0] or 1
+    if draw(st.booleans()):
+        heads = [heads[0]] * len(heads)
+    heads_by_layer = {layer: each for layer, each in enumerate(heads) if each is not None}
+    engine = _engine(heads_by_layer, len(heads))
     return draw(engine), draw(engine)
 
 
+def as_workers_say(engine: Engine) -> Engine:
+    """The same shards, as far as a worker can tell them from its own number of heads."""
+    tp_size = 1 + max(shard.rank.tp_rank for shard in engine)
+    return tuple(
+        Shard(
+            shard.rank,
+            {
+                layer: holding_of_rank(shard.rank.tp_rank, tp_size, len(holding.units))
+                for layer, holding in shard.holdings.items()
+            },
+        )
+        for shard in engine
+    )
+
+
 @pytest.fixture(scope="session")
-def engine_pairs() -> st.SearchStrategy[tuple[tuple[Shard, ...], tuple[Shard, ...]]]:
+def engine_pairs() -> st.SearchStrategy[tuple[Engine, Engine]]:
     """A strategy for the shards of a source and a destination engine."""
     return _engine_pairs()
 

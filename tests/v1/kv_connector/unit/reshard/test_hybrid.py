@@ -76,7 +76,8 @@ def fill_everything(engine: Engine, *, seed: int) -> dict[tuple[str, int], np.nd
     """
     heads: dict[tuple[str, int], np.ndarray] = {}
     for shard in engine.shards:
-        for layer, interval in shard.heads_by_layer.items():
+        for layer, holding in shard.holdings.items():
+            interval = holding.units
             cache = engine.caches[shard.rank][layer].numpy()
             for local_head, head in enumerate(range(interval.start, interval.stop)):
                 # Of one pair of layers, whether one worker holds both or not.
@@ -118,11 +119,12 @@ def test_groups_are_read_block_by_block(engines, prefill, decode, cached):
             layer: torch.zeros_like(tensor).numpy()
             for layer, tensor in d.caches[shard.rank].items()
         }
-        for layer, interval in shard.heads_by_layer.items():
+        for layer, holding in shard.holdings.items():
+            interval = holding.units
             pair = {f"layers.{n}" for n in (int(layer[7:]) // 2 * 2, int(layer[7:]) // 2 * 2 + 1)}
             for local_head, head in enumerate(range(interval.start, interval.stop)):
                 whole = before[layer, head].copy()
-                for name in pair & shard.heads_by_layer.keys():
+                for name in pair & shard.holdings.keys():
                     dst = sliding if is_sliding(name) else full
                     src = (SRC_SLIDING if is_sliding(name) else SRC_FULL)[-len(dst) :]
                     whole[:, dst] = sources[name, head][:, src]

@@ -128,9 +128,7 @@ def prepared(src_heads: int, dst_heads: int, num_blocks: int, area: StagingArea 
             Prepared(None, area.rows(staged.descriptor_bytes)),
             Prepared("peer", staged.src.rows),
         )
-    return PreparedLeg(
-        leg, Prepared(None, leg.dst.rows), Prepared("peer", leg.src.rows), 1, staging
-    )
+    return PreparedLeg(leg, Prepared(None, leg.dst.rows), Prepared("peer", leg.src.rows), staging)
 
 
 def run(src_heads, dst_heads, block_ids, *, staged: bool, num_blocks: int = 4096) -> Counting:

@@ -37,6 +37,7 @@ def test_json_describes_the_plan(kv_plan):
         "num_layers": 4,
         "num_kv_heads": 6,
         "mla": False,
+        "layers_that_differ": [],
         "notifiers": [
             {"prefill_rank": {"pp": 0, "tp": 0}, "decode_ranks": [{"pp": 0, "tp": 0}]},
             {
@@ -288,3 +289,39 @@ def test_impossible_model_is_refused(kv_plan, sizes, message):
     status, _, err = kv_plan("--prefill", "tp=1", "--decode", "tp=1", *sizes)
     assert status == 2
     assert message in err
+
+
+def test_layers_that_differ_are_told_and_planned(kv_plan, tmp_path):
+    """Families of layers, with the heads, the sizes and the bytes of each."""
+    config = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+        "hidden_size": 512,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 1024,
+        "num_kv_shared_layers": 1,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layouts = ("--prefill", "tp=2", "--decode", "tp=1", "--model", str(tmp_path))
+    status, out, err = kv_plan(*layouts)
+    assert (status, err) == (0, "")
+    text = " ".join(out.split())
+    assert "4 layers; layers 0, 2: 4 KV heads of 64 bfloat16; layer 1: 2 KV heads of 128" in text
+    assert "layer 3: no KV cache of their own" in text
+    _, out, _ = kv_plan(*layouts, "--json")
+    document = json.loads(out)
+    assert [each["layer"] for each in document["layers_that_differ"]] == [0, 1, 2]
+    assert [(read["layers"], read["global_heads"]) for read in document["reads"]] == [
+        ([1], [0, 1]),
+        ([0, 2], [0, 2]),
+        ([1], [1, 2]),
+        ([0, 2], [2, 4]),
+    ]
+    status, _, err = kv_plan(*layouts, "--svg", str(tmp_path / "plan.svg"))
+    assert (status, "those of this model differ" in err) == (2, True)

@@ -146,3 +146,68 @@ def test_missing_and_broken_files_are_named(tmp_path):
 def test_sizes_of_elements(dtype, size):
     """Types by torch's names and by vLLM's."""
     assert element_bytes(dtype) == size
+
+
+GEMMA4 = {
+    **LLAMA,
+    "num_hidden_layers": 6,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 32,
+    "num_kv_shared_layers": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (
+            {**LLAMA, "per_layer_config": {"1": {"head_dim": 128, "num_key_value_heads": 1}}},
+            {0: (2, 64), 1: (1, 128), 2: (2, 64), 3: (2, 64)},
+        ),
+        (GEMMA4, {0: (2, 64), 1: (2, 128), 2: (2, 64), 3: (2, 128)}),
+        (
+            {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            {0: (2, 64), 1: (1, 128), 2: (2, 64), 3: (1, 128)},
+        ),
+        (
+            {
+                **LLAMA,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+                "sliding_window": 32,
+                "swa_num_key_value_heads": 4,
+                "swa_head_dim": 32,
+            },
+            {0: (2, 64), 1: (4, 32), 2: (2, 64), 3: (4, 32)},
+        ),
+        (
+            {
+                **{name: value for name, value in LLAMA.items() if name != "num_key_value_heads"},
+                "num_attention_groups": 2,
+                "attention_other_setting": {"num_attention_groups": 4},
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+                "sliding_window": 32,
+            },
+            {0: (2, 64), 1: (4, 64), 2: (2, 64), 3: (4, 64)},
+        ),
+        (
+            {
+                **LLAMA,
+                "block_configs": [
+                    {"attention": {"n_heads_in_group": 4}},
+                    {"attention": {"no_op": True}},
+                    {"attention": {"n_heads_in_group": 8}},
+                    {"attention": {"replace_with_linear": True}},
+                ],
+            },
+            {0: (2, 64), 2: (1, 64)},
+        ),
+    ],
+    ids=["per layer", "gemma4", "gemma4 with other heads", "mimo", "step", "nemotron"],
+)
+def test_layers_that_differ(read, config, layers):
+    """Heads and their size of each layer that has a cache of its own."""
+    found = read(config).layers
+    sizes = {layer: (each.num_kv_heads, each.slot_elements) for layer, each in found.items()}
+    assert sizes == layers

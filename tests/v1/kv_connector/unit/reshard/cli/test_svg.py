@@ -89,7 +89,7 @@ def test_every_read_is_labelled_with_its_source(prefill, decode):
     ):
         inside = [text for x, y, text in labels if left < x < right and top < y < bottom]
         assert str(read.src_rank) in inside
-        assert f"heads {read.heads}" in inside
+        assert f"heads {read.units}" in inside
 
 
 def test_what_nobody_reads_is_told_apart():

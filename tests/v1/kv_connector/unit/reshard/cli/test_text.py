@@ -39,6 +39,7 @@ def report(prefill, decode, heads=8, *, cache_format=PAGES, is_mla=False, knows_
         model="80 layers",
         is_mla=is_mla,
         cache_format=cache_format,
+        layers={},
         knows_bytes=knows_bytes,
         prompt_tokens=1024,
     )

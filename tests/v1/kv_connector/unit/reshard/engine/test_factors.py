@@ -34,6 +34,7 @@ def speculative(**changes) -> SimpleNamespace:
         num_speculative_tokens=values.get("tokens", 3),
         kv_cache_dtype=None,
         use_eagle=lambda: values["method"] in ("eagle", "eagle3", "mtp"),
+        uses_draft_model=lambda: values["method"] == "draft_model",
         draft_model_config=SimpleNamespace(
             model=values.get("model", "here/draft"),
             hf_text_config=SimpleNamespace(model_type="llama", hidden_size=values["hidden_size"]),
@@ -80,7 +81,7 @@ def config(**changes) -> SimpleNamespace:
     )
 
 
-BASE = compatibility_factors(config(), ["FLASH_ATTN"])
+BASE = compatibility_factors(config())
 
 
 def test_factors_of_a_real_configuration(tmp_path):
@@ -96,7 +97,7 @@ def test_factors_of_a_real_configuration(tmp_path):
         str(tmp_path), skip_tokenizer_init=True, dtype="float32", max_model_len=64
     )
     real = vllm.config.VllmConfig(model_config=model)
-    factors = compatibility_factors(real, ["CPU_ATTN", "CPU_ATTN"])
+    factors = compatibility_factors(real)
     assert factors.pop("vllm_version")
     architecture = factors.pop("model")
     assert architecture.startswith("model_type llama, hidden_size 96, intermediate_size 11008, ")
@@ -108,7 +109,6 @@ def test_factors_of_a_real_configuration(tmp_path):
         "mla": "no",
         "dtype": "float32",
         "kv_cache_dtype": "float32",
-        "attention_backends": "CPU_ATTN",
         "hybrid_kv_cache_manager": "yes",
         "multimodal_items_named_by": "none",
         "draft_method": "none",
@@ -128,7 +128,7 @@ def test_factors_of_a_real_configuration(tmp_path):
 )
 def test_what_may_differ(change):
     """Layouts are what we reshard, and a model may lie anywhere."""
-    assert compatibility_factors(config(**change), ["FLASH_ATTN"]) == BASE
+    assert compatibility_factors(config(**change)) == BASE
 
 
 @pytest.mark.parametrize(
@@ -145,12 +145,12 @@ def test_what_may_differ(change):
 )
 def test_what_must_not_differ(change, message):
     """The error has the name, both values and the remedy."""
-    remote = compatibility_factors(config(**change), ["FLASH_ATTN"])
+    remote = compatibility_factors(config(**change))
     with pytest.raises(RemoteIncompatibleError, match=message):
         check_compatibility(BASE, remote)
 
 
-DRAFTING = compatibility_factors(config(speculative=speculative()), ["FLASH_ATTN"])
+DRAFTING = compatibility_factors(config(speculative=speculative()))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ DRAFTING = compatibility_factors(config(speculative=speculative()), ["FLASH_ATTN
 def test_drafts_from_hidden_states_are_made_alike_or_not_at_all(there, message):
     """Their layers' KV cache is read with the model's: who drafts needs a source that does."""
     other = None if there is None else speculative(**there)
-    remote = compatibility_factors(config(speculative=other), ["FLASH_ATTN"])
+    remote = compatibility_factors(config(speculative=other))
     with pytest.raises(RemoteIncompatibleError, match=message):
         check_compatibility(DRAFTING, remote)
     with pytest.raises(RemoteIncompatibleError, match="give the same --speculative-config"):
@@ -191,7 +191,7 @@ def test_what_drafts_keep_and_how_far_they_read_must_be_equal(monkeypatch, chang
         "prefill_lookahead_tokens",
         lambda vllm_config: vllm_config.num_prefill_lookahead_tokens,
     )
-    remote = compatibility_factors(config(speculative=speculative(), **change), ["FLASH_ATTN"])
+    remote = compatibility_factors(config(speculative=speculative(), **change))
     with pytest.raises(RemoteIncompatibleError, match=name):
         check_compatibility(DRAFTING, remote)
 
@@ -200,18 +200,18 @@ def test_what_drafts_keep_and_how_far_they_read_must_be_equal(monkeypatch, chang
 def test_drafts_may_lie_elsewhere_and_be_of_other_lengths(change):
     """Neither says anything about the KV cache."""
     other = config(speculative=speculative(**change))
-    assert compatibility_factors(other, ["FLASH_ATTN"]) == DRAFTING
+    assert compatibility_factors(other) == DRAFTING
 
 
 def test_drafts_from_tokens_alone_are_each_engines_own():
     """One engine may draft by n-grams, and the other not."""
     by_ngrams = config(speculative=speculative(method="ngram"))
-    assert compatibility_factors(by_ngrams, ["FLASH_ATTN"]) == BASE
+    assert compatibility_factors(by_ngrams) == BASE
 
 
 def test_every_difference_is_named_at_once():
     """Nobody should have to restart engines once for each difference."""
-    remote = compatibility_factors(config(dtype=torch.float16, kv_heads=8), ["FLASHINFER"])
+    remote = compatibility_factors(config(dtype=torch.float16, kv_heads=8))
     with pytest.raises(RemoteIncompatibleError) as caught:
         check_compatibility(BASE, remote)
     message = str(caught.value)
@@ -219,8 +219,7 @@ def test_every_difference_is_named_at_once():
         "num_kv_heads is 8 there and 2 here",
         "dtype is float16 there and bfloat16 here",
         "kv_cache_dtype is float16 there and bfloat16 here",
-        "attention_backends is FLASHINFER there and FLASH_ATTN here",
-        "give the same --dtype, give the same --kv-cache-dtype, give the same --attention-backend",
+        "give the same --dtype, give the same --kv-cache-dtype",
     ):
         assert part in message
     assert "head_size" not in message
@@ -228,23 +227,14 @@ def test_every_difference_is_named_at_once():
 
 def test_automatic_cache_dtype_is_the_model_dtype():
     """To name what is the default is no difference."""
-    assert compatibility_factors(config(cache_dtype="bfloat16"), ["FLASH_ATTN"]) == BASE
-
-
-def test_backends_are_a_set():
-    """Their order and number depend on the layers of a stage."""
-    assert (
-        compatibility_factors(config(), ["B", "A", "B"])
-        == compatibility_factors(config(), ["A", "B"])
-        != BASE
-    )
+    assert compatibility_factors(config(cache_dtype="bfloat16")) == BASE
 
 
 @pytest.mark.parametrize("version", ["0.22.1", "0.22.1+reshard.1.cpu", "0.22.1+cu129"])
 def test_builds_of_one_version_are_compatible(monkeypatch, version):
     """An engine on CPU and one on a GPU run the same source."""
     monkeypatch.setattr(factors_module, "vllm_version", version)
-    assert compatibility_factors(config(), [])["vllm_version"] == "0.22.1"
+    assert compatibility_factors(config())["vllm_version"] == "0.22.1"
 
 
 HASHED = SimpleNamespace(mm_processor_cache_gb=4)
@@ -252,8 +242,8 @@ HASHED = SimpleNamespace(mm_processor_cache_gb=4)
 
 def test_multimodal_items_are_hashed_with_the_models_path():
     """Engines that serve one multimodal model under two paths would not know each other's items."""
-    local = compatibility_factors(config(multimodal=HASHED), [])
-    remote = compatibility_factors(config(multimodal=HASHED, model="there/model"), [])
+    local = compatibility_factors(config(multimodal=HASHED))
+    remote = compatibility_factors(config(multimodal=HASHED, model="there/model"))
     message = "there/model there and here/model here.*same name or path"
     with pytest.raises(RemoteIncompatibleError, match=message):
         check_compatibility(local, remote)
@@ -269,4 +259,4 @@ def test_items_that_are_only_counted_are_refused(cache_gb, prefix_caching, refus
         multimodal=SimpleNamespace(mm_processor_cache_gb=cache_gb), prefix_caching=prefix_caching
     )
     with pytest.raises(LocalLayoutError, match="leave one") if refused else nullcontext():
-        compatibility_factors(counted, [])
+        compatibility_factors(counted)

@@ -48,7 +48,7 @@ def test_every_slot_is_found(token_major):
     """Address and strides lead to the very element that indexing the tensor gives."""
     tensor = forms.empty(BLOCKS, HEADS, TOKENS, SIZE, token_major=token_major)
     cache = cache_of(FULL, tensor)
-    assert (cache.num_blocks, cache.blocks_per_id, cache.device_id) == (BLOCKS, 1, 0)
+    assert (cache.num_block_ids, cache.device_id) == (BLOCKS, 0)
     planes = cache.layers["layer"].planes
     views = forms.as_planes(tensor)
     for number, plane in enumerate(planes):
@@ -85,7 +85,7 @@ def test_latent_layers_are_told_apart():
 def test_smaller_kernel_blocks_are_counted():
     """Where the kernel's blocks are halves of the scheduler's, an id stands for two."""
     cache = cache_of(FULL, forms.empty(2 * BLOCKS, HEADS, TOKENS, SIZE))
-    assert (cache.num_blocks, cache.blocks_per_id) == (2 * BLOCKS, 2)
+    assert (cache.num_block_ids, next(iter(cache.layers.values())).blocks_per_id) == (BLOCKS, 2)
 
 
 def test_groups_are_kept_and_foreign_layers_left_out():

@@ -33,7 +33,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker a
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import describe_cache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
@@ -45,7 +44,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Receive,
     RemoteEngineAddress,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import encode_reply
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+    decode_worker,
+    encode_reply,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
     HandshakeServer,
@@ -91,7 +93,7 @@ class Engine:
         self.dtype, self.head_size = dtype, head_size
         self.mesh = ParallelMesh(pp, tp)
         self.shards = tuple(
-            Shard(s.rank, {f"layers.{n}": heads for n, heads in s.heads_by_layer.items()})
+            Shard(s.rank, {f"layers.{n}": held for n, held in s.holdings.items()})
             for s in shard_model(self.mesh, NUM_LAYERS, 1 if mla else heads, partition)
         )
         config = SimpleNamespace(
@@ -125,14 +127,14 @@ class Engine:
         self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
         backend = backend or forms.backend(mla=mla)
         for shard in self.shards:
-            num_heads = len(next(iter(shard.heads_by_layer.values())))
+            num_heads = len(next(iter(shard.holdings.values())).units)
             spec = (MLAAttentionSpec if mla else FullAttentionSpec)(
                 block_size=block_tokens * blocks_per_id,
                 num_kv_heads=num_heads,
                 head_size=head_size,
                 dtype=dtype,
             )
-            names = list(shard.heads_by_layer)
+            names = list(shard.holdings)
             num_blocks = NUM_BLOCKS * blocks_per_id
             sizes = num_blocks, num_heads, block_tokens, head_size
             tensors = {
@@ -301,9 +303,7 @@ def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Re
 def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
     """Give a sequence random KV; returns it whole: layers, planes, heads, tokens, size."""
     num_tokens = len(block_ids) * engine.block_tokens
-    heads = max(
-        interval.stop for shard in engine.shards for interval in shard.heads_by_layer.values()
-    )
+    heads = max(holding.num_units for shard in engine.shards for holding in shard.holdings.values())
     shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, engine.head_size)
     random = np.random.default_rng(seed)
     if engine.dtype == torch.uint8:
@@ -311,7 +311,8 @@ def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
     else:
         whole = random.random(shape, np.float32)
     for shard in engine.shards:
-        for layer, interval in shard.heads_by_layer.items():
+        for layer, holding in shard.holdings.items():
+            interval = holding.units
             cache = engine.caches[shard.rank][layer].numpy()
             part = whole[int(layer.removeprefix("layers.")), :, interval.start : interval.stop]
             for position, block in enumerate(block_ids):
@@ -324,7 +325,8 @@ def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
 def assert_received(engine: Engine, block_ids, whole: np.ndarray, *, start_token: int = 0) -> None:
     """Every worker holds its part of the sequence in the given blocks."""
     for shard in engine.shards:
-        for layer, interval in shard.heads_by_layer.items():
+        for layer, holding in shard.holdings.items():
+            interval = holding.units
             expected = whole[
                 int(layer.removeprefix("layers.")), :, interval.start : interval.stop, start_token:
             ]
@@ -375,7 +377,8 @@ def test_latents_of_cpu_mla(engines, prefill, decode):
     backend = resolve_obj_by_qualname("vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend")
     form = dict(mla=True, head_size=576, backend=backend)
     p, d = engines("prefill", **form, **prefill), engines("decode", **form, **decode)
-    assert p.workers[MeshRank(0, 0)]._factors["attention_backends"] == "CPU_MLA"
+    said = decode_worker(p.workers[MeshRank(0, 0)].handshake.body)
+    assert said.cache.layers["layers.0"].backend == "CPU_MLA"
     address = p.serve()
     whole = fill(p, [5, 2, 9])
     p.offer("p-a")
@@ -384,33 +387,6 @@ def test_latents_of_cpu_mla(engines, prefill, decode):
     progress.until(d, received="d-a")
     progress.until(p, sent="p-a")
     assert_received(d, [3, 4, 1], whole)
-
-
-@pytest.mark.parametrize(
-    ("model", "layer", "message"),
-    [
-        (dict(mla=True), dict(mla=False, heads=1), "caches KV heads but .* one latent, which are"),
-        (dict(mla=False, heads=1), dict(mla=True), "caches one latent but .* KV heads, which are"),
-        (
-            dict(mla=False, heads=4),
-            dict(mla=False, heads=2),
-            "has 2 KV heads on rank pp0tp0, which holds 4 of the model's 4",
-        ),
-    ],
-    ids=["draft with heads", "draft with a latent", "draft with fewer heads"],
-)
-def test_layers_that_are_split_in_another_way_are_refused(engines, model, layer, message):
-    """As a draft model's may be: their heads would be taken for others."""
-    (worker,) = engines("engine", **model).workers.values()
-    heads = layer.get("heads", 1)
-    kind = MLAAttentionSpec if layer["mla"] else FullAttentionSpec
-    spec = kind(block_size=16, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=torch.float32)
-    config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["draft"], spec)])
-    tensor = forms.empty(NUM_BLOCKS, heads, 16, HEAD_SIZE, mla=layer["mla"])
-    backends = {"draft": forms.backend(mla=layer["mla"])}
-    worker._kv_cache_config = config
-    with pytest.raises(LocalLayoutError, match=f"layer draft {message}"):
-        worker._shard(describe_cache({"draft": tensor}, config, backends))
 
 
 @pytest.mark.parametrize(("src_tokens", "dst_tokens"), [(16, 48), (48, 16), (16, 24)])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import HeadInterval
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import UnitInterval
 
 SLOT = 4
 NUM_BLOCKS = 12
@@ -113,15 +113,15 @@ def span(block_ids, start_token: int = 0) -> BlockSpan:
     return BlockSpan(np.asarray(block_ids, dtype=np.int32), start_token)
 
 
-def read(num_heads: int, src_head_offset: int = 0, dst_head_offset: int = 0) -> Read:
+def read(num_heads: int, src_unit_offset: int = 0, dst_unit_offset: int = 0) -> Read:
     """A read of both layers."""
     return Read(
         MeshRank(0, 0),
         MeshRank(0, 0),
         ("layer.0", "layer.1"),
-        HeadInterval(0, num_heads),
-        src_head_offset,
-        dst_head_offset,
+        UnitInterval(0, num_heads),
+        src_unit_offset,
+        dst_unit_offset,
     )
 
 
@@ -166,18 +166,18 @@ def test_every_byte_lands_where_its_token_and_head_belong(case, seed):
                 continue
             if not 0 <= dst_block < len(target.block_ids):
                 continue
-            for head in range(planned.num_heads):
+            for head in range(planned.num_units):
                 expected[
                     layer,
                     :,
                     target.block_ids[dst_block],
-                    planned.dst_head_offset + head,
+                    planned.dst_unit_offset + head,
                     dst_token,
                 ] = src.tensor[
                     layer,
                     :,
                     source.block_ids[src_block],
-                    planned.src_head_offset + head,
+                    planned.src_unit_offset + head,
                     src_token,
                 ]
     legs = lower_read(planned, src.cache(), dst.cache())
@@ -240,6 +240,16 @@ def test_prefix_that_is_already_here_is_not_read():
     assert {int(index) % NUM_BLOCKS for index in dst_indices} == {6}
 
 
+def test_layers_of_other_backends_are_refused():
+    """Bytes of the same size may mean something else."""
+    cache = Memory("HND", 1, 4).cache()
+    name, layer = next(iter(cache.layers.items()))
+    flash = RankCache(NUM_BLOCKS, 3, {**cache.layers, name: replace(layer, backend="FLASH_ATTN")})
+    message = "layer.0 is kept by attention backend FLASH_ATTN at the source but by  here"
+    with pytest.raises(RemoteLayoutError, match=message):
+        lower_read(read(1), flash, cache)
+
+
 def test_nothing_in_common_is_nothing_to_read():
     """A full prefix-cache hit leaves no blocks to fill and no descriptors."""
     memory = Memory("HND", 1, 4)
@@ -282,7 +292,7 @@ def packed(block_tokens: int, num_heads: int = 2) -> RankCache:
 
 def test_packed_blocks_move_whole_heads():
     """Where tokens have no place of their own, heads are still sliced."""
-    (leg,) = lower_read(read(1, src_head_offset=1), packed(8), packed(8, num_heads=1))
+    (leg,) = lower_read(read(1, src_unit_offset=1), packed(8), packed(8, num_heads=1))
     assert leg.run == Run(1, 8)
     assert leg.src.rows[0].tolist() == [8 * SLOT, 8 * SLOT, 3, 2 * 8 * SLOT, NUM_BLOCKS]
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.v1.kv_connector.unit.reshard.conftest import as_workers_say
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     LocalLayoutError,
     RemoteLayoutError,
@@ -17,8 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
-    HeadInterval,
+    Holding,
     Shard,
+    UnitInterval,
     shard_model,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
@@ -36,9 +38,9 @@ def summary(plan):
             str(read.dst_rank),
             str(read.src_rank),
             list(read.layers),
-            (read.heads.start, read.heads.stop),
-            read.src_head_offset,
-            read.dst_head_offset,
+            (read.units.start, read.units.stop),
+            read.src_unit_offset,
+            read.dst_unit_offset,
         )
         for read in plan.reads
     ]
@@ -52,39 +54,37 @@ def notifiers(plan):
     }
 
 
-@given(data=st.data(), spread=st.integers(0, 40))
-def test_carrying_a_plan_out_rebuilds_every_destination(engine_pairs, data, spread):
-    """Copy cells as the reads say: every destination rank ends with what it needs, written once."""
-    src, dst = data.draw(engine_pairs)
-    plan = plan_reshard(src, dst, spread=spread)
-    stores = {
-        shard.rank: {
-            layer: [f"layer {layer} head {head}" for head in range(heads.start, heads.stop)]
-            for layer, heads in shard.heads_by_layer.items()
-        }
-        for shard in src
+def heads_in(shard):
+    """What a rank's cache holds, by layer."""
+    return {
+        layer: [f"layer {layer} head {head}" for head in range(held.units.start, held.units.stop)]
+        for layer, held in shard.holdings.items()
     }
+
+
+@given(data=st.data(), spread=st.integers(0, 40), told=st.sampled_from(["all", "src", "dst", ""]))
+def test_carrying_a_plan_out_rebuilds_every_destination(engine_pairs, data, spread, told):
+    """Copy heads as the reads say: every destination rank ends with what it needs, written once.
+
+    Also where ranks that hold one head of a layer cannot tell how many it has.
+    """
+    src, dst = data.draw(engine_pairs)
+    said_src = src if told in ("all", "src") else as_workers_say(src)
+    said_dst = dst if told in ("all", "dst") else as_workers_say(dst)
+    plan = plan_reshard(said_src, said_dst, spread=spread)
+    assert verify_plan(said_src, said_dst, plan) == []
+    stores = {shard.rank: heads_in(shard) for shard in src}
     for shard in dst:
-        received = {layer: [None] * len(heads) for layer, heads in shard.heads_by_layer.items()}
+        received = {layer: [None] * len(held.units) for layer, held in shard.holdings.items()}
         for read in plan.reads_of(shard.rank):
             for layer in read.layers:
-                for position in range(read.num_heads):
-                    target = read.dst_head_offset + position
+                for position in range(read.num_units):
+                    target = read.dst_unit_offset + position
                     assert received[layer][target] is None
                     received[layer][target] = stores[read.src_rank][layer][
-                        read.src_head_offset + position
+                        read.src_unit_offset + position
                     ]
-        assert received == {
-            layer: [f"layer {layer} head {head}" for head in range(heads.start, heads.stop)]
-            for layer, heads in shard.heads_by_layer.items()
-        }
-
-
-@given(data=st.data(), spread=st.integers(0, 40))
-def test_every_plan_passes_the_independent_check(engine_pairs, data, spread):
-    """Planner and checker agree for any two layouts."""
-    src, dst = data.draw(engine_pairs)
-    assert verify_plan(src, dst, plan_reshard(src, dst, spread=spread)) == []
+        assert received == heads_in(shard)
 
 
 @given(data=st.data(), seed=st.integers())
@@ -101,8 +101,9 @@ def test_equal_layouts_read_one_to_one(engine_pairs, data):
     """Between equal layouts every rank reads from one rank of its stage, once."""
     src, _ = data.draw(engine_pairs)
     plan = plan_reshard(src, src)
-    assert Counter(read.dst_rank for read in plan.reads) == Counter(shard.rank for shard in src)
-    assert Counter(read.src_rank for read in plan.reads) == Counter(shard.rank for shard in src)
+    pairs = {(read.dst_rank, read.src_rank) for read in plan.reads}
+    ranks = sorted(shard.rank for shard in src if shard.holdings)
+    assert sorted(dst for dst, _ in pairs) == sorted(src for _, src in pairs) == ranks
     assert all(len(release.notifiers) == 1 for release in plan.releases)
 
 
@@ -110,16 +111,19 @@ def test_equal_layouts_read_one_to_one(engine_pairs, data):
 def test_replicas_share_their_readers_evenly(engine_pairs, data, spread):
     """Among ranks that hold the same, none has two readers more than another."""
     src, dst = data.draw(engine_pairs)
-    readers = {shard.rank: set() for shard in src}
+    readers: dict = {}
     for read in plan_reshard(src, dst, spread=spread).reads:
-        readers[read.src_rank].add(read.dst_rank)
-    replicas: dict = {}
-    for shard in src:
-        replicas.setdefault(frozenset(shard.heads_by_layer.items()), []).append(
-            len(readers[shard.rank])
-        )
-    for counts in replicas.values():
-        assert max(counts) - min(counts) <= 1
+        for layer in read.layers:
+            replicas = frozenset(
+                shard.rank
+                for shard in src
+                if layer in shard.holdings and shard.holdings[layer].units.contains(read.units)
+            )
+            counts = readers.setdefault(replicas, {rank: set() for rank in replicas})
+            counts[read.src_rank].add(read.dst_rank)
+    for counts in readers.values():
+        numbers = [len(ranks) for ranks in counts.values()]
+        assert max(numbers) - min(numbers) <= 1
 
 
 def test_wide_source_to_narrow_destination():
@@ -197,7 +201,7 @@ def test_replicated_heads_on_both_sides():
 
 def test_layers_are_matched_by_identity():
     """Layers are found by name, wherever they stand on either side."""
-    one_head = HeadInterval(0, 1)
+    one_head = Holding(UnitInterval(0, 1), 1)
     src = [
         Shard(MeshRank(0, 0), {"draft.0": one_head, "model.1": one_head}),
         Shard(MeshRank(1, 0), {"model.0": one_head, "unused": one_head}),
@@ -209,16 +213,46 @@ def test_layers_are_matched_by_identity():
 
 def test_layers_with_different_heads_are_read_separately():
     """Layers of one model may have different numbers of heads."""
+    one = Holding(UnitInterval(0, 1), 1)
     src = [
-        Shard(MeshRank(0, tp), {"a": HeadInterval(tp, tp + 1), "b": HeadInterval(0, 1)})
+        Shard(MeshRank(0, tp), {"a": Holding(UnitInterval(tp, tp + 1), 2), "b": one})
         for tp in range(2)
     ]
-    dst = [Shard(MeshRank(0, 0), {"a": HeadInterval(0, 2), "b": HeadInterval(0, 1)})]
+    dst = [Shard(MeshRank(0, 0), {"a": Holding(UnitInterval(0, 2), 2), "b": one})]
     plan = plan_reshard(src, dst)
     assert summary(plan) == [
         ("pp0tp0", "pp0tp0", ["a", "b"], (0, 1), 0, 0),
         ("pp0tp0", "pp0tp1", ["a"], (1, 2), 0, 1),
     ]
+
+
+def test_heads_that_nobody_can_count_are_read_from_a_holder_of_the_same():
+    """TP12 to TP8, one head a rank: right for 1, 2 and 4 heads, which is all that it can be."""
+    src, dst = as_workers_say(engine(tp=12, layers=1)), as_workers_say(engine(tp=8, layers=1))
+    plan = plan_reshard(src, dst)
+    assert [read.num_units for read in plan.reads] == [1] * 8
+    for heads in (1, 2, 4):
+        assert all(
+            read.src_rank.tp_rank * heads // 12 == read.dst_rank.tp_rank * heads // 8
+            for read in plan.reads
+        )
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "message"),
+    [
+        (engine(tp=2, heads=8), engine(heads=4), "layer 0 has 8 KV heads at the source but 4 here"),
+        (
+            as_workers_say(engine(tp=4)),
+            engine(heads=8),
+            "layer 0 has 4 or a divisor of it KV heads at the source but 8 here",
+        ),
+    ],
+)
+def test_layers_of_other_heads_are_refused(src, dst, message):
+    """Two models that agree in the names of their layers are told apart."""
+    with pytest.raises(RemoteLayoutError, match=message):
+        plan_reshard(src, dst)
 
 
 def test_missing_heads_are_named():

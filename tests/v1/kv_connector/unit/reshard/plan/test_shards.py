@@ -13,17 +13,20 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
-    HeadInterval,
+    Holding,
     Shard,
-    heads_of_rank,
+    UnitInterval,
+    common_units,
+    holding_of_rank,
     partition_layers,
     shard_model,
+    units_of_rank,
 )
 
 
 def bounds(tp_size: int, num_kv_heads: int) -> list[tuple[int, int]]:
     """The head interval of every rank."""
-    intervals = [heads_of_rank(rank, tp_size, num_kv_heads) for rank in range(tp_size)]
+    intervals = [units_of_rank(rank, tp_size, num_kv_heads) for rank in range(tp_size)]
     return [(heads.start, heads.stop) for heads in intervals]
 
 
@@ -60,13 +63,13 @@ def test_every_head_is_held_equally_often(num_kv_heads, quotient, replicated):
 def test_tp_size_that_does_not_fit_is_refused(tp_size, num_kv_heads):
     """VLLM could not run such a layout; the error names both values."""
     with pytest.raises(LocalLayoutError, match=f"size {tp_size} does not fit {num_kv_heads} KV"):
-        heads_of_rank(0, tp_size, num_kv_heads)
+        units_of_rank(0, tp_size, num_kv_heads)
 
 
 def test_model_without_heads_is_refused():
     """A layer has at least one KV head."""
     with pytest.raises(LocalLayoutError, match="num_kv_heads is 0"):
-        heads_of_rank(0, 1, 0)
+        units_of_rank(0, 1, 0)
 
 
 @given(num_layers=st.integers(1, 100), pp_size=st.integers(1, 16))
@@ -109,29 +112,81 @@ def test_impossible_partition_is_refused(partition, message):
 
 def test_shards_of_a_model():
     """Each rank holds its stage's layers, with its own heads of each."""
+
+    def half(start):
+        return Holding(UnitInterval(start, start + 2), 4)
+
     shards = shard_model(ParallelMesh(pp_size=2, tp_size=2), num_layers=3, num_kv_heads=4)
-    assert [(shard.rank, dict(shard.heads_by_layer)) for shard in shards] == [
-        (MeshRank(0, 0), {0: HeadInterval(0, 2), 1: HeadInterval(0, 2)}),
-        (MeshRank(0, 1), {0: HeadInterval(2, 4), 1: HeadInterval(2, 4)}),
-        (MeshRank(1, 0), {2: HeadInterval(0, 2)}),
-        (MeshRank(1, 1), {2: HeadInterval(2, 4)}),
+    assert [(shard.rank, dict(shard.holdings)) for shard in shards] == [
+        (MeshRank(0, 0), {0: half(0), 1: half(0)}),
+        (MeshRank(0, 1), {0: half(2), 1: half(2)}),
+        (MeshRank(1, 0), {2: half(0)}),
+        (MeshRank(1, 1), {2: half(2)}),
     ]
 
 
 def test_shards_are_values():
     """A shard cannot be changed, neither in place nor through the dictionary it was made of."""
-    layers = {0: HeadInterval(0, 1)}
+    one = Holding(UnitInterval(0, 1), 1)
+    layers = {0: one}
     shard = Shard(MeshRank(0, 0), layers)
-    layers[1] = HeadInterval(0, 1)
-    assert list(shard.heads_by_layer) == [0]
+    layers[1] = one
+    assert list(shard.holdings) == [0]
     with pytest.raises(TypeError):
-        shard.heads_by_layer[1] = HeadInterval(0, 1)
+        shard.holdings[1] = one
     with pytest.raises(dataclasses.FrozenInstanceError):
         shard.rank = MeshRank(1, 1)
+
+
+def test_layers_may_differ_and_may_have_no_cache():
+    """Each layer is split by its own number of heads."""
+    shards = shard_model(ParallelMesh(pp_size=1, tp_size=2), 3, {0: 4, 2: 1})
+    assert [{layer: held.units for layer, held in shard.holdings.items()} for shard in shards] == [
+        {0: UnitInterval(0, 2), 2: UnitInterval(0, 1)},
+        {0: UnitInterval(2, 4), 2: UnitInterval(0, 1)},
+    ]
+
+
+@given(num_heads=st.integers(1, 12), quotient=st.integers(1, 6), replicated=st.booleans())
+def test_ranks_know_their_heads_but_for_replicas(num_heads, quotient, replicated):
+    """From its own number of heads a rank tells what it holds, or of which it holds one."""
+    tp_size, total = (
+        (num_heads * quotient, num_heads) if replicated else (num_heads, num_heads * quotient)
+    )
+    for rank in range(tp_size):
+        truth = units_of_rank(rank, tp_size, total)
+        said = holding_of_rank(rank, tp_size, len(truth))
+        assert said.may_repeat == (len(truth) == 1 < tp_size)
+        assert common_units([said, Holding(truth, total)]) == total
+        assert said.among(total) == truth
+
+
+@given(heads=st.integers(1, 8), replicas=st.lists(st.integers(1, 6), min_size=1, max_size=3))
+def test_planned_units_are_parts_of_heads(heads, replicas):
+    """Where nobody knows a layer's heads, ranks with one planned unit have one head."""
+    sizes = [heads * each for each in replicas]
+    ranks = [(rank, size) for size in sizes for rank in range(size)]
+    holdings = [Holding(UnitInterval(rank, rank + 1), size, True) for rank, size in ranks]
+    planned = common_units(holdings)
+    assert planned is not None and planned % heads == 0
+    heads_by_unit: dict = {}
+    for (rank, size), holding in zip(ranks, holdings, strict=True):
+        heads_by_unit.setdefault(holding.among(planned), set()).add(rank * heads // size)
+    assert all(len(found) == 1 for found in heads_by_unit.values())
+
+
+@pytest.mark.parametrize(
+    ("units", "num_units", "may_repeat"),
+    [(UnitInterval(0, 3), 2, False), (UnitInterval(0, 2), 2, True)],
+)
+def test_impossible_holdings_do_not_exist(units, num_units, may_repeat):
+    """Nobody holds more than there is, and only single units are taken for replicas."""
+    with pytest.raises(ValueError, match="cannot be held"):
+        Holding(units, num_units, may_repeat)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(1, 1), (2, 1), (-1, 1)])
 def test_empty_or_negative_intervals_do_not_exist(start, stop):
     """An interval holds at least one head."""
     with pytest.raises(ValueError, match="no interval"):
-        HeadInterval(start, stop)
+        UnitInterval(start, stop)

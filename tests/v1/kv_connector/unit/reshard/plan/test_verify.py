@@ -10,7 +10,10 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Release, plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
-    HeadInterval,
+    Holding,
+    Shard,
+    UnitInterval,
+    holding_of_rank,
     shard_model,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
@@ -33,6 +36,32 @@ def with_release(position: int, *notifiers: MeshRank):
     return replace(PLAN, releases=tuple(releases))
 
 
+def uncounted(tp_size):
+    """An engine with one head of its only layer on every rank."""
+    return [
+        Shard(MeshRank(0, rank), {0: holding_of_rank(rank, tp_size, 1)}) for rank in range(tp_size)
+    ]
+
+
+def test_plan_must_be_right_for_every_number_of_heads():
+    """A read that is right for one head, and not for two, is found."""
+    src, dst = uncounted(2), uncounted(2)
+    plan = plan_reshard(src, dst)
+    assert verify_plan(src, dst, plan) == []
+    swapped = replace(plan, reads=(replace(plan.reads[0], src_rank=MeshRank(0, 1)), plan.reads[1]))
+    (fault, *_) = verify_plan(src, dst, swapped)
+    assert "source offset 0 holds heads [1], destination offset 0 holds heads [0]" in fault
+
+
+def test_ranks_that_contradict_each_other_are_found():
+    """There is no number of heads that is 2 and 3."""
+    two, three = (
+        [Shard(MeshRank(0, 0), {0: Holding(UnitInterval(0, count), count)})] for count in (2, 3)
+    )
+    faults = verify_plan(two, three, plan_reshard(two, two))
+    assert "layer 0 has no number of heads that fits what all ranks say of it" in faults
+
+
 def test_right_plan_has_no_faults():
     """The plan that the other tests break is right to begin with."""
     assert verify_plan(SRC, DST, PLAN) == []
@@ -43,15 +72,18 @@ def test_right_plan_has_no_faults():
     [
         (replace(PLAN, reads=PLAN.reads[1:]), "head 0 of layer 0 on pp0tp0 is read 0 times"),
         (replace(PLAN, reads=PLAN.reads * 2), "head 0 of layer 0 on pp0tp0 is read 2 times"),
-        (with_read(src_head_offset=1), "source offset 1 holds heads"),
-        (with_read(src_head_offset=-2), "source offset -2 holds heads"),
-        (with_read(dst_head_offset=1), "destination offset 1 holds heads"),
-        (with_read(src_rank=MeshRank(0, 1)), "source offset 0 holds heads [2, 3], not [0, 1]"),
+        (with_read(src_unit_offset=1), "source offset 1 holds heads"),
+        (with_read(src_unit_offset=-2), "source offset -2 holds heads"),
+        (with_read(dst_unit_offset=1), "destination offset 1 holds heads"),
+        (
+            with_read(src_rank=MeshRank(0, 1)),
+            "source offset 0 holds heads [2, 3], destination offset 0 holds heads [0, 1]",
+        ),
         (with_read(src_rank=MeshRank(1, 0)), "source offset 0 holds heads []"),
         (with_read(src_rank=STRANGER), "source offset 0 holds heads []"),
         (with_read(dst_rank=STRANGER), "destination offset 0 holds heads []"),
         (with_read(layers=(0,)), "head 0 of layer 1 on pp0tp0 is read 0 times"),
-        (with_read(heads=HeadInterval(0, 1)), "head 1 of layer 0 on pp0tp0 is read 0 times"),
+        (with_read(units=UnitInterval(0, 1)), "head 1 of layer 0 on pp0tp0 is read 0 times"),
         (with_release(0), "source pp0tp0 is released by nobody"),
         (with_release(0, MeshRank(0, 1)), "source pp0tp0 does not wait for its reader pp0tp0"),
         (with_release(1, MeshRank(0, 0)), "source pp0tp1 does not wait for its reader pp0tp1"),

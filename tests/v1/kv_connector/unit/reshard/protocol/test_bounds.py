@@ -19,8 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
-    HeadInterval,
+    Holding,
     Shard,
+    UnitInterval,
     shard_model,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import (
@@ -49,8 +50,8 @@ MAX_REFUSAL_S = 0.010
 def body_of(shard: Shard, engine_id: str = "engine", agent_metadata: bytes = b"") -> bytes:
     """What a rank says, with one plane to a layer."""
     layers = {
-        layer: LayerCache((Plane(0, 0, 0, 0, 1, len(heads), 1),), 0)
-        for layer, heads in shard.heads_by_layer.items()
+        layer: LayerCache((Plane(0, 0, 0, 0, 1, len(holding.units), 1),), 0)
+        for layer, holding in shard.holdings.items()
     }
     return encode_worker(
         WorkerDescription(
@@ -92,7 +93,7 @@ def test_engines_of_our_model_are_within_bounds(mesh, num_layers, num_heads):
 
 def test_engine_with_a_draft_model_of_its_own_is_within_bounds():
     """What it has beside our layers is nothing to us, unless it is too much."""
-    heads = HeadInterval(0, 8)
+    heads = Holding(UnitInterval(0, 8), 8)
     bounds = ReplyBounds({"a": 8, "b": 8})
     for more, fits in ((2, True), (3, False)):
         names = ["a", "b", *(f"draft {n}" for n in range(more))]
@@ -109,7 +110,10 @@ def all_of(
 ) -> bytes:
     """A rank that says that it holds everything."""
     return body_of(
-        Shard(MeshRank(*rank), dict.fromkeys(range(num_layers), HeadInterval(0, num_heads)))
+        Shard(
+            MeshRank(*rank),
+            dict.fromkeys(range(num_layers), Holding(UnitInterval(0, num_heads), num_heads)),
+        )
     )
 
 

@@ -24,7 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     RankCache,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import HeadInterval, Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    Holding,
+    Shard,
+    UnitInterval,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import metadata
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
@@ -52,7 +56,7 @@ def describe(
     planes = tuple(Plane(4096 * plane, 2048, 1024, 64, 64, 2, 16) for plane in (1, 2))
     return WorkerDescription(
         engine_id,
-        Shard(MeshRank(*rank), dict.fromkeys(names, HeadInterval(0, 2))),
+        Shard(MeshRank(*rank), dict.fromkeys(names, Holding(UnitInterval(0, 2), 4))),
         RankCache(8, 0, dict.fromkeys(names, LayerCache(planes, 0))),
         LeaseTableAddress(1 << 20, 4),
         b"agent",
@@ -75,10 +79,11 @@ def handshakes(
 def descriptions(draw: st.DrawFn) -> WorkerDescription:
     """Any worker."""
     stride = st.integers(0, (1 << 40) - 1)
-    layers, heads_by_layer = {}, {}
+    layers, holdings = {}, {}
     names = st.one_of(st.integers(0, 1000), st.text(min_size=1, max_size=20))
     for name in draw(st.lists(names, min_size=1, max_size=5, unique=True)):
         start, num_heads = draw(st.integers(0, 100)), draw(st.integers(1, 100))
+        may_repeat = num_heads == 1 and draw(st.booleans())
         planes = st.builds(
             Plane,
             st.integers(0, (1 << 62) - 1),
@@ -90,22 +95,20 @@ def descriptions(draw: st.DrawFn) -> WorkerDescription:
             st.integers(1, 1 << 12),
             st.booleans(),
         )
-        heads_by_layer[name] = HeadInterval(start, start + num_heads)
+        units = UnitInterval(start, start + num_heads)
+        holdings[name] = Holding(units, units.stop + draw(st.integers(0, 100)), may_repeat)
         layers[name] = LayerCache(
-            draw(st.lists(planes, min_size=1, max_size=2).map(tuple)), draw(st.integers(0, 9))
+            draw(st.lists(planes, min_size=1, max_size=2).map(tuple)),
+            draw(st.integers(0, 9)),
+            draw(st.integers(1, 8)),
+            draw(st.sampled_from(["FLASH_ATTN", "CPU_ATTN", ""])),
         )
-    blocks_per_id = draw(st.integers(1, 8))
-    cache = RankCache(
-        blocks_per_id * draw(st.integers(1, 1 << 20)),
-        draw(st.integers(0, 7)),
-        layers,
-        blocks_per_id,
-    )
+    cache = RankCache(draw(st.integers(1, 1 << 20)), draw(st.integers(0, 7)), layers)
     rank = MeshRank(draw(st.integers(0, 100)), draw(st.integers(0, 100)))
     engine_id = draw(st.text(min_size=1, max_size=40))
     table = LeaseTableAddress(draw(st.integers(0, 1 << 60)), draw(st.integers(1, 1 << 20)))
     return WorkerDescription(
-        engine_id, Shard(rank, heads_by_layer), cache, table, draw(st.binary(max_size=100))
+        engine_id, Shard(rank, holdings), cache, table, draw(st.binary(max_size=100))
     )
 
 
@@ -114,7 +117,7 @@ def test_description_survives_the_wire(said):
     """What is decoded equals what was encoded, in the same order of layers."""
     decoded = decode_worker(encode_worker(said))
     assert decoded == said
-    assert list(decoded.shard.heads_by_layer) == list(said.shard.heads_by_layer)
+    assert list(decoded.shard.holdings) == list(said.shard.holdings)
 
 
 @given(st.lists(descriptions(), min_size=1, max_size=4, unique_by=lambda said: said.shard.rank))
@@ -200,7 +203,7 @@ def test_random_replies_of_our_own_version_are_refused(reply):
 
 def wire(**changes: object) -> bytes:
     """An encoded description with some values replaced, by path such as `layers.0.planes`."""
-    names = ("engine_id", "pp_rank", "tp_rank", "num_blocks", "blocks_per_id", "device_id")
+    names = ("engine_id", "pp_rank", "tp_rank", "num_block_ids", "device_id")
     fields = dict(
         zip(
             (*names, "lease_address", "num_lease_buckets", "agent_metadata", "layers"),
@@ -212,26 +215,46 @@ def wire(**changes: object) -> bytes:
     return encode(list(fields.values()))
 
 
-def layer(name: object = "a", start: object = 0, stop: object = 2, group: object = 0, **plane):
+def layer(
+    name: object = "a",
+    start: object = 0,
+    stop: object = 2,
+    group: object = 0,
+    *,
+    num_units: object = 4,
+    may_repeat: object = False,
+    blocks_per_id: object = 1,
+    **plane,
+):
     """A layer as it is written, with some values of its plane replaced."""
     fields = dict(address=0, block=8, head=4, token=2, slot=2, heads=2, tokens=2, packed=False)
     fields.update(plane)
-    return [name, start, stop, group, [list(fields.values())]]
+    return [
+        *(name, start, stop, num_units, may_repeat, group, blocks_per_id, ""),
+        [list(fields.values())],
+    ]
 
 
 FAULTS: dict[str, tuple[dict, str]] = {
     "no engine": (dict(engine_id=""), "not understood"),
     "negative rank": (dict(pp_rank=-1), "not understood"),
-    "no blocks": (dict(num_blocks=0), "not understood"),
+    "no blocks": (dict(num_block_ids=0), "not understood"),
     "no room for leases": (dict(num_lease_buckets=0), "not understood"),
     "blocks of too many tokens": (
         dict(layers=[layer(tokens=(1 << 14) + 1)]),
         "not understood",
     ),
-    "too many blocks to an id": (dict(blocks_per_id=1 << 11, num_blocks=1 << 11), "not understood"),
-    "too many blocks": (dict(num_blocks=1 << 31), "not understood"),
-    "no blocks to an id": (dict(blocks_per_id=0), "not understood"),
-    "blocks that do not divide": (dict(blocks_per_id=3), "8 blocks, 3 to a block id"),
+    "too many blocks to an id": (dict(layers=[layer(blocks_per_id=1 << 11)]), "not understood"),
+    "too many blocks": (dict(num_block_ids=1 << 31), "not understood"),
+    "no blocks to an id": (dict(layers=[layer(blocks_per_id=0)]), "not understood"),
+    "more heads than the model's": (
+        dict(layers=[layer(num_units=1)]),
+        r"heads \[0, 2\) of 1 of layer a, which it cannot",
+    ),
+    "several heads that may be replicas": (
+        dict(layers=[layer(may_repeat=True)]),
+        r"heads \[0, 2\) of 4 of layer a, which it cannot",
+    ),
     "negative device": (dict(device_id=-1), "not understood"),
     "no layers": (dict(layers=[]), "not understood"),
     "too many layers": (dict(layers=[layer(index) for index in range(5000)]), "not understood"),
@@ -239,16 +262,16 @@ FAULTS: dict[str, tuple[dict, str]] = {
     "nameless layer": (dict(layers=[layer(name="")]), "not understood"),
     "negative layer": (dict(layers=[layer(name=-1)]), "not understood"),
     "lines in a name": (dict(layers=[layer(name="a\nb", stop=3)]), r"layer 'a\\nb'"),
-    "no heads": (dict(layers=[layer(start=2)]), r"heads \[2, 2\) of layer a"),
-    "heads out of order": (dict(layers=[layer(start=3)]), r"heads \[3, 2\) of layer a"),
+    "no heads": (dict(layers=[layer(start=2)]), r"heads \[2, 2\) of 4 of layer a"),
+    "heads out of order": (dict(layers=[layer(start=3)]), r"heads \[3, 2\) of 4 of layer a"),
     "negative head": (dict(layers=[layer(start=-1)]), "not understood"),
     "other heads in the cache": (
         dict(layers=[layer(heads=1)]),
-        r"\[0, 2\) of layer a, but its cache has 1 heads",
+        r"2 heads of layer a, but its cache has 1:",
     ),
     "negative group": (dict(layers=[layer(group=-1)]), "not understood"),
-    "no planes": (dict(layers=[[*layer()[:4], []]]), "not understood"),
-    "too many planes": (dict(layers=[[*layer()[:4], layer()[4] * 5]]), "not understood"),
+    "no planes": (dict(layers=[[*layer()[:-1], []]]), "not understood"),
+    "too many planes": (dict(layers=[[*layer()[:-1], layer()[-1] * 5]]), "not understood"),
     "negative address": (dict(layers=[layer(address=-1)]), "not understood"),
     "address out of bounds": (dict(layers=[layer(address=1 << 62)]), "not understood"),
     "negative stride": (dict(layers=[layer(block=-1)]), "not understood"),
@@ -278,8 +301,8 @@ def test_shard_and_cache_must_hold_the_same_layers():
 def test_what_a_peer_would_refuse_is_not_said():
     """The same rules hold for both directions."""
     said = describe()
-    shard = Shard(said.shard.rank, dict.fromkeys(said.cache.layers, HeadInterval(0, 3)))
-    with pytest.raises(LocalLayoutError, match=r"heads \[0, 3\) .* its cache has 2 heads"):
+    shard = Shard(said.shard.rank, dict.fromkeys(said.cache.layers, Holding(UnitInterval(0, 3), 3)))
+    with pytest.raises(LocalLayoutError, match=r"3 heads of layer .* its cache has 2:"):
         encode_worker(dataclasses.replace(said, shard=shard))
 
 

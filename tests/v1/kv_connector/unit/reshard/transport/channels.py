@@ -19,7 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     RankCache,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import HeadInterval, Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    Holding,
+    Shard,
+    UnitInterval,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
@@ -47,7 +51,7 @@ def describe(tp_rank: int, engine_id: str) -> WorkerDescription:
     plane = Plane(4096, 1024, 1024, 64, 64, 1, 16)
     return WorkerDescription(
         engine_id,
-        Shard(MeshRank(0, tp_rank), {"a": HeadInterval(tp_rank, tp_rank + 1)}),
+        Shard(MeshRank(0, tp_rank), {"a": Holding(UnitInterval(tp_rank, tp_rank + 1), 4)}),
         RankCache(8, 0, {"a": LayerCache((plane, plane), 0)}),
         LeaseTableAddress(1 << 20, 4),
         b"agent",

@@ -64,10 +64,10 @@ class Rank:
 
     def __init__(self, shard: Shard, form: Format, agent: Registers) -> None:
         self.shard, self.form, self.agent = shard, form, agent
-        self.num_heads = len(next(iter(shard.heads_by_layer.values())))
+        self.num_heads = len(next(iter(shard.holdings.values())).units)
         heads_and_tokens = (self.num_heads, form.block_tokens)
         shape = (
-            len(shard.heads_by_layer),
+            len(shard.holdings),
             form.planes,
             NUM_BLOCKS,
             *(reversed(heads_and_tokens) if form.token_major else heads_and_tokens),
@@ -97,13 +97,14 @@ class Rank:
         return filled
 
     def _cells(self, blocks: list[BlockSpan]) -> Iterator[tuple]:
-        for position, (layer, heads) in enumerate(self.shard.heads_by_layer.items()):
+        for position, (layer, holding) in enumerate(self.shard.holdings.items()):
+            units = holding.units
             span = blocks[self.cache.layers[layer].group]
             for number, block in enumerate(span.block_ids):
                 start = span.start_token + number * self.form.block_tokens
                 tokens = slice(start, start + self.form.block_tokens)
                 for plane in range(self.form.planes):
-                    yield (position, layer), plane, block, slice(heads.start, heads.stop), tokens
+                    yield (position, layer), plane, block, slice(units.start, units.stop), tokens
 
     def _describe(self) -> RankCache:
         layer_stride, plane_stride, block_stride, outer, inner, _ = self.tensor.stride()
@@ -127,7 +128,7 @@ class Rank:
                     ),
                     group=int(layer) % self.form.groups,
                 )
-                for position, layer in enumerate(self.shard.heads_by_layer)
+                for position, layer in enumerate(self.shard.holdings)
             },
         )
 

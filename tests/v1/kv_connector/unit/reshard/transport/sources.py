@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import multiprocessing
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,11 +15,7 @@ from tests.v1.kv_connector.unit.reshard.transport.ranks import Format, Rank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import BlockSpan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
-    HeadInterval,
-    Layer,
-    Shard,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 
 _ANSWER_S = 120.0
@@ -50,11 +45,10 @@ class SourceProcess:
         self, shard: Shard, form: Format, sequence: np.ndarray, blocks: list[BlockSpan]
     ) -> Source:
         """Let it hold a rank with the KV of a sequence, instead of what it held before."""
-        layers = [(layer, heads.start, heads.stop) for layer, heads in shard.heads_by_layer.items()]
-        self._pipe.send(("hold", shard.rank, layers, form, sequence, blocks))
+        self._pipe.send(("hold", shard.rank, dict(shard.holdings), form, sequence, blocks))
         planes, metadata = self._answer()
-        num_blocks, device_id, layer_caches = planes
-        return Source(shard.rank, RankCache(num_blocks, device_id, layer_caches), metadata)
+        num_block_ids, device_id, layer_caches = planes
+        return Source(shard.rank, RankCache(num_block_ids, device_id, layer_caches), metadata)
 
     def unchanged(self) -> bool:
         """Whether its cache is still what it was filled with."""
@@ -90,14 +84,14 @@ def _serve(pipe: Connection) -> None:
     agent: NixlAgent | None = None
     while True:
         match pipe.recv():
-            case ("hold", rank, layers, form, sequence, blocks):
+            case ("hold", rank, holdings, form, sequence, blocks):
                 if agent is not None:
                     agent.close()
                 agent = NixlAgent(f"source-{uuid.uuid4()}", num_threads=1, progress_delay_us=100)
-                held = Rank(Shard(rank, _heads(layers)), form, agent)
+                held = Rank(Shard(rank, holdings), form, agent)
                 held.fill(sequence, blocks)
                 filled = held.bytes().copy()
-                cache = (held.cache.num_blocks, held.cache.device_id, dict(held.cache.layers))
+                cache = (held.cache.num_block_ids, held.cache.device_id, dict(held.cache.layers))
                 pipe.send((cache, agent.metadata()))
             case ("unchanged",):
                 assert held is not None
@@ -107,7 +101,3 @@ def _serve(pipe: Connection) -> None:
                 pipe.send(agent.take_notifications())
             case _:
                 return
-
-
-def _heads(layers: Sequence[tuple[Layer, int, int]]) -> dict[Layer, HeadInterval]:
-    return {layer: HeadInterval(start, stop) for layer, start, stop in layers}

@@ -256,9 +256,7 @@ def run_reads(
                 prepare(area.rows(staged.descriptor_bytes)),
                 prepare(staged.src.rows, peer),
             )
-            prepared = PreparedLeg(
-                leg, prepare(leg.dst.rows), prepare(leg.src.rows, peer), 1, staging
-            )
+            prepared = PreparedLeg(leg, prepare(leg.dst.rows), prepare(leg.src.rows, peer), staging)
             parts += transfers.cut(prepared, leg.select(*blocks))
     # No time passes, so that no window loses its patience and goes direct.
     transfers.start("request", parts, agent, now_s=0.0)

@@ -105,7 +105,7 @@ SRC = Memory("HND", 2, 4)
 STAGED = stage_leg(LEG, SRC.cache())
 DIRECT_LIST, ARENA_LIST, REMOTE_LIST = (Prepared(peer, None) for peer in (None, None, "peer"))
 PREPARED = PreparedLeg(
-    LEG, DIRECT_LIST, REMOTE_LIST, 1, PreparedStaging(STAGED, ARENA_LIST, REMOTE_LIST)
+    LEG, DIRECT_LIST, REMOTE_LIST, PreparedStaging(STAGED, ARENA_LIST, REMOTE_LIST)
 )
 BLOCKS = [2, 3, 4, 5]
 PLANE_BYTES = len(BLOCKS) * STAGED.slice_bytes

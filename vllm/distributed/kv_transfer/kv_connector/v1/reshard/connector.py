@@ -35,6 +35,7 @@ from .engine.compat import (
     makes_own_scales,
     transfer_results,
 )
+from .engine.drafts import refuse_impossible_drafts
 from .engine.envelopes import FailedReads, ReshardConnectorMetadata
 from .engine.failed_reads import ReadReports
 from .engine.scheduler import ReshardScheduler
@@ -99,6 +100,7 @@ class NixlConnector(UpstreamConnector):
         self.kv_transfer_config = vllm_config.kv_transfer_config
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler = self.connector_worker = None
+        refuse_impossible_drafts(vllm_config)
         if (spread := _spread_tokens(vllm_config)) is not None:
             raise LocalLayoutError(f"{spread}, which this connector cannot read: use 1")
         if vllm_config.model_config.enable_sleep_mode:

@@ -123,5 +123,5 @@ def _uneven_sources(figures: PlanFigures) -> Iterator[str]:
 
 def _replicas(shards: Sequence[Shard]) -> int:
     """On how many ranks the same heads of the same layers are."""
-    holders = Counter(tuple(shard.heads_by_layer.items()) for shard in shards)
+    holders = Counter(tuple(shard.holdings.items()) for shard in shards)
     return max(holders.values())

@@ -145,8 +145,13 @@ def _write_svg(report: PlanReport, path: Path) -> None:
     """Draw the plan.
 
     Raises:
-        ValueError: The file cannot be written.
+        ValueError: The file cannot be written, or layers do not have one width to be drawn with.
     """
+    if report.layers:
+        raise ValueError(
+            "--svg draws models whose layers are alike, and those of this model differ: leave it "
+            "out, or give --num-layers, --num-kv-heads and --head-size of one kind of layer"
+        )
     drawing = draw_plan(report.prefill, report.decode, report.src, report.dst, report.plan)
     try:
         path.write_text(drawing, encoding="utf-8")

@@ -25,15 +25,19 @@ def plan_document(report: PlanReport) -> dict[str, Any]:
         "num_layers": report.num_layers,
         "num_kv_heads": report.num_kv_heads,
         "mla": report.is_mla,
+        "layers_that_differ": [
+            {"layer": layer, "num_kv_heads": sizes.num_kv_heads, "head_size": sizes.slot_elements}
+            for layer, sizes in report.layers.items()
+        ],
         "reads": [
             {
                 "decode_rank": _rank(read.dst_rank),
                 "prefill_rank": _rank(read.src_rank),
                 "layers": list(read.layers),
-                "global_heads": [read.heads.start, read.heads.stop],
-                "src_head_offset": read.src_head_offset,
-                "dst_head_offset": read.dst_head_offset,
-                "num_heads": read.num_heads,
+                "global_heads": [read.units.start, read.units.stop],
+                "src_head_offset": read.src_unit_offset,
+                "dst_head_offset": read.dst_unit_offset,
+                "num_heads": read.num_units,
                 "strategy": strategies[read],
             }
             for read in report.plan.reads

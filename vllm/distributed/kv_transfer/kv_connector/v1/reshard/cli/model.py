@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model's `config.json` says of its KV cache: layers, heads, and what each layer keeps.
 
+Engines ask each layer's module, which knows; before there is an engine, names in the configuration
+are all there is, and families of models differ in them.
+
 It is read as plain JSON: no code of the model is run, and nothing is loaded.
 """
 
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,19 @@ _PATTERNS = {"gemma2": 2, "gemma3_text": 6}
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """What one layer keeps.
+
+    Attributes:
+        num_kv_heads: Its KV heads.
+        slot_elements: Elements of one head of one token, of its key or its value.
+    """
+
+    num_kv_heads: int
+    slot_elements: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSizes:
     """The sizes that decide what a KV cache is like.
 
@@ -45,6 +61,7 @@ class ModelSizes:
         window_tokens_by_layer: The layers that keep the last tokens of a sequence only, and how
             many.
         is_chunked: The windows are chunks, which begin anew every so many tokens.
+        layers: What each layer with a KV cache of its own keeps, where layers differ; by index.
     """
 
     num_layers: int
@@ -54,6 +71,7 @@ class ModelSizes:
     dtype: str | None
     window_tokens_by_layer: Mapping[int, int]
     is_chunked: bool = False
+    layers: Mapping[int, LayerSizes] = field(default_factory=dict)
 
 
 def read_model(directory: Path) -> ModelSizes:
@@ -118,7 +136,10 @@ def _sizes(whole: object) -> ModelSizes:
     if config.get("multi_query"):
         num_kv_heads = 1
     else:
-        names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+        names = (
+            *("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+            "num_attention_groups",
+        )
         num_kv_heads = _size(config, *names, default=num_heads)
     head_size = _size(
         config,
@@ -127,7 +148,57 @@ def _sizes(whole: object) -> ModelSizes:
     )
     if head_size < 1:
         raise ValueError("neither head_dim nor hidden_size is given: give --head-size and no model")
-    return ModelSizes(num_layers, num_kv_heads, head_size, False, dtype, windows, is_chunked)
+    common = LayerSizes(num_kv_heads, head_size)
+    layers = {
+        layer: sizes
+        for layer in range(num_layers)
+        if (sizes := _layer_sizes(config, layer, common, layer in windows)) is not None
+    }
+    if set(layers.values()) == {common} and len(layers) == num_layers:
+        layers = {}
+    return ModelSizes(
+        num_layers, num_kv_heads, head_size, False, dtype, windows, is_chunked, layers
+    )
+
+
+def _layer_sizes(
+    config: Mapping[str, Any], layer: int, common: LayerSizes, is_windowed: bool
+) -> LayerSizes | None:
+    """What one layer keeps; None if it has no attention, or shares another layer's cache."""
+    num_layers = _size(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    if layer >= num_layers - int(config.get("num_kv_shared_layers") or 0):
+        return None
+    # Where transformers 5 has written the configuration: whatever the family.
+    overrides = config.get("per_layer_config")
+    if isinstance(overrides, dict):
+        own = overrides.get(str(layer), {})
+        return LayerSizes(
+            _size(own, "num_key_value_heads", default=common.num_kv_heads),
+            _size(own, "head_dim", default=common.slot_elements),
+        )
+    # Nemotron-NAS.
+    blocks = config.get("block_configs")
+    if isinstance(blocks, list) and layer < len(blocks):
+        attention = blocks[layer].get("attention") or {}
+        if attention.get("no_op") or attention.get("replace_with_linear"):
+            return None
+        in_group = _size(attention, "n_heads_in_group")
+        num_heads = _size(config, "num_attention_heads") // in_group
+        return LayerSizes(num_heads, common.slot_elements)
+    # Step-3.5, in a part of its own; MiMo-V2, by names of its own; Gemma 4, for the other layers.
+    others = config.get("attention_other_setting")
+    if is_windowed:
+        own = others if isinstance(others, dict) else config
+        return LayerSizes(
+            _size(
+                own, "swa_num_key_value_heads", "num_attention_groups", default=common.num_kv_heads
+            ),
+            _size(own, "swa_head_dim", default=common.slot_elements),
+        )
+    num_heads = common.num_kv_heads
+    if config.get("attention_k_eq_v"):
+        num_heads = _size(config, "num_global_key_value_heads", default=num_heads)
+    return LayerSizes(num_heads, _size(config, "global_head_dim", default=common.slot_elements))
 
 
 def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:

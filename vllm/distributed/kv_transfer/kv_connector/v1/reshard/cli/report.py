@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..memory.summary import CacheFormat, PlanFigures, measure_plan
+from ..memory.summary import CacheFormat, PlanFigures, layers_text, measure_plan
 from ..plan.mesh import ParallelMesh
 from ..plan.reshard import ReshardPlan, plan_reshard
 from ..plan.shards import Shard, shard_model
 from ..plan.verify import verify_plan
-from .model import ModelSizes, element_bytes, read_model
+from .model import LayerSizes, ModelSizes, element_bytes, read_model
 
 _MAX_PROMPT_TOKENS = 1 << 21
 
@@ -33,6 +33,7 @@ class PlanReport:
         model: The model in words.
         is_mla: The model keeps one latent in place of heads.
         cache_format: How the caches lie in memory.
+        layers: What each layer with a KV cache of its own keeps, where layers differ; by index.
         knows_bytes: Sizes in bytes are known; else only descriptors can be counted.
         prompt_tokens: Length of the prompt that a request is counted with.
     """
@@ -48,6 +49,7 @@ class PlanReport:
     model: str
     is_mla: bool
     cache_format: CacheFormat
+    layers: Mapping[int, LayerSizes]
     knows_bytes: bool
     prompt_tokens: int
 
@@ -64,6 +66,7 @@ class _Sizes:
         dtype: Name of the elements' type.
         model: What the configuration says, where there is one.
         keeps_windows: Layers with windows keep no more than these.
+        layers: What each layer keeps, where they differ.
     """
 
     num_layers: int
@@ -73,6 +76,7 @@ class _Sizes:
     dtype: str
     model: ModelSizes | None
     keeps_windows: bool
+    layers: Mapping[int, LayerSizes]
 
 
 def make_report(args: argparse.Namespace) -> PlanReport:
@@ -105,6 +109,7 @@ def make_report(args: argparse.Namespace) -> PlanReport:
         model=_in_words(sizes),
         is_mla=sizes.is_mla,
         cache_format=cache_format,
+        layers=sizes.layers,
         knows_bytes=sizes.slot_elements is not None,
         prompt_tokens=args.prompt_tokens,
     )
@@ -141,6 +146,14 @@ def _read_sizes(args: argparse.Namespace) -> _Sizes:
         dtype=args.dtype or (model and model.dtype) or "bfloat16",
         model=model,
         keeps_windows=_keeps_windows(args, model),
+        layers={} if model is None or _overrides(args) else model.layers,
+    )
+
+
+def _overrides(args: argparse.Namespace) -> bool:
+    """Whether sizes are given that take the place of those of the model's layers."""
+    return args.mla or any(
+        given is not None for given in (args.num_layers, args.num_kv_heads, args.head_size)
     )
 
 
@@ -165,7 +178,10 @@ def _read_layout(
     partition = _parse_partition(role, getattr(args, f"{role}_layer_partition"))
     try:
         mesh = _parse_mesh(getattr(args, role))
-        return mesh, shard_model(mesh, sizes.num_layers, sizes.num_kv_heads, partition)
+        num_kv_heads: int | dict[int, int] = sizes.num_kv_heads
+        if sizes.layers:
+            num_kv_heads = {layer: each.num_kv_heads for layer, each in sizes.layers.items()}
+        return mesh, shard_model(mesh, sizes.num_layers, num_kv_heads, partition)
     except ValueError as error:
         raise ValueError(f"--{role} {getattr(args, role)}: {error}") from error
 
@@ -205,9 +221,9 @@ def _cache_format(args: argparse.Namespace, sizes: _Sizes) -> CacheFormat:
             raise ValueError(f"{name} is {block_tokens[-1]} but must be at least 1")
     # A head's key and value lie side by side, as since vLLM 0.32; 0.22.1 keeps them apart, which
     # makes twice as many descriptors of half the size.
-    vectors = 1 if sizes.is_mla else 2
+    slot_element_bytes = (1 if sizes.is_mla else 2) * element_bytes(sizes.dtype)
     return CacheFormat(
-        slot_bytes=vectors * element_bytes(sizes.dtype) * (sizes.slot_elements or 1),
+        slot_bytes=slot_element_bytes * (sizes.slot_elements or 1),
         num_planes=1,
         src_block_tokens=block_tokens[0],
         dst_block_tokens=block_tokens[1],
@@ -220,7 +236,18 @@ def _cache_format(args: argparse.Namespace, sizes: _Sizes) -> CacheFormat:
             if sizes.model is not None and sizes.keeps_windows
             else {}
         ),
+        slot_bytes_by_layer={
+            layer: slot_element_bytes * each.slot_elements for layer, each in sizes.layers.items()
+        },
     )
+
+
+def _families(layers: Mapping[int, LayerSizes]) -> dict[LayerSizes, list[int]]:
+    """The layers that are alike, in the order of the first of each kind."""
+    families: dict[LayerSizes, list[int]] = {}
+    for layer, sizes in layers.items():
+        families.setdefault(sizes, []).append(layer)
+    return families
 
 
 def _in_words(sizes: _Sizes) -> str:
@@ -230,9 +257,20 @@ def _in_words(sizes: _Sizes) -> str:
         if sizes.is_mla
         else f"{sizes.num_kv_heads} KV head{'s' * (sizes.num_kv_heads != 1)}"
     )
-    text = f"{sizes.num_layers} layer{'s' * (sizes.num_layers != 1)}, {heads}"
-    if sizes.slot_elements is not None:
-        text += f" of {sizes.slot_elements} {sizes.dtype.removeprefix('torch.')}"
+    dtype = sizes.dtype.removeprefix("torch.")
+    text = f"{sizes.num_layers} layer{'s' * (sizes.num_layers != 1)}"
+    if sizes.layers:
+        text += "".join(
+            f"; {layers_text(layers)}: {each.num_kv_heads} KV head{'s' * (each.num_kv_heads != 1)} "
+            f"of {each.slot_elements} {dtype}"
+            for each, layers in _families(sizes.layers).items()
+        )
+        if none := [layer for layer in range(sizes.num_layers) if layer not in sizes.layers]:
+            text += f"; {layers_text(none)}: no KV cache of their own"
+    else:
+        text += f", {heads}"
+        if sizes.slot_elements is not None:
+            text += f" of {sizes.slot_elements} {dtype}"
     windows = {} if sizes.model is None else sizes.model.window_tokens_by_layer
     if windows:
         tokens = ", ".join(map(str, sorted(set(windows.values()))))

@@ -15,7 +15,7 @@ from xml.etree import ElementTree as Tree
 
 from ..plan.mesh import MeshRank, ParallelMesh
 from ..plan.reshard import ReshardPlan
-from ..plan.shards import HeadInterval, Shard
+from ..plan.shards import Shard, UnitInterval
 
 # Okabe and Ito's palette, without black.
 _HUES = (
@@ -87,13 +87,13 @@ def draw_plan(
         The document. Rectangles have the class `source`, one for each prefill rank, or `read`, one
         for each read.
     """
-    num_layers = 1 + max(int(layer) for shard in dst for layer in shard.heads_by_layer)
-    num_heads = max(heads.stop for shard in dst for heads in shard.heads_by_layer.values())
+    num_layers = 1 + max(int(layer) for shard in dst for layer in shard.holdings)
+    num_heads = max(each.num_units for shard in dst for each in shard.holdings.values())
     lowest = min(len(read.layers) for read in plan.reads)
     height = min(max(_HEIGHT, num_layers * (_LINE + 6) / lowest), _MAX_HEIGHT)
     rows = _Rows(_TOP, height / num_layers)
     left = _side(_MARGIN + 46, prefill, src)
-    narrowest = min(read.num_heads for read in plan.reads)
+    narrowest = min(read.num_units for read in plan.reads)
     right = _side(left.left + left.width + _GUTTER, decode, dst, narrowest)
     left_heading = f"prefill {prefill}: what each rank holds"
     right_heading = f"decode {decode}: from whom each rank reads"
@@ -120,13 +120,13 @@ def draw_plan(
         _draw_source(svg, left, rows, shard, is_read=shard.rank in read_from)
     for read in plan.reads:
         layers = [int(layer) for layer in read.layers]
-        x = right.x(read.dst_rank.tp_rank, read.dst_head_offset)
+        x = right.x(read.dst_rank.tp_rank, read.dst_unit_offset)
         _cell(
             svg,
-            (x, right.x(read.dst_rank.tp_rank, read.dst_head_offset + read.num_heads)),
+            (x, right.x(read.dst_rank.tp_rank, read.dst_unit_offset + read.num_units)),
             (rows.y(layers[0]), rows.y(layers[-1] + 1)),
             read.src_rank,
-            [str(read.src_rank), *_slice_lines(layers, read.heads)],
+            [str(read.src_rank), *_slice_lines(layers, read.units)],
             kind="read",
             title=f"{read.dst_rank} reads",
         )
@@ -141,7 +141,7 @@ def _side(
     left: float, mesh: ParallelMesh, shards: Sequence[Shard], narrowest: int | None = None
 ) -> _Side:
     """As wide as labels want, within bounds: those of a column, or of its narrowest read."""
-    heads = max(len(heads) for shard in shards for heads in shard.heads_by_layer.values())
+    heads = max(len(each.units) for shard in shards for each in shard.holdings.values())
     column = _MIN_COLUMN * heads / (narrowest or heads)
     if mesh.tp_size * (column + _COLUMN_GAP) < _MIN_SIDE:
         column = _MIN_SIDE / mesh.tp_size
@@ -153,7 +153,7 @@ def _engine_heading(svg: Tree.Element, side: _Side, heading: str, shards: Sequen
     _text(svg, side.left, 76, heading, bold=True)
     for shard in shards:
         if shard.rank.pp_rank == 0:
-            heads = next(iter(shard.heads_by_layer.values()))
+            heads = next(iter(shard.holdings.values())).units
             x = side.x(shard.rank.tp_rank) + side.column / 2
             text = f"tp{shard.rank.tp_rank}: {heads}"
             _text(svg, x, _TOP - 10, text, size=10.5, anchor="middle", fill="#333")
@@ -163,7 +163,7 @@ def _layer_axis(svg: Tree.Element, side: _Side, rows: _Rows, shards: Sequence[Sh
     """The stages with their layers, left of the engine."""
     for shard in shards:
         if shard.rank.tp_rank == 0:
-            layers = [int(layer) for layer in shard.heads_by_layer]
+            layers = [int(layer) for layer in shard.holdings]
             middle = (rows.y(layers[0]) + rows.y(layers[-1] + 1)) / 2
             _text(
                 svg, side.left - 8, middle - 1, f"pp{shard.rank.pp_rank}", anchor="end", bold=True
@@ -176,8 +176,8 @@ def _draw_source(
     svg: Tree.Element, side: _Side, rows: _Rows, shard: Shard, *, is_read: bool
 ) -> None:
     """One prefill rank; hatched if nobody reads from it."""
-    layers = [int(layer) for layer in shard.heads_by_layer]
-    heads = next(iter(shard.heads_by_layer.values()))
+    layers = [int(layer) for layer in shard.holdings]
+    heads = next(iter(shard.holdings.values())).units
     x_range = side.x(shard.rank.tp_rank), side.x(shard.rank.tp_rank) + side.column
     y_range = rows.y(layers[0]), rows.y(layers[-1] + 1)
     _cell(
@@ -236,14 +236,14 @@ def _cell(
             )
 
 
-def _slice_lines(layers: Sequence[int], heads: HeadInterval) -> list[str]:
+def _slice_lines(layers: Sequence[int], heads: UnitInterval) -> list[str]:
     first, last = layers[0], layers[-1]
     return [f"layers {first}-{last}" if last > first else f"layer {first}", f"heads {heads}"]
 
 
 def _outline(svg: Tree.Element, side: _Side, rows: _Rows, shard: Shard) -> None:
     """A frame around all that one decode rank reads."""
-    layers = [int(layer) for layer in shard.heads_by_layer]
+    layers = [int(layer) for layer in shard.holdings]
     x, y = side.x(shard.rank.tp_rank), rows.y(layers[0])
     stop = rows.y(layers[-1] + 1)
     path = f"M{x:.2f} {y:.2f}h{side.column:.2f}V{stop:.2f}h{-side.column:.2f}Z"

@@ -4,6 +4,7 @@
 compat                      what releases of vLLM do not have in common
 geometry, cache_views,
 attention_backends          vLLM's tensors -> planes
+ownership, drafts           which layers and heads of the model a worker has, and which are drafts'
 factors                     vLLM's configuration -> what must be equal
 settings, stats             what is configured, what is counted
 envelopes                   what scheduler and workers send each other

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm import __version__ as vllm_version
 
+from ..protocol.compatibility import ANY
 from .compat import draft_cache_dtype, prefill_lookahead_tokens
 from .content import items_named_by
+from .settings import Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,14 +39,11 @@ _DRAFT_FACTORS = (
 )
 
 
-def compatibility_factors(
-    vllm_config: VllmConfig, attn_backend_names: Iterable[str]
-) -> dict[str, str]:
+def compatibility_factors(vllm_config: VllmConfig) -> dict[str, str]:
     """What must be equal at both engines for one's KV cache to mean the same to the other.
 
     Args:
         vllm_config: This engine's configuration.
-        attn_backend_names: The attention backends of this worker's layers.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
@@ -63,26 +62,55 @@ def compatibility_factors(
         "mla": _yes_or_no(model.use_mla),
         "dtype": dtype,
         "kv_cache_dtype": dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
-        "attention_backends": ", ".join(sorted(set(attn_backend_names))),
         "hybrid_kv_cache_manager": _yes_or_no(hybrid),
         "multimodal_items_named_by": items_named_by(vllm_config),
-        **_draft_factors(vllm_config, dtype),
+        **_draft_factors(vllm_config),
     }
 
 
-def _draft_factors(vllm_config: VllmConfig, dtype: str) -> dict[str, str]:
+def compared_factors(factors: Mapping[str, str], settings: Settings) -> dict[str, str] | None:
+    """Which values are looked for at an engine that is to be read from; None for no matter which.
+
+    Drafts that are not there, or are others, cost nothing but their own layers, which are not read.
+    """
+    if not settings.enforce_handshake_compat:
+        return None
+    if settings.missing_draft_layers == "compute":
+        return {**factors, **dict.fromkeys(_DRAFT_FACTORS, ANY)}
+    return dict(factors)
+
+
+def draft_identity(vllm_config: VllmConfig) -> str | None:
+    """What tells one engine's drafts from another's; None where drafts have no layers."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not (speculative.use_eagle() or speculative.uses_draft_model()):
+        return None
+    values = _draft_values(vllm_config)
+    del values["draft_lookahead"]
+    return "; ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _draft_factors(vllm_config: VllmConfig) -> dict[str, str]:
     """What must be equal of drafts that are made from the model's hidden states.
 
     Layers of EAGLE, MTP and the like keep a KV cache of the same tokens, which is read with the
-    model's: both engines draft alike, or neither does. Drafts from tokens alone, as by n-grams or a
-    whole model, are not compared; the layers of such a model are planned by name, as all others
-    are. How many tokens are drafted at a time is each engine's own choice, where drafts do not read
-    as far ahead.
+    model's: both engines draft alike, or neither does, unless it is said that they need not. Drafts
+    from tokens alone, as by n-grams or a whole model, are not compared; the layers of such a model
+    are looked for when an engine needs them. How many tokens are drafted at a time is each engine's
+    own choice, where drafts do not read as far ahead.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle():
         return dict.fromkeys(_DRAFT_FACTORS, "none")
+    return _draft_values(vllm_config)
+
+
+def _draft_values(vllm_config: VllmConfig) -> dict[str, str]:
+    """What makes a draft's layers mean what they mean."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
     draft = speculative.draft_model_config
+    dtype = _dtype_name(vllm_config.model_config.dtype)
     cache_dtype = draft_cache_dtype(speculative, vllm_config.cache_config)
     # As with the model itself, paths are left out.
     values = (

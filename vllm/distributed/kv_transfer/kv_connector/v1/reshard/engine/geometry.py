@@ -8,6 +8,7 @@ asked of `attention_backends`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend
@@ -50,11 +51,15 @@ _SERVED_QUANTIZATIONS = frozenset(
 )
 """Number formats whose scales, if a token has any of its own, lie in its slot."""
 
+_THEIR_OWN: Mapping[str, str] = MappingProxyType({})
+"""Other engines know every layer by its own name."""
+
 
 def describe_cache(
     kv_caches: Mapping[str, torch.Tensor],
     kv_cache_config: KVCacheConfig,
     backends: Mapping[str, type[AttentionBackend]],
+    identities: Mapping[str, str] = _THEIR_OWN,
 ) -> RankCache:
     """Describe where every layer's keys and values lie in this worker's memory.
 
@@ -64,39 +69,33 @@ def describe_cache(
         kv_caches: The tensor of each layer, as the model runner registers it.
         kv_cache_config: This worker's groups and layers.
         backends: The attention backend of each layer.
+        identities: By what name other engines know a layer, where it is not its own.
 
     Raises:
         LocalLayoutError: A layer's cache is no attention cache, or it is not known how its backend
-            stores, or its blocks are not equally many, or a slot's bytes do not adjoin.
+            stores, or its blocks are not those of the scheduler, or a slot's bytes do not adjoin.
     """
     layers: dict[Layer, LayerCache] = {}
-    counts: set[int] = set()
     seen: set[LayerCache] = set()
     for name, (spec, group) in _specs(kv_cache_config).items():
         if name not in kv_caches:
             continue
         num_blocks, planes = _describe(name, kv_caches[name], spec, backends[name])
-        counts.add(num_blocks)
-        layer = LayerCache(planes, group)
+        blocks_per_id, remaining = divmod(num_blocks, kv_cache_config.num_blocks)
+        if remaining:
+            raise LocalLayoutError(
+                f"layer {name} has a KV cache of {num_blocks} blocks, and the scheduler counts "
+                f"{kv_cache_config.num_blocks}, which do not divide them: use another attention "
+                "backend"
+            )
+        layer = LayerCache(planes, group, blocks_per_id, backends[name].get_name())
         if layer not in seen:
-            layers[name] = layer
+            layers[identities.get(name, name)] = layer
         seen.add(layer)
     if not layers:
         raise LocalLayoutError("no layer of this worker has a KV cache: there is nothing to serve")
-    num_blocks = min(counts)
-    if len(counts) > 1 or num_blocks % kv_cache_config.num_blocks:
-        raise LocalLayoutError(
-            f"KV caches with different numbers of blocks ({sorted(counts)}, of which "
-            f"the scheduler counts {kv_cache_config.num_blocks}) cannot be transferred: use one "
-            "attention backend for all layers"
-        )
     device = next(iter(kv_caches.values())).get_device()
-    return RankCache(
-        num_blocks,
-        max(device, 0),
-        layers,
-        blocks_per_id=num_blocks // kv_cache_config.num_blocks,
-    )
+    return RankCache(kv_cache_config.num_blocks, max(device, 0), layers)
 
 
 def memory_regions(kv_caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int, int]]:
@@ -116,21 +115,36 @@ def window_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
     )
 
 
-def latent_layers(kv_cache_config: KVCacheConfig) -> frozenset[str]:
-    """The layers whose cache is MLA's: one latent, which every rank holds."""
+def latent_layers(
+    kv_cache_config: KVCacheConfig, identities: Mapping[str, str] = _THEIR_OWN
+) -> frozenset[Layer]:
+    """The layers whose cache is MLA's: one latent, which every rank holds.
+
+    That of an indexer beside MLA is such a one, too.
+
+    Args:
+        kv_cache_config: This worker's groups and layers.
+        identities: By what name other engines know a layer, where it is not its own.
+    """
     return frozenset(
-        name for name, (spec, _) in _specs(kv_cache_config).items() if isinstance(spec, _MLA_SPECS)
+        identities.get(name, name)
+        for name, (spec, _) in _specs(kv_cache_config).items()
+        if isinstance(spec, _MLA_SPECS)
     )
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]:
-    """The specification and the group of every layer."""
+    """The specification and the group of every layer that has a cache of its own.
+
+    One that shares another's may be named in a group all the same, with no specification there.
+    """
     specs: dict[str, tuple[KVCacheSpec, int]] = {}
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
+        own = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else None
         for name in group.layer_names:
-            own = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-            specs[name] = own, group_id
+            if own is None or name in own:
+                specs[name] = (spec if own is None else own[name]), group_id
     return specs
 
 

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from vllm.logger import init_logger
 
 from ..errors import RemoteLayoutError
-from ..memory.summary import describe_reads
+from ..memory.summary import describe_reads, layers_text
 from ..plan.reshard import plan_reshard
 from ..plan.shards import Shard
 from ..plan.verify import verify_plan
@@ -29,6 +30,7 @@ from ..transport.agent import NixlAgent
 from ..transport.generation import Generation
 from ..transport.remote import Reader, RemoteEngine
 from ..transport.staging_area import StagingArea
+from .drafts import without_missing_drafts
 
 logger = init_logger(__name__)
 
@@ -47,6 +49,7 @@ class Local:
         regions: The cache's memory, as an agent registers it.
         area: Where staged reads stop over; None where all go direct.
         spread: Spreads replicas of an engine over holders of the same heads.
+        missing_drafts: What becomes of a draft's layers that the other engine has not.
     """
 
     reader: Reader
@@ -54,6 +57,7 @@ class Local:
     regions: Sequence[tuple[int, int, int]]
     area: StagingArea | None
     spread: int
+    missing_drafts: Literal["refuse", "compute"] = "refuse"
 
 
 class Opener:
@@ -134,11 +138,16 @@ class Opener:
         local = self._local
         assert local is not None
         shards = [description.shard for description in descriptions]
-        plan = plan_reshard(shards, local.shards, spread=local.spread)
+        needed, missing = without_missing_drafts(shards, local.shards, local.missing_drafts)
+        if missing:
+            logger.warning(
+                "Drafts start cold: engine %s does not have their layers (%s).",
+                address.engine_id,
+                layers_text(missing),
+            )
+        plan = plan_reshard(shards, needed, spread=local.spread)
         # It costs many times what planning does: it is for who looks for a defect of ours.
-        if logger.isEnabledFor(logging.DEBUG) and (
-            faults := verify_plan(shards, local.shards, plan)
-        ):
+        if logger.isEnabledFor(logging.DEBUG) and (faults := verify_plan(shards, needed, plan)):
             raise RemoteLayoutError(
                 f"no plan fits what engine {address.engine_id} says of itself ({faults[0]}): run "
                 "the same build of the connector on both engines"

@@ -328,7 +328,7 @@ class RequestReads:
 
     def _has_too_much_in_doubt(self) -> bool:
         assert self._reader is not None
-        num_ids = self._reader.cache.num_blocks // self._reader.cache.blocks_per_id
+        num_ids = self._reader.cache.num_block_ids
         return self._num_in_doubt * _MOST_IN_DOUBT > num_ids
 
     def _contain(self, now_s: float) -> None:

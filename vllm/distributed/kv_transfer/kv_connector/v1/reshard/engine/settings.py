@@ -66,6 +66,9 @@ class Settings(
         side_channel_key_file: The key that engines know one another by, on each of their machines;
             None where whoever reaches a side channel may ask there.
         trusted_peers: Networks that other engines are in; None for any.
+        missing_draft_layers: What becomes of a draft's layers that this engine has and the one that
+            it reads from has not: the engine is refused, or the draft computes what it needs from
+            then on, and starts cold.
     """
 
     lease_s: _Seconds = 30
@@ -82,6 +85,7 @@ class Settings(
     kv_hung_peer_timeout_s: _Seconds = 600
     transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
     staging_arena_bytes: _Bytes | None = None
+    missing_draft_layers: Literal["refuse", "compute"] = "refuse"
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
 

@@ -20,10 +20,8 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
-from ..errors import LocalLayoutError
-from ..memory.cache import RankCache
 from ..plan.mesh import MeshRank
-from ..plan.shards import Shard, heads_of_rank
+from ..plan.shards import Shard
 from ..protocol.bounds import ReplyBounds
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import EngineId, RemoteEngineAddress
@@ -35,14 +33,16 @@ from ..transport.remote import Reader
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
 from .compat import REQUEST_NUMBERS, steps_in_flight_keep_blocks
+from .drafts import draft_identities
 from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .exchange import Event, Exchange, Report, Step
-from .factors import compatibility_factors
+from .factors import compared_factors, compatibility_factors
 from .geometry import describe_cache, latent_layers, memory_regions, window_groups
 from .holder import Holder
 from .loop import ConnectorThread, on_cores
 from .notifier import Notifier
 from .opening import Local, Opener
+from .ownership import shard_of_worker
 from .peers import PeerTable
 from .reads import RequestReads
 from .settings import read_settings
@@ -122,8 +122,10 @@ class ReshardWorker:
             LocalLayoutError: The caches cannot be transferred.
         """
         backends = self._backends(kv_caches)
-        cache = describe_cache(kv_caches, self._kv_cache_config, backends)
-        shard = self._shard(cache)
+        drafts = draft_identities(self._vllm_config, kv_caches)
+        cache = describe_cache(kv_caches, self._kv_cache_config, backends, drafts)
+        latent = latent_layers(self._kv_cache_config, drafts)
+        shard = shard_of_worker(self._rank, self._tp_size, cache, latent)
         shards = _gather(shard)
         regions = memory_regions(kv_caches)
         exchange = self._exchange
@@ -133,13 +135,12 @@ class ReshardWorker:
         exchange.reads.read_into(reader)
         # Not the rank, which is 0 in every replica of a dense model.
         spread = self._vllm_config.parallel_config.data_parallel_index
-        self._factors = compatibility_factors(
-            self._vllm_config, sorted({backend.get_name() for backend in backends.values()})
-        )
+        self._factors = compatibility_factors(self._vllm_config)
         self._enquirer = enquirer = self._make_enquirer(shards)
-        required = self._factors if self._settings.enforce_handshake_compat else None
+        required = compared_factors(self._factors, self._settings)
+        policy = self._settings.missing_draft_layers
         self._opener.begin(
-            Local(reader, shards, regions, area, spread),
+            Local(reader, shards, regions, area, spread, policy),
             lambda address: enquirer.ask(address, required),
         )
         description = WorkerDescription(
@@ -268,34 +269,6 @@ class ReshardWorker:
         )
         return {name: layer.get_attn_backend() for name, layer in layers.items()}
 
-    def _shard(self, cache: RankCache) -> Shard:
-        """What this worker holds of the model.
-
-        Raises:
-            LocalLayoutError: A layer's heads are not split as those of the model are.
-        """
-        model_config = self._vllm_config.model_config
-        mla = bool(model_config.use_mla)
-        num_kv_heads = 1 if mla else model_config.get_total_num_kv_heads()
-        heads = heads_of_rank(self._rank.tp_rank, self._tp_size, num_kv_heads)
-        latent = latent_layers(self._kv_cache_config)
-        for layer, layer_cache in cache.layers.items():
-            if (layer in latent) != mla:
-                kinds = ("KV heads", "one latent") if mla else ("one latent", "KV heads")
-                raise LocalLayoutError(
-                    f"layer {layer} caches {kinds[0]} but the model's layers cache {kinds[1]}, "
-                    "which are split over ranks in other ways: use a draft model whose attention "
-                    "is of the model's kind, or none"
-                )
-            for plane in layer_cache.planes:
-                if plane.num_heads != len(heads):
-                    raise LocalLayoutError(
-                        f"layer {layer} has {plane.num_heads} KV heads on rank {self._rank}, which "
-                        f"holds {len(heads)} of the model's {num_kv_heads}: use a model, and a "
-                        "draft model, whose layers have equally many"
-                    )
-        return Shard(self._rank, dict.fromkeys(cache.layers, heads))
-
 
 def _parents_cores() -> set[int] | None:
     """The cores of the process that has started this one, which nobody has bound since."""
@@ -308,9 +281,9 @@ def _parents_cores() -> set[int] | None:
 
 def _gather(shard: Shard) -> tuple[Shard, ...]:
     """What every worker of this engine holds; all workers call it at the same time."""
-    own = (shard.rank, dict(shard.heads_by_layer))
+    own = (shard.rank, dict(shard.holdings))
     stage: list[Any] = [None] * get_tp_group().world_size
     torch.distributed.all_gather_object(stage, own, group=get_tp_group().cpu_group)
     stages: list[Any] = [None] * get_pp_group().world_size
     torch.distributed.all_gather_object(stages, stage, group=get_pp_group().cpu_group)
-    return tuple(Shard(rank, heads) for workers in stages for rank, heads in workers)
+    return tuple(Shard(rank, layers) for workers in stages for rank, layers in workers)

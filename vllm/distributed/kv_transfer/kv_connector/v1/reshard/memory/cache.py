@@ -104,10 +104,15 @@ class LayerCache:
     Attributes:
         planes: Keys and values, or both in one, or the latent, in this order on both sides.
         group: The KV-cache group that the layer belongs to on this engine. Block ids are per group.
+        blocks_per_id: Blocks that one block id of the scheduler stands for, one after another. More
+            than 1 where the attention kernel wants smaller blocks than the scheduler allocates.
+        backend: The attention backend, which decides what the bytes of a slot mean.
     """
 
     planes: tuple[Plane, ...]
     group: int
+    blocks_per_id: int = 1
+    backend: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +120,15 @@ class RankCache:
     """The KV cache of one rank.
 
     Attributes:
-        num_blocks: Blocks in every plane.
+        num_block_ids: Block ids of the scheduler, each of which stands for `blocks_per_id` blocks
+            in every plane of a layer.
         device_id: The memory's device, as NIXL numbers it.
         layers: The cache of each layer that the rank holds.
-        blocks_per_id: Blocks that one block id of the scheduler stands for, one after another. More
-            than 1 where the attention kernel wants smaller blocks than the scheduler allocates.
     """
 
-    num_blocks: int
+    num_block_ids: int
     device_id: int
     layers: Mapping[Layer, LayerCache]
-    blocks_per_id: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", MappingProxyType(dict(self.layers)))

@@ -79,12 +79,14 @@ class LegEnd:
         num_blocks: Blocks that each row stands for.
         block_tokens: Tokens in a block.
         runs_per_block: Rows of one head run: runs of tokens in a block.
+        blocks_per_id: Blocks that one block id of the scheduler stands for.
     """
 
     rows: Rows
     num_blocks: int
     block_tokens: int
     runs_per_block: int
+    blocks_per_id: int
 
     @property
     def num_descriptors(self) -> int:
@@ -101,11 +103,19 @@ class LegEnd:
 
 @dataclass(frozen=True, slots=True)
 class PlanePair:
-    """One plane of a layer at both ends, and the layer's groups there."""
+    """One plane of a layer at both ends, with what is the layer's there.
+
+    Attributes:
+        src: The plane at the source.
+        dst: The same at the destination.
+        groups: The layer's KV-cache groups, at the source and at the destination.
+        blocks_per_id: Blocks of the layer that one block id stands for, at both.
+    """
 
     src: Plane
     dst: Plane
     groups: tuple[int, int]
+    blocks_per_id: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +197,7 @@ class Leg:
         Returns:
             Indices at the source and at the destination, of equal length.
         """
-        head_runs_per_plane = self.read.num_heads // self.run.num_heads
+        head_runs_per_plane = self.read.num_units // self.run.num_heads
         src_parts: list[npt.NDArray[np.int64]] = []
         dst_parts: list[npt.NDArray[np.int64]] = []
         for each in selections:
@@ -212,7 +222,7 @@ class Leg:
         return count
 
     def _head_runs(self, selection: Selection) -> int:
-        return len(selection.planes) * (self.read.num_heads // self.run.num_heads)
+        return len(selection.planes) * (self.read.num_units // self.run.num_heads)
 
     def _descriptors(
         self, selection: Selection, head_runs: npt.NDArray[np.int64]
@@ -248,30 +258,38 @@ def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
         dst: The cache of `read.dst_rank`.
 
     Raises:
-        RemoteLayoutError: The two caches differ in their planes, in what makes a slot, or in the
-            size of blocks whose tokens are packed.
+        RemoteLayoutError: The two caches differ in their planes or attention backends, in what
+            makes a slot, or in the size of blocks whose tokens are packed.
         LocalLayoutError: A list would have more descriptors than NIXL's indices can count.
     """
-    pairs_by_shape: dict[tuple[Run, Plane, Plane], list[PlanePair]] = defaultdict(list)
+    pairs_by_shape: dict[tuple[Run, tuple[int, int], Plane, Plane], list[PlanePair]] = defaultdict(
+        list
+    )
     for layer in read.layers:
         for pair in _paired_planes(layer, src, dst):
-            run = _common_run(read.num_heads, pair)
+            run = _common_run(read.num_units, pair)
             src_shape, dst_shape = (replace(each, address=0) for each in (pair.src, pair.dst))
-            pairs_by_shape[run, src_shape, dst_shape].append(pair)
-    return tuple(_leg(read, run, pairs, src, dst) for (run, _, _), pairs in pairs_by_shape.items())
+            pairs_by_shape[run, pair.blocks_per_id, src_shape, dst_shape].append(pair)
+    return tuple(_leg(read, run, pairs, src, dst) for (run, *_), pairs in pairs_by_shape.items())
 
 
 def _leg(read: Read, run: Run, pairs: Sequence[PlanePair], src: RankCache, dst: RankCache) -> Leg:
     """Write both lists for planes that are alike."""
     planes: dict[tuple[int, int], list[int]] = defaultdict(list)
+    src_blocks_per_id, dst_blocks_per_id = pairs[0].blocks_per_id
+    slice_ = read.num_units, run
     for position, pair in enumerate(pairs):
         planes[pair.groups].append(position)
     return Leg(
         read,
         tuple(pairs),
         run,
-        write_end([pair.src for pair in pairs], src, read.src_head_offset, read.num_heads, run),
-        write_end([pair.dst for pair in pairs], dst, read.dst_head_offset, read.num_heads, run),
+        write_end(
+            [pair.src for pair in pairs], src, src_blocks_per_id, read.src_unit_offset, *slice_
+        ),
+        write_end(
+            [pair.dst for pair in pairs], dst, dst_blocks_per_id, read.dst_unit_offset, *slice_
+        ),
         tuple(
             (groups, np.asarray(positions, dtype=np.int64))
             for groups, positions in sorted(planes.items())
@@ -281,8 +299,15 @@ def _leg(read: Read, run: Run, pairs: Sequence[PlanePair], src: RankCache, dst: 
 
 def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[PlanePair]:
     """Match a layer's planes by position."""
-    src_planes, dst_planes = src.layers[layer].planes, dst.layers[layer].planes
-    groups = src.layers[layer].group, dst.layers[layer].group
+    src_layer, dst_layer = src.layers[layer], dst.layers[layer]
+    src_planes, dst_planes = src_layer.planes, dst_layer.planes
+    groups = src_layer.group, dst_layer.group
+    blocks_per_id = src_layer.blocks_per_id, dst_layer.blocks_per_id
+    if src_layer.backend != dst_layer.backend:
+        raise RemoteLayoutError(
+            f"layer {layer} is kept by attention backend {src_layer.backend} at the source but by "
+            f"{dst_layer.backend} here: give both engines the same --attention-backend"
+        )
     if len(src_planes) != len(dst_planes):
         raise RemoteLayoutError(
             f"layer {layer} has {len(src_planes)} planes at the source but {len(dst_planes)} here: "
@@ -303,7 +328,7 @@ def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[Pla
                 f"{_page_text(dst_plane)} here: run both engines with the same attention backend "
                 "and --block-size"
             )
-        yield PlanePair(src_plane, dst_plane, groups)
+        yield PlanePair(src_plane, dst_plane, groups, blocks_per_id)
 
 
 def _page_text(plane: Plane) -> str:
@@ -325,13 +350,19 @@ def _common_run(num_heads: int, pair: PlanePair) -> Run:
 
 
 def write_end(
-    planes: Sequence[Plane], cache: RankCache, head_offset: int, num_heads: int, run: Run
+    planes: Sequence[Plane],
+    cache: RankCache,
+    blocks_per_id: int,
+    head_offset: int,
+    num_heads: int,
+    run: Run,
 ) -> LegEnd:
     """Write the strided rows of one end.
 
     Args:
         planes: The planes, all of one shape.
         cache: Whose they are.
+        blocks_per_id: Blocks of theirs that one block id stands for.
         head_offset: The first head, within the planes.
         num_heads: How many heads.
         run: What one descriptor is to move; it must be contiguous.
@@ -340,10 +371,11 @@ def write_end(
         LocalLayoutError: There would be more descriptors than NIXL's indices can count.
     """
     block_tokens = planes[0].block_tokens
+    num_blocks = cache.num_block_ids * blocks_per_id
     num_rows = len(planes) * (num_heads // run.num_heads) * (block_tokens // run.num_tokens)
-    if num_rows > _MAX_ROWS or num_rows * cache.num_blocks > _MAX_DESCRIPTORS:
+    if num_rows > _MAX_ROWS or num_rows * num_blocks > _MAX_DESCRIPTORS:
         raise LocalLayoutError(
-            f"{num_rows} runs in each of {cache.num_blocks} blocks are more descriptors than one "
+            f"{num_rows} runs in each of {num_blocks} blocks are more descriptors than one "
             f"transfer list can hold, {_MAX_ROWS} runs and {_MAX_DESCRIPTORS} in all: use a larger "
             "--block-size, the same on both engines, or fewer blocks"
         )
@@ -353,7 +385,7 @@ def write_end(
             run.num_heads * run.num_tokens * plane.slot_bytes,
             cache.device_id,
             plane.block_stride_bytes,
-            cache.num_blocks,
+            num_blocks,
         )
         for plane in planes
         for head in range(head_offset, head_offset + num_heads, run.num_heads)
@@ -361,9 +393,10 @@ def write_end(
     ]
     return LegEnd(
         np.array(rows, dtype=np.uint64),
-        cache.num_blocks,
+        num_blocks,
         block_tokens,
         block_tokens // run.num_tokens,
+        blocks_per_id,
     )
 
 

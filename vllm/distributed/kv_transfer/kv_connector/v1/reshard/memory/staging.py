@@ -147,7 +147,7 @@ class StagedLeg:
     def scatter(self, window: Window, span: Span) -> Scatter:
         """The copy that brings a window to where it belongs."""
         selection, leg, src, dst = window.selection, self.leg, self.slice, self.leg.pairs[0].dst
-        num_heads, head_offset = leg.read.num_heads, leg.read.dst_head_offset
+        num_heads, head_offset = leg.read.num_units, leg.read.dst_unit_offset
         src_block = np.searchsorted(window.src_block_ids, selection.src_block_ids)
         _, src_token = _located(selection.chunk_starts, selection.src, leg.src.block_tokens)
         position, dst_token = _located(selection.chunk_starts, selection.dst, leg.dst.block_tokens)
@@ -236,13 +236,13 @@ def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
         LocalLayoutError: A list would have more descriptors than NIXL's indices can count.
     """
     planes = [pair.src for pair in leg.pairs]
-    plane, num_heads = planes[0], leg.read.num_heads
+    plane, num_heads = planes[0], leg.read.num_units
     run, token_major = _source_run(plane, num_heads)
     rows_per_block = (num_heads // run.num_heads) * (plane.block_tokens // run.num_tokens)
     head_bytes = plane.block_tokens * plane.slot_bytes
     return StagedLeg(
         leg,
-        write_end(planes, src, leg.read.src_head_offset, num_heads, run),
+        write_end(planes, src, leg.src.blocks_per_id, leg.read.src_unit_offset, num_heads, run),
         rows_per_block,
         Plane(
             address=0,

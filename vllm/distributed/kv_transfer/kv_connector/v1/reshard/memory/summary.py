@@ -29,12 +29,13 @@ class CacheFormat:
     """How both engines keep the KV cache: in pages that hold a block's heads before its tokens.
 
     Attributes:
-        slot_bytes: Size of one head of one token in one plane.
+        slot_bytes: Size of one head of one token in one plane, where a layer has none of its own.
         num_planes: 2 for keys and values, 1 for the latent of MLA.
         src_block_tokens: Tokens in a block of the source.
         dst_block_tokens: Tokens in a block of the destination.
         window_tokens_by_layer: The layers that keep the last tokens of a sequence only, and how
             many. Others keep all.
+        slot_bytes_by_layer: The layers whose slots have another size.
     """
 
     slot_bytes: int
@@ -42,6 +43,11 @@ class CacheFormat:
     src_block_tokens: int
     dst_block_tokens: int
     window_tokens_by_layer: Mapping[Layer, int] = field(default_factory=dict)
+    slot_bytes_by_layer: Mapping[Layer, int] = field(default_factory=dict)
+
+    def slot_bytes_of(self, layer: Layer) -> int:
+        """Size of one head of one token in one plane of a layer."""
+        return self.slot_bytes_by_layer.get(layer, self.slot_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +204,7 @@ def only_notified_by(plan: ReshardPlan, dst_rank: MeshRank) -> tuple[MeshRank, .
 def describe_reads(plan: ReshardPlan, dst_rank: MeshRank) -> str:
     """What one destination rank reads from whom, and whom it only notifies, in one line."""
     reads = "; ".join(
-        f"{layers_text(read.layers)}, heads {read.heads} from {read.src_rank}"
+        f"{layers_text(read.layers)}, heads {read.units} from {read.src_rank}"
         for read in plan.reads_of(dst_rank)
     )
     parts = [f"reads {reads}" if reads else "reads nothing"]
@@ -270,7 +276,9 @@ def _measure_read(
     ]
     return ReadFigures(
         read,
-        len(read.layers) * read.num_heads * cache_format.num_planes * cache_format.slot_bytes,
+        read.num_units
+        * cache_format.num_planes
+        * sum(cache_format.slot_bytes_of(layer) for layer in read.layers),
         request_bytes=sum(each.request_bytes for each in figures),
         descriptors=sum(each.descriptors for each in figures),
         descriptor_bytes=min(each.descriptor_bytes for each in figures),
@@ -329,26 +337,26 @@ def _cache(
     longest_tokens: int,
 ) -> RankCache:
     """Some layers of a rank's cache, in memory that begins at 0; one group for each window."""
-    page_bytes = block_tokens * cache_format.slot_bytes
 
-    def planes(num_heads: int) -> tuple[Plane, ...]:
+    def planes(num_heads: int, slot_bytes: int) -> tuple[Plane, ...]:
+        page_bytes = block_tokens * slot_bytes
         plane = Plane(
             address=0,
             block_stride_bytes=num_heads * page_bytes,
             head_stride_bytes=page_bytes,
-            token_stride_bytes=cache_format.slot_bytes,
-            slot_bytes=cache_format.slot_bytes,
+            token_stride_bytes=slot_bytes,
+            slot_bytes=slot_bytes,
             num_heads=num_heads,
             block_tokens=block_tokens,
         )
         return (plane,) * cache_format.num_planes
 
     return RankCache(
-        num_blocks=-(-longest_tokens // block_tokens),
+        num_block_ids=-(-longest_tokens // block_tokens),
         device_id=0,
         layers={
             layer: LayerCache(
-                planes(len(shard.heads_by_layer[layer])),
+                planes(len(shard.holdings[layer].units), cache_format.slot_bytes_of(layer)),
                 windows.index(cache_format.window_tokens_by_layer.get(layer, 0)),
             )
             for layer in layers

@@ -14,6 +14,9 @@ Example, 6 KV heads and one layer, source TP3 to destination TP2:
                             tp2           [4, 6)          0            1
 
 Source rank tp1 is released by tp0 and tp1, the others by one destination rank each.
+
+Nothing here asks how many heads a model has: units are each layer's own, and so may be layers of
+one engine that the other has not, as long as the destination needs none of those.
 """
 
 from __future__ import annotations
@@ -21,36 +24,37 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ..errors import LocalLayoutError, RemoteLayoutError, ReshardError
 from .mesh import MeshRank
-from .shards import HeadInterval, Layer, Shard
+from .shards import Holding, Layer, Shard, UnitInterval, common_units
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One destination rank's read of a slice of heads of some layers from one source rank.
+    """One destination rank's read of a slice of units of some layers from one source rank.
 
     Attributes:
         dst_rank: Who reads.
         src_rank: Who is read from.
         layers: The layers to read, in the order of the destination's cache.
-        heads: The global heads to read of each layer.
-        src_head_offset: Position of the first head within the source's shard of each layer.
-        dst_head_offset: Position of the first head within the destination's shard of each layer.
+        units: The units to read of each layer, of those of the whole model.
+        src_unit_offset: Position of the first unit within the source's shard of each layer.
+        dst_unit_offset: Position of the first unit within the destination's shard of each layer.
     """
 
     dst_rank: MeshRank
     src_rank: MeshRank
     layers: tuple[Layer, ...]
-    heads: HeadInterval
-    src_head_offset: int
-    dst_head_offset: int
+    units: UnitInterval
+    src_unit_offset: int
+    dst_unit_offset: int
 
     @property
-    def num_heads(self) -> int:
-        """Heads read of each layer."""
-        return len(self.heads)
+    def num_units(self) -> int:
+        """Units read of each layer."""
+        return len(self.units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class ReshardPlan:
 def plan_reshard(src: Iterable[Shard], dst: Iterable[Shard], *, spread: int = 0) -> ReshardPlan:
     """Plan the reads that fill every destination rank from the source ranks.
 
-    Where several source ranks hold the same heads, their readers take turns among them, both in the
+    Where several source ranks hold the same units, their readers take turns among them, both in the
     order of ranks. A reader keeps to the same holder for everything that the same ranks hold.
 
     Args:
@@ -101,21 +105,21 @@ def plan_reshard(src: Iterable[Shard], dst: Iterable[Shard], *, spread: int = 0)
             as data-parallel replicas, pass different values so that they burden different holders.
 
     Returns:
-        A plan in which every head of every destination layer is read exactly once.
+        A plan in which every unit of every destination layer is read exactly once.
 
     Raises:
         LocalLayoutError: `dst` is empty or names a rank twice.
-        RemoteLayoutError: `src` names a rank twice, or no source rank holds a head that a
-            destination rank needs.
+        RemoteLayoutError: `src` names a rank twice, or a layer has other units there, or no source
+            rank holds a unit that a destination rank needs.
     """
     src_by_rank = _by_rank(src, "source", RemoteLayoutError)
     dst_by_rank = _by_rank(dst, "destination", LocalLayoutError)
     if not dst_by_rank:
         raise LocalLayoutError("there is no destination rank to read for: give at least one")
-    pieces = _elect(src_by_rank, dst_by_rank, spread)
+    held, needed = _on_common_units(src_by_rank, dst_by_rank)
     reads = sorted(
-        _merge_layers(pieces, src_by_rank, dst_by_rank),
-        key=lambda read: (read.dst_rank, read.src_rank, read.heads, str(read.layers[0])),
+        _merge_layers(_elect(held, needed, spread), held, needed),
+        key=lambda read: (read.dst_rank, read.src_rank, read.units, str(read.layers[0])),
     )
     return ReshardPlan(tuple(reads), tuple(_releases(reads, src_by_rank, dst_by_rank, spread)))
 
@@ -132,71 +136,113 @@ def _by_rank(
     return by_rank
 
 
+_Boxes: TypeAlias = dict[MeshRank, dict[Layer, UnitInterval]]
+"""The units of each layer on each rank, in the order of ranks and of their caches."""
+
+
+def _on_common_units(
+    src: dict[MeshRank, Shard], dst: dict[MeshRank, Shard]
+) -> tuple[_Boxes, _Boxes]:
+    """What the ranks of both ends hold of the layers that the destination needs."""
+    by_layer: dict[Layer, tuple[list[Holding], list[Holding]]] = {
+        layer: ([], []) for shard in dst.values() for layer in shard.holdings
+    }
+    for end, shards in enumerate((src, dst)):
+        for shard in shards.values():
+            for layer, holding in shard.holdings.items():
+                if layer in by_layer:
+                    by_layer[layer][end].append(holding)
+    num_units: dict[Layer, int] = {}
+    for layer, ends in by_layer.items():
+        common = common_units([*ends[0], *ends[1]])
+        if common is None:
+            there, here = (", ".join(sorted(set(map(_count_text, end)))) for end in ends)
+            raise RemoteLayoutError(
+                f"layer {layer} has {there} KV heads at the source but {here} here: run both "
+                "engines with the same model, and with layouts that split its layers alike"
+            )
+        num_units[layer] = common
+
+    def boxes(shards: dict[MeshRank, Shard]) -> _Boxes:
+        return {
+            rank: {
+                layer: holding.among(num_units[layer])
+                for layer, holding in shard.holdings.items()
+                if layer in num_units
+            }
+            for rank, shard in shards.items()
+        }
+
+    return boxes(src), boxes(dst)
+
+
+def _count_text(holding: Holding) -> str:
+    return f"{holding.num_units}{' or a divisor of it' if holding.may_repeat else ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Heads of one layer that one destination rank reads from one source rank."""
+    """Units of one layer that one destination rank reads from one source rank."""
 
     dst_rank: MeshRank
     src_rank: MeshRank
     layer: Layer
-    heads: HeadInterval
+    units: UnitInterval
 
 
-def _elect(src: dict[MeshRank, Shard], dst: dict[MeshRank, Shard], spread: int) -> Iterator[_Piece]:
-    """Choose a holder for every head of every destination layer."""
-    held_by_layer: dict[Layer, list[tuple[MeshRank, HeadInterval]]] = defaultdict(list)
-    for shard in src.values():
-        for layer, heads in shard.heads_by_layer.items():
-            held_by_layer[layer].append((shard.rank, heads))
+def _elect(src: _Boxes, dst: _Boxes, spread: int) -> Iterator[_Piece]:
+    """Choose a holder for every unit of every destination layer."""
+    held_by_layer: dict[Layer, list[tuple[MeshRank, UnitInterval]]] = defaultdict(list)
+    for src_rank, box in src.items():
+        for layer, units in box.items():
+            held_by_layer[layer].append((src_rank, units))
 
     # The readers of each set of replicas, in the order of ranks, which is the order of their turns.
     readers: dict[tuple[MeshRank, ...], list[MeshRank]] = defaultdict(list)
-    for shard in dst.values():
-        for layer, needed in shard.heads_by_layer.items():
+    for dst_rank, box in dst.items():
+        for layer, needed in box.items():
             pieces: list[_Piece] = []
-            for heads in _cut(needed, [held for _, held in held_by_layer[layer]]):
-                holders = tuple(rank for rank, held in held_by_layer[layer] if held.contains(heads))
+            for units in _cut(needed, [held for _, held in held_by_layer[layer]]):
+                holders = tuple(rank for rank, held in held_by_layer[layer] if held.contains(units))
                 if not holders:
                     raise RemoteLayoutError(
-                        f"no source rank holds heads {heads} of layer {layer}, which destination "
-                        f"rank {shard.rank} needs: run both engines with the same model, and "
+                        f"no source rank holds heads {units} of layer {layer}, which destination "
+                        f"rank {dst_rank} needs: run both engines with the same model, and "
                         "describe every stage and rank of the source"
                     )
-                if shard.rank not in readers[holders]:
-                    readers[holders].append(shard.rank)
-                turn = spread + readers[holders].index(shard.rank)
+                if dst_rank not in readers[holders]:
+                    readers[holders].append(dst_rank)
+                turn = spread + readers[holders].index(dst_rank)
                 src_rank = holders[turn % len(holders)]
                 if pieces and pieces[-1].src_rank == src_rank:
-                    heads = HeadInterval(pieces.pop().heads.start, heads.stop)
-                pieces.append(_Piece(shard.rank, src_rank, layer, heads))
+                    units = UnitInterval(pieces.pop().units.start, units.stop)
+                pieces.append(_Piece(dst_rank, src_rank, layer, units))
             yield from pieces
 
 
-def _cut(needed: HeadInterval, held: list[HeadInterval]) -> Iterator[HeadInterval]:
+def _cut(needed: UnitInterval, held: list[UnitInterval]) -> Iterator[UnitInterval]:
     """Cut an interval wherever a held one begins or ends: each piece is held as a whole or not."""
-    edges = {edge for heads in held for edge in (heads.start, heads.stop)}
+    edges = {edge for units in held for edge in (units.start, units.stop)}
     inner = sorted(edge for edge in edges if needed.start < edge < needed.stop)
     starts, stops = [needed.start, *inner], [*inner, needed.stop]
-    return (HeadInterval(start, stop) for start, stop in zip(starts, stops, strict=True))
+    return (UnitInterval(start, stop) for start, stop in zip(starts, stops, strict=True))
 
 
-def _merge_layers(
-    pieces: Iterable[_Piece], src: dict[MeshRank, Shard], dst: dict[MeshRank, Shard]
-) -> Iterator[Read]:
+def _merge_layers(pieces: Iterable[_Piece], src: _Boxes, dst: _Boxes) -> Iterator[Read]:
     """Join the pieces that are alike in everything but the layer."""
-    layers_by_slice: dict[tuple[MeshRank, MeshRank, HeadInterval, int, int], list[Layer]] = (
+    layers_by_slice: dict[tuple[MeshRank, MeshRank, UnitInterval, int, int], list[Layer]] = (
         defaultdict(list)
     )
     for piece in pieces:
-        src_head_offset, dst_head_offset = (
-            piece.heads.start - shard.heads_by_layer[piece.layer].start
-            for shard in (src[piece.src_rank], dst[piece.dst_rank])
+        src_unit_offset, dst_unit_offset = (
+            piece.units.start - box[piece.layer].start
+            for box in (src[piece.src_rank], dst[piece.dst_rank])
         )
         layers_by_slice[
-            piece.dst_rank, piece.src_rank, piece.heads, src_head_offset, dst_head_offset
+            piece.dst_rank, piece.src_rank, piece.units, src_unit_offset, dst_unit_offset
         ].append(piece.layer)
-    for (dst_rank, src_rank, heads, src_offset, dst_offset), layers in layers_by_slice.items():
-        yield Read(dst_rank, src_rank, tuple(layers), heads, src_offset, dst_offset)
+    for (dst_rank, src_rank, units, src_offset, dst_offset), layers in layers_by_slice.items():
+        yield Read(dst_rank, src_rank, tuple(layers), units, src_offset, dst_offset)
 
 
 def _releases(

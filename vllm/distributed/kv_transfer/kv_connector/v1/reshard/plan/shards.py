@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank holds which layers, and which of each layer's KV heads.
+"""Which rank holds which layers, and which of each layer's units.
 
-Heads are numbered globally, over the whole model, and held in half-open intervals. With `H` KV
-heads in a layer, and `T` tensor-parallel ranks:
+*Units* are what tensor parallelism splits of a layer: KV heads, or the one latent of MLA. They are
+each layer's own, numbered over the whole model, and held in half-open intervals. With `U` units in
+a layer, and `T` tensor-parallel ranks:
 
-    T <= H    T must divide H    rank t holds [t*H/T, (t+1)*H/T)
-    T >  H    H must divide T    rank t holds the one head t*H//T: T/H ranks are its replicas
-    MLA       H counts as 1      every rank holds the one latent head
+    T <= U    T must divide U    rank t holds [t*U/T, (t+1)*U/T)
+    T >  U    U must divide T    rank t holds the one unit t*U//T: T/U ranks are its replicas
 
-For H = 6:
+For U = 6:
 
     T=2   [0,3) [3,6)
     T=3   [0,2) [2,4) [4,6)
@@ -16,11 +16,16 @@ For H = 6:
 
 These are vLLM's rules for splitting attention (`QKVParallelLinear`, `get_num_kv_heads`) and layers
 (`get_pp_indices`), so what they compute here is what the engine's workers hold.
+
+A worker that has several units of a layer knows `U`, which is T times as many. One that has a
+single unit of many ranks does not: it is one of T units, or a replica, and no module of vLLM says
+which. Its holding says so, and `common_units` finds a number to plan with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
@@ -29,12 +34,15 @@ from ..errors import LocalLayoutError
 from .mesh import MeshRank, ParallelMesh
 
 Layer: TypeAlias = int | str
-"""A layer's identity, equal on both sides: its name or its global index, one kind in one plan."""
+"""A layer's identity, equal on both sides: its name or its global index, one kind in one plan.
+
+Where one layer keeps things that are split by rules of their own, each of them is a layer here.
+"""
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class HeadInterval:
-    """The global KV heads `start <= head < stop` of one layer; never empty.
+class UnitInterval:
+    """The units `start <= unit < stop` of one layer; never empty.
 
     Raises:
         ValueError: The bounds are negative or out of order.
@@ -46,7 +54,7 @@ class HeadInterval:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
             raise ValueError(
-                f"heads [{self.start}, {self.stop}) are no interval: need 0 <= start < stop"
+                f"units [{self.start}, {self.stop}) are no interval: need 0 <= start < stop"
             )
 
     def __len__(self) -> int:
@@ -55,9 +63,46 @@ class HeadInterval:
     def __str__(self) -> str:
         return f"[{self.start}, {self.stop})"
 
-    def contains(self, other: HeadInterval) -> bool:
-        """Whether every head of `other` is in this interval."""
+    def contains(self, other: UnitInterval) -> bool:
+        """Whether every unit of `other` is in this interval."""
         return self.start <= other.start and other.stop <= self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one rank holds of one layer.
+
+    Attributes:
+        units: The units that it holds.
+        num_units: Units of the layer over the whole model.
+        may_repeat: `num_units` counts ranks, each of which holds one unit, and adjoining ones may
+            hold the same: the layer has that many units or any divisor of it, each of them on
+            equally many adjoining ranks.
+
+    Raises:
+        ValueError: The interval lies beyond the layer's units, or is not one rank's.
+    """
+
+    units: UnitInterval
+    num_units: int
+    may_repeat: bool = False
+
+    def __post_init__(self) -> None:
+        if self.units.stop > self.num_units or (self.may_repeat and len(self.units) > 1):
+            raise ValueError(
+                f"units {self.units} of {self.num_units} cannot be held"
+                f"{' by a rank that holds one' if self.may_repeat else ''}"
+            )
+
+    def among(self, num_units: int) -> UnitInterval:
+        """The units that are held of so many: of `num_units`, or of a divisor if they may repeat.
+
+        With a divisor that only divides what the layer has, each unit stands for several.
+        """
+        if num_units == self.num_units:
+            return self.units
+        unit = self.units.start * num_units // self.num_units
+        return UnitInterval(unit, unit + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,42 +111,75 @@ class Shard:
 
     Attributes:
         rank: The holder.
-        heads_by_layer: The layers that it holds, in the order of its own cache, with the global
-            heads of each.
+        holdings: The layers that it holds, in the order of its own cache, with its units of each.
     """
 
     rank: MeshRank
-    heads_by_layer: Mapping[Layer, HeadInterval]
+    holdings: Mapping[Layer, Holding]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "heads_by_layer", MappingProxyType(dict(self.heads_by_layer)))
+        object.__setattr__(self, "holdings", MappingProxyType(dict(self.holdings)))
 
 
-def heads_of_rank(tp_rank: int, tp_size: int, num_kv_heads: int) -> HeadInterval:
-    """The global heads that one tensor-parallel rank holds.
+def units_of_rank(tp_rank: int, tp_size: int, num_units: int) -> UnitInterval:
+    """The units of a layer that one tensor-parallel rank holds.
 
     Args:
         tp_rank: The rank, `0 <= tp_rank < tp_size`.
         tp_size: Number of ranks.
-        num_kv_heads: KV heads of the layer over all ranks; 1 for MLA.
+        num_units: Units of the layer over all ranks; 1 for MLA.
 
     Raises:
-        LocalLayoutError: Neither of `tp_size` and `num_kv_heads` divides the other as it must.
+        LocalLayoutError: Neither of `tp_size` and `num_units` divides the other as it must.
     """
-    if num_kv_heads < 1:
-        raise LocalLayoutError(f"num_kv_heads is {num_kv_heads} but must be at least 1")
-    larger, smaller = max(tp_size, num_kv_heads), min(tp_size, num_kv_heads)
+    if num_units < 1:
+        raise LocalLayoutError(f"num_kv_heads is {num_units} but must be at least 1")
+    larger, smaller = max(tp_size, num_units), min(tp_size, num_units)
     if larger % smaller:
         raise LocalLayoutError(
-            f"tensor_parallel_size {tp_size} does not fit {num_kv_heads} KV heads: one must "
-            f"divide the other; choose a tensor_parallel_size that divides {num_kv_heads} or is a "
+            f"tensor_parallel_size {tp_size} does not fit {num_units} KV heads: one must "
+            f"divide the other; choose a tensor_parallel_size that divides {num_units} or is a "
             "multiple of it"
         )
-    if tp_size > num_kv_heads:
-        head = tp_rank * num_kv_heads // tp_size
-        return HeadInterval(head, head + 1)
-    heads_per_rank = num_kv_heads // tp_size
-    return HeadInterval(tp_rank * heads_per_rank, (tp_rank + 1) * heads_per_rank)
+    if tp_size > num_units:
+        unit = tp_rank * num_units // tp_size
+        return UnitInterval(unit, unit + 1)
+    units_per_rank = num_units // tp_size
+    return UnitInterval(tp_rank * units_per_rank, (tp_rank + 1) * units_per_rank)
+
+
+def holding_of_rank(tp_rank: int, tp_size: int, units_per_rank: int) -> Holding:
+    """What one rank holds of a layer of which every rank holds equally many units.
+
+    Args:
+        tp_rank: The rank, `0 <= tp_rank < tp_size`.
+        tp_size: Number of ranks.
+        units_per_rank: Units that each rank holds, at least 1.
+    """
+    units = UnitInterval(tp_rank * units_per_rank, (tp_rank + 1) * units_per_rank)
+    return Holding(units, tp_size * units_per_rank, may_repeat=units_per_rank == 1 < tp_size)
+
+
+def common_units(holdings: Iterable[Holding]) -> int | None:
+    """With how many units a layer is planned, of which these holdings are all that is known.
+
+    Where nobody knows, it is the largest number that fits: a divisor of what every engine counts,
+    and so a multiple of what the layer has. Ranks that share one of these units share one of the
+    layer's, whatever that is: with `U` units on `T` ranks, and `G` a multiple of `U` that divides
+    `T`, the unit of rank t is `t*U//T`, which is `(t*G//T) // (G/U)`.
+
+    Args:
+        holdings: Of one layer, at both engines; at least one.
+
+    Returns:
+        The number; None where the holdings contradict each other.
+    """
+    known = {each.num_units for each in holdings if not each.may_repeat}
+    counted = {each.num_units for each in holdings if each.may_repeat}
+    if len(known) > 1:
+        return None
+    num_units = known.pop() if known else math.gcd(*counted)
+    return None if any(count % num_units for count in counted) else num_units
 
 
 def partition_layers(
@@ -150,15 +228,16 @@ def partition_layers(
 def shard_model(
     mesh: ParallelMesh,
     num_layers: int,
-    num_kv_heads: int,
+    num_kv_heads: int | Mapping[int, int],
     layers_per_stage: Sequence[int] | None = None,
 ) -> tuple[Shard, ...]:
-    """What every rank of an engine holds of a model whose layers are alike, by layer index.
+    """What every rank of an engine holds of a model, by layer index.
 
     Args:
         mesh: The engine's workers.
         num_layers: Layers of the model.
-        num_kv_heads: KV heads of each layer; 1 for MLA.
+        num_kv_heads: KV heads of each layer; 1 for MLA. Where layers differ, those of each that has
+            a KV cache of its own.
         layers_per_stage: As in `partition_layers`.
 
     Returns:
@@ -167,13 +246,17 @@ def shard_model(
     Raises:
         LocalLayoutError: vLLM could not run the model on this mesh.
     """
+    if isinstance(num_kv_heads, int):
+        num_kv_heads = dict.fromkeys(range(num_layers), num_kv_heads)
     stages = partition_layers(num_layers, mesh.pp_size, layers_per_stage)
     return tuple(
         Shard(
             rank,
-            dict.fromkeys(
-                stages[rank.pp_rank], heads_of_rank(rank.tp_rank, mesh.tp_size, num_kv_heads)
-            ),
+            {
+                layer: Holding(units_of_rank(rank.tp_rank, mesh.tp_size, num_units), num_units)
+                for layer in stages[rank.pp_rank]
+                if (num_units := num_kv_heads.get(layer)) is not None
+            },
         )
         for rank in mesh.ranks()
     )

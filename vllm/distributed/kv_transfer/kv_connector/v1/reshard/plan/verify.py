@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An independent check of a plan, head by head.
+"""An independent check of a plan, unit by unit.
 
-It shares no arithmetic with `plan`: every head of every layer is written out as a cell, and the
-reads are carried out on cells. It is slower than planning and depends on nothing but the meaning of
-a plan, which makes it fit to judge one.
+It shares no arithmetic with `plan`: every unit of every layer is written out as a cell, and the
+reads are carried out on cells. Where ranks do not know how many units a layer has, that is done for
+every number that it may be. It is slower than planning and depends on nothing but the meaning of a
+plan, which makes it fit to judge one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from .mesh import MeshRank
 from .reshard import Read, ReshardPlan
-from .shards import Layer, Shard
+from .shards import Holding, Layer, Shard
+
+_Cells: TypeAlias = dict[MeshRank, dict[Layer, list[int]]]
+"""The units of each layer on each rank, in the order in which the rank stores them."""
 
 
 def verify_plan(src: Iterable[Shard], dst: Iterable[Shard], plan: ReshardPlan) -> list[str]:
-    """Check that a plan fills every destination rank from heads that the source ranks hold.
+    """Check that a plan fills every destination rank from units that the source ranks hold.
 
     Args:
         src: What each source rank holds.
@@ -27,60 +32,107 @@ def verify_plan(src: Iterable[Shard], dst: Iterable[Shard], plan: ReshardPlan) -
     Returns:
         One readable line for each fault; none when the plan is right.
     """
-    held = {shard.rank: _cells(shard) for shard in src}
-    needed = {shard.rank: _cells(shard) for shard in dst}
-    return [
-        *_check_reads(plan.reads, held, needed),
-        *_check_coverage(plan.reads, needed),
-        *_check_releases(plan, held, needed),
+    src, dst = list(src), list(dst)
+    possible = _possible_counts(src, dst)
+    faults = [
+        f"layer {layer} has no number of heads that fits what all ranks say of it"
+        for layer, counts in possible.items()
+        if not counts
     ]
+    for turn in range(max(map(len, possible.values()), default=0)):
+        # The last one stands in where a layer has fewer.
+        counts = {
+            layer: numbers[min(turn, len(numbers) - 1)]
+            for layer, numbers in possible.items()
+            if numbers
+        }
+        faults += _check_reads(plan.reads, _cells(src, counts), _cells(dst, counts))
+    faults += _check_coverage(plan.reads, dst)
+    faults += _check_releases(plan, _ranks(src), _ranks(dst))
+    return list(dict.fromkeys(faults))
 
 
-def _cells(shard: Shard) -> dict[Layer, list[int]]:
-    """The global heads of each layer, in the order in which the shard stores them."""
+def _ranks(shards: Iterable[Shard]) -> list[MeshRank]:
+    return [shard.rank for shard in shards]
+
+
+def _possible_counts(src: Iterable[Shard], dst: Iterable[Shard]) -> dict[Layer, list[int]]:
+    """For each layer of the destination, how many units it may have over the whole model."""
+    said: dict[Layer, set[tuple[int, bool]]] = {
+        layer: set() for shard in dst for layer in shard.holdings
+    }
+    for shard in (*src, *dst):
+        for layer, holding in shard.holdings.items():
+            if layer in said:
+                said[layer].add((holding.num_units, holding.may_repeat))
     return {
-        layer: list(range(heads.start, heads.stop)) for layer, heads in shard.heads_by_layer.items()
+        layer: [
+            count
+            for count in range(1, min(number for number, _ in numbers) + 1)
+            if all(
+                number % count == 0 if may_repeat else number == count
+                for number, may_repeat in numbers
+            )
+        ]
+        for layer, numbers in said.items()
     }
 
 
-def _check_reads(
-    reads: Iterable[Read],
-    held: dict[MeshRank, dict[Layer, list[int]]],
-    needed: dict[MeshRank, dict[Layer, list[int]]],
-) -> Iterator[str]:
+def _cells(shards: Iterable[Shard], counts: dict[Layer, int]) -> _Cells:
+    """What ranks hold if layers have so many units."""
+    return {
+        shard.rank: {
+            layer: _units(holding, counts[layer])
+            for layer, holding in shard.holdings.items()
+            if layer in counts
+        }
+        for shard in shards
+    }
+
+
+def _units(holding: Holding, count: int) -> list[int]:
+    if holding.may_repeat:
+        return [holding.units.start // (holding.num_units // count)]
+    return list(range(holding.units.start, holding.units.stop))
+
+
+def _check_reads(reads: Iterable[Read], held: _Cells, needed: _Cells) -> Iterator[str]:
     """Carry out each read on the cells of both ends."""
     for read in reads:
-        wanted = list(range(read.heads.start, read.heads.stop))
-        for side, cells, rank, offset in (
-            ("source", held, read.src_rank, read.src_head_offset),
-            ("destination", needed, read.dst_rank, read.dst_head_offset),
-        ):
-            for layer in read.layers:
-                stored = cells.get(rank, {}).get(layer, [])
-                at_offset = stored[offset : offset + len(wanted)] if offset >= 0 else []
-                if at_offset != wanted:
-                    yield (
-                        f"read of heads {read.heads} of layer {layer} by {read.dst_rank} from "
-                        f"{read.src_rank}: {side} offset {offset} holds heads {at_offset}, "
-                        f"not {wanted}"
-                    )
+        for layer in read.layers:
+            there = _slice(held, read.src_rank, layer, read.src_unit_offset, read.num_units)
+            here = _slice(needed, read.dst_rank, layer, read.dst_unit_offset, read.num_units)
+            if there != here or len(here) != read.num_units:
+                yield (
+                    f"read of heads {read.units} of layer {layer} by {read.dst_rank} from "
+                    f"{read.src_rank}: source offset {read.src_unit_offset} holds heads {there}, "
+                    f"destination offset {read.dst_unit_offset} holds heads {here}"
+                )
 
 
-def _check_coverage(
-    reads: Iterable[Read], needed: dict[MeshRank, dict[Layer, list[int]]]
-) -> Iterator[str]:
-    """Count how often every needed cell is written."""
+def _slice(
+    cells: _Cells, rank: MeshRank, layer: Layer, offset: int, num_units: int
+) -> Sequence[int]:
+    stored = cells.get(rank, {}).get(layer, [])
+    return stored[offset : offset + num_units] if offset >= 0 else []
+
+
+def _check_coverage(reads: Iterable[Read], dst: Iterable[Shard]) -> Iterator[str]:
+    """Count how often every place of the destination is written."""
     writes = Counter(
-        (read.dst_rank, layer, head)
+        (read.dst_rank, layer, read.dst_unit_offset + position)
         for read in reads
         for layer in read.layers
-        for head in range(read.heads.start, read.heads.stop)
+        for position in range(read.num_units)
     )
-    for rank, cells in needed.items():
-        for layer, heads in cells.items():
-            for head in heads:
-                if (times := writes[rank, layer, head]) != 1:
-                    yield f"head {head} of layer {layer} on {rank} is read {times} times, not once"
+    for shard in dst:
+        for layer, holding in shard.holdings.items():
+            for position in range(len(holding.units)):
+                if (times := writes[shard.rank, layer, position]) != 1:
+                    yield (
+                        f"head {holding.units.start + position} of layer {layer} on {shard.rank} "
+                        f"is read {times} times, not once"
+                    )
 
 
 def _check_releases(

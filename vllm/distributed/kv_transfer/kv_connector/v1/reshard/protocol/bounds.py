@@ -53,7 +53,8 @@ class ReplyBounds:
     """What a reply may hold, by what we are.
 
     Attributes:
-        units_by_layer: All KV heads of each layer of our engine, over all of its ranks; 1 for MLA.
+        units_by_layer: KV heads of each layer of our engine over all of its ranks, or more where
+            each rank has one; 1 for MLA.
         max_ranks: Workers of the other engine.
         max_stage_ranks: Workers of one of its stages.
     """
@@ -67,8 +68,8 @@ class ReplyBounds:
         """The bounds for engines that one with these shards, all of its ranks', could read from."""
         units: dict[Layer, int] = {}
         for shard in shards:
-            for layer, heads in shard.heads_by_layer.items():
-                units[layer] = max(units.get(layer, 0), heads.stop)
+            for layer, holding in shard.holdings.items():
+                units[layer] = max(units.get(layer, 0), holding.num_units)
         return cls(units)
 
     @property
@@ -149,20 +150,23 @@ class RankBounds:
                 f"the answer describes rank {shard.rank} in the place of rank {expected}: {_REMEDY}"
             )
         self._num_seen += 1
-        self._num_layers += len(shard.heads_by_layer)
+        self._num_layers += len(shard.holdings)
         if self._num_layers > bounds.max_layers * tp_size:
             raise RemoteHandshakeError(
                 f"the answer describes {self._num_layers} layers on ranks up to {shard.rank}, of "
                 f"{tp_size} in a stage, but this engine has {len(bounds.units_by_layer)} layers: "
                 f"{_REMEDY}"
             )
-        for layer, heads in shard.heads_by_layer.items():
+        for layer, holding in shard.holdings.items():
             units = bounds.units_by_layer.get(layer, self._others_units)
+            # A rank with a single one may have counted ranks, in place of heads.
+            most = max(units, tp_size) if holding.may_repeat else units
             share = max(1, -(-units // tp_size))
-            if heads.stop > units or len(heads) > share:
+            if holding.num_units > most or len(holding.units) > share:
                 raise RemoteHandshakeError(
-                    f"rank {shard.rank} holds heads {heads} of a layer with {units} here, but one "
-                    f"of {tp_size} ranks holds at most {share} of them: {_REMEDY}"
+                    f"rank {shard.rank} holds heads {holding.units} of {holding.num_units} of a "
+                    f"layer with {units} here, but one of {tp_size} ranks holds at most {share} of "
+                    f"them: {_REMEDY}"
                 )
 
 

@@ -20,7 +20,6 @@ _REMEDIES = {
     "mla": "serve the same model, with the same VLLM_MLA_DISABLE",
     "dtype": "give the same --dtype",
     "kv_cache_dtype": "give the same --kv-cache-dtype",
-    "attention_backends": "give the same --attention-backend",
     **dict.fromkeys(
         (
             "draft_method",
@@ -42,6 +41,9 @@ _QUOTED_CHARACTERS = 200
 _NAMED_FACTORS = 16
 """As many are named in one line of the log; a peer may make up any number."""
 
+ANY = "any"
+"""The value of a factor that is not compared, at the engine that compares."""
+
 
 def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> None:
     """Compare the factors of two engines.
@@ -50,7 +52,7 @@ def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> 
         RemoteIncompatibleError: Some differ; the message names each, with both values.
     """
     names = [*local, *sorted(remote.keys() - local.keys())]
-    differing = [name for name in names if local.get(name) != remote.get(name)]
+    differing = [name for name in names if local.get(name) not in (ANY, remote.get(name))]
     if not differing:
         return
     values = [

@@ -32,7 +32,7 @@ from ..errors import (
 )
 from ..memory.cache import LayerCache, Plane, RankCache
 from ..plan.mesh import MeshRank
-from ..plan.shards import HeadInterval, Layer, Shard
+from ..plan.shards import Holding, Layer, Shard, UnitInterval
 from .bounds import (
     MAX_AGENT_METADATA_BYTES,
     MAX_ELEMENTS,
@@ -52,7 +52,9 @@ CONNECTOR_NAME = "reshard"
 #   1  first version
 #   2  keys and values that lie side by side are one plane, requests to the side channel may have
 #      two numbers, and entries of the lease table are bound to tokens and blocks
-#   3  notifications are bound, too, and one tells a holder of many requests
+#   3  notifications are bound, too, and one tells a holder of many requests; layers say how many
+#      heads the model has of each, how many blocks an id of theirs stands for, and which attention
+#      backend keeps them
 CONNECTOR_VERSION = 3
 
 OUR_VERB = f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}".encode()
@@ -65,6 +67,7 @@ _Address: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Stride: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _SlotBytes: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 32)]
 _Head: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 12)]
+_Units: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 16)]
 _Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 14)]
 _Blocks: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 31)]
 _BlocksPerId: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 10)]
@@ -72,6 +75,7 @@ _LeaseBuckets: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
 _LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
 _LayerName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
+_Backend: TypeAlias = Annotated[str, Meta(max_length=1 << 7)]
 _EngineId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
 _AgentMetadata: TypeAlias = Annotated[bytes, Meta(max_length=MAX_AGENT_METADATA_BYTES)]
 _Words: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
@@ -125,12 +129,16 @@ class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class _WireLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One layer of a shard and of its cache."""
+    """One layer of a shard and of its cache: `Holding` and `LayerCache`."""
 
     layer: _LayerIndex | _LayerName
-    head_start: _Head
-    head_stop: _Head
+    start: _Units
+    stop: _Units
+    num_units: _Units
+    may_repeat: bool
     group: _Group
+    blocks_per_id: _BlocksPerId
+    backend: _Backend
     planes: Annotated[list[_WirePlane], Meta(min_length=1, max_length=4)]
 
 
@@ -140,8 +148,7 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     engine_id: _EngineId
     pp_rank: _Rank
     tp_rank: _Rank
-    num_blocks: _Blocks
-    blocks_per_id: _BlocksPerId
+    num_block_ids: _Blocks
     device_id: _Rank
     lease_address: _Address
     num_lease_buckets: _LeaseBuckets
@@ -194,8 +201,8 @@ def encode_worker(description: WorkerDescription) -> bytes:
         LocalLayoutError: Its shard and its cache do not agree, or a peer would refuse it.
     """
     shard, cache = description.shard, description.cache
-    if shard.heads_by_layer.keys() != cache.layers.keys():
-        differing = shard.heads_by_layer.keys() ^ cache.layers.keys()
+    if shard.holdings.keys() != cache.layers.keys():
+        differing = shard.holdings.keys() ^ cache.layers.keys()
         raise LocalLayoutError(
             f"rank {shard.rank} does not hold the same layers as its cache; they differ in "
             f"{', '.join(sorted(map(str, differing)))}: register the KV cache of every layer"
@@ -205,15 +212,14 @@ def encode_worker(description: WorkerDescription) -> bytes:
             description.engine_id,
             shard.rank.pp_rank,
             shard.rank.tp_rank,
-            cache.num_blocks,
-            cache.blocks_per_id,
+            cache.num_block_ids,
             cache.device_id,
             description.lease_table.address,
             description.lease_table.num_buckets,
             description.agent_metadata,
             [
-                _wire_layer(layer, heads, cache.layers[layer])
-                for layer, heads in shard.heads_by_layer.items()
+                _wire_layer(layer, holding, cache.layers[layer])
+                for layer, holding in shard.holdings.items()
             ],
         )
     )
@@ -383,47 +389,56 @@ def _check_greeting(greeting: _Greeting) -> None:
         raise RemoteRefusedError(f"the peer refuses: {quote(greeting.refusal)}")
 
 
-def _wire_layer(layer: Layer, heads: HeadInterval, cache: LayerCache) -> _WireLayer:
-    planes = [_WirePlane(*dataclasses.astuple(plane)) for plane in cache.planes]
-    return _WireLayer(layer, heads.start, heads.stop, cache.group, planes)
+def _wire_layer(layer: Layer, holding: Holding, cache: LayerCache) -> _WireLayer:
+    return _WireLayer(
+        layer,
+        holding.units.start,
+        holding.units.stop,
+        holding.num_units,
+        holding.may_repeat,
+        cache.group,
+        cache.blocks_per_id,
+        cache.backend,
+        [_WirePlane(*dataclasses.astuple(plane)) for plane in cache.planes],
+    )
 
 
 def _read_worker(data: bytes, error: type[ReshardError], what: str) -> WorkerDescription:
     """Decode a description and check what types cannot say."""
     wire = _decode(_WORKER_DECODER, data, error, what)
     rank = MeshRank(wire.pp_rank, wire.tp_rank)
-    if wire.num_blocks % wire.blocks_per_id:
-        raise error(
-            f"rank {rank} has {wire.num_blocks} blocks, {wire.blocks_per_id} to a block id, which "
-            "does not divide them: run the same build on both engines"
-        )
-    heads_by_layer: dict[Layer, HeadInterval] = {}
+    holdings: dict[Layer, Holding] = {}
     layers: dict[Layer, LayerCache] = {}
     for layer in wire.layers:
         if layer.layer in layers:
             name = quote(str(layer.layer))
             raise error(f"rank {rank} describes layer {name} twice: describe every layer once")
-        if layer.head_start >= layer.head_stop:
+        num_held = layer.stop - layer.start
+        if not 0 < num_held <= layer.num_units - layer.start or (layer.may_repeat and num_held > 1):
             raise error(
-                f"rank {rank} holds heads [{layer.head_start}, {layer.head_stop}) of layer "
-                f"{quote(str(layer.layer))}, which are none: describe layers that the rank holds"
+                f"rank {rank} holds heads [{layer.start}, {layer.stop}) of {layer.num_units} of "
+                f"layer {quote(str(layer.layer))}, which it cannot: run the same build on both "
+                "engines"
             )
-        heads = HeadInterval(layer.head_start, layer.head_stop)
         for plane in layer.planes:
-            if plane.num_heads != len(heads):
+            if plane.num_heads != num_held:
                 raise error(
-                    f"rank {rank} holds heads {heads} of layer {quote(str(layer.layer))}, but its "
-                    f"cache has {plane.num_heads} heads: use a model whose layers have equally "
-                    "many KV heads"
+                    f"rank {rank} holds {num_held} heads of layer {quote(str(layer.layer))}, but "
+                    f"its cache has {plane.num_heads}: run the same build on both engines"
                 )
-        heads_by_layer[layer.layer] = heads
+        holdings[layer.layer] = Holding(
+            UnitInterval(layer.start, layer.stop), layer.num_units, layer.may_repeat
+        )
         layers[layer.layer] = LayerCache(
-            tuple(Plane(*msgspec.structs.astuple(plane)) for plane in layer.planes), layer.group
+            tuple(Plane(*msgspec.structs.astuple(plane)) for plane in layer.planes),
+            layer.group,
+            layer.blocks_per_id,
+            quote(layer.backend),
         )
     return WorkerDescription(
         wire.engine_id,
-        Shard(rank, heads_by_layer),
-        RankCache(wire.num_blocks, wire.device_id, layers, wire.blocks_per_id),
+        Shard(rank, holdings),
+        RankCache(wire.num_block_ids, wire.device_id, layers),
         LeaseTableAddress(wire.lease_address, wire.num_lease_buckets),
         wire.agent_metadata,
     )

@@ -68,14 +68,12 @@ class PreparedLeg:
         leg: The leg.
         local: The list of our memory.
         remote: The list of the peer's memory.
-        remote_blocks_per_id: Blocks that one of the peer's block ids stands for.
         staging: The same for reads by way of the arena; None where there is none.
     """
 
     leg: Leg
     local: Prepared
     remote: Prepared
-    remote_blocks_per_id: int
     staging: PreparedStaging | None = None
 
     def select(self, receive: Receive, reader: Reader) -> list[Selection]:
@@ -89,13 +87,13 @@ class PreparedLeg:
             receive.remote_block_ids,
             receive.remote_tokens,
             self.leg.src.block_tokens,
-            self.remote_blocks_per_id,
+            self.leg.src.blocks_per_id,
         )
         dst = _spans(
             receive.local_block_ids,
             receive.local_tokens,
             self.leg.dst.block_tokens,
-            reader.cache.blocks_per_id,
+            self.leg.dst.blocks_per_id,
         )
         for (src_group, dst_group), _ in self.leg.planes_by_groups:
             self._check(receive, src, src_group, dst[dst_group])
@@ -137,7 +135,7 @@ class PreparedLeg:
         if not len(dst.block_ids):
             return
         # Where a window has moved on, the null block stands in for what was freed.
-        null = np.flatnonzero(span.block_ids < self.remote_blocks_per_id)
+        null = np.flatnonzero(span.block_ids < self.leg.src.blocks_per_id)
         num_gone = int(null[-1]) + 1 if len(null) else 0
         start = span.start_token + num_gone * self.leg.src.block_tokens
         stop = span.start_token + len(span.block_ids) * self.leg.src.block_tokens
@@ -200,7 +198,6 @@ class RemoteEngine:
                         leg,
                         self._list(leg.dst.rows),
                         self._list(leg.src.rows, peer),
-                        description.cache.blocks_per_id,
                         self._stage(leg, description.cache, peer),
                     )
                 )

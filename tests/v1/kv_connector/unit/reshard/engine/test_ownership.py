@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker makes of its own cache, layer by layer."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.ownership import shard_of_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
+    LayerCache,
+    Plane,
+    RankCache,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Holding, UnitInterval
+
+
+def cache(**heads: tuple[int, ...]) -> RankCache:
+    """A cache whose layers have planes of so many heads."""
+    return RankCache(
+        8,
+        0,
+        {
+            name: LayerCache(tuple(Plane(0, 64, 64, 8, 8, each, 8) for each in planes), 0)
+            for name, planes in heads.items()
+        },
+    )
+
+
+def test_each_layer_counts_its_own_heads():
+    """Several heads are a rank's own; a single one may be a neighbour's, too; a latent is all's."""
+    shard = shard_of_worker(MeshRank(1, 2), 4, cache(a=(3, 3), b=(1,), c=(1,)), {"c"})
+    assert shard.rank == MeshRank(1, 2)
+    assert dict(shard.holdings) == {
+        "a": Holding(UnitInterval(6, 9), 12),
+        "b": Holding(UnitInterval(2, 3), 4, may_repeat=True),
+        "c": Holding(UnitInterval(0, 1), 1),
+    }
+
+
+def test_one_rank_knows_everything():
+    """There is nobody who could have the same head."""
+    shard = shard_of_worker(MeshRank(0, 0), 1, cache(a=(1,)), set())
+    assert dict(shard.holdings) == {"a": Holding(UnitInterval(0, 1), 1)}
+
+
+@pytest.mark.parametrize(("planes", "latent"), [((2, 1), set()), ((2,), {"a"})])
+def test_planes_that_are_not_split_alike_are_refused(planes, latent):
+    """The layer is named, with what its planes have."""
+    with pytest.raises(LocalLayoutError, match=r"layer a keeps .* not split alike"):
+        shard_of_worker(MeshRank(0, 0), 2, cache(a=planes), latent)

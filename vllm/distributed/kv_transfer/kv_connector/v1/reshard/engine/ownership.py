@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker holds of the model, layer by layer.
+
+Every layer speaks for itself: its cache says how many units this rank has of it, and its
+specification whether these are KV heads, of which each rank has its own, or a latent, which all
+ranks have. No figure of the model is asked: models whose layers differ, drafts under a model of
+another kind and indexers beside attention need no rule of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from ..errors import LocalLayoutError
+from ..memory.cache import LayerCache, RankCache
+from ..plan.mesh import MeshRank
+from ..plan.shards import Holding, Layer, Shard, UnitInterval, holding_of_rank
+
+
+def shard_of_worker(rank: MeshRank, tp_size: int, cache: RankCache, latent: Set[Layer]) -> Shard:
+    """What one worker holds.
+
+    Args:
+        rank: The worker.
+        tp_size: Workers that each layer is split over.
+        cache: The worker's cache.
+        latent: Layers that keep one latent, which is not split.
+
+    Raises:
+        LocalLayoutError: The planes of a layer have different numbers of heads.
+    """
+    return Shard(
+        rank,
+        {
+            layer: _holding(rank.tp_rank, tp_size, layer, layer_cache, latent)
+            for layer, layer_cache in cache.layers.items()
+        },
+    )
+
+
+def _holding(
+    tp_rank: int, tp_size: int, layer: Layer, cache: LayerCache, latent: Set[Layer]
+) -> Holding:
+    counts = sorted({plane.num_heads for plane in cache.planes})
+    if len(counts) > 1 or (layer in latent and counts != [1]):
+        raise LocalLayoutError(
+            f"layer {layer} keeps {' and '.join(map(str, counts))} heads in its planes, which are "
+            f"not split alike{', of one latent' if layer in latent else ''}: use another attention "
+            "backend"
+        )
+    if layer in latent:
+        return Holding(UnitInterval(0, 1), 1)
+    return holding_of_rank(tp_rank, tp_size, counts[0])
