@@ -92,6 +92,15 @@ def test_agent_that_reads_has_no_threads_that_work():
     first.close()
 
 
+def test_only_agents_that_are_read_from_are_told_of(caplog):
+    """NIXL has two lines for each, and a reader is made for each connection."""
+    caplog.set_level("INFO", "nixl")
+    for num_threads, is_told in ((None, False), (1, True)):
+        name = f"quiet-{uuid.uuid4()}"
+        NixlAgent(name, num_threads=num_threads).close()
+        assert (name in caplog.text) is is_told
+
+
 def test_closed_agent_leaves_nothing(agents):
     """Lists and reads go with it, and a second time changes nothing."""
     reader, source = NixlAgent(f"reader-{uuid.uuid4()}", num_threads=None), agents[0]

@@ -13,10 +13,11 @@ is done, and there is no way to forget a peer: its agent is closed.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -118,7 +119,9 @@ class NixlAgent:
             backends=self._backends,
             capture_telemetry=True,
         )
-        with _progress_delay(progress_delay_us), _running_on(cores):
+        # One that reads is made for each connection, which the connector tells of by itself.
+        told = nullcontext() if num_threads is not None else _quietly()
+        with _progress_delay(progress_delay_us), _running_on(cores), told:
             self._agent = NixlWrapper(name, config)
         self._cores = cores
         self._registered: list[Any] = []
@@ -345,6 +348,18 @@ def _progress_delay(delay_us: int) -> Iterator[None]:
         yield
     finally:
         bindings.nixlAgentConfig = settings
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Let NIXL's Python part not tell that an agent was made."""
+    nixl = logging.getLogger("nixl")
+    level = nixl.level
+    nixl.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        nixl.setLevel(level)
 
 
 @contextmanager
