@@ -21,6 +21,7 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     every_strategy,
     fill,
     lost_blocks,
+    peers_of,
     receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
@@ -161,8 +162,8 @@ def test_data_parallel_replicas_share_the_holders(engines):
         progress.until(d, received="d-a")
         progress.until(p, sent=request)
         assert_received(d, [3, 4, 1], whole)
-        (peer,) = d.workers[MeshRank(0, 0)]._peers._peers.values()
-        names += peer.engine.lease_tables
+        (peer,) = peers_of(d.workers[MeshRank(0, 0)])
+        names += peer.generation.engine.lease_tables
     assert len(set(names)) == 4
 
 

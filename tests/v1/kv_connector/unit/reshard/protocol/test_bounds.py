@@ -177,7 +177,7 @@ def many_factors() -> bytes:
         (too_many_ranks_in_a_stage, "65 ranks, the last of them pp0tp64, .* at most 64 in"),
         (mesh_with_a_hole, "describes 2 ranks, the last of them pp1tp1"),
         (rank_in_anothers_place, "describes rank pp0tp1 in the place of rank pp0tp0"),
-        (rank_of_a_larger_model, r"heads \[0, 2048\) of a layer with 1024 here"),
+        (rank_of_a_larger_model, r"heads \[0, 2048\) of 2048 of a layer with 1024"),
         (rank_that_says_too_much, "describes a rank in 2097157 bytes, but 1269760 are enough"),
         (more_values_than_are_read, f"more than {MAX_ELEMENTS} values"),
         (many_factors, "not understood .*length <= 256"),

@@ -226,8 +226,11 @@ class RequestReads:
                 self._stats.record_blocks_in_doubt(self._num_in_doubt)
             if failure is None:
                 # The worker that could not read it has told so.
+                self._release(reading)
                 continue
             self._stats.record_failed_read(failure)
+            if failure not in _MAY_BE_ANOTHERS:
+                self._release(reading)
             # A failed handshake was told, with the requests that it cost.
             if failure is not ReadFailure.HANDSHAKE:
                 logger.error(
@@ -247,7 +250,7 @@ class RequestReads:
             if reading.num_in_doubt:
                 self._num_in_doubt -= reading.num_in_doubt
                 self._stats.record_blocks_in_doubt(self._num_in_doubt)
-            if reading.failure not in _MAY_BE_ANOTHERS:
+            if outcome.failure is None:
                 self._release(reading)
             received.add(outcome.request_id)
         return received

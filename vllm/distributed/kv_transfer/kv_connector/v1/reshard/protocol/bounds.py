@@ -39,6 +39,9 @@ MAX_STAGE_RANKS = 64
 MAX_ELEMENTS = 1 << 13
 """Values outside of workers' descriptions in a reply: names, factors, and one for each worker."""
 
+_OTHERS_UNITS = 256
+"""KV heads of a layer that is none of ours, such as a draft model's."""
+
 _LAYER_BYTES = 512
 """A layer's description takes 50 to 150 bytes, and its name."""
 
@@ -133,7 +136,7 @@ class RankBounds:
     def __init__(self, bounds: ReplyBounds, tp_size: int) -> None:
         self._bounds = bounds
         self._tp_size = tp_size
-        self._others_units = max(bounds.units_by_layer.values(), default=0)
+        self._others_units = max(*bounds.units_by_layer.values(), _OTHERS_UNITS)
         self._num_seen = 0
         self._num_layers = 0
 

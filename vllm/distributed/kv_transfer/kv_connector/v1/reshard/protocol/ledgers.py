@@ -188,6 +188,7 @@ class ProducerLedger:
             return False
         held.expires_at_s = expires_at_s
         heappush(self._leases, (expires_at_s, next(self._numbers), request_id, held))
+        self._tidy()
         return True
 
     def take_released(self) -> list[RequestId]:
@@ -265,8 +266,12 @@ class ProducerLedger:
         return Receipt.COUNTED
 
     def _forget(self, request_id: RequestId) -> None:
-        """Let go of a request that is held; its lease stays in the heap while that is small."""
+        """Let go of a request that is held."""
         del self._held[request_id]
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Take leases out of the heap that nothing is held by, unless they are few."""
         if len(self._leases) > 2 * len(self._held):
             self._leases = [lease for lease in self._leases if self._held.get(lease[2]) is lease[3]]
             heapify(self._leases)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from ..memory.lowering import Indices, Rows
 logger = init_logger(__name__)
 
 _LOCAL = "NIXL_INIT_AGENT"
+
+_MAKING = threading.Lock()
+"""Some of what is set while an agent is made is set for all of the process."""
 
 Memory = Literal["DRAM", "VRAM"]
 """Memory of the host, or of the device."""
@@ -121,7 +125,7 @@ class NixlAgent:
         )
         # One that reads is made for each connection, which the connector tells of by itself.
         told = nullcontext() if num_threads is not None else _quietly()
-        with _progress_delay(progress_delay_us), _running_on(cores), told:
+        with _MAKING, _progress_delay(progress_delay_us), _running_on(cores), told:
             self._agent = NixlWrapper(name, config)
         self._cores = cores
         self._registered: list[Any] = []
