@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated decode engine: reads what it was told of, and gives blocks back when it may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report, Step
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Heartbeats,
+    Receive,
+)
+
+from .engines import Engine, Worker
+from .prefill import Ticket, tokens_of
+from .wire import Owner, check
+
+
+@dataclass(eq=False)
+class Computing:
+    """A step of the device's that is under way."""
+
+    over: bool = False
+
+    def query(self) -> bool:
+        """Whether it is over."""
+        return self.over
+
+
+@dataclass(eq=False)
+class Request:
+    """A request of a decode engine's that is read, or was.
+
+    Attributes:
+        request_id: Its name.
+        ticket: What it was told.
+        content: Its own prompt.
+        num_tokens: Of that prompt, which are to be read.
+        first_block: How many blocks of its own it had in its cache.
+        blocks: The others.
+        owner: The owner of these.
+        due_at_s: When each worker is to have told of it, as far as it was taken up.
+        failed_by: Workers that could not read it.
+        received_by: Workers that are through with it.
+    """
+
+    request_id: str
+    ticket: Ticket
+    content: int
+    num_tokens: int
+    first_block: int
+    blocks: list[int]
+    owner: Owner
+    due_at_s: dict[str, float] = field(default_factory=dict)
+    failed_by: set[str] = field(default_factory=set)
+    received_by: set[str] = field(default_factory=set)
+
+
+class DecodeEngine(Engine):
+    """Reads, and checks what it has read.
+
+    Attributes:
+        reading: Requests that some worker is not through with.
+        running: Requests that were received well.
+        num_received: How many were.
+        num_failed: How many could not be.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.reading: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.num_received = self.num_failed = 0
+        self.computing: list[tuple[Computing, Owner]] = []
+        self._backlog: dict[str, list[Step]] = {worker.name: [] for worker in self.workers}
+
+    def begin(
+        self,
+        request_id: str,
+        ticket: Ticket,
+        content: int,
+        num_tokens: int,
+        *,
+        cached_blocks: int,
+        while_computing: bool = False,
+        fault: str | None = None,
+    ) -> Request | None:
+        """Read a request, if there is room.
+
+        Args:
+            request_id: Its name.
+            ticket: What it was told.
+            content: Its own prompt.
+            num_tokens: Of that prompt.
+            cached_blocks: How many of its blocks are in the prefix cache, which may be all.
+            while_computing: A step in flight writes into its blocks.
+            fault: What is wrong with its parameters, if anything.
+        """
+        count = -(-num_tokens // self.layout.block_tokens)
+        first_block = min(cached_blocks, count)
+        name = f"{self.engine_id}'s {request_id}"
+        owner = Owner(name, reads=not while_computing)
+        blocks = self.allocate(count - first_block, owner)
+        if blocks is None:
+            return None
+        request = Request(request_id, ticket, content, num_tokens, first_block, blocks, owner)
+        receive = Receive(
+            ticket.address,
+            ticket.request_id,
+            [blocks] if blocks else [],
+            [ticket.blocks],
+            num_tokens,
+            ticket.num_tokens,
+            ticket.binding(tokens_of(content)[:num_tokens]),
+            fault,
+        )
+        step = self.hand_over(receive={request_id: receive})
+        if while_computing and blocks:
+            step.before = Computing()
+            self.computing.append((step.before, owner))
+        if blocks:
+            self.reading[request_id] = request
+        return request
+
+    def end_computing(self, position: int) -> None:
+        """A step in flight writes into the blocks that it has, and is over."""
+        event, owner = self.computing.pop(position)
+        blocks = [block for block, each in enumerate(self.owners) if each is owner]
+        for worker in self.workers:
+            worker.memory.cache.spoil(blocks, 0xC0FFEE)
+        event.over = owner.reads = True
+
+    def heartbeat(self) -> None:
+        """Ask that what is being read be held for longer."""
+        names: dict[object, set[str]] = {}
+        for request in self.reading.values():
+            names.setdefault(request.ticket.address, set()).add(request.ticket.request_id)
+        if names:
+            beats = [Heartbeats(address, frozenset(ids)) for address, ids in names.items()]
+            self.hand_over(heartbeats=beats)
+
+    def finish(self, request: Request) -> None:
+        """A request that was received has run to its end."""
+        self.running.remove(request)
+        self._check_bytes(request)
+        self.give_back(request.blocks)
+
+    def taken_up(self, worker: Worker, steps: Sequence[Step]) -> None:
+        """A request's time begins when a worker hears of it, after what comes before it."""
+        backlog = self._backlog[worker.name]
+        backlog += steps
+        while backlog and (backlog[0].before is None or backlog[0].before.query()):
+            metadata = backlog.pop(0).metadata
+            for request_id in metadata.receive if metadata is not None else ():
+                if request_id in self.reading:
+                    due_at_s = self.world.now_s + self.world.limits.read_timeout_s
+                    self.reading[request_id].due_at_s[worker.name] = due_at_s
+
+    def hear(self, worker: Worker, report: Report) -> None:
+        """A request fails at once, and is given back once it is quiet; both once each."""
+        check(not report.sent, f"{worker.name} was never offered {report.sent}")
+        failed = sorted(report.failed)
+        for request_id in failed:
+            request = self.reading.get(request_id)
+            if request is None or worker.name in request.failed_by | request.received_by:
+                check(False, f"{worker.name} fails {request_id}, of which it had told")
+                continue
+            blocks = report.failed[request_id]
+            check(blocks == set(request.blocks), f"{worker.name} fails {blocks} of {request_id}")
+            request.failed_by.add(worker.name)
+        if failed:
+            self.hand_over(failed=set(failed))
+        for request_id in sorted(report.received):
+            request = self.reading.get(request_id)
+            if request is None or worker.name in request.received_by:
+                check(False, f"{worker.name} receives {request_id}, of which it had told")
+                continue
+            request.received_by.add(worker.name)
+            self._check_quiet(worker, request)
+            if len(request.received_by) == len(self.workers):
+                self._end(request)
+        for request in self.reading.values():
+            told = worker.name in request.failed_by | request.received_by
+            due_at_s = request.due_at_s.get(worker.name)
+            late = due_at_s is not None and due_at_s <= self.world.now_s and not told
+            check(not late, f"{worker.name} has not told of {request.request_id} in its time")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is being read any more."""
+        return not self.reading and not self.running and super().is_over
+
+    def _end(self, request: Request) -> None:
+        del self.reading[request.request_id]
+        if request.failed_by:
+            self.num_failed += 1
+            self.give_back(request.blocks)
+            return
+        self.num_received += 1
+        self._check_bytes(request)
+        request.owner.reads = False
+        self.running.append(request)
+
+    def _check_quiet(self, worker: Worker, request: Request) -> None:
+        """Nothing may write into the blocks of a request that a worker is through with."""
+        wire, copies = self.world.wire, worker.memory.copies
+        writes = any(
+            piece.owner is request.owner and read.agent.owner_at == worker.memory.owner_at
+            for read in wire.reads
+            for piece in read.pieces
+        )
+        copied = copies is not None and copies.may_write(request.owner)
+        check(
+            not writes and not copied,
+            f"{worker.name} has reported {request.request_id} as received, and it may be written",
+        )
+
+    def _check_bytes(self, request: Request) -> None:
+        """It holds the KV of its own tokens, and no other."""
+        start = request.first_block * self.layout.block_tokens
+        for worker in self.workers:
+            check(
+                worker.memory.cache.holds(
+                    request.content, request.blocks, start, request.num_tokens
+                ),
+                f"{worker.name} has received other bytes for {request.request_id} than those of "
+                f"its prompt {request.content}, from {request.ticket}",
+            )

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of real exchanges: what their schedulers know, and what they may expect.
+
+A block belongs to one owner at a time, and whoever gets it next writes into it at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+    ReshardConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import (
+    Exchange,
+    Report,
+    Step,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.holder import Holder
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.opening import (
+    Answer,
+    Local,
+    Opener,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import RequestReads
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    RemoteEngineAddress,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+    WorkerDescription,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import Reader
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
+
+from .memory import CacheMemory, Layout, WorkerMemory
+from .wire import NOBODY, Owner, Wire
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Deadlines and graces of all engines, in seconds."""
+
+    read_timeout_s: float
+    hung_grace_s: float
+    lease_s: float
+    idle_limit_s: float
+
+
+@dataclass(eq=False)
+class Question:
+    """A handshake that was not answered.
+
+    Attributes:
+        address: Who is asked.
+        answer: Where the answer goes.
+        asked_by: Who asks.
+    """
+
+    address: RemoteEngineAddress
+    answer: Future[Answer]
+    asked_by: Worker
+
+
+class Later:
+    """In place of a pool of threads: what is submitted runs when the schedule says so."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[Callable[[], object]] = deque()
+
+    def submit(self, function: Callable[..., object], *arguments: object) -> None:
+        """Run something later."""
+        self.jobs.append(partial(function, *arguments))
+
+
+class World:
+    """What engines share: a wire, a clock, and handshakes on their way.
+
+    Args:
+        random: Decides everything.
+        limits: Of all engines.
+    """
+
+    def __init__(self, random: Random, limits: Limits) -> None:
+        self.random, self.limits = random, limits
+        self.now_s = 1000.0
+        self.wire = Wire(random)
+        self.questions: list[Question] = []
+        self._num_contents = 0
+
+    def new_content(self) -> int:
+        """A prompt that nobody had."""
+        self._num_contents += 1
+        return self._num_contents
+
+
+class Worker:
+    """One worker of an engine: a real exchange over simulated memory.
+
+    Args:
+        world: Where it is.
+        engine: Its engine.
+        shard: What it holds.
+
+    Attributes:
+        steps: What its engine's thread has handed over, and it has not taken up.
+    """
+
+    def __init__(self, world: World, engine: Engine, shard: Shard) -> None:
+        random = world.random
+        self.world, self.engine, self.shard = world, engine, shard
+        self.name = f"{engine.engine_id}/{shard.rank.pp_rank}.{shard.rank.tp_rank}"
+        cache = CacheMemory(
+            shard,
+            engine.layout.block_tokens,
+            engine.num_blocks,
+            token_major=random.random() < 0.5,
+        )
+        self.memory = WorkerMemory(
+            cache, engine.arena_bytes, random, lambda block: engine.owners[block]
+        )
+        self.steps: list[Step] = []
+        self.jobs = Later()
+        agent, stats = world.wire.open("holder", self.memory.owner_at), ReshardStats()
+        self.agent = agent
+        agent.register([(cache.address, cache.size_bytes, 0)])
+        opener = Opener(
+            lambda name: world.wire.open("reader", self.memory.owner_at),
+            world.limits.hung_grace_s,
+            lambda: world.now_s,
+        )
+        opener._thread = self.jobs
+        area = self.memory.area
+        peers = PeerTable(opener.open, world.limits.idle_limit_s)
+        transfers, notifier = Transfers(area), Notifier(self.name, stats)
+        reads = RequestReads(peers, transfers, notifier, stats, world.limits.read_timeout_s)
+        reader = Reader(shard.rank, cache.cache, frozenset())
+        reads.read_into(reader)
+        opener.begin(
+            Local(reader, engine.layout.shards, [(cache.address, cache.size_bytes, 0)], area, 0),
+            self._ask,
+        )
+        holder = Holder(agent, world.limits.lease_s, stats)
+        self.exchange = Exchange(agent, holder, peers, transfers, reads, notifier, stats)
+
+    def describe(self) -> WorkerDescription:
+        """What it says of itself."""
+        return WorkerDescription(
+            self.engine.engine_id,
+            self.shard,
+            self.memory.cache.cache,
+            self.exchange.holder.table_address,
+            self.agent.metadata(),
+        )
+
+    def turn(self, *, ticks: bool) -> Report:
+        """One turn of the connector's thread."""
+        steps, self.steps = self.steps, []
+        if ticks and not steps:
+            steps = [Step()]
+        self.engine.taken_up(self, steps)
+        report = self.exchange.turn(steps, self.world.now_s)
+        self.engine.hear(self, report)
+        return report
+
+    def set_hung(self, hung: bool) -> None:
+        """Stop the process, or let it go on."""
+        self.agent.answers = not hung
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether its process is stopped."""
+        return not self.agent.answers
+
+    def die(self) -> None:
+        """End the process: the system closes everything that it had."""
+        wire = self.world.wire
+        for agent in list(wire.agents.values()):
+            if agent.owner_at == self.memory.owner_at:
+                agent.close()
+        self._forget_questions()
+
+    def close(self) -> None:
+        """End in order."""
+        self.exchange.close(self.world.now_s)
+        # Who is not asked any more answers nobody.
+        while self.jobs.jobs:
+            self.jobs.jobs.popleft()()
+        self._forget_questions()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing of anybody's, and remembers nobody."""
+        exchange, area = self.exchange, self.memory.area
+        return (
+            not self.steps
+            and not len(exchange.holder)
+            and not len(exchange.reads)
+            and not len(exchange.transfers)
+            and not exchange.is_waiting
+            and (area is None or area.spans.free_bytes == area.spans.size_bytes)
+        )
+
+    def _ask(self, address: RemoteEngineAddress) -> Future[Answer]:
+        question = Question(address, Future(), self)
+        self.world.questions.append(question)
+        return question.answer
+
+    def _forget_questions(self) -> None:
+        self.world.questions = [
+            question for question in self.world.questions if question.asked_by is not self
+        ]
+
+
+class Engine:
+    """An engine: its workers and its pool of blocks. What it serves, subclasses tell.
+
+    Args:
+        world: Where it is.
+        address: Where it listens, and who it is.
+        layout: How it is split.
+        num_blocks: Size of its pool.
+        arena_bytes: Size of its workers' arenas; 0 for none.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        address: RemoteEngineAddress,
+        layout: Layout,
+        num_blocks: int,
+        arena_bytes: int = 0,
+    ) -> None:
+        self.world, self.address, self.layout = world, address, layout
+        self.engine_id, self.num_blocks = address.engine_id, num_blocks
+        self.arena_bytes = arena_bytes
+        # Block 0 is nobody's, as in vLLM.
+        self.owners = [NOBODY] * num_blocks
+        self.free = deque(range(1, num_blocks))
+        self.alive = True
+        self._num_spoiled = 0
+        self.workers = [Worker(world, self, shard) for shard in layout.shards]
+
+    def allocate(self, count: int, owner: Owner) -> list[int] | None:
+        """Give blocks to an owner, if there are so many."""
+        if count > len(self.free):
+            return None
+        blocks = [self.free.popleft() for _ in range(count)]
+        for block in blocks:
+            self.owners[block] = owner
+        return blocks
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Take blocks from their owner; whoever comes next writes into them."""
+        self._num_spoiled += 1
+        for block in blocks:
+            self.owners[block] = NOBODY
+        for worker in self.workers:
+            worker.memory.cache.spoil(blocks, 0xDEAD0000 | self._num_spoiled)
+        # Most recently used first or last: both happen, as in a prefix cache.
+        if self.world.random.random() < 0.5:
+            self.free.extend(blocks)
+        else:
+            self.free.extendleft(blocks)
+
+    def hand_over(self, **asked: object) -> Step:
+        """Have all workers do something."""
+        metadata = ReshardConnectorMetadata(**asked)
+        step = Step(metadata)
+        for worker in self.workers:
+            worker.steps.append(step)
+        return step
+
+    def die(self) -> None:
+        """End all processes at once."""
+        self.alive = False
+        for worker in self.workers:
+            worker.die()
+
+    def close(self) -> None:
+        """End in order."""
+        self.alive = False
+        for worker in self.workers:
+            worker.close()
+
+    def taken_up(self, worker: Worker, steps: Sequence[Step]) -> None:
+        """A worker begins a turn with these steps."""
+
+    def hear(self, worker: Worker, report: Report) -> None:
+        """A worker has ended a turn."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all blocks are free and no worker has anything left."""
+        return len(self.free) == self.num_blocks - 1 and all(
+            worker.is_idle for worker in self.workers
+        )

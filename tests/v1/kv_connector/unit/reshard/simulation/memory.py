@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of simulated workers, where every byte says what it is and belongs to somebody."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+
+import numpy as np
+import torch
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import (
+    ArenaAllocator,
+    Span,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
+    LayerCache,
+    Plane,
+    RankCache,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
+
+from .wire import NOBODY, Owner, OwnerAt, check
+
+NUM_LAYERS, NUM_HEADS, MAX_TOKENS = 2, 2, 16
+SLOT_BYTES = 4
+"""One word, which names content, layer, head and token."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an engine is split, and how large its blocks are."""
+
+    pp_size: int
+    tp_size: int
+    block_tokens: int
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """What its workers hold."""
+        return _shards(self.pp_size, self.tp_size)
+
+
+@lru_cache
+def _shards(pp_size: int, tp_size: int) -> tuple[Shard, ...]:
+    return shard_model(ParallelMesh(pp_size=pp_size, tp_size=tp_size), NUM_LAYERS, NUM_HEADS)
+
+
+def kv_of(content: int) -> np.ndarray:
+    """The whole model's KV of a prompt; shape (layers, heads, tokens)."""
+    return np.uint32(content << 12) | _PLACES
+
+
+_PLACES = (
+    np.arange(NUM_LAYERS, dtype=np.uint32)[:, None, None] << 10
+    | np.arange(NUM_HEADS, dtype=np.uint32)[None, :, None] << 8
+    | np.arange(MAX_TOKENS, dtype=np.uint32)[None, None, :]
+)
+
+
+class CacheMemory:
+    """The KV cache of one worker.
+
+    Args:
+        shard: What it holds.
+        block_tokens: Tokens of a block.
+        num_blocks: Its blocks.
+        token_major: NHD instead of HND.
+    """
+
+    def __init__(
+        self, shard: Shard, block_tokens: int, num_blocks: int, *, token_major: bool
+    ) -> None:
+        layers = list(shard.heads_by_layer)
+        heads = shard.heads_by_layer[layers[0]]
+        self._held = np.s_[layers[0] : layers[-1] + 1, heads.start : heads.stop]
+        self._block_tokens = block_tokens
+        inner = (len(heads), block_tokens)[:: -1 if token_major else 1]
+        self._words = np.zeros((len(layers), num_blocks, *inner), dtype=np.uint32)
+        self._by_head = self._words.swapaxes(2, 3) if token_major else self._words
+        layer_bytes, self._block_bytes, head_bytes, token_bytes = self._by_head.strides
+        self._layer_bytes = layer_bytes
+        self.address, self.size_bytes = self._words.ctypes.data, self._words.nbytes
+        self.cache = RankCache(
+            num_blocks,
+            0,
+            {
+                layer: LayerCache(
+                    (
+                        Plane(
+                            self.address + position * layer_bytes,
+                            self._block_bytes,
+                            head_bytes,
+                            token_bytes,
+                            SLOT_BYTES,
+                            len(heads),
+                            block_tokens,
+                        ),
+                    ),
+                    group=0,
+                )
+                for position, layer in enumerate(layers)
+            },
+        )
+
+    def block_at(self, address: int) -> int | None:
+        """Which block a byte is of; None for bytes elsewhere."""
+        offset = address - self.address
+        if not 0 <= offset < self.size_bytes:
+            return None
+        return offset % self._layer_bytes // self._block_bytes
+
+    def compute(self, content: int, block_ids: Sequence[int]) -> None:
+        """Write the KV of a prompt from its first token on."""
+        num_tokens = len(block_ids) * self._block_tokens
+        kv = kv_of(content)[self._held][..., :num_tokens]
+        by_block = kv.reshape(*kv.shape[:2], len(block_ids), self._block_tokens)
+        self._by_head[:, block_ids] = by_block.transpose(0, 2, 1, 3)
+
+    def spoil(self, block_ids: Sequence[int], word: int) -> None:
+        """Write what is no prompt's."""
+        self._words[:, block_ids] = word
+
+    def holds(self, content: int, block_ids: Sequence[int], start: int, stop: int) -> bool:
+        """Whether blocks that begin with a token hold a prompt's KV up to another."""
+        found = self._by_head[:, block_ids].transpose(0, 2, 1, 3)
+        found = found.reshape(*found.shape[:2], -1)[..., : stop - start]
+        return bool((found == kv_of(content)[self._held][..., start:stop]).all())
+
+
+class OwnedArena(ArenaAllocator):
+    """An allocator that knows one owner of a span from the next of the same bytes."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        self._owners: dict[Span, Owner] = {}
+        self._num_spans = 0
+
+    def allocate(self, size_bytes: int, alignment_bytes: int = 1) -> Span | None:
+        """Take a span."""
+        span = super().allocate(size_bytes, alignment_bytes)
+        if span is not None:
+            self._num_spans += 1
+            self._owners[span] = Owner(f"span {self._num_spans}", reads=True)
+        return span
+
+    def free(self, span: Span) -> None:
+        """Give it back."""
+        super().free(span)
+        del self._owners[span]
+
+    def owner_at(self, offset: int) -> Owner:
+        """Whose a byte is."""
+        for span, owner in self._owners.items():
+            if span.start_bytes <= offset < span.stop_bytes:
+                return owner
+        return NOBODY
+
+
+@dataclass(eq=False)
+class LateCopy:
+    """A copy out of an arena that is made when the schedule says so."""
+
+    scatter: Scatter
+    owners: tuple[Owner | None, ...]
+    made: bool = False
+    broken: bool = False
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.made or self.broken
+
+    def fault(self) -> str | None:
+        """Why it did not end well."""
+        return "the simulated copy has failed" if self.broken else None
+
+
+class LateCopies:
+    """Makes copies one after the other, late.
+
+    Args:
+        random: Decides which of them fail.
+        arena: Where from.
+        owner_at: Whose a byte is.
+    """
+
+    def __init__(self, random: Random, arena: np.ndarray, owner_at: OwnerAt) -> None:
+        self._random, self._arena, self._owner_at = random, arena, owner_at
+        self.pending: list[LateCopy] = []
+        self.failure_rate = 0.0
+
+    def submit(self, scatter: Scatter) -> LateCopy:
+        """Make a copy later."""
+        owners = tuple(self._owner_at(to) for to in scatter.dst_addresses.tolist())
+        self.pending.append(LateCopy(scatter, owners))
+        return self.pending[-1]
+
+    def make_one(self) -> None:
+        """Make the oldest copy, or fail at it half way."""
+        copy = self.pending.pop(0)
+        fails = self._random.random() < self.failure_rate
+        scatter, base = copy.scatter, self._arena.ctypes.data
+        chunks = list(
+            zip(
+                scatter.src_offsets.tolist(),
+                scatter.dst_addresses.tolist(),
+                copy.owners,
+                strict=True,
+            )
+        )
+        for offset, to, owner in chunks[: len(chunks) // 2] if fails else chunks:
+            now = self._owner_at(to)
+            check(now is owner, f"a copy for {owner} is made into memory of {now}")
+            for head in range(scatter.num_heads):
+                for token in range(scatter.num_tokens):
+                    source = _strided(offset, scatter.src_strides_bytes, head, token)
+                    target = _strided(to, scatter.dst_strides_bytes, head, token)
+                    ctypes.memmove(target, base + source, scatter.slot_bytes)
+        copy.made, copy.broken = not fails, fails
+
+    def may_write(self, owner: Owner) -> bool:
+        """Whether a copy may still write into what is somebody's."""
+        return any(owner is each for copy in self.pending for each in copy.owners)
+
+    def close(self) -> None:
+        """Make all copies."""
+        while self.pending:
+            self.make_one()
+
+
+def _strided(start: int, strides_bytes: tuple[int, int], head: int, token: int) -> int:
+    return start + head * strides_bytes[0] + token * strides_bytes[1]
+
+
+class WorkerMemory:
+    """The cache of a worker, and its arena.
+
+    Args:
+        cache: The cache.
+        arena_bytes: Size of the arena; 0 for none.
+        random: Decides which copies fail.
+        owner_of_block: Whose a block is.
+    """
+
+    def __init__(
+        self,
+        cache: CacheMemory,
+        arena_bytes: int,
+        random: Random,
+        owner_of_block: Callable[[int], Owner],
+    ) -> None:
+        self.cache = cache
+        self._owner_of_block = owner_of_block
+        self.area: StagingArea | None = None
+        self.copies: LateCopies | None = None
+        if arena_bytes:
+            # The allocation of the words outlives the tensor, which only refers to it.
+            self._arena = np.zeros(arena_bytes, dtype=np.uint8)
+            self.copies = LateCopies(random, self._arena, self.owner_at)
+            self.area = StagingArea(torch.from_numpy(self._arena), self.copies)
+            self.spans = OwnedArena(arena_bytes)
+            self.area.spans = self.spans
+
+    def owner_at(self, address: int) -> Owner | None:
+        """Whose a byte is; None for what the connector keeps for itself."""
+        block = self.cache.block_at(address)
+        if block is not None:
+            return self._owner_of_block(block)
+        if self.area is not None:
+            offset = address - self._arena.ctypes.data
+            if 0 <= offset < len(self._arena):
+                return self.spans.owner_at(offset)
+        return None

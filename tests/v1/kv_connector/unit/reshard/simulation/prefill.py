@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated prefill engine: computes prompts, offers their blocks, and takes them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report, Step
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Done,
+    RemoteEngineAddress,
+    Renew,
+    decode_notification,
+)
+
+from .engines import Engine, Worker
+from .memory import MAX_TOKENS
+from .wire import Owner, check
+
+
+def tokens_of(content: int) -> list[int]:
+    """The tokens of a prompt, more than are ever used."""
+    return [content * MAX_TOKENS + position for position in range(MAX_TOKENS)]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a prefill engine tells the router, which passes it on.
+
+    Attributes:
+        address: Who holds the blocks.
+        request_id: What the request is called there.
+        blocks: Where its KV is.
+        num_tokens: Of how many tokens.
+        content: Which prompt it is, which a router knows and does not tell.
+    """
+
+    address: RemoteEngineAddress
+    request_id: str
+    blocks: tuple[int, ...]
+    num_tokens: int
+    content: int
+
+    def binding(self, tokens: Sequence[int]) -> Binding:
+        """What is offered, if these are its tokens."""
+        return bind(tokens, self.num_tokens, None, [self.blocks])
+
+
+@dataclass(eq=False)
+class Offer:
+    """A request of a prefill engine's, from admission until its blocks are free.
+
+    Attributes:
+        ticket: What is told of it once it is offered.
+        binding: What is offered.
+        offered: Whether it is.
+        expires_at_s: When each worker's lease runs out, as far as it was taken up.
+        sent_by: Workers that have reported it.
+    """
+
+    ticket: Ticket
+    binding: Binding
+    offered: bool = False
+    expires_at_s: dict[str, float] = field(default_factory=dict)
+    sent_by: set[str] = field(default_factory=set)
+
+
+class PrefillEngine(Engine):
+    """Offers blocks, and checks that they come back when they may, and only then.
+
+    Attributes:
+        offers: Requests by their names.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.offers: dict[str, Offer] = {}
+        # Who was heard by a worker, for what, and of how many.
+        self._heard: dict[tuple[str, str, Binding], dict[str, int]] = {}
+        for worker in self.workers:
+            worker.agent.heard = partial(self._note, worker)
+
+    def begin(self, request_id: str, num_tokens: int) -> Offer | None:
+        """Admit and compute a prompt, if there is room."""
+        if request_id in self.offers:
+            return None
+        count = -(-num_tokens // self.layout.block_tokens)
+        blocks = self.allocate(count, Owner(f"{self.engine_id}'s {request_id}"))
+        if blocks is None:
+            return None
+        content = self.world.new_content()
+        ticket = Ticket(self.address, request_id, tuple(blocks), num_tokens, content)
+        offer = Offer(ticket, ticket.binding(tokens_of(content)))
+        self.offers[request_id] = offer
+        self.hand_over(admitted={request_id})
+        for worker in self.workers:
+            worker.memory.cache.compute(content, blocks)
+        return offer
+
+    def withdraw(self, offer: Offer) -> None:
+        """Abort a request that was not offered: its blocks are free at once."""
+        request_id = offer.ticket.request_id
+        self.hand_over(withdrawn={request_id})
+        self._end(offer)
+
+    def offer(self, offer: Offer) -> Ticket:
+        """Hold a request's blocks for readers; returns what the router hears."""
+        request_id = offer.ticket.request_id
+        offer.offered = True
+        self.hand_over(
+            offered={request_id: self.world.limits.lease_s},
+            offered_blocks={request_id: len(offer.ticket.blocks)},
+            bindings={request_id: offer.binding},
+        )
+        return offer.ticket
+
+    def taken_up(self, worker: Worker, steps: Sequence[Step]) -> None:
+        """Leases begin when a worker hears of them."""
+        for step in steps:
+            if step.metadata is None:
+                continue
+            for request_id, lease_s in step.metadata.offered.items():
+                self.offers[request_id].expires_at_s[worker.name] = self.world.now_s + lease_s
+
+    def hear(self, worker: Worker, report: Report) -> None:
+        """Blocks come back once every worker is through with them, for a reason, once each."""
+        check(not report.received and not report.failed, f"{worker.name} has received something")
+        for request_id in sorted(report.sent):
+            offer = self.offers.get(request_id)
+            if offer is None:
+                check(False, f"{worker.name} is through with {request_id}, which is not held")
+                continue
+            check(offer.offered, f"{worker.name} is through with {request_id} before its offer")
+            check(worker.name not in offer.sent_by, f"{worker.name} has sent {request_id} twice")
+            self._check_reason(worker, offer)
+            offer.sent_by.add(worker.name)
+            if len(offer.sent_by) == len(self.workers):
+                self._end(offer)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is held any more."""
+        return not self.offers and super().is_over
+
+    def _end(self, offer: Offer) -> None:
+        del self.offers[offer.ticket.request_id]
+        self.give_back(offer.ticket.blocks)
+
+    def _check_reason(self, worker: Worker, offer: Offer) -> None:
+        """A lease that has run out, or all readers of what is offered."""
+        request_id = offer.ticket.request_id
+        if self.world.now_s >= offer.expires_at_s[worker.name]:
+            return
+        heard = self._heard.get((worker.name, request_id, offer.binding), {})
+        check(
+            bool(heard) and len(heard) >= max(heard.values()),
+            f"{worker.name} lets go of {request_id}: {len(heard)} readers of what it offers were "
+            "heard, and its lease has not run out",
+        )
+
+    def _note(self, worker: Worker, message: bytes) -> None:
+        """A worker takes a notification."""
+        notification = decode_notification(message)
+        if isinstance(notification, Renew):
+            for request_id in notification.request_ids:
+                offer = self.offers.get(request_id)
+                if offer is not None and worker.name in offer.expires_at_s:
+                    until_s = self.world.now_s + self.world.limits.lease_s
+                    offer.expires_at_s[worker.name] = until_s
+            return
+        assert isinstance(notification, Done)
+        for release in notification.releases:
+            key = worker.name, release.request_id, release.binding
+            self._heard.setdefault(key, {})[notification.notifier] = release.num_notifiers

@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of a small world, all of it decided by one seed.
+
+A schedule is a few hundred events, chosen at random among turns of workers, requests of clients,
+progress of the wire and faults; which kinds of fault there are differs from schedule to schedule,
+and so do the layouts, the sizes and the deadlines. Then everything is healed, time passes, and
+nothing may be left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
+from random import Random
+from typing import TypeVar
+from unittest import mock
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    RemoteEngineChangedError,
+    RemoteUnreachableError,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Done,
+    Release,
+    RemoteEngineAddress,
+    encode_notification,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
+
+from .decode import DecodeEngine
+from .engines import Engine, Limits, Question, Worker, World
+from .memory import Layout
+from .prefill import PrefillEngine, Ticket
+from .wire import Faults, Message, Violation, check
+
+LAYOUTS = [
+    Layout(pp_size, tp_size, block_tokens)
+    for pp_size, tp_size in ((1, 1), (2, 1), (1, 2))
+    for block_tokens in (2, 4)
+]
+MAX_PROMPT_TOKENS = 12
+
+_PATIENCE_S = (0.0, 0.0, 0.05, 0.2, 1.0, 1.0) + 120 * (5.0,)
+"""How time passes once everything is healed: at the end all deadlines, graces and back-offs are
+over, and every peer was idle for long."""
+
+_Each = TypeVar("_Each")
+
+
+class Simulation:
+    """A schedule and the world that it runs in.
+
+    Args:
+        seed: Decides everything.
+
+    Attributes:
+        trace: What has happened, one line an event.
+        engines: Those that are alive.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.random = seed, Random(seed)
+        random = self.random
+        limits = Limits(
+            read_timeout_s=random.choice((2.0, 20.0, 60.0)),
+            hung_grace_s=random.choice((3.0, 30.0)),
+            lease_s=random.choice((1.0, 10.0, 40.0)),
+            idle_limit_s=random.choice((20.0, 90.0)),
+        )
+        self.world = World(random, limits)
+        self.trace: list[str] = []
+        self.engines: list[Engine] = []
+        # The memory of those that are gone is not used again: it is another process's.
+        self.gone: list[Engine] = []
+        self.tickets: list[Ticket] = []
+        self.num_received = self.num_failed = self.num_requests = 0
+        for _ in range(random.choice((1, 1, 2))):
+            self._start_prefill(f"prefill{len(self.engines)}.example")
+        for _ in range(random.choice((1, 1, 2))):
+            self._start_decode(f"decode{len(self.engines)}.example")
+
+    def run(self) -> None:
+        """Run all events, heal everything, and wait until nothing is left.
+
+        Raises:
+            Violation: Something must not have happened; the message has the whole schedule.
+        """
+        try:
+            events, weights = self._choose_faults()
+            for _ in range(self.random.randrange(100, 300)):
+                (event,) = self.random.choices(events, cum_weights=weights)
+                event()
+            self._heal()
+            self._wait_until_over()
+        except Exception as error:
+            schedule = "\n".join(self.trace)
+            raise Violation(
+                f"seed {self.seed}: {type(error).__name__}: {error}\n{schedule}"
+            ) from error
+
+    # What may happen.
+
+    def turn(self) -> None:
+        """A worker's thread takes its turn."""
+        worker = self._any(self._workers(hung=False))
+        if worker is not None:
+            self._turn(worker)
+
+    def let_time_pass(self) -> None:
+        """A moment, or much."""
+        self.world.now_s += self.random.choice((0.001, 0.001, 0.01, 0.05, 0.11, 0.5))
+        self._note(f"now {self.world.now_s:.3f}")
+
+    def let_much_time_pass(self) -> None:
+        """As long as deadlines and leases are."""
+        self.world.now_s += self.random.choice((1.0, 2.5, 5.0, 11.0, 35.0))
+        self._note(f"now {self.world.now_s:.3f}")
+
+    def move(self) -> None:
+        """Some pieces of a read, or all, leave their source, or land."""
+        read = self._any(self.world.wire.reads)
+        if read is not None:
+            count = self.random.choice((1, 2, 1000, 1000, 1000))
+            land = self.random.random() < 0.8
+            self._note(f"{'lands' if land else 'leaves'} {read.name} {count}")
+            self.world.wire.move(read, count, land=land)
+
+    def copy(self) -> None:
+        """A copy out of an arena is made."""
+        for worker in self._workers():
+            copies = worker.memory.copies
+            if copies is not None and copies.pending:
+                self._note(f"copies {worker.name}")
+                copies.make_one()
+                return
+
+    def deliver(self) -> None:
+        """A notification arrives, whichever it is."""
+        message = self._any(self.world.wire.messages)
+        if message is not None:
+            self._note(f"delivers {message.sender} to {message.receiver.name}")
+            self.world.wire.deliver(message)
+
+    def answer(self) -> None:
+        """An engine that was asked answers."""
+        question = self._any(self.world.questions)
+        if question is not None:
+            self._answer(question)
+
+    def connect(self) -> None:
+        """A generation is made of an answer."""
+        workers = [worker for worker in self._workers() if worker.jobs.jobs]
+        worker = self._any(workers)
+        if worker is not None:
+            self._note(f"connects {worker.name}")
+            worker.jobs.jobs.popleft()()
+
+    def prefill(self) -> None:
+        """A prompt is computed."""
+        engine = self._any(self._prefills())
+        if engine is not None:
+            # Names are used again.
+            name = f"p{self.random.randrange(30)}"
+            offer = engine.begin(name, self.random.randrange(1, MAX_PROMPT_TOKENS + 1))
+            if offer is not None:
+                self._note(f"{engine.engine_id} computes {offer.ticket}")
+
+    def offer(self) -> None:
+        """A prompt was computed, and is offered or aborted."""
+        engine = self._any(self._prefills())
+        offers = [] if engine is None else [o for o in engine.offers.values() if not o.offered]
+        offer = self._any(offers)
+        if engine is None or offer is None:
+            return
+        if self.random.random() < 0.1:
+            self._note(f"{engine.engine_id} withdraws {offer.ticket.request_id}")
+            engine.withdraw(offer)
+        else:
+            self._note(f"{engine.engine_id} offers {offer.ticket.request_id}")
+            self.tickets.append(engine.offer(offer))
+
+    def read(self) -> None:
+        """A request is read, as the router has told or otherwise."""
+        engine, ticket = self._any(self._decodes()), self._any(self.tickets[-6:])
+        if engine is None or ticket is None:
+            return
+        content, num_tokens, fault = ticket.content, ticket.num_tokens, None
+        if self.random.random() < self.confusion:
+            ticket, content, num_tokens, fault = self._confuse(ticket)
+        self.num_requests += 1
+        request = engine.begin(
+            f"d{self.num_requests}",
+            ticket,
+            content,
+            num_tokens,
+            cached_blocks=self.random.choice((0, 0, 0, 1, 2, 9)),
+            while_computing=self.random.random() < 0.1,
+            fault=fault,
+        )
+        if request is not None:
+            self._note(f"{engine.engine_id} reads {request}")
+
+    def compute(self) -> None:
+        """A step of a decode engine's device is over."""
+        for engine in self._decodes():
+            if engine.computing:
+                self._note(f"{engine.engine_id} has computed")
+                engine.end_computing(self.random.randrange(len(engine.computing)))
+
+    def finish(self) -> None:
+        """A request that was received ends, and its blocks are another's."""
+        engine = self._any(self._decodes())
+        request = None if engine is None else self._any(engine.running)
+        if engine is not None and request is not None:
+            self._note(f"{engine.engine_id} finishes {request.request_id}")
+            engine.finish(request)
+
+    def heartbeat(self) -> None:
+        """A decode engine asks for longer leases."""
+        engine = self._any(self._decodes())
+        if engine is not None:
+            self._note(f"{engine.engine_id} renews")
+            engine.heartbeat()
+
+    # What should not, and does.
+
+    def fail_read(self) -> None:
+        """NIXL takes a read for failed, and it goes on."""
+        read = self._any([read for read in self.world.wire.reads if not read.failed])
+        if read is not None:
+            self._note(f"fails {read.name}")
+            read.failed = True
+
+    def lose_read(self) -> None:
+        """A read gets stuck, and nobody hears of it."""
+        read = self._any(self.world.wire.reads)
+        if read is not None:
+            self._note(f"loses {read.name}")
+            read.stuck = True
+
+    def hang(self) -> None:
+        """A worker stops, or goes on."""
+        worker = self._any(self._workers())
+        if worker is not None:
+            self._note(f"{worker.name} {'goes on' if worker.is_hung else 'hangs'}")
+            worker.set_hung(not worker.is_hung)
+
+    def forge(self) -> None:
+        """Somebody says that he has read what he does not know."""
+        worker = self._any(
+            [worker for worker in self._workers() if isinstance(worker.engine, PrefillEngine)]
+        )
+        ticket = self._any(self.tickets[-6:])
+        if worker is not None and ticket is not None:
+            self._note(f"forges a release of {ticket.request_id} at {worker.name}")
+            binding = replace(ticket.binding([]), num_tokens=self.random.randrange(12))
+            release = Release.of(ticket.request_id, 1, Binding(binding.num_tokens, 1, 2))
+            data = encode_notification(Done(f"stranger {self.random.randrange(3)}", [release]))
+            self.world.wire.messages.append(Message("stranger", worker.agent, data))
+
+    def restart_prefill(self) -> None:
+        """A prefill engine dies or ends, and another one starts in its place."""
+        engine = self._any(self._prefills())
+        if engine is not None:
+            self._end(engine)
+            self._start_prefill(engine.address.host)
+
+    def restart_decode(self) -> None:
+        """A decode engine dies or ends, and another one starts in its place."""
+        engine = self._any(self._decodes())
+        if engine is not None:
+            self._end(engine)
+            self._start_decode(engine.address.host)
+
+    # How it is done.
+
+    def _choose_faults(self) -> tuple[list[Callable[[], None]], list[float]]:
+        """The events of this schedule, with the sums of their weights."""
+        random = self.random
+
+        def some(weight: float) -> float:
+            """A kind of fault that half of all schedules have."""
+            return weight * random.random() if random.random() < 0.5 else 0.0
+
+        self.world.wire.faults = Faults(
+            refusal=some(0.1), doubt=some(0.1), loss=some(0.5), repetition=some(0.5)
+        )
+        self.copy_failures, self.confusion = some(0.2), some(0.5)
+        self.handshake_failures = some(0.5)
+        for worker in self._workers():
+            self._set_copies(worker)
+        weights = {
+            self.turn: 40.0,
+            self.let_time_pass: 6.0,
+            self.let_much_time_pass: some(4.0),
+            self.move: 14.0,
+            self.copy: 8.0,
+            self.deliver: 6.0,
+            self.answer: 5.0,
+            self.connect: 5.0,
+            self.prefill: 6.0,
+            self.offer: 6.0,
+            self.read: 8.0,
+            self.compute: 2.0,
+            self.finish: 3.0,
+            self.heartbeat: some(3.0),
+            self.fail_read: some(6.0),
+            self.lose_read: some(3.0),
+            self.hang: some(4.0),
+            self.forge: some(3.0),
+            self.restart_prefill: some(2.0),
+            self.restart_decode: some(1.0),
+        }
+        return list(weights), list(accumulate(weights.values()))
+
+    def _turn(self, worker: Worker) -> None:
+        ticks = self.random.random() < 0.7
+        self._note(f"turn {worker.name}{' ticks' if ticks else ''}")
+        report = worker.turn(ticks=ticks)
+        if report.failed or report.received or report.sent:
+            self._note(
+                f"    failed {sorted(report.failed)}, received {sorted(report.received)}, "
+                f"sent {sorted(report.sent)}"
+            )
+
+    def _answer(self, question: Question, *, healed: bool = False) -> None:
+        """Answer a question as the engine does that listens there now, if any does."""
+        self.world.questions.remove(question)
+        answer, address = question.answer, question.address
+        if not answer.set_running_or_notify_cancel():
+            return
+        where = f"{address.host}:{address.port}"
+        engine = next(
+            (e for e in self.engines if e.address.host == address.host and e.alive), None
+        )
+        fails = not healed and self.random.random() < self.handshake_failures
+        self._note(f"answers {question.asked_by.name} for {address.engine_id}{' ill' * fails}")
+        hung = engine is None or any(worker.is_hung for worker in engine.workers)
+        if engine is None or hung or fails:
+            answer.set_exception(RemoteUnreachableError(f"{where} does not answer"))
+        elif engine.engine_id != address.engine_id:
+            answer.set_exception(RemoteEngineChangedError(f"{engine.engine_id} is at {where}"))
+        else:
+            answer.set_result(tuple(worker.describe() for worker in engine.workers))
+
+    def _confuse(self, ticket: Ticket) -> tuple[Ticket, int, int, str | None]:
+        """What a confused router or a client with other intentions makes of a ticket."""
+        random, num_tokens = self.random, ticket.num_tokens
+        other = random.choice(self.tickets)
+        kind = random.randrange(6)
+        if kind == 0:
+            return ticket, self.world.new_content(), num_tokens, None
+        if kind == 1:
+            return ticket, ticket.content, random.randrange(1, MAX_PROMPT_TOKENS + 1), None
+        if kind == 2:
+            return replace(ticket, blocks=other.blocks), ticket.content, num_tokens, None
+        if kind == 3:
+            return replace(ticket, request_id=other.request_id), ticket.content, num_tokens, None
+        if kind == 4:
+            return replace(ticket, address=other.address), ticket.content, num_tokens, None
+        return ticket, ticket.content, num_tokens, "its parameters are not understood"
+
+    def _heal(self) -> None:
+        """No more faults, and no more requests."""
+        self._note("all is healed")
+        self.world.wire.faults = Faults()
+        for worker in self._workers():
+            worker.set_hung(False)
+            if worker.memory.copies is not None:
+                worker.memory.copies.failure_rate = 0.0
+        for engine in self._prefills():
+            for offer in list(engine.offers.values()):
+                if not offer.offered:
+                    engine.offer(offer)
+
+    def _wait_until_over(self) -> None:
+        """All that can end does, all that cannot is ended, and nothing is left."""
+        for wait_s in _PATIENCE_S:
+            self._do_all()
+            if all(engine.is_over for engine in self.engines):
+                break
+            self.world.now_s += wait_s
+            self._note(f"now {self.world.now_s:.3f}")
+        for engine in self.engines:
+            check(engine.is_over, f"{engine.engine_id} is not over: {_rest(engine)}")
+        holders = {worker.agent.name for worker in self._workers()}
+        left = self.world.wire.agents.keys() - holders
+        check(not left, f"agents are left open: {sorted(left)}")
+        check(not self.world.wire.reads, "reads are left, and all who posted them are gone")
+        for engine in list(self.engines):
+            self._count(engine)
+            engine.close()
+        check(not self.world.wire.agents, f"still open: {sorted(self.world.wire.agents)}")
+
+    def _do_all(self) -> None:
+        """Everything that a healed world does by itself."""
+        world = self.world
+        for read in list(world.wire.reads):
+            world.wire.move(read, len(read.pieces))
+        for message in list(world.wire.messages):
+            world.wire.deliver(message)
+        for question in list(world.questions):
+            self._answer(question, healed=True)
+        for engine in self._decodes():
+            while engine.computing:
+                engine.end_computing(0)
+            for request in list(engine.running):
+                engine.finish(request)
+        for worker in self._workers():
+            while worker.jobs.jobs:
+                worker.jobs.jobs.popleft()()
+            if worker.memory.copies is not None:
+                worker.memory.copies.close()
+            worker.turn(ticks=True)
+
+    def _start_prefill(self, host: str) -> None:
+        address = RemoteEngineAddress(self.world.wire.name("prefill"), host, 5600)
+        num_blocks = self.random.randrange(6, 13)
+        engine = PrefillEngine(self.world, address, self.random.choice(LAYOUTS), num_blocks)
+        self.engines.append(engine)
+        self._note(f"starts {engine.engine_id} {engine.layout} of {num_blocks} blocks")
+
+    def _start_decode(self, host: str) -> None:
+        address = RemoteEngineAddress(self.world.wire.name("decode"), host, 5600)
+        num_blocks = self.random.choice((8, 12, 24))
+        arena_bytes = self.random.choice((0, 64, 512))
+        engine = DecodeEngine(
+            self.world, address, self.random.choice(LAYOUTS), num_blocks, arena_bytes
+        )
+        self.engines.append(engine)
+        for worker in engine.workers:
+            self._set_copies(worker)
+        self._note(
+            f"starts {engine.engine_id} {engine.layout} of {num_blocks} blocks, arena {arena_bytes}"
+        )
+
+    copy_failures = confusion = handshake_failures = 0.0
+
+    def _set_copies(self, worker: Worker) -> None:
+        if worker.memory.copies is not None:
+            worker.memory.copies.failure_rate = self.copy_failures
+
+    def _end(self, engine: Engine) -> None:
+        """A crash, or an end in order."""
+        dies = self.random.random() < 0.7
+        self._note(f"{engine.engine_id} {'dies' if dies else 'closes'}")
+        self._count(engine)
+        if dies:
+            engine.die()
+        else:
+            engine.close()
+        self.engines.remove(engine)
+        self.gone.append(engine)
+
+    def _count(self, engine: Engine) -> None:
+        if isinstance(engine, DecodeEngine):
+            self.num_received += engine.num_received
+            self.num_failed += engine.num_failed
+
+    def _prefills(self) -> list[PrefillEngine]:
+        return [engine for engine in self.engines if isinstance(engine, PrefillEngine)]
+
+    def _decodes(self) -> list[DecodeEngine]:
+        return [engine for engine in self.engines if isinstance(engine, DecodeEngine)]
+
+    def _workers(self, *, hung: bool = True) -> list[Worker]:
+        return [
+            worker
+            for engine in self.engines
+            for worker in engine.workers
+            if hung or not worker.is_hung
+        ]
+
+    def _any(self, candidates: Sequence[_Each]) -> _Each | None:
+        return self.random.choice(candidates) if candidates else None
+
+    def _note(self, line: str) -> None:
+        self.trace.append(line)
+
+
+def _rest(engine: Engine) -> str:
+    """What an engine has not ended."""
+    workers = [
+        f"{worker.name} holds {len(worker.exchange.holder)}, reads {len(worker.exchange.reads)}, "
+        f"moves {len(worker.exchange.transfers)}, knows {len(worker.exchange.peers)}, "
+        f"drains {len(worker.exchange.peers.retired)}"
+        for worker in engine.workers
+    ]
+    return f"{len(engine.free)} of {engine.num_blocks - 1} blocks are free; {'; '.join(workers)}"
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Small tables, and no log of what goes wrong on purpose."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with mock.patch.object(lease_check, "_NUM_LOOKUPS", 4):
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def run(seed: int) -> Simulation:
+    """Run one schedule.
+
+    Raises:
+        Violation: See `Simulation.run`.
+    """
+    simulation = Simulation(seed)
+    simulation.run()
+    return simulation
