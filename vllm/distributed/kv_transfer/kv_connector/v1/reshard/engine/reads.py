@@ -120,11 +120,15 @@ class RequestReads:
 
     @property
     def next_due_s(self) -> float | None:
-        """When the next request fails that is not received before; None without one."""
+        """When the next request fails that is not received before; None without one.
+
+        Also one that has failed before, and is not quiet by then: who does not let it be is waited
+        for no longer.
+        """
         while self._deadlines:
             due_at_s, request_id, number = self._deadlines[0]
             reading = self._reading.get(request_id)
-            if reading is not None and reading.number == number and not reading.failed:
+            if reading is not None and reading.number == number:
                 return due_at_s
             self._deadlines.popleft()
         return None
@@ -136,6 +140,9 @@ class RequestReads:
     def take_up(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
         """Read a request once its peer is connected."""
         if receive.fault is not None:
+            if not any(receive.local_block_ids):
+                # Nothing was to be read, and nobody waits for it.
+                return
             reading = self._account(request_id, receive, None, now_s)
             self._fail(request_id, reading, receive.fault, ReadFailure.PARAMETERS)
             return

@@ -277,9 +277,9 @@ class Transfers:
         if state is TransferState.IN_FLIGHT:
             return False
         if state is TransferState.FAILED:
-            if not running.unwanted:
-                fault = f"NIXL could not read from {transfer.peer}"
-                self._events.append(PartFailed(running.request_id, fault))
+            # Also where nobody wants it any more: only the end of its generation makes it quiet.
+            fault = f"NIXL could not read from {transfer.peer}"
+            self._events.append(PartFailed(running.request_id, fault))
             self._in_doubt.append(running)
             return True
         if not running.unwanted:
