@@ -134,7 +134,7 @@ class Exchange:
             if now_s < generation.talks_until_s:
                 generation.advance()
         for generation in self.peers.take_due(now_s):
-            self.reads.end(generation, now_s)
+            self.reads.end(generation)
         if steps:
             report.sent = self.holder.let_go(now_s)
         if not self._stats.is_empty():

@@ -174,6 +174,13 @@ class PeerTable:
         peer.remembered_until_s = peer.retry_at_s + STEADY_S
         peer.breaks += 1
 
+    def break_off_with(self, generation: Generation, now_s: float) -> None:
+        """Something else that was read with a generation has failed or hangs: see `break_off`."""
+        for peer in self._peers.values():
+            if peer.generation is generation:
+                self.break_off(peer, generation, now_s)
+                return
+
     def take_just_retired(self) -> list[Generation]:
         """The generations that were retired since the last call."""
         retired, self._just_retired = self._just_retired, []

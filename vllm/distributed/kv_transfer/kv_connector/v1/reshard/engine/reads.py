@@ -197,16 +197,19 @@ class RequestReads:
                 self._look_up(event.request_id, reading)
         for generation in self._peers.generations():
             for verdict in generation.leases.advance():
-                self._judge(verdict, now_s)
+                self._judge(verdict)
+                if verdict.doubt is Doubt.PEER:
+                    # Also where its request has failed meanwhile: nobody else would tell.
+                    self._peers.break_off_with(generation, now_s)
         while (due_at_s := self.next_due_s) is not None and due_at_s <= now_s:
             _, request_id, _ = self._deadlines.popleft()
             self._run_out_of_time(request_id, self._reading[request_id], now_s)
         self._contain(now_s)
 
-    def end(self, generation: Generation, now_s: float) -> None:
+    def end(self, generation: Generation) -> None:
         """Close a generation: all that it could write into is quiet from now on."""
         for verdict in generation.leases.give_up():
-            self._judge(verdict, now_s)
+            self._judge(verdict)
         generation.close()
         self._transfers.end(generation)
 
@@ -294,14 +297,12 @@ class RequestReads:
                 (request_id, reading.number), receive.remote_request_id, receive.binding, table
             )
 
-    def _judge(self, verdict: Verdict[tuple[RequestId, int]], now_s: float) -> None:
+    def _judge(self, verdict: Verdict[tuple[RequestId, int]]) -> None:
         request_id, number = verdict.key
         reading = self._reading.get(request_id)
         if reading is None or reading.number != number:
             return
         if verdict.doubt is not None:
-            if verdict.doubt is Doubt.PEER:
-                self._break_off(reading, now_s)
             self._fail(request_id, reading, verdict.fault, _READ_FAILURES[verdict.doubt])
         self._ledger.step_done(request_id)
 

@@ -38,6 +38,9 @@ _NUM_LOOKUPS = 1 << 10
 OFFER_PATIENCE_S = 30.0
 """How long a holder may take to say what it offers: as long as a few of its longest steps."""
 
+LOOKUP_PATIENCE_S = 120.0
+"""A lookup that takes so long has failed, whether or not anybody still waits for it."""
+
 _LOOK_AGAIN_S = 0.002
 """How long to wait before looking again."""
 
@@ -132,6 +135,7 @@ class _Lookup(Generic[Key]):
     names: list[int]
     landed_in: npt.NDArray[np.int32]
     transfer: Transfer
+    posted_at_s: float
 
 
 def prepare_table(agent: NixlAgent, table: LeaseTableAddress, peer: str) -> PreparedTable:
@@ -195,11 +199,13 @@ class LeaseChecker(Generic[Key]):
         while self._early and self._early[0][0] <= now_s:
             _, table, wanted = self._early.popleft()
             self._wanted[table].append(wanted)
-        verdicts = [verdict for table in list(self._wanted) for verdict in self._post(table)]
+        tables = list(self._wanted)
+        verdicts = [verdict for table in tables for verdict in self._post(table, now_s)]
         in_flight = []
         for lookup in self._lookups:
             state = self._reads.poll(lookup.transfer)
-            if state is TransferState.IN_FLIGHT:
+            hangs = now_s >= lookup.posted_at_s + LOOKUP_PATIENCE_S
+            if state is TransferState.IN_FLIGHT and not hangs:
                 in_flight.append(lookup)
                 continue
             done = state is TransferState.DONE
@@ -221,7 +227,7 @@ class LeaseChecker(Generic[Key]):
         self._lookups.clear()
         return [Verdict(wanted.key, Doubt.PEER, fault) for wanted in unanswered]
 
-    def _post(self, table: PreparedTable) -> list[Verdict[Key]]:
+    def _post(self, table: PreparedTable, now_s: float) -> list[Verdict[Key]]:
         """Look up what is wanted at a table, as far as there is room; returns what failed."""
         wanted = self._wanted.pop(table)
         if rest := wanted[len(self._free) :]:
@@ -239,7 +245,7 @@ class LeaseChecker(Generic[Key]):
                 self._free.extend(landed_in.tolist())
             return [Verdict(each.key, Doubt.PEER, str(error)) for each in wanted]
         names = [entry.name for entry in entries]
-        self._lookups.append(_Lookup(table, wanted, names, landed_in, transfer))
+        self._lookups.append(_Lookup(table, wanted, names, landed_in, transfer, now_s))
         return []
 
     def _judge(self, lookup: _Lookup[Key], now_s: float, *, done: bool) -> list[Verdict[Key]]:
