@@ -398,3 +398,17 @@ def test_invented_engine_does_not_replace_a_real_one(table, network):
     table.advance(1.1)
     assert not real.broken
     assert real.generation is network.opened[0]
+
+
+def test_generation_alone_is_enough_to_break_off_with(table, network):
+    """Who looks leases up knows no peer; what is of the past breaks nothing off."""
+    peer = connected(table, network)
+    old = peer.generation
+    table.break_off_with(old, 1.0)
+    assert peer.broken and peer.generation is None and table.retired == (old,)
+    peer.wanted = True
+    table.advance(1.0)
+    network.answer()
+    table.advance(1.0)
+    table.break_off_with(old, 2.0)
+    assert peer.generation is network.opened[1] and not peer.broken

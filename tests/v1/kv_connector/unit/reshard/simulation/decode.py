@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tests.v1.kv_connector.unit.reshard.simulation.engines import Engine, Worker
+from tests.v1.kv_connector.unit.reshard.simulation.prefill import Ticket, tokens_of
+from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report, Step
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Heartbeats,
     Receive,
 )
-
-from .engines import Engine, Worker
-from .prefill import Ticket, tokens_of
-from .wire import Owner, check
 
 
 @dataclass(eq=False)

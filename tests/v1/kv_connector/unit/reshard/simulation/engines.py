@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from tests.v1.kv_connector.unit.reshard.simulation.memory import CacheMemory, Layout, WorkerMemory
+from tests.v1.kv_connector.unit.reshard.simulation.wire import NOBODY, Owner, Wire
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
 )
@@ -40,9 +42,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import Reader
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
-
-from .memory import CacheMemory, Layout, WorkerMemory
-from .wire import NOBODY, Owner, Wire
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from random import Random
 import numpy as np
 import torch
 
+from tests.v1.kv_connector.unit.reshard.simulation.wire import NOBODY, Owner, OwnerAt, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import (
     ArenaAllocator,
     Span,
@@ -25,8 +26,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
-
-from .wire import NOBODY, Owner, OwnerAt, check
 
 NUM_LAYERS, NUM_HEADS, MAX_TOKENS = 2, 2, 16
 SLOT_BYTES = 4

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from tests.v1.kv_connector.unit.reshard.simulation.engines import Engine, Worker
+from tests.v1.kv_connector.unit.reshard.simulation.memory import MAX_TOKENS
+from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report, Step
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
@@ -15,10 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Renew,
     decode_notification,
 )
-
-from .engines import Engine, Worker
-from .memory import MAX_TOKENS
-from .wire import Owner, check
 
 
 def tokens_of(content: int) -> list[int]:

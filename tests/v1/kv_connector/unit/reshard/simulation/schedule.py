@@ -18,6 +18,17 @@ from random import Random
 from typing import TypeVar
 from unittest import mock
 
+from tests.v1.kv_connector.unit.reshard.simulation.decode import DecodeEngine
+from tests.v1.kv_connector.unit.reshard.simulation.engines import (
+    Engine,
+    Limits,
+    Question,
+    Worker,
+    World,
+)
+from tests.v1.kv_connector.unit.reshard.simulation.memory import Layout
+from tests.v1.kv_connector.unit.reshard.simulation.prefill import PrefillEngine, Ticket
+from tests.v1.kv_connector.unit.reshard.simulation.wire import Faults, Message, Violation, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteEngineChangedError,
     RemoteUnreachableError,
@@ -31,12 +42,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
 
-from .decode import DecodeEngine
-from .engines import Engine, Limits, Question, Worker, World
-from .memory import Layout
-from .prefill import PrefillEngine, Ticket
-from .wire import Faults, Message, Violation, check
-
 LAYOUTS = [
     Layout(pp_size, tp_size, block_tokens)
     for pp_size, tp_size in ((1, 1), (2, 1), (1, 2))
@@ -44,7 +49,7 @@ LAYOUTS = [
 ]
 MAX_PROMPT_TOKENS = 12
 
-_PATIENCE_S = (0.0, 0.0, 0.05, 0.2, 1.0, 1.0) + 120 * (5.0,)
+_PATIENCE_S = (0.0, 0.0, 0.05, 0.2, 1.0, 1.0) + 160 * (5.0,)
 """How time passes once everything is healed: at the end all deadlines, graces and back-offs are
 over, and every peer was idle for long."""
 
@@ -191,6 +196,8 @@ class Simulation:
         content, num_tokens, fault = ticket.content, ticket.num_tokens, None
         if self.random.random() < self.confusion:
             ticket, content, num_tokens, fault = self._confuse(ticket)
+        elif self.random.random() < 0.8:
+            self.tickets.remove(ticket)
         self.num_requests += 1
         request = engine.begin(
             f"d{self.num_requests}",
@@ -287,33 +294,33 @@ class Simulation:
             return weight * random.random() if random.random() < 0.5 else 0.0
 
         self.world.wire.faults = Faults(
-            refusal=some(0.1), doubt=some(0.1), loss=some(0.5), repetition=some(0.5)
+            refusal=some(0.05), doubt=some(0.05), loss=some(0.5), repetition=some(0.5)
         )
         self.copy_failures, self.confusion = some(0.2), some(0.5)
         self.handshake_failures = some(0.5)
         for worker in self._workers():
             self._set_copies(worker)
         weights = {
-            self.turn: 40.0,
+            self.turn: 45.0,
             self.let_time_pass: 6.0,
-            self.let_much_time_pass: some(4.0),
-            self.move: 14.0,
+            self.let_much_time_pass: some(1.0),
+            self.move: 16.0,
             self.copy: 8.0,
             self.deliver: 6.0,
-            self.answer: 5.0,
-            self.connect: 5.0,
-            self.prefill: 6.0,
+            self.answer: 6.0,
+            self.connect: 6.0,
+            self.prefill: 5.0,
             self.offer: 6.0,
-            self.read: 8.0,
+            self.read: 4.5,
             self.compute: 2.0,
             self.finish: 3.0,
             self.heartbeat: some(3.0),
-            self.fail_read: some(6.0),
-            self.lose_read: some(3.0),
-            self.hang: some(4.0),
+            self.fail_read: some(2.0),
+            self.lose_read: some(1.0),
+            self.hang: some(2.0),
             self.forge: some(3.0),
-            self.restart_prefill: some(2.0),
-            self.restart_decode: some(1.0),
+            self.restart_prefill: some(1.0),
+            self.restart_decode: some(0.5),
         }
         return list(weights), list(accumulate(weights.values()))
 
@@ -334,9 +341,7 @@ class Simulation:
         if not answer.set_running_or_notify_cancel():
             return
         where = f"{address.host}:{address.port}"
-        engine = next(
-            (e for e in self.engines if e.address.host == address.host and e.alive), None
-        )
+        engine = next((e for e in self.engines if e.address.host == address.host and e.alive), None)
         fails = not healed and self.random.random() < self.handshake_failures
         self._note(f"answers {question.asked_by.name} for {address.engine_id}{' ill' * fails}")
         hung = engine is None or any(worker.is_hung for worker in engine.workers)

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
+    LOOKUP_PATIENCE_S,
     OFFER_PATIENCE_S,
     Doubt,
     LeaseChecker,
@@ -219,3 +220,17 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
     holder.table.bind("a", OFFER)
     now_s[0] = 1.0
     assert verdicts(checker, 1) == [Verdict("our a")]
+
+
+def test_lookup_that_hangs_fails(reader, monkeypatch):
+    """Also where nobody waits for it any more; its bucket stays its own."""
+    holder, clock = Holder("a"), [0.0]
+    checker, table = LeaseChecker(reader, reader, lambda: clock[0]), holder.seen_by(reader)
+    monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
+    free = len(checker._free)
+    checker.want("our a", "a", OFFER, table)
+    assert checker.advance() == [] and len(checker) == 1
+    clock[0] = LOOKUP_PATIENCE_S
+    (verdict,) = checker.advance()
+    assert verdict.doubt is Doubt.PEER and len(checker) == 0
+    assert len(checker._free) == free - 1

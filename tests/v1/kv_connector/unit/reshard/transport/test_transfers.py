@@ -191,6 +191,16 @@ def test_read_that_nobody_wants_is_quiet_when_it_is_done(one_window_parts, plane
     assert transfers.area.spans.free_bytes == planes_in_arena * PLANE_BYTES
 
 
+def test_failure_is_told_though_nobody_wants_the_read(one_window_parts):
+    """Only the end of its connection makes it quiet: somebody has to break that off."""
+    transfers, agent, _ = make(0)
+    transfers.start("r", one_window_parts[:1], agent, 0.0)
+    transfers.give_up("r")
+    agent.states[0] = TransferState.FAILED
+    events = transfers.advance(0.0)
+    assert "could not read from peer" in failures(events)["r"] and quiet(events) == []
+
+
 def test_connection_that_is_cut_fails_what_was_in_flight(one_window_parts):
     """Which is quiet then, too."""
     transfers, agent, _ = make(0)

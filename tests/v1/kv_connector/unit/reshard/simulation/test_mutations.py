@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulation finds what it is for: each defect that is planted here, within some schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.v1.kv_connector.unit.reshard.simulation.schedule import run, simulated
+from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import exchange
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import RequestReads
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ProducerLedger
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.generation import Generation
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
+
+MAX_SCHEDULES = 1000
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Nothing is logged of what goes wrong on purpose."""
+    with simulated():
+        yield
+
+
+def blocks_are_free_once_nixl_says_failed(monkeypatch):
+    """A read that has failed is taken for one that writes no more."""
+    look = Transfers._has_left_nixl
+
+    def hasty(self, running, now_s):
+        left = look(self, running, now_s)
+        if running in self._in_doubt:
+            self._in_doubt.remove(running)
+            self._free(running)
+            self._events.append(running.quiet())
+        return left
+
+    monkeypatch.setattr(Transfers, "_has_left_nixl", hasty)
+
+
+def spans_are_free_once_nixl_says_failed(monkeypatch):
+    """The same for its span alone."""
+    look = Transfers._has_left_nixl
+
+    def hasty(self, running, now_s):
+        left = look(self, running, now_s)
+        if running in self._in_doubt:
+            self._free(running)
+        return left
+
+    monkeypatch.setattr(Transfers, "_has_left_nixl", hasty)
+
+
+def requests_are_quiet_once_given_up(monkeypatch):
+    """What nobody wants is forgotten while it is in flight."""
+    give_up = Transfers.give_up
+
+    def forget(self, request_id):
+        give_up(self, request_id)
+        for running in [each for each in self._posted if each.request_id == request_id]:
+            self._posted.remove(running)
+            self._events.append(running.quiet())
+
+    monkeypatch.setattr(Transfers, "give_up", forget)
+
+
+def leases_are_not_looked_up(monkeypatch):
+    """What was read is believed."""
+
+    def believe(self, request_id, reading):
+        for _ in reading.lease_tables:
+            self._ledger.step_done(request_id)
+
+    monkeypatch.setattr(RequestReads, "_look_up", believe)
+
+
+def leases_are_not_struck_out(monkeypatch):
+    """A holder tells readers of blocks that it has given away."""
+    monkeypatch.setattr(LeaseTable, "strike", lambda *_: None)
+
+
+def every_notification_is_believed(monkeypatch):
+    """Whatever it is bound to."""
+    count = ProducerLedger._count
+
+    def believe(self, request_id, held, notice):
+        return count(self, request_id, held, notice._replace(binding=held.binding))
+
+    monkeypatch.setattr(ProducerLedger, "_count", believe)
+
+
+def generations_drain_for_ever(monkeypatch):
+    """None that was retired is closed."""
+    monkeypatch.setattr(PeerTable, "take_due", lambda *_: [])
+
+
+def generations_are_not_retired(monkeypatch):
+    """A connection that has failed is used on."""
+    monkeypatch.setattr(PeerTable, "break_off", lambda *_: None)
+
+
+def agents_outlive_their_generations(monkeypatch):
+    """A generation is called closed while its agent reads on."""
+
+    def pretend(self):
+        self._connected = False
+        self.lifetime.close()
+
+    monkeypatch.setattr(Generation, "close", pretend)
+
+
+def deadlines_are_missed(monkeypatch):
+    """A request waits as long as its peer likes."""
+    monkeypatch.setattr(RequestReads, "next_due_s", property(lambda self: None))
+
+
+def steps_in_flight_are_not_waited_for(monkeypatch):
+    """Reads begin into blocks that the device writes."""
+    monkeypatch.setattr(exchange, "_may_begin", lambda step: True)
+
+
+def _due_of_who_has_not_failed(self):
+    while self._deadlines:
+        due_at_s, request_id, number = self._deadlines[0]
+        reading = self._reading.get(request_id)
+        if reading is not None and reading.number == number and not reading.failed:
+            return due_at_s
+        self._deadlines.popleft()
+    return None
+
+
+def hung_reads_of_failed_requests_have_no_deadline(monkeypatch):
+    """The connection of a read that hangs, for a request that failed elsewhere, is never cut."""
+    monkeypatch.setattr(RequestReads, "next_due_s", property(_due_of_who_has_not_failed))
+
+
+def lookups_that_nobody_wants_break_nothing_off(monkeypatch):
+    """The connection with an engine that is gone is never closed."""
+    monkeypatch.setattr(PeerTable, "break_off_with", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "fault"),
+    [
+        (blocks_are_free_once_nixl_says_failed, "may be written|lands in memory"),
+        (spans_are_free_once_nixl_says_failed, "lands in memory of|may write"),
+        (requests_are_quiet_once_given_up, "may be written|lands in memory"),
+        (leases_are_not_looked_up, "other bytes"),
+        (leases_are_not_struck_out, "other bytes"),
+        (every_notification_is_believed, "its lease has not run out"),
+        (generations_drain_for_ever, "is not over"),
+        (generations_are_not_retired, "is not over"),
+        (agents_outlive_their_generations, "may be written|lands in memory|left open"),
+        (deadlines_are_missed, "in its time"),
+        (steps_in_flight_are_not_waited_for, "who writes there"),
+        (hung_reads_of_failed_requests_have_no_deadline, "is not over"),
+        (lookups_that_nobody_wants_break_nothing_off, "is not over"),
+    ],
+)
+def test_planted_defect_is_found(plant: Plant, fault: str, monkeypatch):
+    """And not by some other complaint than what it is about."""
+    plant(monkeypatch)
+    with pytest.raises(Violation, match=rf"^seed \d+: \w+: [^\n]*({fault})") as found:
+        for seed in range(MAX_SCHEDULES):
+            run(seed)
+    print(str(found.value).splitlines()[0])

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many small worlds in which everything goes wrong that may, and nothing that must not.
+
+`RESHARD_SCHEDULES` says how many are run, and `RESHARD_FIRST_SEED` where they begin: a failure
+names its seed, which repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.v1.kv_connector.unit.reshard.simulation.schedule import Simulation, run, simulated
+
+NUM_SCHEDULES = int(os.environ.get("RESHARD_SCHEDULES", "2000"))
+FIRST_SEED = int(os.environ.get("RESHARD_FIRST_SEED", "0"))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Nothing is logged of what goes wrong on purpose."""
+    with simulated():
+        yield
+
+
+def test_no_schedule_violates_an_invariant():
+    """Bytes land where they may, requests end once and in time, and everything comes back."""
+    counts: Counter[str] = Counter()
+    for seed in range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES):
+        simulation = run(seed)
+        counts["received"] += simulation.num_received
+        counts["failed"] += simulation.num_failed
+    # Schedules in which nothing happens prove nothing.
+    assert min(counts["received"], counts["failed"]) > NUM_SCHEDULES // 3, counts
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_seed_repeats_a_schedule(seed):
+    """Event by event: nothing depends on time, addresses, or the order of sets."""
+    assert run(seed).trace == run(seed).trace
+
+
+def test_failure_tells_its_seed_and_its_schedule(monkeypatch):
+    """Whoever sees it can run it again."""
+
+    def fail(self: Simulation) -> None:
+        raise AssertionError("something is wrong")
+
+    monkeypatch.setattr(Simulation, "_wait_until_over", fail)
+    with pytest.raises(Exception, match=r"seed 7: AssertionError: something is wrong\nstarts pref"):
+        run(7)
