@@ -10,6 +10,8 @@ DECODE ?= tp1pp1
 PYTEST_ARGS ?=
 SWEEP_ARGS ?=
 BENCH_ARGS ?=
+SCHEDULES ?= 100000
+FIRST_SEED ?= 0
 
 BASES := $(patsubst bases/%/base.toml,%,$(wildcard bases/*/base.toml))
 ifeq ($(filter $(BASE),$(BASES)),)
@@ -25,7 +27,7 @@ TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 .DEFAULT_GOAL := help
 .PHONY: help setup rebuild lint format test test-fast patches-check patches-import patches-export \
-        tree wheel plugin demo serve sweep bench docs clean test-faults test-full
+        tree wheel plugin demo serve sweep bench docs clean test-faults test-full simulate
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +89,10 @@ test-faults: setup  ## Act out faults with real engines: peers that mismatch, va
 
 test-full: setup $(VENV)/.installed-bench  ## Run the tests that need not decide every change
 	$(BIN)/python -m pytest -m full $(PYTEST_ARGS)
+
+simulate: setup  ## Run SCHEDULES=100000 of the simulation, from FIRST_SEED=0 on; a failure names its seed
+	RESHARD_SCHEDULES=$(SCHEDULES) RESHARD_FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest \
+	  tests/v1/kv_connector/unit/reshard/simulation/test_simulation.py $(PYTEST_ARGS)
 
 patches-check: $(VENV)/.installed  ## Prove series and overlay against all wheels of all bases
 	$(TOOLS) check

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from random import Random
 from typing import TypeVar
@@ -29,11 +30,13 @@ from tests.v1.kv_connector.unit.reshard.simulation.engines import (
 from tests.v1.kv_connector.unit.reshard.simulation.memory import Layout
 from tests.v1.kv_connector.unit.reshard.simulation.prefill import PrefillEngine, Ticket
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Faults, Message, Violation, check
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import holder
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteEngineChangedError,
     RemoteUnreachableError,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Done,
     Release,
@@ -504,7 +507,10 @@ def simulated() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with mock.patch.object(lease_check, "_NUM_LOOKUPS", 4):
+        with (
+            mock.patch.object(lease_check, "_NUM_LOOKUPS", 4),
+            mock.patch.object(holder, "LeaseTable", partial(LeaseTable, 16)),
+        ):
             yield
     finally:
         logging.disable(disabled)
