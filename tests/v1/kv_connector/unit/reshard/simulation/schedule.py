@@ -9,15 +9,11 @@ nothing may be left.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from random import Random
 from typing import TypeVar
-from unittest import mock
 
 from tests.v1.kv_connector.unit.reshard.simulation.decode import DecodeEngine
 from tests.v1.kv_connector.unit.reshard.simulation.engines import (
@@ -30,20 +26,17 @@ from tests.v1.kv_connector.unit.reshard.simulation.engines import (
 from tests.v1.kv_connector.unit.reshard.simulation.memory import Layout
 from tests.v1.kv_connector.unit.reshard.simulation.prefill import PrefillEngine, Ticket
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Faults, Message, Violation, check
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import holder
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteEngineChangedError,
     RemoteUnreachableError,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Done,
     Release,
     RemoteEngineAddress,
     encode_notification,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
 
 LAYOUTS = [
     Layout(pp_size, tp_size, block_tokens)
@@ -86,6 +79,7 @@ class Simulation:
         self.gone: list[Engine] = []
         self.tickets: list[Ticket] = []
         self.num_received = self.num_failed = self.num_requests = 0
+        self.copy_failures = self.confusion = self.handshake_failures = 0.0
         for _ in range(random.choice((1, 1, 2))):
             self._start_prefill(f"prefill{len(self.engines)}.example")
         for _ in range(random.choice((1, 1, 2))):
@@ -267,8 +261,8 @@ class Simulation:
         ticket = self._any(self.tickets[-6:])
         if worker is not None and ticket is not None:
             self._note(f"forges a release of {ticket.request_id} at {worker.name}")
-            binding = replace(ticket.binding([]), num_tokens=self.random.randrange(12))
-            release = Release.of(ticket.request_id, 1, Binding(binding.num_tokens, 1, 2))
+            invented = Binding(self.random.randrange(12), 1, 2)
+            release = Release.of(ticket.request_id, 1, invented)
             data = encode_notification(Done(f"stranger {self.random.randrange(3)}", [release]))
             self.world.wire.messages.append(Message("stranger", worker.agent, data))
 
@@ -446,8 +440,6 @@ class Simulation:
             f"starts {engine.engine_id} {engine.layout} of {num_blocks} blocks, arena {arena_bytes}"
         )
 
-    copy_failures = confusion = handshake_failures = 0.0
-
     def _set_copies(self, worker: Worker) -> None:
         if worker.memory.copies is not None:
             worker.memory.copies.failure_rate = self.copy_failures
@@ -499,29 +491,3 @@ def _rest(engine: Engine) -> str:
         for worker in engine.workers
     ]
     return f"{len(engine.free)} of {engine.num_blocks - 1} blocks are free; {'; '.join(workers)}"
-
-
-@contextmanager
-def simulated() -> Iterator[None]:
-    """Small tables, and no log of what goes wrong on purpose."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with (
-            mock.patch.object(lease_check, "_NUM_LOOKUPS", 4),
-            mock.patch.object(holder, "LeaseTable", partial(LeaseTable, 16)),
-        ):
-            yield
-    finally:
-        logging.disable(disabled)
-
-
-def run(seed: int) -> Simulation:
-    """Run one schedule.
-
-    Raises:
-        Violation: See `Simulation.run`.
-    """
-    simulation = Simulation(seed)
-    simulation.run()
-    return simulation

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.simulation.schedule import run, simulated
+from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import exchange
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable

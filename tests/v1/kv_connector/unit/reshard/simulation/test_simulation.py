@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.simulation.schedule import Simulation, run, simulated
+from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
+from tests.v1.kv_connector.unit.reshard.simulation.schedule import Simulation
 
 NUM_SCHEDULES = int(os.environ.get("RESHARD_SCHEDULES", "2000"))
 FIRST_SEED = int(os.environ.get("RESHARD_FIRST_SEED", "0"))
