@@ -492,7 +492,9 @@ def test_idle_engines_leave_nothing_behind(engines):
         whole = fill(p, [5, 2, 9])
         p.offer("p-a")
         d.start(receive={request_id: receive(address, [3, 4, 1], [5, 2, 9])})
-        Progress(p, d).until(d, received=request_id)
+        progress = Progress(p, d)
+        progress.until(d, received=request_id)
+        progress.until(p, sent="p-a")
         assert_received(d, [3, 4, 1], whole)
         (peer,) = peers_of(worker)
         generation = peer.generation
@@ -675,10 +677,17 @@ def test_heartbeats_keep_a_request_alive(engines):
         now_s += 9.0
         wait_until(lambda: min(map(lease_end, p.workers.values())) >= now_s + 10.0, beat)  # noqa: B023
     assert not any(progress.sent.values())
-    # A heartbeat may still be on its way.
-    wait_until(lambda: not reader._thread._moves)
-    now_s += 100.0
-    progress.until(p, sent="p-a")
+
+    def wait_for_a_lease() -> None:
+        # More than once: a heartbeat may still be on its way.
+        nonlocal now_s
+        now_s += 10.0
+        progress.step()
+
+    wait_until(
+        lambda: all("p-a" in progress.sent["prefill", rank] for rank in p.workers),
+        wait_for_a_lease,
+    )
 
 
 def lease_end(worker: ReshardWorker) -> float:

@@ -76,8 +76,8 @@ class CacheMemory:
     def __init__(
         self, shard: Shard, block_tokens: int, num_blocks: int, *, token_major: bool
     ) -> None:
-        layers = list(shard.heads_by_layer)
-        heads = shard.heads_by_layer[layers[0]]
+        layers = list(shard.holdings)
+        heads = shard.holdings[layers[0]].units
         self._held = np.s_[layers[0] : layers[-1] + 1, heads.start : heads.stop]
         self._block_tokens = block_tokens
         inner = (len(heads), block_tokens)[:: -1 if token_major else 1]
