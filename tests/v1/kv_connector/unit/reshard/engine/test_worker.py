@@ -516,8 +516,9 @@ def test_handshake_is_told_in_one_line(engines, caplog_vllm):
     caplog_vllm.set_level("INFO")
     for request in ("a", "b"):
         fill(p, [5, 2, 9])
-        p.offer("p-a")
-        d.start(receive={request: receive(address, [3, 4, 1], [5, 2, 9])})
+        p.offer(f"p-{request}")
+        wanted = receive(address, [3, 4, 1], [5, 2, 9], remote_request_id=f"p-{request}")
+        d.start(receive={request: wanted})
         progress.until(d, received=request)
     (line,) = [text for text in caplog_vllm.messages if "From engine" in text]
     assert re.fullmatch(
