@@ -58,7 +58,6 @@ class _Reading:
         number: Which of those that had this name.
         receive: What to read.
         peer: From where; None for one that nobody was asked for.
-        due_at_s: When it fails if it has not been received.
         generation: The connection that it is read with, once it is.
         lease_tables: Where to see, after that, that it was still held.
         failed: Nobody wants it any more.
@@ -69,7 +68,6 @@ class _Reading:
     number: int
     receive: Receive
     peer: Peer | None
-    due_at_s: float
     generation: Generation | None = None
     lease_tables: Sequence[PreparedTable] = ()
     failed: bool = False
@@ -112,11 +110,6 @@ class RequestReads:
     def __len__(self) -> int:
         """Requests that are not quiet."""
         return len(self._reading)
-
-    @property
-    def num_blocks_in_doubt(self) -> int:
-        """Blocks of failed requests that may still be written."""
-        return self._num_in_doubt
 
     @property
     def next_due_s(self) -> float | None:
@@ -260,10 +253,9 @@ class RequestReads:
     ) -> _Reading:
         """Take a request into account until it is reported."""
         self._num_taken_up += 1
-        due_at_s = now_s + self._timeout_s
-        reading = _Reading(self._num_taken_up, receive, peer, due_at_s)
+        reading = _Reading(self._num_taken_up, receive, peer)
         self._reading[request_id] = reading
-        self._deadlines.append((due_at_s, request_id, reading.number))
+        self._deadlines.append((now_s + self._timeout_s, request_id, reading.number))
         self._ledger.begin(request_id)
         return reading
 

@@ -167,10 +167,10 @@ class ReshardWorker:
         """
         report: Report = self._thread.collect()
         self._failed |= report.failed
-        if report.stats is not None:
-            self._stats = report.stats if self._stats is None else self._stats
-            if self._stats is not report.stats:
-                self._stats.aggregate(report.stats)
+        if self._stats is None:
+            self._stats = report.stats
+        elif report.stats is not None:
+            self._stats.aggregate(report.stats)
         return report.sent, report.received
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
