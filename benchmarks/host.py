@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -209,7 +210,7 @@ class ConnectorHost:
             self._posts[0].at_s,
             start_cpu_s,
             finished_cpu_s,
-            sum(post.cpu_s for post in self._posts),
+            sum(post.cpu_s for post in self._posts if post.thread_id == threading.get_ident()),
             steps,
             peak_bytes,
         )
@@ -267,10 +268,12 @@ class _Post:
     Attributes:
         at_s: When NIXL had taken it.
         cpu_s: What that took the calling thread, of which copying may be a part.
+        thread_id: Of the calling thread: with ours, not the engine's.
     """
 
     at_s: float
     cpu_s: float
+    thread_id: int
 
 
 def _watch_posts(posts: list[_Post]) -> None:
@@ -280,7 +283,8 @@ def _watch_posts(posts: list[_Post]) -> None:
     def transfer(agent: Any, *args: Any, **kwargs: Any) -> Any:
         before_s = time.thread_time()
         state = post(agent, *args, **kwargs)
-        posts.append(_Post(time.monotonic(), time.thread_time() - before_s))
+        cpu_s = time.thread_time() - before_s
+        posts.append(_Post(time.monotonic(), cpu_s, threading.get_ident()))
         return state
 
     NixlWrapper.transfer = transfer

@@ -88,7 +88,7 @@ class Reading:
         posted_s: When the first read was posted.
         start_cpu_s: CPU time in `start_load_kv`, of the calling thread, in all steps.
         finished_cpu_s: The same in `get_finished`.
-        nixl_cpu_s: The part of both that was spent in NIXL's `transfer`.
+        nixl_cpu_s: The part of both that this thread spent in NIXL's `transfer`.
         steps: How often both were called.
         peak_bytes: How far resident memory rose above what it was before.
     """
