@@ -12,8 +12,12 @@ import psutil
 import pytest
 from vllm.distributed.nixl_utils import NixlWrapper
 
+from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
+    NixlAgent,
+    TransferState,
+)
 
 
 @pytest.fixture
@@ -84,26 +88,50 @@ def test_agent_that_reads_has_no_threads_that_work():
     """It advances when it is polled: there is only one for telemetry, which sleeps."""
     this = psutil.Process()
     # The first one starts what UCX has for all of a process.
-    first = NixlAgent(f"first-{uuid.uuid4()}", num_threads=None)
+    first = NixlAgent(f"first-{uuid.uuid4()}", num_threads=0, polled=True)
     before = this.num_threads()
-    agent = NixlAgent(f"reader-{uuid.uuid4()}", num_threads=None)
+    agent = NixlAgent(f"reader-{uuid.uuid4()}", num_threads=0, polled=True)
     assert this.num_threads() <= before + 1
     agent.close()
     first.close()
 
 
+def test_large_reads_are_divided_among_threads_that_sleep(agents):
+    """Whatever the order of descriptors that do not adjoin, every byte comes, and agents rest."""
+    count, rng = 4096, np.random.default_rng(0)
+    reader = NixlAgent(f"reader-{uuid.uuid4()}", num_threads=2, polled=True)
+    source = rng.integers(0, 256, (count, 64), dtype=np.uint8)
+    destination = np.zeros_like(source)
+    for agent, own in ((agents[0], source), (reader, destination)):
+        agent.register([(own.ctypes.data, own.nbytes, 0)])
+    peer = reader.connect(agents[0].metadata())
+    # Of every row, the first half.
+    remote, local = (
+        reader.prepare(np.array([[own.ctypes.data, 32, 0, 64, count]], np.uint64), whose)
+        for own, whose in ((source, peer), (destination, None))
+    )
+    remote_indices, local_indices = (rng.permutation(count).astype(np.int32) for _ in range(2))
+    transfer = reader.read(local, local_indices, remote, remote_indices)
+    wait_until(lambda: reader.poll(transfer) is TransferState.DONE)
+    reader.release(transfer)
+    expected = np.zeros_like(source)
+    expected[local_indices, :32] = source[remote_indices, :32]
+    np.testing.assert_array_equal(destination, expected)
+    reader.close()
+
+
 def test_only_agents_that_are_read_from_are_told_of(caplog):
     """NIXL has two lines for each, and a reader is made for each connection."""
     caplog.set_level("INFO", "nixl")
-    for num_threads, is_told in ((None, False), (1, True)):
+    for polled, is_told in ((True, False), (False, True)):
         name = f"quiet-{uuid.uuid4()}"
-        NixlAgent(name, num_threads=num_threads).close()
+        NixlAgent(name, num_threads=1, polled=polled).close()
         assert (name in caplog.text) is is_told
 
 
 def test_closed_agent_leaves_nothing(agents):
     """Lists and reads go with it, and a second time changes nothing."""
-    reader, source = NixlAgent(f"reader-{uuid.uuid4()}", num_threads=None), agents[0]
+    reader, source = NixlAgent(f"reader-{uuid.uuid4()}", num_threads=0, polled=True), agents[0]
     memory = np.arange(128, dtype=np.uint8).reshape(2, 64)
     for agent, own in zip((source, reader), memory, strict=True):
         agent.register([(own.ctypes.data, own.nbytes, 0)])

@@ -54,7 +54,7 @@ class Holder:
 @pytest.fixture
 def reader() -> NixlAgent:
     """The agent of a worker that reads."""
-    return NixlAgent(f"reader-{uuid.uuid4()}", num_threads=None)
+    return NixlAgent(f"reader-{uuid.uuid4()}", num_threads=0, polled=True)
 
 
 def verdicts(checker: LeaseChecker, count: int) -> list[Verdict]:

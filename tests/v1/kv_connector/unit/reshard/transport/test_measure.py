@@ -30,7 +30,7 @@ def measured(make_agents, arena_bytes: int = SCRATCH_BYTES):
 
 def real_agents() -> tuple[NixlAgent, NixlAgent]:
     """One that reads, and one that is read from."""
-    reader = NixlAgent(str(uuid.uuid4()), num_threads=None)
+    reader = NixlAgent(str(uuid.uuid4()), num_threads=0, polled=True)
     return reader, NixlAgent(str(uuid.uuid4()), num_threads=1, progress_delay_us=100)
 
 

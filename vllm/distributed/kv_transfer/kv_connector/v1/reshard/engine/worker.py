@@ -86,10 +86,10 @@ class ReshardWorker:
         self._on_cpu = current_platform.device_type == "cpu"
         self._cores = _parents_cores() if self._on_cpu else None
         # What these are made of belongs to the connector's thread once that has begun.
-        agent = self._make_agent(str(uuid.uuid4()), threads=True)
+        agent = self._make_agent(str(uuid.uuid4()), polled=False)
         stats = ReshardStats()
         self._opener = Opener(
-            partial(self._make_agent, threads=False), self._settings.kv_hung_peer_timeout_s, clock
+            partial(self._make_agent, polled=True), self._settings.kv_hung_peer_timeout_s, clock
         )
         self._transfers = Transfers()
         peers = PeerTable(self._open, self._settings.engine_ttl_s)
@@ -235,15 +235,20 @@ class ReshardWorker:
 
     def _make_agents(self) -> tuple[NixlAgent, NixlAgent]:
         """One that reads, and one that is read from."""
-        reader = self._make_agent(f"measure/{uuid.uuid4()}", threads=False)
-        return reader, self._make_agent(f"stand-in/{uuid.uuid4()}", threads=True)
+        reader = self._make_agent(f"measure/{uuid.uuid4()}", polled=True)
+        return reader, self._make_agent(f"stand-in/{uuid.uuid4()}", polled=False)
 
-    def _make_agent(self, name: str, *, threads: bool) -> NixlAgent:
+    def _make_agent(self, name: str, *, polled: bool) -> NixlAgent:
+        num_threads = self._settings.num_threads
+        if polled:
+            # There is one for each connection: no more than can copy at the same time.
+            num_threads = min(num_threads, len(self._cores or ()) or os.cpu_count() or 1)
         return NixlAgent(
             f"{self._name}/{name}",
             memory="DRAM" if self._on_cpu else "VRAM",
             backends=self._settings.backends,
-            num_threads=self._settings.num_threads if threads else None,
+            num_threads=num_threads,
+            polled=polled,
             progress_delay_us=self._settings.progress_delay_us(on_cpu=self._on_cpu),
             cores=self._cores,
         )

@@ -79,17 +79,17 @@ class NixlAgent:
 
     It belongs to one thread at a time: NIXL does not promise that two may use an agent at once.
 
-    One that is read from has threads of NIXL's, which answer while the worker computes. One that
-    reads needs none, but for NIXL's telemetry, whose thread sleeps: whoever polls its reads, or
-    takes its notifications, makes it advance. It is made and connected in some tens of
-    milliseconds, takes no core while it rests, and has one UCX worker only.
+    One that is read from has a progress thread of NIXL's, which answers while the worker computes.
+    One that reads is *polled*: whoever looks at its reads, or takes its notifications, makes it
+    advance. Its other threads sleep but while they share in a read of many descriptors.
 
     Args:
         name: Unique among all agents that may meet.
         memory: Where the KV cache lies.
         backends: NIXL backends, in the order of preference.
-        num_threads: Threads of the UCX backend; each takes resources of the network card. None for
-            an agent that advances only when it is polled.
+        num_threads: Threads of the UCX backend, among which it divides reads of 1,024 descriptors
+            and more; each takes resources of the network card. 0 for none.
+        polled: Advance only when it is looked at.
         progress_delay_us: How long NIXL's progress thread rests when it found nothing to do. 0 for
             not at all: the least latency, for one core.
         cores: Where NIXL's threads may run, and this one while it waits for a peer; None for where
@@ -105,7 +105,8 @@ class NixlAgent:
         *,
         memory: Memory = "DRAM",
         backends: Sequence[str] = ("UCX",),
-        num_threads: int | None = 4,
+        num_threads: int = 4,
+        polled: bool = False,
         progress_delay_us: int = 0,
         cores: Collection[int] | None = None,
     ) -> None:
@@ -118,13 +119,13 @@ class NixlAgent:
         self._backends = list(backends)
         config = nixl_agent_config(
             # Of the other backends nobody has seen how they advance without.
-            enable_prog_thread=num_threads is not None or self._backends != ["UCX"],
-            num_threads=num_threads or 0,
+            enable_prog_thread=not polled or self._backends != ["UCX"],
+            num_threads=num_threads,
             backends=self._backends,
             capture_telemetry=True,
         )
         # One that reads is made for each connection, which the connector tells of by itself.
-        told = nullcontext() if num_threads is not None else _quietly()
+        told = _quietly() if polled else nullcontext()
         with _MAKING, _progress_delay(progress_delay_us), _running_on(cores), told:
             self._agent = NixlWrapper(name, config)
         self._cores = cores
