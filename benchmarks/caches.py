@@ -41,6 +41,24 @@ def reserve_bytes(shape: Sequence[int]) -> npt.NDArray[np.uint8]:
     return array
 
 
+class Arrival:
+    """Whether bytes that are on their way are there. Words that are filled in end below 0x80.
+
+    Args:
+        ends: The last byte of every head of every block, plane by plane.
+        block_ids: The blocks that are read into.
+    """
+
+    def __init__(self, ends: list[torch.Tensor], block_ids: torch.Tensor) -> None:
+        self._missing, self._block_ids = ends, block_ids
+
+    def complete(self) -> bool:
+        """Whether all are there; what was seen is not looked at again."""
+        while self._missing and bool((self._missing[-1][self._block_ids] != UNWRITTEN).all()):
+            self._missing.pop()
+        return not self._missing
+
+
 class RankCaches:
     """The caches of one rank.
 
@@ -85,6 +103,13 @@ class RankCaches:
         """Write some blocks."""
         for _, plane in self._planes():
             plane[torch.tensor(block_ids)] = UNWRITTEN
+
+    def arrival(self, block_ids: Sequence[int]) -> Arrival:
+        """Look, from now on, whether every head of some blocks has its last byte."""
+        for _, plane in self._planes():
+            plane[torch.tensor(block_ids)] = UNWRITTEN
+        ends = [plane[..., -1] for _, plane in self._planes()]
+        return Arrival(ends, torch.tensor(block_ids))
 
     def check(self, block_ids: Sequence[int], source_block_ids: Sequence[int]) -> None:
         """Compare blocks with those that they were read from.

@@ -11,6 +11,7 @@ from enum import Enum
 from tools.pdstack.layout import Layout, parse_layout
 
 from .base import planes_of_attention
+from .network import Link
 from .tables import TableOrder
 
 ITEM_BYTES = 2
@@ -158,6 +159,65 @@ class RequestPathCase:
         return f"{self.shape.layouts}, {self.num_requests} in flight"
 
 
+@dataclass(frozen=True)
+class IdleCase:
+    """Engines that have met and have nothing to do."""
+
+    shape: Shape
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        return f"{self.shape.layouts}, connected"
+
+
+@dataclass(frozen=True)
+class PauseCase:
+    """Requests that are asked for in one step, while the engine's thread works.
+
+    Attributes:
+        shape: The model and both layouts.
+        num_requests: As many.
+        tokens: Of each.
+        connected: The engines have met; else, all wait for one handshake.
+    """
+
+    shape: Shape
+    num_requests: int
+    tokens: int
+    connected: bool
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables, and unique among all cases."""
+        what = "in flight" if self.connected else "waiting for a handshake"
+        return f"{self.shape.layouts}, {self.num_requests} {what}"
+
+
+@dataclass(frozen=True)
+class NetworkCase:
+    """A request that is read over TCP.
+
+    Attributes:
+        shape: The model and both layouts.
+        tokens: Of the request.
+        link: What lies between the engines; None for the loopback device.
+        step_s: How long a step of the decode engine takes.
+    """
+
+    shape: Shape
+    tokens: int
+    link: Link | None
+    step_s: float
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables, and unique among all cases."""
+        size = f"{self.shape.bytes_read(self.tokens) >> 20} MiB"
+        steps = f"steps of {self.step_s * 1e3:g} ms"
+        return f"{self.shape.layouts}, {size}, {self.link or 'TCP, loopback'}, {steps}"
+
+
 def handshake_cases(depth: Depth) -> list[HandshakeCase]:
     """The handshakes to measure, in the order of their costs."""
 
@@ -225,6 +285,40 @@ def request_path_cases(depth: Depth) -> list[RequestPathCase]:
     shape = Shape(prefill, decode, 32, 2, 64, 32)
     counts = (16,) if depth is Depth.QUICK else (1, 16, 256)
     return [RequestPathCase(shape, count, 128) for count in counts]
+
+
+def idle_cases() -> list[IdleCase]:
+    """The engines that are left alone."""
+    return [IdleCase(_small_shape(2))]
+
+
+def pause_cases(depth: Depth) -> list[PauseCase]:
+    """What could keep the engine's thread: many posts, many that wait, many ranks."""
+    if depth is Depth.QUICK:
+        return []
+    few, many = _small_shape(2), _small_shape(8)
+    return [
+        PauseCase(few, 256, 128, connected=True),
+        PauseCase(few, 1000, 32, connected=False),
+        PauseCase(many, 1, 32, connected=False),
+    ]
+
+
+def network_cases(depth: Depth) -> list[NetworkCase]:
+    """Links and steps, those of a link together."""
+    if depth is Depth.QUICK:
+        return []
+    shape = _small_shape(2)
+    links = (None, Link(1), Link(10, 0.1), Link(1, 1.0))
+    return [
+        NetworkCase(shape, 1024, link, step_s)
+        for link, step_s in itertools.product(links, (1e-3, 10e-3, 50e-3))
+    ]
+
+
+def _small_shape(prefill_tp_size: int) -> Shape:
+    """Eight layers, of which many blocks fit into memory."""
+    return Shape(*_layouts(f"tp{prefill_tp_size}pp1 tp1pp1"), 8, 8, 64, 32)
 
 
 def _transfers(

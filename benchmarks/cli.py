@@ -20,16 +20,27 @@ from tools.pdstack.engine import Device, installed_device
 from tools.pdstack.process import TerminatedError, sigterm_raises
 
 from . import children, report
-from .cases import Depth, handshake_cases, request_path_cases, transfer_cases
+from .asynchronous import measure_networks
+from .cases import (
+    Depth,
+    handshake_cases,
+    idle_cases,
+    network_cases,
+    pause_cases,
+    request_path_cases,
+    transfer_cases,
+)
 from .end_to_end import Load, measure_end_to_end
 from .errors import BenchmarkError
 from .handshake import measure_handshakes
+from .idle import measure_idle
 from .machine import machine_facts
+from .pauses import measure_pauses
 from .plot import draw
 from .request_path import measure_request_paths
 from .results import Part, Result
 from .specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST, Lane
-from .targets import judge
+from .targets import goals, judge
 from .transfer import measure_transfers
 from .turns import Plan
 
@@ -178,6 +189,13 @@ def _measure(
         paths = [case for case in request_path_cases(depth) if wanted(case.name)]
         if paths:
             yield from measure_request_paths(paths, plan)
+    if Part.IDLE in parts:
+        yield from measure_idle([each for each in idle_cases() if wanted(each.name)], plan)
+    if Part.PAUSES in parts:
+        yield from measure_pauses([each for each in pause_cases(depth) if wanted(each.name)], plan)
+    if Part.NETWORK in parts:
+        links = [case for case in network_cases(depth) if wanted(case.name)]
+        yield from measure_networks(links, plan)
     if Part.END_TO_END in parts:
         loads = [Load(rate) for rate in args.rate or (0.25, 0.5, 1.0)]
         yield from measure_end_to_end(loads, args.rounds, plan)
@@ -198,8 +216,7 @@ def _finish(
     for table in report.result_tables(results):
         console.print(table)
     if verdicts:
-        beside = judge(results, judged, UPSTREAM_AT_REST.name)
-        console.print(report.verdict_table(verdicts, beside))
+        console.print(report.goal_table(goals(verdicts)))
     not_run = [
         f"{part.value} was not run: --only {part.value}" for part in Part if part not in parts
     ]

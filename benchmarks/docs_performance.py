@@ -16,15 +16,17 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from .asynchronous import network_lanes
 from .end_to_end import SINGLE
 from .errors import ReportError
-from .report import figures, from_json, seconds, size, speed
+from .report import count, figures, from_json, held, seconds, share, size, speed
 from .results import Metric, Part, Result
 from .samples import Summary
 from .specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
-from .targets import Verdict, judge
+from .targets import goals, judge
 
 PAGE = Path(__file__).parents[1] / "docs/performance.md"
 
@@ -34,18 +36,11 @@ _BLOCK = re.compile(rf"^{_BEGIN.pattern}\n(.*?)^{_END}$", re.MULTILINE | re.DOTA
 _LIKE_A_MARKER = re.compile(r"<!--\s*/?\s*bench\b")
 
 _TARGETS = "targets"
-_TARGET_COLUMNS = ("<what", "<wanted", "<measured", "<met", "<against *at rest*")
-_TARGETS_OF = {
-    "handshake": Part.HANDSHAKE,
-    "the same": Part.HANDSHAKE,
-    "our GB/s": Part.TRANSFER,
-    "our CPU time": Part.REQUEST_PATH,
-    "our time to first token": Part.END_TO_END,
-}
-"""How rows begin, by which those of parts that were not measured are found."""
+_TARGET_COLUMNS = ("<part", "<what", "<wanted", "<met", "<worst", "<where")
 
 _CONNECTORS = (OURS.name, UPSTREAM.name, UPSTREAM_AT_REST.name)
 _SHORT = (OURS.name, UPSTREAM.name, "at rest")
+_NETWORK_LANES = tuple(lane.name for lane in network_lanes([UPSTREAM_AT_REST]))
 _STACKS = (SINGLE, UPSTREAM.name, OURS.name)
 _ABSENT = "not measured"
 
@@ -218,7 +213,9 @@ def _transfer_rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 def _request_path_rows(results: Sequence[Result]) -> list[list[str]]:
-    shown = {Metric.REQUEST_CPU_S: _milliseconds, Metric.OWN_CPU_S: _milliseconds}
+    shown = dict.fromkeys(
+        (Metric.REQUEST_CPU_S, Metric.OWN_CPU_S, Metric.WORKER_CPU_S), _milliseconds
+    )
     return [
         [
             f"{result.sizes['requests']:.0f}",
@@ -243,81 +240,71 @@ def _end_to_end_rows(results: Sequence[Result]) -> list[list[str]]:
     ]
 
 
+def _idle_rows(results: Sequence[Result]) -> list[list[str]]:
+    return [
+        [result.case, *_each(result, _CONNECTORS, Metric.IDLE_CPU, share)] for result in results
+    ]
+
+
+def _pause_rows(results: Sequence[Result]) -> list[list[str]]:
+    return [
+        [result.case, *_each(result, _CONNECTORS, Metric.LONGEST_PAUSE_S, seconds)]
+        for result in results
+    ]
+
+
+def _network_rows(results: Sequence[Result]) -> list[list[str]]:
+    shown = {Metric.SECONDS: seconds, Metric.STEPS_AFTER_ARRIVAL: count}
+    return [
+        [result.case, *(_medians(result, lane, shown) for lane in _NETWORK_LANES)]
+        for result in results
+    ]
+
+
+def _each(
+    result: Result, lanes: Sequence[str], metric: Metric, show: Callable[[float], str]
+) -> list[str]:
+    """A cell for each lane, with its range."""
+    return [
+        figures(summary, show)
+        if (summary := result.summary(lane, metric))
+        else _absent(result, lane)
+        for lane in lanes
+    ]
+
+
 def _target_lines(before: str, measured: Mapping[Part, Sequence[Result]]) -> list[str]:
     """The targets of all parts; of a part that was not measured, the rows that there were."""
     kept: dict[Part, list[str]] = {part: [] for part in Part}
     for line in before.strip().splitlines()[2:]:
-        parts = [part for start, part in _TARGETS_OF.items() if line.startswith(f"| {start}")]
-        if not parts:
-            raise MarkerError(f"the targets have a row of no known part: {line}")
-        kept[parts[0]].append(line)
+        name = line.split("|")[1].strip() if line.count("|") > 1 else line
+        try:
+            kept[Part(name)].append(line)
+        except ValueError as error:
+            raise MarkerError(f"the targets have a row of no known part: {line}") from error
     lines = _head(_TARGET_COLUMNS)
     for part, results in measured.items():
-        rows = _handshake_targets if part is Part.HANDSHAKE else _other_targets
-        lines += map(_line, rows(results)) if results else kept[part]
+        lines += map(_line, _target_rows(results)) if results else kept[part]
     return lines
 
 
-def _other_targets(results: Sequence[Result]) -> list[list[str]]:
-    return [
-        [f"{each.target.removeprefix('shuffled: ')}: {each.case}", *_held(each, at_rest)]
-        for each, at_rest in _judged(results)
-    ]
-
-
-def _handshake_targets(results: Sequence[Result]) -> list[list[str]]:
-    """The rows of a case follow each other, and only the first one names it."""
-    rows: dict[str, list[list[str]]] = {}
-    flat: dict[str, list[Verdict]] = {}
-    for each, at_rest in _judged(results):
-        what = each.target.removeprefix("handshake: ")
-        if what == each.target:
-            flat.setdefault(each.case, []).append(each)
-            continue
-        group = rows.setdefault(each.case, [])
-        held = _held(each, at_rest)
-        held[0] = held[0].removeprefix("at least ")
-        group.append([what.split()[1] if group else what, *held])
-    for case, verdicts in flat.items():
-        rows.setdefault(case, []).append(_flat_target(case, verdicts, results))
-    return [
-        [f"{'the same' if number else f'handshake, {case}'}: {row[0]}", *row[1:]]
-        for case, group in rows.items()
-        for number, row in enumerate(group)
-    ]
-
-
-def _flat_target(case: str, verdicts: list[Verdict], results: Sequence[Result]) -> list[str]:
-    """Time and memory of many blocks against those of the fewest, in one row."""
-    layout = case.rpartition(" x ")[0]
-    alike = [result for result in results if result.case.rpartition(" x ")[0] == layout]
-    fewest = min(alike, key=lambda result: result.sizes["blocks"]).case.rpartition(" x ")[2]
-    medians = [_median(each.measured, _decimals) for each in verdicts]
-    mets = [each.met for each in verdicts]
-    met = None if None in mets else all(mets)
-    what = f"ours against {fewest}, time and memory"
-    return [what, "flat", ", ".join(medians), _met(met), ""]
-
-
-def _held(verdict: Verdict, at_rest: Verdict) -> list[str]:
-    """What is wanted and measured, whether that is met, and what it is at rest."""
-    return [
-        f"at {'most' if verdict.at_most else 'least'} {verdict.wanted:g}",
-        figures(verdict.measured, _digits) if verdict.measured else _ABSENT,
-        _met(verdict.met),
-        # Where upstream's has no part in it, there is nothing to add.
-        "" if at_rest.measured == verdict.measured else _median(at_rest.measured, _digits),
-    ]
-
-
-def _met(met: bool | None) -> str:
-    return "-" if met is None else "yes" if met else "no"
-
-
-def _judged(results: Sequence[Result]) -> list[tuple[Verdict, Verdict]]:
-    """Each verdict against upstream's connector, and against that one at rest."""
-    at_rest = judge(results, upstream=UPSTREAM_AT_REST.name)
-    return list(zip(judge(results), at_rest, strict=True))
+def _target_rows(results: Sequence[Result]) -> list[list[str]]:
+    """A row for each target, with the case that is farthest from it."""
+    rows = []
+    for goal in goals(judge(results)):
+        worst, judged = goal.worst, len(goal.judged)
+        show = partial(held, worst)
+        rows.append(
+            [
+                worst.part.value,
+                worst.target,
+                f"at {'most' if worst.at_most else 'least'} {show(worst.wanted)}",
+                f"{goal.num_met} of {judged}" if judged else "-",
+                figures(worst.measured, show) if worst.measured else _ABSENT,
+                worst.case,
+            ]
+        )
+    return rows
 
 
 _TABLES = {
@@ -331,6 +318,9 @@ _TABLES = {
         _transfer_rows,
     ),
     Part.REQUEST_PATH: _Table((">in flight", *(f"<{lane}" for lane in _SHORT)), _request_path_rows),
+    Part.IDLE: _Table(("<case", *(f"<{lane}" for lane in _SHORT)), _idle_rows),
+    Part.PAUSES: _Table(("<case", *(f"<{lane}" for lane in _SHORT)), _pause_rows),
+    Part.NETWORK: _Table(("<case", *(f"<{lane}" for lane in _NETWORK_LANES)), _network_rows),
     Part.END_TO_END: _Table(
         (
             ">requests/s",

@@ -12,7 +12,7 @@ from .cases import HandshakeCase
 from .errors import BenchmarkError, NotEnoughMemoryError
 from .lanes import ConnectorPair, Pair, Tables
 from .results import Metric, Part, Result
-from .specs import Lane
+from .specs import Lane, Watch
 from .turns import Plan, take_turns
 
 _LIST_BYTES = 170
@@ -124,7 +124,7 @@ def _first_read(pair: Pair, repetition: int) -> Mapping[Metric, float]:
     pair.start_decode()
     pair.call_decode("touch", [_DESTINATION])
     tokens = pair.shape.block_tokens
-    readings = pair.read([Tables([_SOURCE], [_DESTINATION], tokens)], watch_memory=True)
+    readings = pair.read([Tables([_SOURCE], [_DESTINATION], tokens)], Watch(memory=True))
     # Another lane may need the memory of this one's lists.
     pair.end_decode()
     began_s = min(reading.began_s for reading in readings)

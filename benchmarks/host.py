@@ -10,14 +10,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.distributed.parallel_state import (
     get_pp_group,
     get_tp_group,
@@ -39,12 +37,11 @@ from .compat import results
 from .config import RankConfig, rank_config
 from .errors import BenchmarkError
 from .memory import PeakMemory
-from .specs import EngineSpec, Offer, Reading, RequestSpec, Sealed
+from .network import move_to
+from .specs import EngineSpec, Offer, Reading, RequestSpec, Sealed, Watch
+from .watching import ArrivalWatch, Pauses, Post, watch_posts
 
-_STEP_S = 50e-6
-"""How long to wait between two steps that found nothing finished, as for a forward pass that is
-very short: it yields the core to NIXL's threads."""
-
+_STEP_S = Watch().step_s
 _LIMIT_S = 540.0
 _REST_US = 100
 """What NIXL's threads rest for with our connector on CPU."""
@@ -59,6 +56,9 @@ class ConnectorHost:
     """
 
     def __init__(self, spec: EngineSpec, rank: int) -> None:
+        # Before there is any other thread.
+        move_to(spec.site)
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = spec.site.host
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(spec.port)
         # Ranks with different ones share no memory, which would outlive them.
         os.environ["VLLM_DIST_IDENT"] = f"{spec.engine_id}-{rank}"
@@ -87,8 +87,8 @@ class ConnectorHost:
             # Ours leaves some configurations to upstream's: then nothing would be compared.
             assert isinstance(self._worker, NixlConnector) == (spec.lane.connector == "ours")
             self._worker.register_kv_caches(self._config.tensors)
-        self._posts: list[_Post] = []
-        _watch_posts(self._posts)
+        self._posts: list[Post] = []
+        watch_posts(self._posts)
 
     def describe(self) -> tuple[tuple[int, int], Sealed]:
         """This rank, and what it says of itself in handshakes."""
@@ -159,7 +159,7 @@ class ConnectorHost:
         self._step(pickle.loads(metadata))
 
     def read(
-        self, first: Sealed, others: Sealed, request_ids: Sequence[str], watch_memory: bool = False
+        self, first: Sealed, others: Sealed, request_ids: Sequence[str], watch: Watch
     ) -> Reading:
         """Read requests, step by step, and measure it.
 
@@ -167,17 +167,21 @@ class ConnectorHost:
             first: What the worker is told in the first step.
             others: The same in the others.
             request_ids: What is to be reported.
-            watch_memory: Measure how far resident memory rises.
+            watch: What else to look at.
         """
         self._posts.clear()
         metadata, idle = pickle.loads(first), pickle.loads(others)
-        awaited, worker = set(request_ids), self._worker
+        awaited, worker, pauses = set(request_ids), self._worker, Pauses()
         start_cpu_s = finished_cpu_s = 0.0
-        steps = 0
+        began: list[float] = []
         gc.collect()
-        memory = PeakMemory() if watch_memory else None
-        began_s = time.monotonic()
+        memory = PeakMemory() if watch.memory else None
+        arrival = None
+        if watch.arrival_in:
+            arrival = ArrivalWatch(self._config.caches.arrival(watch.arrival_in))
+        worker_at_first_s = time.process_time()
         while True:
+            began.append(time.monotonic())
             worker.bind_connector_metadata(metadata)
             at_first_s = time.thread_time()
             worker.start_load_kv(None)
@@ -185,7 +189,9 @@ class ConnectorHost:
             found = results(worker)
             finished_s = time.thread_time()
             worker.clear_connector_metadata()
-            metadata, steps = idle, steps + 1
+            ended_s = time.monotonic()
+            pauses.add(ended_s - began[-1])
+            metadata = idle
             start_cpu_s += started_s - at_first_s
             finished_cpu_s += finished_s - started_s
             if found.num_failed:
@@ -193,27 +199,42 @@ class ConnectorHost:
             awaited -= found.received
             if not awaited:
                 break
-            if time.monotonic() - began_s > _LIMIT_S:
+            if ended_s - began[0] > _LIMIT_S:
                 raise BenchmarkError(f"{len(awaited)} requests were not read in {_LIMIT_S:.0f} s")
-            time.sleep(_STEP_S)
-        ended_s = time.monotonic()
+            if watch.in_python:
+                pauses.compute(watch.step_s)
+            else:
+                time.sleep(watch.step_s)
+        worker_cpu_s = time.process_time() - worker_at_first_s
         peak_bytes = 0 if memory is None else memory.risen_bytes()
+        arrived_s = None if arrival is None else arrival.end()
         if not self._posts:
             raise BenchmarkError("requests were reported that nothing was read for")
+        if arrival is not None and arrived_s is None:
+            raise BenchmarkError("requests were reported before their last byte was there")
         if self._scheduler is not None:
             done = KVConnectorOutput(finished_recving=set(request_ids))
             self._scheduler.update_connector_output(done)
         worker.get_kv_connector_stats()
         return Reading(
-            began_s,
+            began[0],
             ended_s,
             self._posts[0].at_s,
             start_cpu_s,
             finished_cpu_s,
             sum(post.cpu_s for post in self._posts if post.thread_id == threading.get_ident()),
-            steps,
+            worker_cpu_s,
+            len(began),
+            None if arrived_s is None else sum(at_s > arrived_s for at_s in began),
+            pauses.longest_s,
             peak_bytes,
         )
+
+    def idle(self, duration_s: float) -> float:
+        """CPU time of all threads while nothing is to be done and no step is taken."""
+        before_s = time.process_time()
+        time.sleep(duration_s)
+        return time.process_time() - before_s
 
     def release(self, idle: Sealed, request_ids: Sequence[str]) -> None:
         """Wait until other engines are through with requests.
@@ -259,35 +280,6 @@ def _request(spec: RequestSpec, params: dict[str, Any]) -> Request:
 
 def _blocks(spec: RequestSpec) -> KVCacheBlocks:
     return KVCacheBlocks(([KVCacheBlock(block_id) for block_id in spec.block_ids],))
-
-
-@dataclass(frozen=True)
-class _Post:
-    """A read that was posted.
-
-    Attributes:
-        at_s: When NIXL had taken it.
-        cpu_s: What that took the calling thread, of which copying may be a part.
-        thread_id: Of the calling thread: with ours, not the engine's.
-    """
-
-    at_s: float
-    cpu_s: float
-    thread_id: int
-
-
-def _watch_posts(posts: list[_Post]) -> None:
-    """Note when this process posts reads, whichever connector does."""
-    post = NixlWrapper.transfer
-
-    def transfer(agent: Any, *args: Any, **kwargs: Any) -> Any:
-        before_s = time.thread_time()
-        state = post(agent, *args, **kwargs)
-        cpu_s = time.thread_time() - before_s
-        posts.append(_Post(time.monotonic(), cpu_s, threading.get_ident()))
-        return state
-
-    NixlWrapper.transfer = transfer
 
 
 @contextmanager

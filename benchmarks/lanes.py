@@ -15,7 +15,8 @@ from tools.pdstack.ports import PortAllocator
 from .cases import Shape
 from .children import Child, call_all, end_all
 from .model import write_model
-from .specs import EngineSpec, Lane, Reading, RequestSpec, Sealed
+from .network import HERE, Site
+from .specs import EngineSpec, Lane, Reading, RequestSpec, Sealed, Watch
 
 _PORTS = PortAllocator()
 _NUMBERS = itertools.count()
@@ -49,11 +50,20 @@ class Pair:
         shape: The model and both layouts.
         num_blocks: Blocks of each rank's cache.
         directory: For logs and configurations.
+        sites: Where the prefill and the decode engine run.
     """
 
     factory: str
 
-    def __init__(self, lane: Lane, shape: Shape, num_blocks: int, directory: Path) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        shape: Shape,
+        num_blocks: int,
+        directory: Path,
+        sites: tuple[Site, Site] = (HERE, HERE),
+    ) -> None:
+        self._prefill_site, self._decode_site = sites
         self.lane = lane
         self.shape, self._num_blocks, self._directory = shape, num_blocks, directory
         model = Path("model", f"{shape.num_layers}-{shape.num_heads}-{shape.head_size}")
@@ -110,6 +120,7 @@ class Pair:
             _PORTS.take(),
             str(self._model),
             str(self._directory.resolve() / f"{engine_id}.meeting"),
+            self._prefill_site if role == "prefill" else self._decode_site,
         )
         running = self.prefill if role == "prefill" else self.decode
         running.clear()
@@ -154,7 +165,7 @@ class ConnectorPair(Pair):
         """Call a method in all ranks of the decode engine."""
         call_all(self.decode, method, *args)
 
-    def read(self, requests: Sequence[Tables], watch_memory: bool = False) -> list[Reading]:
+    def read(self, requests: Sequence[Tables], watch: Watch | None = None) -> list[Reading]:
         """Read requests that are asked for at once; what each decode rank has measured."""
         names = [f"request-{next(_NUMBERS)}" for _ in requests]
         pairs = list(zip(names, requests, strict=True))
@@ -167,7 +178,7 @@ class ConnectorPair(Pair):
         ]
         metadata = call_all(self.decode[:1], "ask", wanted)[0]
         readings: list[Reading] = call_all(
-            self.decode, "read", metadata, self._idle_decode, names, watch_memory
+            self.decode, "read", metadata, self._idle_decode, names, watch or Watch()
         )
         call_all(self.decode[:1], "forget", names)
         call_all(self.prefill, "release", self._idle, names)
@@ -218,7 +229,11 @@ class MemcpyPair(Pair):
 
 @contextmanager
 def started_pairs(
-    lanes: Sequence[Lane], shape: Shape, num_blocks: int, directory: Path
+    lanes: Sequence[Lane],
+    shape: Shape,
+    num_blocks: int,
+    directory: Path,
+    sites: tuple[Site, Site] = (HERE, HERE),
 ) -> Iterator[list[Pair]]:
     """Start a pair for each lane, fill its caches, and stop it until its turn.
 
@@ -228,7 +243,8 @@ def started_pairs(
     pairs: list[Pair] = []
     try:
         for lane in lanes:
-            pair = kinds.get(lane.connector, ConnectorPair)(lane, shape, num_blocks, directory)
+            kind = kinds.get(lane.connector, ConnectorPair)
+            pair = kind(lane, shape, num_blocks, directory, sites)
             pairs.append(pair)
             pair.start()
             pair.fill()

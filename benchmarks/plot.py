@@ -67,6 +67,18 @@ _CHARTS = (
         report.seconds,
     ),
     _Chart(
+        Part.PAUSES,
+        "Pauses of the engine's thread: seconds of the longest (less is better)",
+        _of(Metric.LONGEST_PAUSE_S),
+        report.seconds,
+    ),
+    _Chart(
+        Part.NETWORK,
+        "Network: seconds from the question to the report (less is better)",
+        _of(Metric.SECONDS),
+        report.seconds,
+    ),
+    _Chart(
         Part.END_TO_END,
         "End to end: seconds to the first token (less is better)",
         _of(Metric.TTFT_S),

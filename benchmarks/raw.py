@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
 from .caches import reserve_bytes
 from .config import RankConfig, memory_kind, rank_config
 from .errors import BenchmarkError
+from .network import move_to
 from .specs import EngineSpec, RawRank, Reading
 from .tables import runs
 
@@ -35,6 +36,7 @@ class RawHost:
     """
 
     def __init__(self, spec: EngineSpec, rank: int) -> None:
+        move_to(spec.site)
         self._config: RankConfig = rank_config(spec, 0, rank)
         self._rank = rank
         self._agent = NixlAgent(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -15,9 +16,9 @@ from .errors import ReportError
 from .results import Metric, Part, Result
 from .samples import Summary
 from .specs import OURS, UPSTREAM, UPSTREAM_AT_REST
-from .targets import Verdict
+from .targets import Goal, Unit, Verdict
 
-FORMAT = 1
+FORMAT = 2
 """Of the JSON; raised whenever readers would have to change."""
 
 NOTES = (
@@ -35,7 +36,10 @@ NOTES = (
 _TITLES = {
     Part.HANDSHAKE: "Handshake: from the first request to the first read",
     Part.TRANSFER: "Transfer",
-    Part.REQUEST_PATH: "Request path: CPU time of the engine's thread",
+    Part.REQUEST_PATH: "Request path: CPU time of a decode worker",
+    Part.IDLE: "Idle: CPU time of a decode worker that has nothing to do",
+    Part.PAUSES: "Pauses: how long the engine's thread is kept from its own work, at most",
+    Part.NETWORK: "Network: from the last byte to the report",
     Part.END_TO_END: "End to end: vllm bench serve",
 }
 
@@ -65,6 +69,22 @@ def times(value: float) -> str:
     return f"{value:.3g}x"
 
 
+def share(value: float) -> str:
+    """A part of one, in per cent."""
+    return f"{value:.2%}"
+
+
+def count(value: float) -> str:
+    """How many."""
+    return f"{value:g}"
+
+
+def held(verdict: Verdict, value: float) -> str:
+    """A number of what a verdict is about."""
+    shown = {Unit.TIMES: times, Unit.SECONDS: seconds, Unit.STEPS: count, Unit.SHARE: share}
+    return shown[verdict.unit](value)
+
+
 def speed(result: Result, lane: str) -> Summary | None:
     """Bytes a second of a transfer, in GB/s."""
     taken = result.summary(lane, Metric.SECONDS)
@@ -89,12 +109,24 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
         Part.HANDSHAKE: _handshake_rows,
         Part.TRANSFER: _transfer_rows,
         Part.REQUEST_PATH: _request_path_rows,
+        Part.IDLE: _idle_rows,
+        Part.PAUSES: _pause_rows,
+        Part.NETWORK: _network_rows,
         Part.END_TO_END: _end_to_end_rows,
     }
     columns = {
         Part.HANDSHAKE: ("time", "upstream / this", "peak memory", "upstream / this"),
         Part.TRANSFER: ("GB/s", "of upstream's", "at rest", "us a chunk"),
-        Part.REQUEST_PATH: ("a request", "of upstream's", "a step", "outside NIXL's transfer"),
+        Part.REQUEST_PATH: (
+            "engine's thread, a request",
+            "of upstream's",
+            "a step",
+            "outside NIXL's transfer",
+            "whole worker, a request",
+        ),
+        Part.IDLE: ("share of a core",),
+        Part.PAUSES: ("longest pause",),
+        Part.NETWORK: ("asked to reported", "steps after the last byte"),
         Part.END_TO_END: ("time to first token", "of upstream's", "between tokens", "tokens/s"),
     }
     tables = []
@@ -158,6 +190,22 @@ def _request_path_rows(result: Result, lane: str) -> list[str]:
         *_against_upstream(result, lane, Metric.REQUEST_CPU_S),
         figures(result.summary(lane, Metric.STEP_CPU_S), seconds),
         figures(result.summary(lane, Metric.OWN_CPU_S), seconds),
+        figures(result.summary(lane, Metric.WORKER_CPU_S), seconds),
+    ]
+
+
+def _idle_rows(result: Result, lane: str) -> list[str]:
+    return [figures(result.summary(lane, Metric.IDLE_CPU), share)]
+
+
+def _pause_rows(result: Result, lane: str) -> list[str]:
+    return [figures(result.summary(lane, Metric.LONGEST_PAUSE_S), seconds)]
+
+
+def _network_rows(result: Result, lane: str) -> list[str]:
+    return [
+        figures(result.summary(lane, Metric.SECONDS), seconds),
+        figures(result.summary(lane, Metric.STEPS_AFTER_ARRIVAL), count),
     ]
 
 
@@ -169,38 +217,35 @@ def _end_to_end_rows(result: Result, lane: str) -> list[str]:
     ]
 
 
-def verdict_table(verdicts: Sequence[Verdict], at_rest: Sequence[Verdict]) -> Table:
-    """The targets, and whether they are met.
-
-    Args:
-        verdicts: Against upstream's connector as it ships.
-        at_rest: The same against that one at rest.
-    """
+def goal_table(goals: Sequence[Goal]) -> Table:
+    """The targets, in how many cases they are met, and the case that is farthest from them."""
     table = Table(title="Targets", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("target", "case"):
+    for column in ("part", "target"):
         table.add_column(column, overflow="fold")
-    for column in ("wanted", "measured", "met", "against upstream at rest"):
+    for column in ("wanted", "met", "worst"):
         table.add_column(column, justify="right")
-    beside = {(each.target, each.case): each.measured for each in at_rest}
-    for each in verdicts:
-        sign = "<=" if each.at_most else ">="
-        measured = figures(each.measured, times)
-        against = beside.get((each.target, each.case))
+    table.add_column("where", overflow="fold")
+    for each in goals:
+        worst = each.worst
+        sign = "<=" if worst.at_most else ">="
+        measured = figures(worst.measured, partial(held, worst))
         table.add_row(
-            escape(each.target),
-            escape(each.case),
-            f"{sign} {times(each.wanted)}",
-            escape(measured if each.measured else each.reason or "not measured"),
-            _met(each.met),
-            escape(figures(against, times) if against != each.measured else ""),
+            worst.part.value,
+            escape(worst.target),
+            f"{sign} {held(worst, worst.wanted)}",
+            _met(each),
+            escape(measured if worst.measured else worst.reason or "not measured"),
+            escape(worst.case),
         )
     return table
 
 
-def _met(met: bool | None) -> Text:
-    if met is None:
+def _met(goal: Goal) -> Text:
+    if not goal.judged:
         return Text("-")
-    return Text("yes", style="green") if met else Text("NO", style="bold red")
+    text = f"{goal.num_met} of {len(goal.judged)}"
+    met = goal.num_met == len(goal.judged)
+    return Text(text, style="green" if met else "bold red")
 
 
 def to_json(
@@ -232,7 +277,9 @@ def to_json(
         ],
         "targets": [
             {
+                "part": each.part.value,
                 "target": each.target,
+                "unit": each.unit.value,
                 "case": each.case,
                 "wanted": each.wanted,
                 "at_most": each.at_most,

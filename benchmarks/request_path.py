@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine's thread spends on requests, with many of them in flight."""
+"""What a worker spends on requests, with many of them in flight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .turns import Plan, take_turns
 
 
 def measure_request_paths(cases: Sequence[RequestPathCase], plan: Plan) -> Iterator[Result]:
-    """Measure the CPU time of the calling thread; all cases have one shape and share processes."""
+    """Measure the CPU time of a worker; all cases have one shape and share processes."""
     shape = cases[0].shape
     most = max(case.num_requests * shape.num_blocks(case.tokens) for case in cases)
     plan.say("request path: starting engines")
@@ -48,6 +48,7 @@ def _measure(case: RequestPathCase, pairs: list[Pair], repetitions: int) -> Resu
             Metric.REQUEST_CPU_S: cpu_s / case.num_requests,
             Metric.STEP_CPU_S: cpu_s / reading.steps,
             Metric.OWN_CPU_S: (cpu_s - reading.nixl_cpu_s) / case.num_requests,
+            Metric.WORKER_CPU_S: reading.worker_cpu_s / case.num_requests,
         }
 
     take_turns(pairs, repetitions, result, measure)

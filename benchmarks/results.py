@@ -16,6 +16,9 @@ class Part(Enum):
     HANDSHAKE = "handshake"
     TRANSFER = "transfer"
     REQUEST_PATH = "request-path"
+    IDLE = "idle"
+    PAUSES = "pauses"
+    NETWORK = "network"
     END_TO_END = "end-to-end"
 
 
@@ -27,6 +30,10 @@ class Metric(Enum):
     REQUEST_CPU_S = "cpu_s_per_request"
     STEP_CPU_S = "cpu_s_per_step"
     OWN_CPU_S = "cpu_s_per_request_outside_nixl_transfer"
+    WORKER_CPU_S = "worker_cpu_s_per_request"
+    IDLE_CPU = "cpu_s_per_idle_second"
+    LONGEST_PAUSE_S = "longest_pause_s"
+    STEPS_AFTER_ARRIVAL = "engine_steps_after_the_last_byte"
     TTFT_S = "time_to_first_token_s"
     ITL_S = "inter_token_latency_s"
     TOKENS_PER_S = "output_tokens_per_s"

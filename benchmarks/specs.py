@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from tools.pdstack.layout import Layout
 
 from .cases import Shape
+from .network import HERE, Site
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class EngineSpec:
         shape: The model's, and block size.
         num_blocks: Blocks of each rank's cache.
         port: Of its side channel.
+        model: Path of the model's configuration.
+        meeting: Path of a file by which its ranks meet.
+        site: Where it runs.
     """
 
     lane: Lane
@@ -57,6 +61,26 @@ class EngineSpec:
     port: int
     model: str
     meeting: str
+    site: Site = HERE
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a rank looks at while it reads.
+
+    Attributes:
+        step_s: How long each step takes besides the connector's part, which is acted out: the
+            engine's thread sleeps, as while a device computes. By default as long as engines rest
+            after a step in which nothing was computed.
+        in_python: It computes in Python instead, and sees when it has to wait for the interpreter.
+        memory: How far resident memory rises.
+        arrival_in: Blocks that are cleared first, to see when the last of their bytes is there.
+    """
+
+    step_s: float = 1e-3
+    in_python: bool = False
+    memory: bool = False
+    arrival_in: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +113,12 @@ class Reading:
         start_cpu_s: CPU time in `start_load_kv`, of the calling thread, in all steps.
         finished_cpu_s: The same in `get_finished`.
         nixl_cpu_s: The part of both that this thread spent in NIXL's `transfer`.
+        worker_cpu_s: CPU time of all threads of the process.
         steps: How often both were called.
+        steps_after_arrival: How many of these began after the last byte was there; None where that
+            was not watched for.
+        longest_pause_s: The longest time that the engine's thread was kept from its own work: by a
+            call of the connector's, or by another thread that had the interpreter.
         peak_bytes: How far resident memory rose above what it was before.
     """
 
@@ -99,7 +128,10 @@ class Reading:
     start_cpu_s: float = 0.0
     finished_cpu_s: float = 0.0
     nixl_cpu_s: float = 0.0
+    worker_cpu_s: float = 0.0
     steps: int = 1
+    steps_after_arrival: int | None = None
+    longest_pause_s: float = 0.0
     peak_bytes: int = 0
 
 

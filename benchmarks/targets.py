@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from .results import Metric, Part, Result
 from .samples import Summary
-from .specs import MEMCPY, OURS, RAW, UPSTREAM
+from .specs import OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
 
 _FLAT = 1.5
 """How much more a handshake may take for many blocks than for few, and still be flat."""
@@ -16,25 +17,41 @@ _FLAT = 1.5
 _FASTER = {4 << 10: 4.0, 8 << 10: 2.0}
 """How many times upstream's speed is asked for, by bytes of a chunk."""
 
+_LARGE_BYTES = 4 << 20
+"""From when on a read is asked to come near to what can be."""
+
+
+class Unit(Enum):
+    """What a target is a number of."""
+
+    TIMES = "x"
+    SECONDS = "s"
+    STEPS = "steps"
+    SHARE = "%"
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target, held against what was measured.
+    """A target, held against what was measured in one case.
 
     Attributes:
+        part: Whose target it is.
         target: What ought to be.
         case: Where it was measured.
-        measured: A ratio, with its range; None where it was not measured.
+        measured: A ratio or a value, with its range; None where it was not measured.
         wanted: What the median is compared with.
         at_most: The median may not be above that; else, not below.
+        unit: Of `measured` and `wanted`.
         reason: Why it was not measured.
     """
 
+    part: Part
     target: str
     case: str
     measured: Summary | None
     wanted: float
     at_most: bool
+    unit: Unit = Unit.TIMES
     reason: str = ""
 
     @property
@@ -46,64 +63,129 @@ class Verdict:
         return median <= self.wanted if self.at_most else median >= self.wanted
 
 
-def judge(
-    results: Sequence[Result], ours: str = OURS.name, upstream: str = UPSTREAM.name
-) -> list[Verdict]:
+@dataclass(frozen=True)
+class Goal:
+    """A target with the verdicts of all its cases.
+
+    Attributes:
+        verdicts: At least one.
+    """
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def judged(self) -> list[Verdict]:
+        """Those of cases that were measured."""
+        return [each for each in self.verdicts if each.measured is not None]
+
+    @property
+    def num_met(self) -> int:
+        """In how many cases it is met."""
+        return sum(each.met is True for each in self.verdicts)
+
+    @property
+    def worst(self) -> Verdict:
+        """The case that is farthest from the target; without any that was measured, the first."""
+        found = [(each.measured.median, each) for each in self.verdicts if each.measured]
+        if not found:
+            return self.verdicts[0]
+        choose = max if self.verdicts[0].at_most else min
+        return choose(found, key=lambda pair: pair[0])[1]
+
+
+def goals(verdicts: Iterable[Verdict]) -> list[Goal]:
+    """Verdicts by target, in the order in which targets come."""
+    alike: dict[tuple[Part, str, float], list[Verdict]] = {}
+    for each in verdicts:
+        alike.setdefault((each.part, each.target, each.wanted), []).append(each)
+    return [Goal(tuple(group)) for group in alike.values()]
+
+
+def judge(results: Sequence[Result], ours: str = OURS.name) -> list[Verdict]:
     """Hold results against all targets that speak of them.
 
     Args:
         ours: The lane of our connector that is judged.
-        upstream: The lane of upstream's that it is compared with.
     """
-    rules: dict[Part, Callable[[Result, str, str], Iterable[Verdict]]] = {
+    rules: dict[Part, Callable[[Result, str], Iterable[Verdict]]] = {
         Part.HANDSHAKE: _handshake,
         Part.TRANSFER: _transfer,
         Part.REQUEST_PATH: _request_path,
+        Part.IDLE: _idle,
+        Part.PAUSES: _pauses,
+        Part.NETWORK: _network,
         Part.END_TO_END: _end_to_end,
     }
-    verdicts = [
-        verdict for result in results for verdict in rules[result.part](result, ours, upstream)
-    ]
+    verdicts = [verdict for result in results for verdict in rules[result.part](result, ours)]
     return [*verdicts, *_flatness(results, ours)]
 
 
-def _handshake(result: Result, ours: str, upstream: str) -> Iterable[Verdict]:
+def _handshake(result: Result, ours: str) -> Iterable[Verdict]:
     if result.sizes["blocks"] < 100_000 or result.sizes["layers"] < 80:
         return
     if "PP" in result.case:
         # There is nothing to compare with.
         return
     for metric, what in ((Metric.SECONDS, "time"), (Metric.PEAK_BYTES, "memory")):
-        ratio = result.ratio(upstream, ours, metric)
-        yield _verdict(f"handshake: upstream's {what} / ours", result, ratio, 100.0, upstream)
+        ratio = result.ratio(UPSTREAM.name, ours, metric)
+        yield _verdict(f"upstream's {what} / ours", result, ratio, 100.0, UPSTREAM.name)
 
 
-def _transfer(result: Result, ours: str, upstream: str) -> Iterable[Verdict]:
+def _transfer(result: Result, ours: str) -> Iterable[Verdict]:
+    at_rest = UPSTREAM_AT_REST.name
+    speed = result.ratio(at_rest, ours, Metric.SECONDS)
+    yield _verdict(f"our GB/s / that of {at_rest}", result, speed, 1.0, at_rest)
+    if result.sizes["bytes"] < _LARGE_BYTES:
+        return
     layouts = result.case.partition(",")[0]
     order = result.case.rpartition(", ")[2]
-    if layouts in ("TP2->TP1", "TP4->TP1") and "MLA" not in result.case:
-        speed = result.ratio(upstream, ours, Metric.SECONDS)
-        wanted = _FASTER.get(int(result.sizes["chunk_bytes"]))
-        if order == "shuffled":
-            yield _verdict("shuffled: our GB/s / upstream's", result, speed, 1.0, upstream)
-        elif wanted is not None:
-            yield _verdict("our GB/s / upstream's", result, speed, wanted, upstream)
+    if layouts in ("TP2->TP1", "TP4->TP1") and "MLA" not in result.case and order != "shuffled":
+        chunk_bytes = int(result.sizes["chunk_bytes"])
+        if wanted := _FASTER.get(chunk_bytes):
+            speed = result.ratio(UPSTREAM.name, ours, Metric.SECONDS)
+            target = f"our GB/s / upstream's, mergeable chunks of {chunk_bytes >> 10} KiB"
+            yield _verdict(target, result, speed, wanted, UPSTREAM.name)
     if layouts == "TP1->TP1" and order == "contiguous":
-        for limit, wanted in ((RAW.name, 0.9), (MEMCPY.name, 0.6)):
-            ratio = result.ratio(limit, ours, Metric.SECONDS)
-            yield _verdict(f"our GB/s / {limit}'s", result, ratio, wanted, limit)
+        ratio = result.ratio(RAW.name, ours, Metric.SECONDS)
+        yield _verdict(f"our GB/s / {RAW.name}'s, contiguous", result, ratio, 0.9, RAW.name)
 
 
-def _request_path(result: Result, ours: str, upstream: str) -> Iterable[Verdict]:
-    if result.sizes["requests"] >= 256:
-        ratio = result.ratio(ours, upstream, Metric.REQUEST_CPU_S)
-        target = "our CPU time a request / upstream's"
-        yield _verdict(target, result, ratio, 0.5, upstream, at_most=True)
+def _request_path(result: Result, ours: str) -> Iterable[Verdict]:
+    if result.sizes["requests"] < 256:
+        return
+    for whose, metric, lane, wanted in (
+        ("engine's thread", Metric.REQUEST_CPU_S, UPSTREAM.name, 0.1),
+        ("engine's thread", Metric.REQUEST_CPU_S, UPSTREAM_AT_REST.name, 0.7),
+        ("whole worker", Metric.WORKER_CPU_S, UPSTREAM_AT_REST.name, 1.0),
+    ):
+        ratio = result.ratio(ours, lane, metric)
+        target = f"our CPU time a request / that of {lane}, {whose}"
+        yield _verdict(target, result, ratio, wanted, lane, at_most=True)
 
 
-def _end_to_end(result: Result, ours: str, upstream: str) -> Iterable[Verdict]:
+def _idle(result: Result, ours: str) -> Iterable[Verdict]:
+    share = result.summary(ours, Metric.IDLE_CPU)
+    yield _limit("share of a core of an idle worker", result, share, 0.01, ours, Unit.SHARE)
+
+
+def _pauses(result: Result, ours: str) -> Iterable[Verdict]:
+    pause = result.summary(ours, Metric.LONGEST_PAUSE_S)
+    yield _limit("longest pause of the engine's thread", result, pause, 1e-3, ours, Unit.SECONDS)
+
+
+def _network(result: Result, _: str) -> Iterable[Verdict]:
+    # Both ways of reading are lanes of their own there.
+    for lane in (*result.samples, *result.missing):
+        if lane.startswith(OURS.name):
+            steps = result.summary(lane, Metric.STEPS_AFTER_ARRIVAL)
+            target = "engine steps from the last byte to the report"
+            yield _limit(target, result, steps, 1.0, lane, Unit.STEPS)
+
+
+def _end_to_end(result: Result, ours: str) -> Iterable[Verdict]:
     ratio = result.ratio(ours, UPSTREAM.name, Metric.TTFT_S)
-    yield _verdict("our time to first token / upstream's", result, ratio, 1.0, "", at_most=True)
+    target = "our time to first token / upstream's"
+    yield _verdict(target, result, ratio, 0.9, UPSTREAM.name, at_most=True)
 
 
 def _flatness(results: Sequence[Result], ours: str) -> Iterable[Verdict]:
@@ -121,7 +203,7 @@ def _flatness(results: Sequence[Result], ours: str) -> Iterable[Verdict]:
             ratio = None
             if summaries[0] is not None and summaries[1] is not None:
                 ratio = _quotient(summaries[1], summaries[0])
-            target = f"flat: our {what} / that for {few.sizes['blocks']:.0f} blocks"
+            target = f"our {what} / that for the fewest blocks"
             yield _verdict(target, many, ratio, _FLAT, ours, at_most=True)
 
 
@@ -140,6 +222,14 @@ def _verdict(
     lane: str,
     *,
     at_most: bool = False,
+    unit: Unit = Unit.TIMES,
 ) -> Verdict:
     reason = result.missing.get(lane, "").partition("\n")[0]
-    return Verdict(target, result.case, ratio, wanted, at_most, reason)
+    return Verdict(result.part, target, result.case, ratio, wanted, at_most, unit, reason)
+
+
+def _limit(
+    target: str, result: Result, value: Summary | None, wanted: float, lane: str, unit: Unit
+) -> Verdict:
+    """A value, which is of no other lane, and may not be above what is wanted."""
+    return _verdict(target, result, value, wanted, lane, at_most=True, unit=unit)

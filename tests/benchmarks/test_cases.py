@@ -11,13 +11,21 @@ from benchmarks.cases import (
     Depth,
     Shape,
     handshake_cases,
+    network_cases,
+    pause_cases,
     request_path_cases,
     transfer_cases,
 )
 from benchmarks.tables import TableOrder
 from tools.pdstack.layout import Layout
 
-ALL = {"handshake": handshake_cases, "transfer": transfer_cases, "request path": request_path_cases}
+ALL = {
+    "handshake": handshake_cases,
+    "transfer": transfer_cases,
+    "request path": request_path_cases,
+    "pauses": pause_cases,
+    "network": network_cases,
+}
 KIB = 1 << 10
 
 
@@ -39,7 +47,13 @@ def plain_shapes() -> set[Shape]:
 def test_names_are_unique(cases, depth):
     """Results can be told apart by the names of their cases."""
     names = [case.name for case in cases(depth)]
-    assert names and len(set(names)) == len(names)
+    assert (names or depth is Depth.QUICK) and len(set(names)) == len(names)
+
+
+def test_cases_of_one_link_stand_together():
+    """No engine is started twice for the same link."""
+    links = [link for link, _ in groupby(network_cases(Depth.DEFAULT), lambda case: case.link)]
+    assert None in links and len(set(links)) == len(links)
 
 
 @pytest.mark.parametrize("depth", [Depth.DEFAULT, Depth.FULL])

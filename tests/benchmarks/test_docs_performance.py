@@ -82,7 +82,38 @@ def request_path(requests: int) -> Result:
     """Requests in flight."""
     made = Result(Part.REQUEST_PATH, f"TP2->TP1, {requests} in flight", {"requests": requests})
     for lane, value in (("ours", 0.003), ("upstream", 0.004), ("upstream at rest", 0.0024)):
-        made.add(lane, {Metric.REQUEST_CPU_S: value, Metric.OWN_CPU_S: value / 10})
+        made.add(
+            lane,
+            {
+                Metric.REQUEST_CPU_S: value,
+                Metric.OWN_CPU_S: value / 10,
+                Metric.WORKER_CPU_S: value * 2,
+            },
+        )
+    return made
+
+
+def idle() -> Result:
+    """Workers that have nothing to do."""
+    made = Result(Part.IDLE, "TP2->TP1, connected")
+    for lane, value in (("ours", 0.002), ("upstream", 1.0)):
+        made.add(lane, {Metric.IDLE_CPU: value})
+    return made
+
+
+def pauses() -> Result:
+    """Requests that wait for a handshake."""
+    made = Result(Part.PAUSES, "TP2->TP1, 1000 waiting for a handshake")
+    for lane, value in (("ours", 0.002), ("upstream", 1.0), ("upstream at rest", 0.5)):
+        made.add(lane, {Metric.LONGEST_PAUSE_S: value})
+    return made
+
+
+def network() -> Result:
+    """A request over TCP."""
+    made = Result(Part.NETWORK, "TP2->TP1, 8 MiB, TCP, loopback, steps of 10 ms")
+    for lane, steps in (("ours (direct)", 1), ("ours (staged)", 2), ("upstream at rest", 1)):
+        made.add(lane, {Metric.SECONDS: 0.02, Metric.STEPS_AFTER_ARRIVAL: steps})
     return made
 
 
@@ -108,6 +139,7 @@ def results() -> list[Result]:
             TP2, ours=[1.0, 0.5, 2.0], upstream=[5.0, 2.5, 4.0], upstream_at_rest=[2.0, 1.0, 4.0]
         ),
         *(request_path(256), request_path(1)),
+        *(idle(), pauses(), network()),
         *(end_to_end(0.5), end_to_end(0.25)),
     ]
 
@@ -157,8 +189,24 @@ def test_transfers_are_speeds_and_ratios_of_turns(results):
 def test_request_path_has_a_row_for_each_number_in_flight(results):
     """CPU time is in milliseconds with two decimals, whatever it is."""
     assert table(rewrite(page_of("request-path"), results), "request-path") == [
-        "| 1 | 3.00 ms, 0.30 ms | 4.00 ms, 0.40 ms | 2.40 ms, 0.24 ms |",
-        "| 256 | 3.00 ms, 0.30 ms | 4.00 ms, 0.40 ms | 2.40 ms, 0.24 ms |",
+        "| 1 | 3.00 ms, 0.30 ms, 6.00 ms | 4.00 ms, 0.40 ms, 8.00 ms | 2.40 ms, 0.24 ms, 4.80 ms |",
+        "| 256 | 3.00 ms, 0.30 ms, 6.00 ms | 4.00 ms, 0.40 ms, 8.00 ms "
+        "| 2.40 ms, 0.24 ms, 4.80 ms |",
+    ]
+
+
+def test_shares_pauses_and_steps_have_their_units(results):
+    """Per cent of a core, time, and time with steps after the last byte."""
+    page = rewrite(page_of(*NAMES), results)
+    assert table(page, "idle") == [
+        "| TP2->TP1, connected | 0.20% [0.20%, 0.20%] | 100.00% [100.00%, 100.00%] | not measured |"
+    ]
+    assert table(page, "pauses") == [
+        "| TP2->TP1, 1000 waiting for a handshake | 2 ms [2 ms, 2 ms] | 1 s [1 s, 1 s] "
+        "| 500 ms [500 ms, 500 ms] |"
+    ]
+    assert table(page, "network") == [
+        "| TP2->TP1, 8 MiB, TCP, loopback, steps of 10 ms | 20 ms, 1 | 20 ms, 2 | 20 ms, 1 |"
     ]
 
 
@@ -172,20 +220,38 @@ def test_end_to_end_has_a_row_for_each_rate(results):
 
 
 def test_targets_are_worded_for_readers(results):
-    """Every target has what is wanted, measured and met, and against what is at rest."""
-    first_token = "our time to first token / upstream's: 512+32 tokens,"
+    """Every target has what is wanted, how often it is met, and the case that is farthest."""
+    many = "TP1->TP1, 80 layers x 100k blocks"
+    cpu = "our CPU time a request / that of"
     assert table(rewrite(page_of("targets"), results), "targets") == [
-        "| handshake, TP1->TP1, 80 layers x 100k blocks: upstream's time / ours "
-        "| 100 | 250 [250, 250] | yes | not measured |",
-        "| the same: memory | 100 | 1200 [1200, 1200] | yes | not measured |",
-        "| the same: ours against 1k blocks, time and memory | flat | 1.25, 1.00 | yes | |",
-        f"| our GB/s / raw NIXL's: {TP1} | at least 0.9 | 0.80 [0.80, 0.80] | no | |",
-        f"| our GB/s / memcpy's: {TP1} | at least 0.6 | 0.20 [0.20, 0.20] | no | |",
-        f"| our GB/s / upstream's: {TP2} | at least 4 | 5.00 [2.00, 5.00] | yes | 2.00 |",
-        "| our CPU time a request / upstream's: TP2->TP1, 256 in flight "
-        "| at most 0.5 | 0.75 [0.75, 0.75] | no | 1.25 |",
-        f"| {first_token} 0.5 requests/s | at most 1 | 0.75 [0.75, 0.75] | yes | |",
-        f"| {first_token} 0.25 requests/s | at most 1 | 0.75 [0.75, 0.75] | yes | |",
+        "| handshake | upstream's time / ours | at least 100x | 1 of 1 | 250x [250x, 250x] "
+        f"| {many} |",
+        "| handshake | upstream's memory / ours | at least 100x | 1 of 1 "
+        f"| 1.2e+03x [1.2e+03x, 1.2e+03x] | {many} |",
+        "| handshake | our time / that for the fewest blocks | at most 1.5x | 1 of 1 "
+        f"| 1.25x [1.25x, 1.25x] | {many} |",
+        "| handshake | our memory / that for the fewest blocks | at most 1.5x | 1 of 1 "
+        f"| 1x [1x, 1x] | {many} |",
+        "| transfer | our GB/s / that of upstream at rest | at least 1x | 2 of 2 "
+        f"| 1.25x [1.25x, 1.25x] | {TP1} |",
+        "| transfer | our GB/s / raw NIXL's, contiguous | at least 0.9x | 0 of 1 "
+        f"| 0.8x [0.8x, 0.8x] | {TP1} |",
+        "| transfer | our GB/s / upstream's, mergeable chunks of 4 KiB | at least 4x | 1 of 1 "
+        f"| 5x [2x, 5x] | {TP2} |",
+        f"| request-path | {cpu} upstream, engine's thread | at most 0.1x | 0 of 1 "
+        "| 0.75x [0.75x, 0.75x] | TP2->TP1, 256 in flight |",
+        f"| request-path | {cpu} upstream at rest, engine's thread | at most 0.7x | 0 of 1 "
+        "| 1.25x [1.25x, 1.25x] | TP2->TP1, 256 in flight |",
+        f"| request-path | {cpu} upstream at rest, whole worker | at most 1x | 0 of 1 "
+        "| 1.25x [1.25x, 1.25x] | TP2->TP1, 256 in flight |",
+        "| idle | share of a core of an idle worker | at most 1.00% | 1 of 1 "
+        "| 0.20% [0.20%, 0.20%] | TP2->TP1, connected |",
+        "| pauses | longest pause of the engine's thread | at most 1 ms | 0 of 1 "
+        "| 2 ms [2 ms, 2 ms] | TP2->TP1, 1000 waiting for a handshake |",
+        "| network | engine steps from the last byte to the report | at most 1 | 1 of 2 "
+        "| 2 [2, 2] | TP2->TP1, 8 MiB, TCP, loopback, steps of 10 ms |",
+        "| end-to-end | our time to first token / upstream's | at most 0.9x | 2 of 2 "
+        "| 0.75x [0.75x, 0.75x] | 512+32 tokens, 0.5 requests/s |",
     ]
 
 
@@ -223,10 +289,10 @@ def test_later_file_wins(run):
 @pytest.mark.parametrize(
     ("refused", "reason"),
     [
-        ({**written(), "format": 2}, "1.json has format 2, not 1"),
+        ({**written(), "format": 1}, "1.json has format 1, not 2"),
         (written(complete=False), "did not come to its end"),
         (written(strategies=["staged"]), "transfer_strategy staged"),
-        ({"format": 1, "results": []}, "did not come to its end"),
+        ({"format": 2, "results": []}, "did not come to its end"),
         ("no JSON", "is not JSON"),
         (None, "No such file"),
     ],

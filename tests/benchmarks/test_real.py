@@ -3,12 +3,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.cases import HandshakeCase, RequestPathCase, Shape, TransferCase
+from benchmarks.asynchronous import measure_networks
+from benchmarks.cases import (
+    HandshakeCase,
+    IdleCase,
+    NetworkCase,
+    PauseCase,
+    RequestPathCase,
+    Shape,
+    TransferCase,
+)
 from benchmarks.errors import BenchmarkError, NotEnoughMemoryError
 from benchmarks.handshake import measure_handshakes, refuse_upstream
+from benchmarks.idle import measure_idle
 from benchmarks.lanes import ConnectorPair, RawPair, Tables
+from benchmarks.network import Link
+from benchmarks.pauses import measure_pauses
 from benchmarks.request_path import measure_request_paths
 from benchmarks.results import Metric
 from benchmarks.specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
@@ -69,6 +83,30 @@ def test_handshakes_and_requests_are_measured(plan):
         for whole_s, own_s in zip(*(metrics[each] for each in CPU_TIMES), strict=True):
             # Ours posts on a thread of its own: the engine's spends nothing in NIXL.
             assert own_s == whole_s if lane == OURS.name else 0 < own_s < whole_s
+
+
+def test_idle_workers_pauses_and_late_bytes_are_measured(plan):
+    """Who has nothing to do, who waits for a handshake, and a report that follows the last byte."""
+    plan = replace(plan, repetitions=1)
+    (idle,) = measure_idle([IdleCase(SHAPE)], plan)
+    (pauses,) = measure_pauses([PauseCase(SHAPE, 3, 32, connected=False)], plan)
+    (network,) = measure_networks([NetworkCase(SHAPE, 100, None, 1e-3)], plan)
+    for result, metric in (
+        (idle, Metric.IDLE_CPU),
+        (pauses, Metric.LONGEST_PAUSE_S),
+        (network, Metric.SECONDS),
+    ):
+        assert result.missing == {} and len(result.samples) >= 2
+        assert all(samples[metric][0] > 0 for samples in result.samples.values())
+    assert all(each[Metric.STEPS_AFTER_ARRIVAL][0] >= 0 for each in network.samples.values())
+
+
+def test_network_that_cannot_be_made_is_a_reason(plan, monkeypatch, tmp_path):
+    """All lanes are missing and say why; nothing is started."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (result,) = measure_networks([NetworkCase(SHAPE, 100, Link(1), 1e-3)], plan)
+    assert result.samples == {} and len(result.missing) == 3
+    assert all("needs ip" in reason for reason in result.missing.values())
 
 
 def test_upstream_is_spared_what_it_cannot_do():

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two network namespaces of this machine with a link between them, as between two hosts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import NetworkError
+
+_NAMESPACES = Path("/run/netns")
+_CLONE_NEWNET = 0x40000000
+_ADDRESSES = "198.18.51.1", "198.18.51.2"
+"""Of the range for benchmarks of networks (RFC 2544)."""
+
+_TRANSPORTS = "tcp"
+_BUFFER_S = 0.02
+"""How much a link without delay may hold back: a few round trips of a network within a building."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where an engine runs.
+
+    Attributes:
+        host: Its address.
+        namespace: The network namespace of its processes; None for that of this one.
+        transports: What UCX may use (`UCX_TLS`); None to leave it the choice.
+    """
+
+    host: str = "127.0.0.1"
+    namespace: str | None = None
+    transports: str | None = None
+
+
+HERE = Site()
+
+
+@dataclass(frozen=True)
+class Link:
+    """What lies between two hosts.
+
+    Attributes:
+        gbit_s: Bits a second, in 10^9.
+        delay_ms: How long a packet takes, one way; 0 for no longer than the kernel needs.
+    """
+
+    gbit_s: float
+    delay_ms: float = 0.0
+
+    def __str__(self) -> str:
+        delay = f", {self.delay_ms:g} ms" if self.delay_ms else ""
+        return f"TCP, {self.gbit_s:g} Gbit/s{delay}"
+
+
+def move_to(site: Site) -> None:
+    """Take the calling thread, and those that it will start, to where an engine is to run.
+
+    Raises:
+        NetworkError: It is not there, or not allowed.
+    """
+    if site.transports is not None:
+        os.environ["UCX_TLS"] = site.transports
+    if site.namespace is not None:
+        _enter(site.namespace)
+
+
+def _enter(namespace: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with ExitStack() as stack:
+        try:
+            descriptor = os.open(_NAMESPACES / namespace, os.O_RDONLY)
+        except OSError as error:
+            raise NetworkError(f"no network namespace {namespace}: {error.strerror}") from error
+        stack.callback(os.close, descriptor)
+        if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            raise NetworkError(f"cannot enter the network namespace {namespace}: {reason}")
+
+
+@contextmanager
+def sites(link: Link | None) -> Iterator[tuple[Site, Site]]:
+    """Two places for engines.
+
+    Args:
+        link: What lies between them; None for the loopback device of this machine.
+
+    Raises:
+        NetworkError: This machine cannot have such a link; it says why.
+    """
+    if link is None:
+        yield Site(transports=_TRANSPORTS), Site(transports=_TRANSPORTS)
+        return
+    names = tuple(f"bench-{os.getpid()}-{end}" for end in "pd")
+    with ExitStack() as stack:
+        for name in names:
+            _run("ip", "netns", "add", name)
+            # The device goes with it.
+            stack.callback(_remove, name)
+        _run(*f"ip -n {names[0]} link add link0 type veth peer name link0 netns {names[1]}".split())
+        for name, address in zip(names, _ADDRESSES, strict=True):
+            _run(*f"ip -n {name} address add {address}/30 dev link0".split())
+            for device in ("lo", "link0"):
+                _run("ip", "-n", name, "link", "set", device, "up")
+            _run(*f"tc -n {name} qdisc add dev link0 root {_shape(link)}".split())
+        first, second = (
+            Site(address, name, _TRANSPORTS)
+            for name, address in zip(names, _ADDRESSES, strict=True)
+        )
+        yield first, second
+
+
+def _shape(link: Link) -> str:
+    """What `tc` is told: `netem` can delay packets, and not every kernel has it."""
+    if link.delay_ms:
+        return f"netem rate {link.gbit_s}gbit delay {link.delay_ms}ms limit 100000"
+    burst_bytes = max(int(link.gbit_s * 1e9 / 8 * 1e-3), 128 << 10)
+    return f"tbf rate {link.gbit_s}gbit burst {burst_bytes} latency {_BUFFER_S * 1e3:g}ms"
+
+
+def _run(*command: str) -> None:
+    if shutil.which(command[0]) is None:
+        raise NetworkError(f"needs {command[0]}, which is not installed")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        message = " ".join(done.stderr.split())
+        raise NetworkError(f"not allowed here, or not known to this kernel: {message}")
+
+
+def _remove(name: str) -> None:
+    # What is left of it ends with its last process.
+    with suppress(NetworkError):
+        _run("ip", "netns", "delete", name)
