@@ -192,8 +192,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except UsageError as error:
             print_error(Console(stderr=True), error, None)
             return error.exit_status
-        except (KeyboardInterrupt, TerminatedError):
+        except KeyboardInterrupt:
             return 128 + signal.SIGINT
+        except TerminatedError:
+            # A second one, as from `timeout`, while the first was being told of.
+            return 128 + signal.SIGTERM
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ MAX_MODEL_TOKENS = 1024
 POOL_BLOCKS = {Role.PREFILL: 24, Role.DECODE: 14}
 """A few requests of the longest kind: with as many clients, blocks run out again and again."""
 
+_CACHED_KERNELS = 32
+"""oneDNN compiles a kernel for each shape that it multiplies, the number of tokens in a step among
+its sizes, and keeps 1,024 of a quarter of a MiB. An engine that meets new lengths all the time
+would grow by hundreds of MiB before that is full, which could hide what leaks."""
+
 _READ_LIMIT_S = 3.0
 _NUM_WORKERS = 4
 _USAGE = "vllm:kv_cache_usage_perc"
@@ -79,7 +84,10 @@ def engine_spec(
         incarnation: how many engines have had the seat, with this one.
         recompute: whether it computes what it cannot read, or fails the request.
     """
-    env = {"UCX_TLS": settings.ucx_tls}
+    env = {
+        "UCX_TLS": settings.ucx_tls,
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(_CACHED_KERNELS),
+    }
     if placement.stage_layers:
         env["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, placement.stage_layers))
     extra_config: dict[str, Any] = {

@@ -14,7 +14,9 @@ import psutil
 import pytest
 
 from tests.tools.pdstack.helpers import read_until, ready_port, server_on
+from tools.pdstack import cli
 from tools.pdstack.engine import ServedModel
+from tools.pdstack.process import TerminatedError
 
 Wait = Callable[[Callable[[], object], str], None]
 Survivors = Callable[[], list[psutil.Process]]
@@ -209,3 +211,19 @@ def test_what_cannot_work_is_refused_at_once(start: Start, args: list[str], mess
     assert message in err
     assert "Traceback" not in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("interruption", "number"),
+    [(KeyboardInterrupt(), signal.SIGINT), (TerminatedError("SIGTERM"), signal.SIGTERM)],
+)
+def test_a_signal_that_nobody_tells_of_is_in_the_status(
+    monkeypatch: pytest.MonkeyPatch, interruption: BaseException, number: int
+) -> None:
+    """Whoever reads the status is not told that somebody pressed Ctrl-C where nobody did."""
+
+    def interrupt(*_: object) -> None:
+        raise interruption
+
+    monkeypatch.setattr(cli, "invoke", interrupt)
+    assert cli.main(["demo"]) == 128 + number

@@ -17,6 +17,8 @@ import pytest
 
 from tests.tools.pdstack.helpers import living_in, wait_until
 from tools.pdstack.errors import UsageError
+from tools.pdstack.process import TerminatedError
+from tools.soak import cli
 from tools.soak.checker import Invariant
 from tools.soak.cli import build_parser, command_of, settings_of
 from tools.soak.faults import FaultKind
@@ -127,6 +129,20 @@ def test_interruption_is_clean(start, tmp_path):
     assert "interrupted by Ctrl-C" in shown
     assert found(tmp_path)["history"]["faults"][0]["detail"] == "broken off"
     assert living_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("interruption", "number"),
+    [(KeyboardInterrupt(), signal.SIGINT), (TerminatedError("SIGTERM"), signal.SIGTERM)],
+)
+def test_a_signal_that_nobody_tells_of_is_in_the_status(monkeypatch, interruption, number):
+    """Whoever reads the status is not told that somebody pressed Ctrl-C where nobody did."""
+
+    def interrupt(*_: object) -> None:
+        raise interruption
+
+    monkeypatch.setattr(cli, "invoke", interrupt)
+    assert cli.main(["--seed", "5"]) == 128 + number
 
 
 def test_printed_command_means_the_same_soak():
