@@ -150,17 +150,18 @@ def test_turns_go_to_and_fro(stack: Stack) -> None:
     """An answer that stops among accepted drafts is read back, and what comes next is right."""
     prompt = prompt_of(2, 2 * BLOCK_TOKENS + 5)
     right = stack.unaided(prompt)
-    # The second of a step's drafts, which says so by itself or is the last one to be asked for.
-    stop_at = 1 + DRAFTED + 1 + 2
-    assert right[stop_at - 1] not in right[: stop_at - 1]
+    # A draft behind which its step accepts another one, and a token that has not come before.
+    last = next(
+        number
+        for number in range(1, ANSWER_TOKENS)
+        if (number - 1) % (DRAFTED + 1) < DRAFTED - 1 and right[number] not in right[:number]
+    )
     before = stack.prefill.nixl_counters()
-    for number, fields in enumerate(
-        ({"max_tokens": stop_at}, {"stop_token_ids": [right[stop_at - 1]]})
-    ):
+    for label, stop in enumerate(({"max_tokens": last + 1}, {"stop_token_ids": [right[last]]})):
         handed = stack.prefilled(prompt)
-        answer = stack.ask(stack.decode, prompt, kv_transfer_params=handed, **fields)
-        assert answer.tokens == right[:stop_at]
-        turn = [*prompt, *answer.tokens, *prompt_of(3 + number, BLOCK_TOKENS)]
+        answer = stack.ask(stack.decode, prompt, kv_transfer_params=handed, **stop)
+        assert answer.tokens == right[: last + 1]
+        turn = [*prompt, *answer.tokens, *prompt_of(3 + label, BLOCK_TOKENS)]
         tokens, _ = stack.accepted(turn, stack.prefilled(turn, answer.params))
         assert tokens == stack.unaided(turn)
     wait_until(

@@ -50,7 +50,7 @@ def engines(
 def test_latents_are_read_once_for_each_rank_that_decodes(
     engines: Engines, case: Case, pair: Pair, tokens: int
 ) -> None:
-    """All blocks, from one of the ranks that have the same, and never twice; the answer is right."""
+    """All blocks, from one of the ranks that have the same, and no block twice."""
     text = text_of(f"{tokens} {case}", tokens)
     right = engines.right_answer(text)
     before = pair.decode.nixl_counters()
