@@ -7,6 +7,7 @@ Which families run on a CPU, and which are compared byte by byte instead, stands
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -14,14 +15,24 @@ from tests.bases import requires_base
 from tests.e2e.layouts import ONE, RANKS, STAGES, Case, Engines, running
 from tests.e2e.pairs import text_of
 from tools.pdstack.engine import ServedModel
+from tools.pdstack.tiny_checkpoints import (
+    write_tiny_mimo2,
+    write_tiny_nemotron_nas,
+    write_tiny_step3p5,
+)
 from tools.pdstack.tiny_models import write_tiny_gemma4
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 WINDOW_TOKENS = 256
 FAMILIES: dict[str, Callable[..., ServedModel]] = {
-    # Gemma 4: other heads and head sizes in layers with a window.
-    "gemma4": write_tiny_gemma4,
+    # Other heads and head sizes in layers with a window.
+    "gemma4": partial(write_tiny_gemma4, sliding_window=WINDOW_TOKENS),
+    # Other heads there, of the same size, and sinks.
+    "mimo2": partial(write_tiny_mimo2, sliding_window=WINDOW_TOKENS),
+    "step3p5": partial(write_tiny_step3p5, sliding_window=WINDOW_TOKENS),
+    # Each layer its own, and some without attention.
+    "nemotron": write_tiny_nemotron_nas,
 }
 CASES = [Case(RANKS, ONE, 2), Case(ONE, RANKS, 2), Case(STAGES, ONE, 2), Case(STAGES, RANKS, 4)]
 
@@ -31,7 +42,7 @@ def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
     """Start an engine of each layout for a family."""
-    model = request.param(tmp_path_factory.mktemp("tiny") / "model", sliding_window=WINDOW_TOKENS)
+    model = request.param(tmp_path_factory.mktemp("tiny") / "model")
     run_dir = tmp_path_factory.mktemp("run")
     with running(model, run_dir, [ONE, STAGES, RANKS], {}) as started:
         yield started

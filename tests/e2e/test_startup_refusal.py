@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine with pipeline stages refuses a connector that does not know about them."""
+"""Engines with pipeline stages refuse what does not work with them when they start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.bases import RELEASE
-from tools.pdstack.engine import EngineSpec, KVTransfer, ServedModel
+from tools.pdstack.engine import EngineSpec, KVTransfer, ServedModel, Speculation
 from tools.pdstack.errors import ProcessDiedError, StartupTimeoutError
 from tools.pdstack.layout import Layout
 from tools.pdstack.stack import PDStack
@@ -37,4 +37,18 @@ def test_upstreams_connector_is_refused_with_pipeline_stages(
     assert caught.value.cause.startswith(error)
     assert "Nixl" in caught.value.cause
     assert word in caught.value.cause
+    assert survivors() == []
+
+
+def test_drafts_are_refused_with_pipeline_stages(
+    model: ServedModel, tmp_path: Path, survivors: Callable[[], list[psutil.Process]]
+) -> None:
+    """The model runner for CPU has a drafter on one stage only: that is said, not died of."""
+    stack = PDStack(model, tmp_path)
+    spec = EngineSpec("prefill", Layout(tp_size=1, pp_size=2), speculation=Speculation("ngram", 2))
+    with pytest.raises(ProcessDiedError) as caught, stack:
+        stack.start_engines(spec)
+    assert not isinstance(caught.value, StartupTimeoutError)
+    assert "method ngram needs one pipeline stage" in caught.value.cause
+    assert "--pipeline-parallel-size 1 instead of 2" in caught.value.cause
     assert survivors() == []

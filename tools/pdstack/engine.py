@@ -51,12 +51,28 @@ def why_no_mla() -> str:
     """
     if installed_device() is not Device.CPU:
         return "MLA at float32 runs on CPU only"
-    # Found, not imported, which takes seconds.
+    return "" if _has_file(_CPU_MLA) else f"vLLM {_release()} has no MLA on CPU"
+
+
+def why_no_model(module: str) -> str:
+    """Return why the installed vLLM cannot serve a model; an empty string where it can.
+
+    Args:
+        module: of the model, by its name among vLLM's models.
+    """
+    known = _has_file(f"model_executor/models/{module}.py")
+    return "" if known else f"vLLM {_release()} has no model {module}"
+
+
+def _release() -> str:
+    return importlib.metadata.version("vllm")
+
+
+def _has_file(path: str) -> bool:
+    """Whether the installed vLLM has a file, found without importing it, which takes seconds."""
     found = importlib.util.find_spec("vllm")
     places = found.submodule_search_locations if found is not None else None
-    if any((Path(place) / _CPU_MLA).is_file() for place in places or ()):
-        return ""
-    return f"vLLM {importlib.metadata.version('vllm')} has no MLA on CPU"
+    return any((Path(place) / path).is_file() for place in places or ())
 
 
 def find_script(name: str) -> str:
@@ -124,6 +140,42 @@ class KVTransfer:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """How an engine drafts.
+
+    Attributes:
+        method: as vLLM calls it.
+        num_tokens: how many are drafted at a time.
+        model: what drafts, by its path from the served model's directory; ``None`` where it is no
+            model of its own.
+        options: more of vLLM's, as pairs.
+    """
+
+    method: str
+    num_tokens: int
+    model: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return self.method
+
+    def to_json(self, directory: Path) -> str:
+        """Return the value of ``--speculative-config``.
+
+        Args:
+            directory: the served model's.
+        """
+        config: dict[str, Any] = {
+            "method": self.method,
+            "num_speculative_tokens": self.num_tokens,
+            **dict(self.options),
+        }
+        if self.model is not None:
+            config["model"] = str(directory / self.model)
+        return json.dumps(config)
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """One ``vllm serve``.
 
@@ -136,6 +188,7 @@ class EngineSpec:
         kv_cache_gib: size of the KV cache of each worker.
         port: where it serves HTTP; ``None`` for a free port.
         side_channel_port: where it serves handshakes; ``None`` for a free port.
+        speculation: how it drafts; ``None`` where it does not.
     """
 
     name: str
@@ -147,6 +200,7 @@ class EngineSpec:
     max_model_len: int = 2048
     port: int | None = None
     side_channel_port: int | None = None
+    speculation: Speculation | None = None
 
 
 def engine_command(
@@ -173,6 +227,8 @@ def engine_command(
         command += ["--kv-cache-memory-bytes", str(spec.kv_cache_gib * _GIB)]
     if spec.kv_transfer is not None:
         command += ["--kv-transfer-config", spec.kv_transfer.to_json(device)]
+    if spec.speculation is not None:
+        command += ["--speculative-config", spec.speculation.to_json(model.directory)]
     return [*command, *model.engine_args, *spec.extra_args]
 
 

@@ -17,13 +17,25 @@ from rich.table import Table
 
 from . import accuracy
 from .accuracy import Accuracy, Completion
-from .engine import EngineSpec, KVTransfer, ServedModel, why_no_mla
+from .engine import EngineSpec, KVTransfer, ServedModel, Speculation, why_no_mla, why_no_model
 from .errors import PDStackError, UsageError
 from .layout import Layout
 from .metrics import NixlCounters
 from .report import format_bytes, yes_no
 from .stack import Engine, PDStack, Router
-from .tiny_models import write_tiny_deepseek2, write_tiny_gemma3, write_tiny_llama
+from .tiny_checkpoints import (
+    write_tiny_llama_with_eagle,
+    write_tiny_mimo,
+    write_tiny_mimo2,
+    write_tiny_nemotron_nas,
+    write_tiny_step3p5,
+)
+from .tiny_models import (
+    write_tiny_deepseek2,
+    write_tiny_gemma3,
+    write_tiny_gemma4,
+    write_tiny_llama,
+)
 
 MAX_WORKERS = 8
 """Worker processes that are kept alive at the same time."""
@@ -45,6 +57,8 @@ class Side:
         args: more of the command line.
         env: more of the environment, as pairs.
         connector: what moves the KV cache.
+        speculation: how each drafts, if it does.
+        options: more of the connector's, as pairs.
     """
 
     layout: Layout = _ONE
@@ -52,11 +66,14 @@ class Side:
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     connector: str = "NixlConnector"
+    speculation: Speculation | None = None
+    options: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         times = f"{self.count} x " if self.count > 1 else ""
         stages = dict(self.env).get("VLLM_PP_LAYER_PARTITION")
-        return f"{times}{self.layout}" + (f" ({stages})" if stages else "")
+        drafts = f", {self.speculation}" if self.speculation else ""
+        return f"{times}{self.layout}" + (f" ({stages})" if stages else "") + drafts
 
 
 @dataclass(frozen=True)
@@ -89,25 +106,50 @@ MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
     ),
     "gemma 3": write_tiny_gemma3,
     "deepseek 2, MLA": write_tiny_deepseek2,
+    "gemma 4": write_tiny_gemma4,
+    "mimo 2": write_tiny_mimo2,
+    "step 3.5": write_tiny_step3p5,
+    "nemotron nas": write_tiny_nemotron_nas,
+    "llama with an eagle": write_tiny_llama_with_eagle,
+    "mimo": write_tiny_mimo,
 }
 
-_SIX, _TWO, _GEMMA, _MLA = MODELS
+_SIX, _TWO, _GEMMA, _MLA, _GEMMA4, _MIMO2, _STEP, _NEMOTRON, _EAGLE, _MIMO = MODELS
 
 
-def _why_mla_is_not_compared() -> str:
-    return why_no_mla() or (
-        "vLLM's MLA for CPU gives a token other logits in a step that decodes than in one that "
-        "prefills, so that one engine is no measure of a pair"
-    )
-
-
-WHY_NOT: Mapping[str, Callable[[], str]] = {_MLA: _why_mla_is_not_compared}
-"""For models that not every vLLM can serve, or compare: says why the installed one cannot."""
+WHY_NOT: Mapping[str, Callable[[], str]] = {
+    _MLA: why_no_mla,
+    _GEMMA4: lambda: why_no_model("gemma4"),
+    _MIMO2: lambda: why_no_model("mimo_v2"),
+    _STEP: lambda: why_no_model("step3p5"),
+}
+"""For models that not every vLLM can serve: says why the installed one cannot."""
 
 _HYBRID = ("--no-disable-hybrid-kv-cache-manager",)
 _BF16 = ("--dtype", "bfloat16")
 _RAY = ("--distributed-executor-backend", "ray")
 _STAGES = Layout(1, 2)
+_RANKS = Layout(2, 1)
+_LAYER_LAYOUTS = {
+    "TP down": (_RANKS, _ONE),
+    "TP up": (_ONE, _RANKS),
+    "PP on P": (_STAGES, _ONE),
+    "PP to TP": (_STAGES, _RANKS),
+}
+_LAYERS_THAT_DIFFER = {
+    "Gemma 4": _GEMMA4,
+    "MiMo-V2": _MIMO2,
+    "Step-3.5": _STEP,
+    "Nemotron-NAS": _NEMOTRON,
+}
+
+# Of three that are drafted, answers repeat enough to accept some.
+_NGRAM = Speculation("ngram", 3, options=(("prompt_lookup_min", 1), ("prompt_lookup_max", 3)))
+_EAGLE_HEAD = Speculation("eagle", 3, "eagle")
+# What drafts as the model itself does is always right.
+_ITSELF = Speculation("draft_model", 3, ".")
+_MTP = Speculation("mtp", 1)
+_COLD = (("missing_draft_layers", "compute"),)
 
 FAMILIES: tuple[Family, ...] = (
     Family("PP on P", _SIX, Side(_STAGES), Side()),
@@ -133,6 +175,26 @@ FAMILIES: tuple[Family, ...] = (
     Family("MLA PP on P", _MLA, Side(_STAGES), Side()),
     Family("MLA TP up", _MLA, Side(), Side(Layout(2, 1))),
     Family("bfloat16", _TWO, Side(_STAGES), Side(Layout(2, 1)), exact=False, args=_BF16),
+    *(
+        Family(f"{name} {layouts}", model, Side(prefill), Side(decode))
+        for name, model in _LAYERS_THAT_DIFFER.items()
+        for layouts, (prefill, decode) in _LAYER_LAYOUTS.items()
+    ),
+    Family("n-grams", _EAGLE, Side(_RANKS, speculation=_NGRAM), Side(speculation=_NGRAM)),
+    Family("n-grams on D", _EAGLE, Side(_STAGES), Side(speculation=_NGRAM)),
+    Family("EAGLE", _EAGLE, Side(_RANKS, speculation=_EAGLE_HEAD), Side(speculation=_EAGLE_HEAD)),
+    Family(
+        "EAGLE TP up", _EAGLE, Side(speculation=_EAGLE_HEAD), Side(_RANKS, speculation=_EAGLE_HEAD)
+    ),
+    Family(
+        "EAGLE on D",
+        _EAGLE,
+        Side(_STAGES),
+        Side(speculation=_EAGLE_HEAD, options=_COLD),
+    ),
+    Family("draft model", _EAGLE, Side(_RANKS, speculation=_ITSELF), Side(speculation=_ITSELF)),
+    Family("MTP", _MIMO, Side(_RANKS, speculation=_MTP), Side(speculation=_MTP)),
+    Family("MTP on D", _MIMO, Side(_STAGES), Side(speculation=_MTP, options=_COLD)),
 )
 
 SUBSETS: Mapping[str, tuple[str, ...]] = {
@@ -359,11 +421,17 @@ def _workers(keys: Iterable[tuple[Side, tuple[str, ...], int]]) -> int:
 def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> EngineSpec:
     """How an engine is started; pairs share it, so that it may prefill and decode."""
     kv_transfer = KVTransfer()
+    kv_transfer = replace(
+        kv_transfer, extra_config={**kv_transfer.extra_config, **dict(side.options)}
+    )
     if side.connector == "MultiConnector":
         child = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
         kv_transfer = KVTransfer("MultiConnector", extra_config={"connectors": [child]})
     stages = dict(side.env).get("VLLM_PP_LAYER_PARTITION", "").replace(",", "-")
-    parts = [str(side.layout), stages, side.connector, *side.args, *args, str(number)]
+    drafts = str(side.speculation or "")
+    options = [value for _, value in side.options]
+    parts = [str(side.layout), stages, side.connector, drafts, *options, *side.args, *args]
+    parts.append(str(number))
     name = "-".join(part.strip("-") for part in parts if part)
     # So many blocks hold the prompts of a sweep, but not longer ones that somebody asks for.
     is_longer = any(word.split("=")[0] == "--max-model-len" for word in side.args)
@@ -376,6 +444,7 @@ def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> 
         extra_args=(*blocks, *side.args, *args),
         env=dict(side.env),
         max_model_len=1024,
+        speculation=side.speculation,
     )
 
 

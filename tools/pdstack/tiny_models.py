@@ -33,6 +33,9 @@ _CPU_MLA_ARGS = (
     *("--attention-backend", "CPU_MLA"),
     *("--block-size", str(_CPU_MLA_BLOCK_TOKENS)),
     "--no-enable-prefix-caching",
+    # vLLM's kernel for positions on CPU takes queries and keys for tensors of their own. MLA's are
+    # parts of larger ones: it turns other elements, and others for one token than for many.
+    *("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'),
 )
 
 
@@ -54,7 +57,9 @@ def write_tiny_llama(
     """
     import transformers
 
-    config = transformers.LlamaConfig(**_common(num_layers, num_heads, num_kv_heads, head_size))
+    config = transformers.LlamaConfig(
+        **common_sizes(num_layers, num_heads, num_kv_heads, head_size)
+    )
     return _write(directory, transformers.LlamaForCausalLM(config), seed)
 
 
@@ -81,7 +86,7 @@ def write_tiny_gemma3(
     import transformers
 
     config = transformers.Gemma3TextConfig(
-        **_common(num_layers, num_heads, num_kv_heads, head_size),
+        **common_sizes(num_layers, num_heads, num_kv_heads, head_size),
         sliding_window=sliding_window,
         layer_types=[
             "sliding_attention" if (layer + 1) % full_attention_every else "full_attention"
@@ -121,7 +126,7 @@ def write_tiny_gemma4(
     import transformers
 
     config = transformers.Gemma4TextConfig(
-        **_common(num_layers, num_heads, num_kv_heads, head_size),
+        **common_sizes(num_layers, num_heads, num_kv_heads, head_size),
         global_head_dim=global_head_size,
         attention_k_eq_v=True,
         num_global_key_value_heads=num_global_kv_heads,
@@ -154,7 +159,7 @@ def write_tiny_deepseek2(
     """
     import transformers
 
-    common = _common(num_layers, num_heads, num_heads, head_size)
+    common = common_sizes(num_layers, num_heads, num_heads, head_size)
     # Another name for the part with a position, here.
     del common["head_dim"]
     config = transformers.DeepseekV2Config(
@@ -175,7 +180,9 @@ def write_tiny_deepseek2(
     return replace(written, engine_args=_CPU_MLA_ARGS, block_tokens=_CPU_MLA_BLOCK_TOKENS)
 
 
-def _common(num_layers: int, num_heads: int, num_kv_heads: int, head_size: int) -> dict[str, Any]:
+def common_sizes(
+    num_layers: int, num_heads: int, num_kv_heads: int, head_size: int
+) -> dict[str, Any]:
     """What all architectures call by the same name."""
     return {
         "num_hidden_layers": num_layers,
@@ -200,17 +207,28 @@ def _write(directory: Path, model: Any, seed: int) -> ServedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
-            # The others are those of norms, and good as they are.
-            if weight.dim() == 2:
-                weight.normal_(0.0, _GAIN * weight.shape[1] ** -0.5, generator=generator)
-        model.lm_head.weight[: len(_SPECIAL_TOKENS)] = 0.0
-        model.lm_head.weight[len(_SPECIAL_TOKENS) + len(_CHARACTERS) :] = 0.0
+            # Those of norms are good as they are.
+            draw(weight, generator, is_norm=weight.dim() == 1)
+        silence_what_is_no_character(model.lm_head.weight)
     model.save_pretrained(directory)
-    _write_tokenizer(directory)
+    write_tokenizer(directory)
     return ServedModel(directory, directory.name)
 
 
-def _write_tokenizer(directory: Path) -> None:
+def draw(weight: Any, generator: Any, *, is_norm: bool) -> Any:
+    """Draw the values of a tensor, but for those of a norm, and return it."""
+    if is_norm:
+        return weight
+    return weight.normal_(0.0, _GAIN * weight.shape[-1] ** -0.5, generator=generator)
+
+
+def silence_what_is_no_character(lm_head: Any) -> None:
+    """See that nothing but a character is ever the likeliest."""
+    lm_head[: len(_SPECIAL_TOKENS)] = 0.0
+    lm_head[len(_SPECIAL_TOKENS) + len(_CHARACTERS) :] = 0.0
+
+
+def write_tokenizer(directory: Path) -> None:
     """Write a tokenizer that takes characters one by one."""
     import tokenizers
     import transformers

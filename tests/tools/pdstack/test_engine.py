@@ -20,9 +20,11 @@ from tools.pdstack.engine import (
     EngineSpec,
     KVTransfer,
     ServedModel,
+    Speculation,
     engine_command,
     engine_env,
     why_no_mla,
+    why_no_model,
 )
 from tools.pdstack.errors import UsageError
 from tools.pdstack.layout import Layout
@@ -139,6 +141,27 @@ def test_a_missing_script_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, tmp_
     assert engine.find_script("vllm") == str(tmp_path / "vllm")
 
 
+def test_an_engine_drafts_as_it_is_told() -> None:
+    """What drafts is found from the served model's directory, if it is a model of its own."""
+    options = (("prompt_lookup_max", 4),)
+    for speculation, config in (
+        (None, None),
+        (
+            Speculation("ngram", 3, options=options),
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        ),
+        (
+            Speculation("eagle", 2, "head"),
+            {"method": "eagle", "num_speculative_tokens": 2, "model": "/models/m/head"},
+        ),
+    ):
+        command = _command(EngineSpec("e", speculation=speculation))
+        if config is None:
+            assert "--speculative-config" not in command
+        else:
+            assert json.loads(_value(command, "--speculative-config")) == config
+
+
 @pytest.mark.parametrize(
     ("version", "device"), [("0.22.1+reshard.1.cpu", Device.CPU), ("0.22.1+reshard.1", Device.CUDA)]
 )
@@ -162,12 +185,24 @@ def test_mla_needs_a_kernel_for_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, has_backend: bool, why: str
 ) -> None:
     """Whether the installed vLLM has it is seen from its files."""
-    backend = tmp_path / "v1/attention/backends/mla/cpu_mla.py"
-    if has_backend:
-        backend.parent.mkdir(parents=True)
-        backend.touch()
+    files = ["v1/attention/backends/mla/cpu_mla.py"] if has_backend else []
+    _install(tmp_path, monkeypatch, version, files)
+    assert why_no_mla() == why
+
+
+def test_a_model_needs_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a backend, the files say what the installed vLLM knows."""
+    _install(tmp_path, monkeypatch, "9.0", ["model_executor/models/known.py"])
+    assert why_no_model("known") == ""
+    assert why_no_model("new") == "vLLM 9.0 has no model new"
+
+
+def _install(place: Path, monkeypatch: pytest.MonkeyPatch, version: str, files: list[str]) -> None:
+    """Let a vLLM of these files be the installed one."""
+    for name in files:
+        (place / name).parent.mkdir(parents=True)
+        (place / name).touch()
     found = ModuleSpec("vllm", None, is_package=True)
-    found.submodule_search_locations = [str(tmp_path)]
+    found.submodule_search_locations = [str(place)]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert why_no_mla() == why

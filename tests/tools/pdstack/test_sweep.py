@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tools.pdstack import accuracy, cli, sweep
 from tools.pdstack.accuracy import Accuracy, Completion
-from tools.pdstack.engine import Device
+from tools.pdstack.engine import Device, KVTransfer, Speculation
 from tools.pdstack.errors import ProcessDiedError, UsageError
 from tools.pdstack.layout import Layout, check_layout, read_model_shape
 from tools.pdstack.metrics import NixlCounters
@@ -63,7 +63,7 @@ def test_every_family_can_run(tmp_path):
 def test_engines_of_a_sweep_have_names_of_their_own():
     """Two engines that differ in anything write different logs."""
     specs = {
-        (side.layout, side.env, side.args, side.connector, family.args, first): _spec(
+        (replace(side, count=1), family.args, first): _spec(
             replace(side, count=1), family.args, first, 128
         ).name
         for family in FAMILIES
@@ -86,6 +86,19 @@ def test_multi_connector_has_ours_as_its_child():
     config = spec.kv_transfer.to_json(Device.CPU)
     assert '"kv_connector": "MultiConnector"' in config
     assert '"connectors": [{"kv_connector": "NixlConnector"' in config
+
+
+def test_a_side_drafts_and_sets_options():
+    """Both reach the engine, beside what all engines are told."""
+    speculation = Speculation("ngram", 2)
+    side = Side(speculation=speculation, options=(("missing_draft_layers", "compute"),))
+    spec = _spec(side, (), 0, 128)
+    assert spec.speculation == speculation
+    assert spec.kv_transfer.extra_config == {
+        **KVTransfer().extra_config,
+        "missing_draft_layers": "compute",
+    }
+    assert str(side) == "tp1pp1, ngram"
 
 
 def test_engines_that_do_not_start_cost_their_family_only(tmp_path):

@@ -159,6 +159,20 @@ GEMMA4 = {
 }
 
 
+# As it is published: it gives a size for chunks, and has none.
+MIMO2 = {
+    **LLAMA,
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+    "sliding_window": 128,
+    "attention_chunk_size": 128,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "layers"),
     [
@@ -181,6 +195,7 @@ GEMMA4 = {
             },
             {0: (2, 64), 1: (4, 32), 2: (2, 64), 3: (4, 32)},
         ),
+        (MIMO2, {0: (2, 160), 1: (4, 160), 2: (4, 160), 3: (2, 160)}),
         (
             {
                 **{name: value for name, value in LLAMA.items() if name != "num_key_value_heads"},
@@ -204,10 +219,17 @@ GEMMA4 = {
             {0: (2, 64), 2: (1, 64)},
         ),
     ],
-    ids=["per layer", "gemma4", "gemma4 with other heads", "mimo", "step", "nemotron"],
+    ids=["per layer", "gemma4", "gemma4 with other heads", "mimo", "mimo2", "step", "nemotron"],
 )
 def test_layers_that_differ(read, config, layers):
     """Heads and their size of each layer that has a cache of its own."""
     found = read(config).layers
     sizes = {layer: (each.num_kv_heads, each.slot_elements) for layer, each in found.items()}
     assert sizes == layers
+
+
+def test_mimo2_has_windows_and_no_chunks(read):
+    """Which layers have one is told by a list of its own."""
+    found = read(MIMO2)
+    assert found.window_tokens_by_layer == {1: 128, 2: 128}
+    assert not found.is_chunked

@@ -44,7 +44,31 @@ def test_drafts_are_told_by_their_names(name, is_draft):
     """They are numbered after the model's 4 layers, or say what they are."""
     found = draft_identities(config(speculative=speculative()), [name])
     assert list(found) == ([name] if is_draft else [])
-    assert all(identity.startswith(f"{name}@draft-") for identity in found.values())
+    assert all("@draft-" in identity for identity in found.values())
+
+
+@pytest.mark.parametrize(
+    ("own", "number"),
+    [
+        # EAGLE: from how many layers the last stage has.
+        ((0, 8), 8),
+        ((5, 8), 3),
+        ((6, 8), 2),
+        # MTP: behind the model's own.
+        ((6, 8), 8),
+    ],
+)
+def test_drafts_are_the_same_whatever_they_are_numbered_from(own, number):
+    """On a last stage, their numbers may be those of layers that another stage has."""
+    names = [f"model.layers.{number + index}.attn" for index in range(2)]
+    stage = config(speculative=speculative(), layers=8, stage=own)
+    found = draft_identities(stage, ["model.layers.7.attn", *names])
+    whole = config(speculative=speculative(), layers=4)
+    assert list(found) == names
+    assert list(found.values()) == list(
+        draft_identities(whole, ["model.layers.4.attn", "model.layers.5.attn"]).values()
+    )
+    assert not {*found.values()} & {f"model.layers.{index}.attn" for index in range(8)}
 
 
 def test_same_drafts_have_the_same_names_everywhere():

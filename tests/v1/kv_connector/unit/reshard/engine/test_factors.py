@@ -52,7 +52,7 @@ def config(**changes) -> SimpleNamespace:
     values.update(
         vocabulary=99, cache_dtype="auto", no_hybrid=False, tp_size=1, pp_size=1, block_size=16
     )
-    values.update(speculative=None, lookahead=1, multimodal=None, prefix_caching=True)
+    values.update(speculative=None, lookahead=1, multimodal=None, prefix_caching=True, stage=None)
     values.update(changes)
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -63,6 +63,7 @@ def config(**changes) -> SimpleNamespace:
                 model_type="llama", vocab_size=values["vocabulary"], rope_theta=1e4
             ),
             get_total_num_hidden_layers=lambda: values["layers"],
+            get_layers_start_end_indices=lambda parallel: values["stage"] or (0, values["layers"]),
             get_total_num_kv_heads=lambda: values["kv_heads"],
             get_head_size=lambda: values["head_size"],
             multimodal_config=values["multimodal"],

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import KVTransferConfig
+from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.attention.attention import validate_kv_sharing_target
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -170,6 +171,9 @@ class ModelEngine(Engine):
                 dtype=torch.float32,
                 get_total_num_kv_heads=lambda: 4,
                 get_total_num_hidden_layers=lambda: len(model.layers),
+                get_layers_start_end_indices=lambda _: get_pp_indices(
+                    len(model.layers), shard.rank.pp_rank, pp
+                ),
                 get_head_size=lambda: 8,
             ),
             cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -369,8 +373,8 @@ def test_drafts_of_both_are_read_also_where_they_may_be_missing(engines, caplog_
         (
             "",
             dict(enforce_handshake_compat=False),
-            r"does not have the draft's layers that this engine has \(model.layers.4.attn\): .*"
-            "missing_draft_layers",
+            r"does not have the draft's layers that this engine has "
+            r"\(model.layers.draft0.attn\): .*missing_draft_layers",
         ),
     ],
 )

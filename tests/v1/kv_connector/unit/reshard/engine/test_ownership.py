@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.ownership import shard_of_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.ownership import (
+    refuse_shared_names,
+    shard_of_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
@@ -50,3 +53,14 @@ def test_planes_that_are_not_split_alike_are_refused(planes, latent):
     """The layer is named, with what its planes have."""
     with pytest.raises(LocalLayoutError, match=r"layer a keeps .* not split alike"):
         shard_of_worker(MeshRank(0, 0), 2, cache(a=planes), latent)
+
+
+def test_layers_of_one_name_on_two_stages_are_refused():
+    """Readers would take the one for the other; ranks of one stage may have the same."""
+    first, second, other = (
+        shard_of_worker(MeshRank(*rank), 2, cache(a=(1,)), set())
+        for rank in ((0, 0), (0, 1), (1, 0))
+    )
+    refuse_shared_names([first, second])
+    with pytest.raises(LocalLayoutError, match="layer a is on stages 0 and 1"):
+        refuse_shared_names([first, second, other])

@@ -30,6 +30,8 @@ _ELEMENT_BYTES = {
 }
 _FULL = frozenset({"full_attention", "attention", "global_attention"})
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
+_PATTERN = "hybrid_layer_pattern"
+"""MiMo-V2's entry that has a 1 for each layer with a window, and a 0 for each other one."""
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6}
 """One layer in so many keeps all tokens, where a model's configuration leaves it to its code."""
 
@@ -40,7 +42,8 @@ class LayerSizes:
 
     Attributes:
         num_kv_heads: Its KV heads.
-        slot_elements: Elements of one head of one token, of its key or its value.
+        slot_elements: Elements of one head of one token, of its key or its value; where these
+            differ, half of both.
     """
 
     num_kv_heads: int
@@ -54,8 +57,8 @@ class ModelSizes:
     Attributes:
         num_layers: Layers with a KV cache.
         num_kv_heads: KV heads of each layer; 1 for MLA.
-        slot_elements: Elements of one head of one token in one plane: the head size, or the latent
-            of MLA with its rotary part.
+        slot_elements: Elements of one head of one token in one plane: the head size, half of a
+            key's and a value's where these differ, or the latent of MLA with its rotary part.
         is_mla: One latent takes the place of keys and values.
         dtype: Name of the elements' type; None where the model does not say.
         window_tokens_by_layer: The layers that keep the last tokens of a sequence only, and how
@@ -128,7 +131,8 @@ def _sizes(whole: object) -> ModelSizes:
         None,
     )
     windows = _windows(config, num_layers)
-    is_chunked = config.get("attention_chunk_size") is not None
+    # MiMo-V2 gives a size for chunks that it does not have, which vLLM takes no notice of.
+    is_chunked = config.get("attention_chunk_size") is not None and _PATTERN not in config
     if config.get("kv_lora_rank"):
         latent = _size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim")
         return ModelSizes(num_layers, 1, latent, True, dtype, windows, is_chunked)
@@ -148,6 +152,7 @@ def _sizes(whole: object) -> ModelSizes:
     )
     if head_size < 1:
         raise ValueError("neither head_dim nor hidden_size is given: give --head-size and no model")
+    head_size = _slot_elements(head_size, _size(config, "v_head_dim", default=head_size))
     common = LayerSizes(num_kv_heads, head_size)
     layers = {
         layer: sizes
@@ -189,16 +194,23 @@ def _layer_sizes(
     others = config.get("attention_other_setting")
     if is_windowed:
         own = others if isinstance(others, dict) else config
-        return LayerSizes(
-            _size(
-                own, "swa_num_key_value_heads", "num_attention_groups", default=common.num_kv_heads
-            ),
-            _size(own, "swa_head_dim", default=common.slot_elements),
+        num_heads = _size(
+            own, "swa_num_key_value_heads", "num_attention_groups", default=common.num_kv_heads
         )
+        if "swa_head_dim" not in own:
+            return LayerSizes(num_heads, common.slot_elements)
+        key_elements = _size(own, "swa_head_dim")
+        value_elements = _size(own, "swa_v_head_dim", default=key_elements)
+        return LayerSizes(num_heads, _slot_elements(key_elements, value_elements))
     num_heads = common.num_kv_heads
     if config.get("attention_k_eq_v"):
         num_heads = _size(config, "num_global_key_value_heads", default=num_heads)
     return LayerSizes(num_heads, _size(config, "global_head_dim", default=common.slot_elements))
+
+
+def _slot_elements(key_elements: int, value_elements: int) -> int:
+    """Elements of a head's key or value of one token, where they have as many between them."""
+    return -(-(key_elements + value_elements) // 2)
 
 
 def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
@@ -249,6 +261,8 @@ def _kinds_by_pattern(config: Mapping[str, Any], num_layers: int) -> list[str]:
     """What each layer keeps, where it is told by a rule and not by a list."""
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return ["full_attention"] * num_layers
+    if isinstance(flags := config.get(_PATTERN), list):
+        return ["sliding_attention" if flag else "full_attention" for flag in flags]
     pattern = config.get("sliding_window_pattern") or _PATTERNS.get(
         str(config.get("model_type")), 0
     )

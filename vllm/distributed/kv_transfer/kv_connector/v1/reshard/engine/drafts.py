@@ -5,13 +5,16 @@ A draft's layers are read like any others, for they keep the KV of the same toke
 may draft with different models, whose layers have the same names; so a draft's layer is known to
 other engines by its name and by what it drafts with, and is another one where that differs.
 
-Which layers these are, releases before 0.33 do not say. They are told by their names: vLLM numbers
-them after the model's own, or begins their names with what the draft is.
+Which layers these are, releases before 0.33 do not say. They are told by their names: vLLM begins
+these with what the draft is, or numbers them with what its stage has no layers of. With pipeline
+stages that may be the number of another stage's layer: EAGLE's are numbered from how many layers
+the stage has. So to other engines a draft's layers are numbered from 0 always.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 _MARK = "@draft-"
 _DRAFT_PARTS = frozenset({"draft_model", "eagle_layers", "mtp", "mtp_block", "mtp_layers"})
 """Parts of names that only layers of drafts have."""
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""The first one in a layer's name is its own."""
 
 
 def refuse_impossible_drafts(vllm_config: VllmConfig) -> None:
@@ -51,15 +57,23 @@ def draft_identities(vllm_config: VllmConfig, layers: Iterable[str]) -> dict[str
     if identity is None:
         return {}
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    return {name: f"{name}{_MARK}{digest}" for name in layers if _is_draft(name, num_layers)}
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    own = range(*model.get_layers_start_end_indices(parallel))
+    drafts = [name for name in layers if _is_draft(name, own)]
+    first = min((int(number[0]) for name in drafts if (number := _NUMBER.search(name))), default=0)
+    return {name: f"{_numbered_from(first, name)}{_MARK}{digest}" for name in drafts}
 
 
-def _is_draft(name: str, num_layers: int) -> bool:
-    """Whether a layer is not one of the model's own, of which there are so many."""
-    parts = name.split(".")
-    index = next((int(part) for part in parts if part.isdecimal()), 0)
-    return index >= num_layers or not _DRAFT_PARTS.isdisjoint(parts)
+def _is_draft(name: str, own: range) -> bool:
+    """Whether a layer is not one of the model's own, of which the stage has these."""
+    number = _NUMBER.search(name)
+    is_not_own = number is not None and int(number[0]) not in own
+    return is_not_own or not _DRAFT_PARTS.isdisjoint(name.split("."))
+
+
+def _numbered_from(first: int, name: str) -> str:
+    """A layer's name with its number among the draft's, of which this is the first one's."""
+    return _NUMBER.sub(lambda number: f"draft{int(number[0]) - first}", name, count=1)
 
 
 def without_missing_drafts(

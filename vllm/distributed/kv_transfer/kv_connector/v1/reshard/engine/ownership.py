@@ -9,7 +9,7 @@ another kind and indexers beside attention need no rule of their own.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from ..errors import LocalLayoutError
 from ..memory.cache import LayerCache, RankCache
@@ -36,6 +36,27 @@ def shard_of_worker(rank: MeshRank, tp_size: int, cache: RankCache, latent: Set[
             for layer, layer_cache in cache.layers.items()
         },
     )
+
+
+def refuse_shared_names(shards: Iterable[Shard]) -> None:
+    """Refuse layers that several stages have: they cannot be the same, whatever their names say.
+
+    Args:
+        shards: Of all workers of this engine.
+
+    Raises:
+        LocalLayoutError: There is such a layer.
+    """
+    stages: dict[Layer, int] = {}
+    for shard in shards:
+        for layer in shard.holdings:
+            stage = stages.setdefault(layer, shard.rank.pp_rank)
+            if stage != shard.rank.pp_rank:
+                raise LocalLayoutError(
+                    f"layer {layer} is on stages {stage} and {shard.rank.pp_rank}, so that two "
+                    "layers have one name and readers cannot tell them apart: use "
+                    "--pipeline-parallel-size 1"
+                )
 
 
 def _holding(

@@ -42,7 +42,7 @@ from .holder import Holder
 from .loop import ConnectorThread, on_cores
 from .notifier import Notifier
 from .opening import Local, Opener
-from .ownership import shard_of_worker
+from .ownership import refuse_shared_names, shard_of_worker
 from .peers import PeerTable
 from .reads import RequestReads
 from .settings import read_settings
@@ -127,6 +127,7 @@ class ReshardWorker:
         latent = latent_layers(self._kv_cache_config, drafts)
         shard = shard_of_worker(self._rank, self._tp_size, cache, latent)
         shards = _gather(shard)
+        refuse_shared_names(shards)
         regions = memory_regions(kv_caches)
         exchange = self._exchange
         exchange.agent.register(regions)

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model directories of random weights for architectures that transformers has no whole class for.
+
+They are written tensor by tensor, under the names and with the configuration that their published
+checkpoints have. Weights are drawn as in `tiny_models`, and the tokenizer is the one from there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .engine import ServedModel
+from .tiny_models import (
+    common_sizes,
+    draw,
+    silence_what_is_no_character,
+    write_tiny_llama,
+    write_tokenizer,
+)
+
+Shapes = dict[str, tuple[int, ...]]
+
+_NEMOTRON_CONFIGURATION = '''\
+"""What the configuration of a Nemotron-NAS checkpoint is read with: blocks by attribute."""
+
+from transformers import LlamaConfig
+
+
+class Block(dict):
+    def __getattr__(self, name):
+        try:
+            value = self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        return Block(value) if isinstance(value, dict) else value
+
+
+class DeciLMConfig(LlamaConfig):
+    model_type = "nemotron-nas"
+
+    def __init__(self, block_configs=(), **kwargs):
+        self.block_configs = [Block(each) for each in block_configs]
+        super().__init__(**kwargs)
+'''
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """What attends in a layer.
+
+    Attributes:
+        queries: query heads.
+        keys: KV heads.
+        size: of each, in elements.
+    """
+
+    queries: int
+    keys: int
+    size: int
+
+
+def write_tiny_mimo2(
+    directory: Path,
+    *,
+    num_layers: int = 6,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    num_window_kv_heads: int = 4,
+    head_size: int = 32,
+    sliding_window: int = 256,
+    seed: int = 0,
+) -> ServedModel:
+    """Write a MiMo-V2 without experts, whose layers with a window have other KV heads, and sinks.
+
+    Values are as large as keys, as they are not in the published one: only so does vLLM's attention
+    for CPU serve it.
+
+    Args:
+        directory: Where to; made if it is not there.
+        num_kv_heads: KV heads of layers that attend to all tokens, which are every other one.
+        num_window_kv_heads: KV heads of the others.
+        head_size: One that the attention backend knows.
+        sliding_window: In tokens.
+        seed: Other weights for another number.
+    """
+    config = common_sizes(num_layers, num_heads, num_kv_heads, head_size) | {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "model_type": "mimo_v2_flash",
+        "v_head_dim": head_size,
+        "swa_num_attention_heads": num_heads,
+        "swa_num_key_value_heads": num_window_kv_heads,
+        "swa_head_dim": head_size,
+        "swa_v_head_dim": head_size,
+        "hybrid_layer_pattern": [layer % 2 ^ 1 for layer in range(num_layers)],
+        "moe_layer_freq": [0] * num_layers,
+        "n_routed_experts": 2,
+        "sliding_window": sliding_window,
+        "sliding_window_size": sliding_window,
+        "add_swa_attention_sink_bias": True,
+        "layernorm_epsilon": 1e-5,
+        "rope_theta": 10000.0,
+        "swa_rope_theta": 10000.0,
+        "hidden_act": "silu",
+    }
+    shapes = _ends(config)
+    for layer, has_window in enumerate(config["hybrid_layer_pattern"]):
+        heads = _Heads(num_heads, num_window_kv_heads if has_window else num_kv_heads, head_size)
+        prefix = f"model.layers.{layer}"
+        shapes |= _attention(prefix, config, heads) | _mlp(prefix, config)
+        if has_window:
+            shapes[f"{prefix}.self_attn.attention_sink_bias"] = (num_heads,)
+    return _write(directory, config, shapes, seed)
+
+
+def write_tiny_step3p5(
+    directory: Path,
+    *,
+    num_layers: int = 6,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    num_window_kv_heads: int = 4,
+    head_size: int = 32,
+    sliding_window: int = 256,
+    seed: int = 0,
+) -> ServedModel:
+    """Write a Step-3.5, whose layers with a window have other heads, and the last one experts.
+
+    These are chosen by softmax, which the published one's are not: vLLM's router for CPU wants it.
+
+    Args:
+        directory: Where to; made if it is not there.
+        num_kv_heads: KV heads of layers that attend to all tokens, which are every other one.
+        num_window_kv_heads: KV heads of the others.
+        head_size: One that the attention backend knows.
+        sliding_window: In tokens.
+        seed: Other weights for another number.
+    """
+    sizes = common_sizes(num_layers, num_heads, num_kv_heads, head_size)
+    num_experts, kinds = 4, ("sliding_attention", "full_attention")
+    config = sizes | {
+        "architectures": ["Step3p5ForCausalLM"],
+        "model_type": "step3p5",
+        "num_attention_groups": num_kv_heads,
+        "attention_other_setting": {
+            "attention_type": kinds[0],
+            "num_attention_heads": num_heads,
+            "num_attention_groups": num_window_kv_heads,
+            "head_dim": head_size,
+        },
+        "layer_types": [kinds[layer % 2] for layer in range(num_layers)],
+        "sliding_window": sliding_window,
+        "use_head_wise_attn_gate": True,
+        "rope_theta": 10000.0,
+        "use_moe": True,
+        "moe_layers_enum": str(num_layers - 1),
+        "moe_num_experts": num_experts,
+        "moe_top_k": 2,
+        "moe_intermediate_size": sizes["intermediate_size"],
+        "share_expert_dim": sizes["intermediate_size"],
+        "moe_router_activation": "softmax",
+        "max_seq_len": sizes["max_position_embeddings"],
+    }
+    shapes, hidden = _ends(config), config["hidden_size"]
+    for layer, kind in enumerate(config["layer_types"]):
+        heads = _Heads(
+            num_heads, num_window_kv_heads if kind == kinds[0] else num_kv_heads, head_size
+        )
+        prefix = f"model.layers.{layer}"
+        shapes |= _attention(prefix, config, heads)
+        shapes[f"{prefix}.self_attn.g_proj.weight"] = (num_heads, hidden)
+        shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (head_size,) for name in "qk"}
+        if layer < num_layers - 1:
+            shapes |= _mlp(prefix, config)
+            continue
+        inner = config["moe_intermediate_size"]
+        shapes |= {
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.moe.gate.weight": (num_experts, hidden),
+            f"{prefix}.moe.router_bias": (num_experts,),
+            f"{prefix}.moe.gate_proj.weight": (num_experts, inner, hidden),
+            f"{prefix}.moe.up_proj.weight": (num_experts, inner, hidden),
+            f"{prefix}.moe.down_proj.weight": (num_experts, hidden, inner),
+        }
+        shapes |= _mlp(prefix, config, "share_expert")
+    return _write(directory, config, shapes, seed)
+
+
+def write_tiny_nemotron_nas(
+    directory: Path,
+    *,
+    num_heads: int = 4,
+    kv_heads: Sequence[int] = (4, 0, 2, 1, 0, 4),
+    head_size: int = 32,
+    seed: int = 0,
+) -> ServedModel:
+    """Write a Nemotron-NAS, each layer of which has KV heads of its own number.
+
+    vLLM reads its configuration with the code that lies beside it, as with the published ones.
+
+    Args:
+        directory: Where to; made if it is not there.
+        kv_heads: KV heads of each layer; 0 where it has no attention, as not the first.
+        head_size: One that the attention backend knows.
+        seed: Other weights for another number.
+    """
+    sizes = common_sizes(len(kv_heads), num_heads, num_heads, head_size)
+    config = sizes | {
+        "architectures": ["DeciLMForCausalLM"],
+        "model_type": "nemotron-nas",
+        "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "block_configs": [
+            {
+                "attention": {
+                    "no_op": not count,
+                    "n_heads_in_group": num_heads // count if count else None,
+                },
+                "ffn": {"no_op": False, "intermediate_size": sizes["intermediate_size"]},
+            }
+            for count in kv_heads
+        ],
+    }
+    shapes = _ends(config)
+    for layer, count in enumerate(kv_heads):
+        prefix = f"model.layers.{layer}"
+        if count:
+            shapes |= _attention(prefix, config, _Heads(num_heads, count, head_size))
+        shapes |= _mlp(prefix, config)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "configuration_decilm.py").write_text(_NEMOTRON_CONFIGURATION)
+    served = _write(directory, config, shapes, seed)
+    return ServedModel(served.directory, served.name, ("--trust-remote-code",))
+
+
+def write_tiny_mimo(
+    directory: Path,
+    *,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 32,
+    seed: int = 0,
+) -> ServedModel:
+    """Write a MiMo, which has a layer that predicts one token more (MTP).
+
+    Args:
+        directory: Where to; made if it is not there.
+        head_size: One that the attention backend knows.
+        seed: Other weights for another number.
+    """
+    config = common_sizes(num_layers, num_heads, num_kv_heads, head_size) | {
+        "architectures": ["MiMoForCausalLM"],
+        # What its own configuration is derived from, and all that differs is the next line.
+        "model_type": "qwen2",
+        "num_nextn_predict_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    }
+    heads, hidden = _Heads(num_heads, num_kv_heads, head_size), config["hidden_size"]
+    shapes = _ends(config)
+    for prefix in (*(f"model.layers.{n}" for n in range(num_layers)), "model.mtp_layers.0"):
+        shapes |= _attention(prefix, config, heads) | _mlp(prefix, config)
+        for name, count in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
+            shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (count * head_size,)
+    for name in ("token", "hidden", "final"):
+        shapes[f"model.mtp_layers.0.{name}_layernorm.weight"] = (hidden,)
+    shapes["model.mtp_layers.0.input_proj.weight"] = (hidden, 2 * hidden)
+    return _write(directory, config, shapes, seed)
+
+
+def write_tiny_llama_with_eagle(
+    directory: Path,
+    *,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    num_draft_kv_heads: int = 4,
+    head_size: int = 32,
+    seed: int = 0,
+) -> ServedModel:
+    """Write a Llama, and below it, in `eagle`, an EAGLE head: a layer that drafts for it.
+
+    Args:
+        directory: Where to; made if it is not there.
+        num_kv_heads: KV heads of the Llama.
+        num_draft_kv_heads: KV heads of the layer that drafts.
+        head_size: One that the attention backend knows.
+        seed: Other weights for another number.
+    """
+    served = write_tiny_llama(
+        directory,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        seed=seed,
+    )
+    config = common_sizes(1, num_heads, num_draft_kv_heads, head_size) | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    }
+    hidden, prefix = config["hidden_size"], "layers.0"
+    shapes = _attention(prefix, config, _Heads(num_heads, num_draft_kv_heads, head_size))
+    # The first layer of a head takes its input as it is.
+    del shapes[f"{prefix}.input_layernorm.weight"]
+    shapes |= _mlp(prefix, config) | {"fc.weight": (hidden, 2 * hidden)}
+    _write_files(directory / "eagle", config, _drawn(shapes, seed + 1))
+    return served
+
+
+def _ends(config: Mapping[str, Any]) -> Shapes:
+    """What comes before the layers, and after them."""
+    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
+    return {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+
+
+def _attention(prefix: str, config: Mapping[str, Any], heads: _Heads) -> Shapes:
+    """A layer's attention, and the norm before it."""
+    hidden = config["hidden_size"]
+    return {
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.self_attn.q_proj.weight": (heads.queries * heads.size, hidden),
+        f"{prefix}.self_attn.k_proj.weight": (heads.keys * heads.size, hidden),
+        f"{prefix}.self_attn.v_proj.weight": (heads.keys * heads.size, hidden),
+        f"{prefix}.self_attn.o_proj.weight": (hidden, heads.queries * heads.size),
+    }
+
+
+def _mlp(prefix: str, config: Mapping[str, Any], name: str = "mlp") -> Shapes:
+    """A layer's dense part, and the norm before it."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    return {
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+        f"{prefix}.{name}.gate_proj.weight": (inner, hidden),
+        f"{prefix}.{name}.up_proj.weight": (inner, hidden),
+        f"{prefix}.{name}.down_proj.weight": (hidden, inner),
+    }
+
+
+def _drawn(shapes: Shapes, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: draw(torch.ones(shape), generator, is_norm=name.endswith("norm.weight"))
+        for name, shape in sorted(shapes.items())
+    }
+
+
+def _write(directory: Path, config: Mapping[str, Any], shapes: Shapes, seed: int) -> ServedModel:
+    """Draw the weights, and write everything that vLLM looks for."""
+    weights = _drawn(shapes, seed)
+    silence_what_is_no_character(weights["lm_head.weight"])
+    _write_files(directory, config, weights)
+    write_tokenizer(directory)
+    return ServedModel(directory, directory.name)
+
+
+def _write_files(directory: Path, config: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=1))
+    save_file(dict(weights), directory / "model.safetensors", {"format": "pt"})
