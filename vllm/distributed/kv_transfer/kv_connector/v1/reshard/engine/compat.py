@@ -107,6 +107,11 @@ def tokens_per_slot(spec: Any) -> float:
     return float(spec.tokens_per_state)
 
 
+def is_on_every_rank(spec: Any) -> bool:
+    """Whether all ranks keep the same recurrent state, as none do in 0.22.1."""
+    return not _IS_0_22 and bool(spec.tp_replicated)
+
+
 def makes_own_scales(cache_config: CacheConfig) -> bool:
     """Whether an engine computes the scales of its quantized cache, which 0.22.1 still can."""
     return _IS_0_22 and bool(cache_config.calculate_kv_scales)
@@ -150,6 +155,7 @@ __all__ = [
     "describe_layer",
     "draft_cache_dtype",
     "is_in_two_memories",
+    "is_on_every_rank",
     "keeps_groups_back",
     "makes_own_scales",
     "prefill_lookahead_tokens",

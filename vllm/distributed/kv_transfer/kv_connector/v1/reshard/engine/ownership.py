@@ -41,7 +41,7 @@ def shard_of_worker(rank: MeshRank, tp_size: int, cache: RankCache, latent: Set[
 def _holding(
     tp_rank: int, tp_size: int, layer: Layer, cache: LayerCache, latent: Set[Layer]
 ) -> Holding:
-    counts = sorted({plane.num_heads for plane in cache.planes})
+    counts = sorted({plane.num_heads // plane.heads_per_unit for plane in cache.planes})
     if len(counts) > 1 or (layer in latent and counts != [1]):
         raise LocalLayoutError(
             f"layer {layer} keeps {' and '.join(map(str, counts))} heads in its planes, which are "

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent state: whole workers over real NIXL, byte for byte.
+
+What a rank keeps is what vLLM says that it does: shapes by its calculator, channels of convolutions
+by the loader that gives a rank its weights for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
+
+from tests.bases import requires_base
+from tests.v1.kv_connector.unit.reshard import forms
+from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+    OFFER,
+    Engine,
+    Progress,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import state as state_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
+
+pytestmark = requires_base("0.32.0", reason="state is left to upstream's connector on 0.22.1")
+
+NUM_BLOCKS, BLOCK_TOKENS, NUM_TOKENS = 12, 16, 47
+HEADS, HEAD_SIZE = 4, 8
+_CALCULATOR = mamba_utils.MambaStateShapeCalculator
+
+
+@dataclass(frozen=True)
+class StateFamily:
+    """What a layer's state is made of, over the whole model.
+
+    Attributes:
+        kind: What vLLM calls it.
+        heads: Heads of the recurrent state; channels of Mamba 1 and of short convolutions.
+        head_size: Rows of a head.
+        columns: Columns of a head; what the other components of the convolution have of each group.
+        groups: Groups of Mamba 2, heads of queries of a gated delta net.
+        kernel: Width of the convolution.
+        dtype: Type of the recurrent state.
+    """
+
+    kind: str
+    heads: int = 8
+    head_size: int = 4
+    columns: int = 6
+    groups: int = 4
+    kernel: int = 4
+    dtype: torch.dtype = torch.float32
+
+    def shapes(self, tp: int) -> tuple[tuple[int, ...], ...]:
+        """What vLLM says that a rank keeps."""
+        heads, size, columns, groups = self.heads, self.head_size, self.columns, self.groups
+        if self.kind == "MAMBA2":
+            return _CALCULATOR.mamba2_state_shape(
+                tp, heads * size, groups, heads, size, columns, self.kernel
+            )
+        if self.kind == "GDN_ATTN":
+            return _CALCULATOR.gated_delta_net_state_shape(
+                tp, groups, heads, columns, size, self.kernel
+            )
+        if self.kind == "MAMBA1":
+            return _CALCULATOR.mamba1_state_shape(tp, heads, columns, self.kernel)
+        if self.kind == "SHORT_CONV":
+            return _CALCULATOR.short_conv_state_shape(tp, heads, self.kernel)
+        return _CALCULATOR.linear_attention_state_shape(heads, tp, size)
+
+    def spec(self, tp: int, page_bytes: int | None = None) -> MambaSpec:
+        """What vLLM says of a layer on a rank."""
+        shapes = self.shapes(tp)
+        dtypes = (torch.bfloat16, self.dtype) if len(shapes) == 2 else (self.dtype,)
+        return MambaSpec(
+            block_size=1 << 20,
+            shapes=shapes,
+            dtypes=dtypes,
+            page_size_padded=page_bytes,
+            mamba_type=MambaAttentionBackendEnum[self.kind],
+        )
+
+    def parts(self, tp: int) -> list[tuple[int, int, bool]]:
+        """What the loader of the convolution's weights is told of its components."""
+        main = self.heads * (self.head_size if self.kind in ("MAMBA2", "GDN_ATTN") else 1)
+        if self.kind == "MAMBA2":
+            extra = _CALCULATOR.extra_groups_for_head_shards(self.groups, tp)
+            groups = ((self.groups + extra) * self.columns, extra * self.columns, self.groups == 1)
+            return [(main, 0, False), groups, groups]
+        if self.kind == "GDN_ATTN":
+            return [(self.groups * self.columns, 0, False)] * 2 + [(main, 0, False)]
+        return [(main, 0, False)]
+
+    def pages(self, seed: int, tp: int, tp_rank: int, dim_first: bool) -> np.ndarray:
+        """The pages of random state on a rank, those of all blocks; uint8 [blocks, bytes]."""
+        random = np.random.default_rng(seed)
+        parts, spec = self.parts(1), self.spec(tp)
+        pages = []
+        if self.kind != "LINEAR":
+            num_rows = self.kernel - 1
+            channels = sum(size for size, _, _ in parts)
+            whole = random.integers(0, 1 << 15, (NUM_BLOCKS, channels, num_rows)).astype(np.uint16)
+            local = torch.zeros(sum(size // tp for size, _, _ in self.parts(tp)), 1)
+            loader = mamba_v2_sharded_weight_loader(self.parts(tp), tp, tp_rank)
+            loader(local, torch.arange(channels, dtype=torch.float32)[:, None])
+            mine = whole[:, local[:, 0].long().numpy()]
+            mine = mine if dim_first else mine.swapaxes(1, 2)
+            assert mine.shape[1:] == spec.shapes[0]
+            pages.append(mine)
+        if self.kind != "SHORT_CONV":
+            shape = (NUM_BLOCKS, self.heads, *spec.shapes[-1][1:])
+            whole = random.random(shape, np.float32)
+            size = self.heads // tp
+            pages.append(whole[:, tp_rank * size : (tp_rank + 1) * size])
+        return np.concatenate(
+            [np.ascontiguousarray(each).reshape(NUM_BLOCKS, -1).view(np.uint8) for each in pages],
+            axis=1,
+        )
+
+
+FAMILIES = {
+    "mamba 2": StateFamily("MAMBA2"),
+    "mamba 2, one group": StateFamily("MAMBA2", groups=1),
+    "gated delta net": StateFamily("GDN_ATTN"),
+    "gated delta net, as many heads": StateFamily("GDN_ATTN", groups=8, columns=4),
+    "mamba 1": StateFamily("MAMBA1", heads=24),
+    "short convolution": StateFamily("SHORT_CONV", heads=24, dtype=torch.bfloat16),
+    "linear attention": StateFamily("LINEAR"),
+}
+LAYOUTS = {
+    "TP1 to TP1": (dict(), dict()),
+    "TP2 to TP1": (dict(tp=2), dict()),
+    "TP1 to TP2": (dict(), dict(tp=2)),
+    "TP4 to TP2": (dict(tp=4), dict(tp=2)),
+    "TP2 to TP4": (dict(tp=2), dict(tp=4)),
+    "PP2 to PP1": (dict(pp=2), dict()),
+    "PP2 x TP2 to TP4": (dict(pp=2, tp=2), dict(tp=4)),
+    "TP2 to PP2": (dict(tp=2), dict(pp=2)),
+}
+
+
+class HybridEngine(Engine):
+    """All workers of an engine, every other layer of which keeps state, the others a KV cache.
+
+    As vLLM has it, a layer of each group lies in the same memory, in pages of one size.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        family: StateFamily,
+        *,
+        pp: int = 1,
+        tp: int = 1,
+        num_layers: int = 4,
+        dim_first: bool = True,
+        **extra_config: Any,
+    ) -> None:
+        self.engine_id, self.server = engine_id, None
+        self.family, self.tp, self.dim_first = family, tp, dim_first
+        self.mesh = ParallelMesh(pp, tp)
+        self.workers, self.memory, self.layers = {}, {}, {}
+        said: list[Shard] = []
+        attention = FullAttentionSpec(
+            block_size=BLOCK_TOKENS,
+            num_kv_heads=HEADS // tp,
+            head_size=HEAD_SIZE,
+            dtype=torch.float32,
+        )
+        needed = max(attention.page_size_bytes, family.spec(tp).page_size_bytes)
+        self.page_bytes = -(-needed // 64) * 64 + 64
+        for rank in self.mesh.ranks():
+            first = rank.pp_rank * num_layers // pp
+            self.layers[rank] = range(first, first + num_layers // pp)
+            self._start_worker(rank, attention, extra_config, said)
+
+    def _start_worker(self, rank, attention, extra_config, said) -> None:
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                use_mla=False,
+                hf_text_config=SimpleNamespace(model_type="bamba"),
+                multimodal_config=None,
+                dtype=torch.float32,
+                get_total_num_kv_heads=lambda: HEADS,
+                get_total_num_hidden_layers=lambda: 4,
+                get_head_size=lambda: HEAD_SIZE,
+            ),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+            speculative_config=None,
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=self.tp, data_parallel_rank=0, data_parallel_index=0
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="NixlConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config={"num_threads": 1, **extra_config},
+            ),
+        )
+        layers = self.layers[rank]
+        memory = torch.zeros(len(layers) // 2, NUM_BLOCKS, self.page_bytes, dtype=torch.uint8)
+        state_spec = self.family.spec(self.tp, self.page_bytes)
+        tensors, names = {}, ([], [])
+        for number in layers:
+            pages = memory[(number - layers.start) // 2]
+            keeps_state = number % 2 == 0
+            name = f"model.layers.{number}.{'mixer' if keeps_state else 'attn'}"
+            names[keeps_state].append(name)
+            if keeps_state:
+                tensors[name] = pages.view(torch.int8)[:, None, None]
+            else:
+                heads, tokens, width = attention.num_kv_heads, BLOCK_TOKENS, 2 * HEAD_SIZE
+                tensors[name] = pages.view(torch.float32).as_strided(
+                    (NUM_BLOCKS, heads, tokens, width),
+                    (self.page_bytes // 4, tokens * width, width, 1),
+                    pages.storage_offset() // 4,
+                )
+        specs = replace(attention, page_size_padded=self.page_bytes), state_spec
+        groups = [KVCacheGroupSpec(*each) for each in zip(names, specs, strict=True)]
+        backend = SimpleNamespace(get_name=lambda: self.family.kind)
+        with pytest.MonkeyPatch.context() as patch:
+            for group, number in (("get_pp_group", rank.pp_rank), ("get_tp_group", rank.tp_rank)):
+                place = SimpleNamespace(rank_in_group=number)
+                patch.setattr(worker_module, group, lambda place=place: place)
+            patch.setattr(worker_module, "_gather", lambda own: (said.append(own), said)[1])
+            patch.setattr(
+                ReshardWorker,
+                "_backends",
+                lambda _, names: {
+                    name: backend if name.endswith("mixer") else forms.backend() for name in names
+                },
+            )
+            patch.setattr(state_module, "is_conv_state_dim_first", lambda: self.dim_first)
+            places = forms.cache_tensors([*tensors], NUM_BLOCKS, self.page_bytes)
+            worker = ReshardWorker(
+                config, self.engine_id, KVCacheConfig(NUM_BLOCKS, places, groups)
+            )
+            worker.register_kv_caches(tensors)
+        self.workers[rank] = worker
+        self.memory[rank] = memory.numpy()
+
+    def fill(self, seed: int, block_ids: tuple[list[int], list[int]]) -> None:
+        """Random bytes all over; in a request's blocks those of a model of this seed."""
+        for rank, memory in self.memory.items():
+            memory[:] = np.random.default_rng([seed, rank.pp_rank, rank.tp_rank]).integers(
+                0, 256, memory.shape
+            )
+            self.write(memory, rank, seed, block_ids)
+
+    def write(self, memory, rank: MeshRank, seed: int, block_ids) -> None:
+        """Write a request's KV and state of a model of this seed, in blocks of these ids."""
+        layers = self.layers[rank]
+        for number in layers:
+            pages = memory[(number - layers.start) // 2]
+            if number % 2 == 0:
+                state = self.pages(seed, rank, number)
+                pages[block_ids[1], : state.shape[1]] = state[0]
+                continue
+            whole = np.random.default_rng([seed, number]).random(
+                (HEADS, -(-NUM_TOKENS // BLOCK_TOKENS), BLOCK_TOKENS, 2 * HEAD_SIZE), np.float32
+            )
+            size = HEADS // self.tp
+            mine = whole[rank.tp_rank * size : (rank.tp_rank + 1) * size].swapaxes(0, 1)
+            mine = np.ascontiguousarray(mine).reshape(len(mine), -1).view(np.uint8)
+            pages[block_ids[0], : mine.shape[1]] = mine
+
+    def pages(self, seed: int, rank: MeshRank, number: int) -> np.ndarray:
+        """The state of a layer of a model of this seed, as this rank keeps it."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mamba_utils, "is_conv_state_dim_first", lambda: self.dim_first)
+            return self.family.pages(seed * 100 + number, self.tp, rank.tp_rank, self.dim_first)
+
+
+@pytest.fixture
+def engines(request) -> Iterator:
+    """Makes engines, which read direct unless something else is asked for, and closes them."""
+    made: list[HybridEngine] = []
+
+    def make(engine_id: str, family: StateFamily, **options) -> HybridEngine:
+        strategy = {"transfer_strategy": getattr(request, "param", "direct")}
+        with pytest.MonkeyPatch.context() as patch:
+            dim_first = options.get("dim_first", True)
+            patch.setattr(mamba_utils, "is_conv_state_dim_first", lambda: dim_first)
+            made.append(HybridEngine(engine_id, family, **{**strategy, **options}))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+P_IDS, D_IDS = ([7, 2, 5], [4]), ([3, 9, 1], [8])
+
+
+def read(p: HybridEngine, d: HybridEngine, **receive: Any) -> Progress:
+    """Read a request until the destination has reported it."""
+    address = p.serve()
+    p.offer("p-a")
+    values = dict(local_tokens=NUM_TOKENS, remote_tokens=NUM_TOKENS, binding=OFFER)
+    request = Receive(address, "p-a", list(D_IDS), list(P_IDS), **{**values, **receive})
+    d.start(receive={"d-a": request})
+    progress = Progress(p, d)
+    progress.until(d, received="d-a")
+    return progress
+
+
+def transfer(p: HybridEngine, d: HybridEngine) -> None:
+    """Read a request; all of it is here then, nothing else has changed, and all let go."""
+    p.fill(1, P_IDS)
+    d.fill(2, D_IDS)
+    expected = {rank: memory.copy() for rank, memory in d.memory.items()}
+    for rank, memory in expected.items():
+        d.write(memory, rank, 1, D_IDS)
+    read(p, d).until(p, sent="p-a")
+    for rank, memory in d.memory.items():
+        assert d.workers[rank].take_failed() == {}
+        np.testing.assert_array_equal(memory, expected[rank])
+
+
+@pytest.mark.parametrize(("prefill", "decode"), LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+def test_state_is_read_component_by_component(engines, family, prefill, decode):
+    """Every byte that belongs here arrives, among pages of a KV cache, and no other changes."""
+    transfer(engines("prefill", family, **prefill), engines("decode", family, **decode))
