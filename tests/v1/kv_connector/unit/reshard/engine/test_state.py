@@ -7,6 +7,7 @@ by the loader that gives a rank its weights for them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm.config import KVTransferConfig
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
@@ -32,12 +35,23 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     OFFER,
     Engine,
     Progress,
+    every_strategy,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import state as state_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.ownership import shard_of_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.state import describe_state
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import LayerCache, RankCache
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
+    BlockSpan,
+    lower_read,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
 
 pytestmark = requires_base("0.32.0", reason="state is left to upstream's connector on 0.22.1")
@@ -340,3 +354,156 @@ def transfer(p: HybridEngine, d: HybridEngine) -> None:
 def test_state_is_read_component_by_component(engines, family, prefill, decode):
     """Every byte that belongs here arrives, among pages of a KV cache, and no other changes."""
     transfer(engines("prefill", family, **prefill), engines("decode", family, **decode))
+
+
+@pytest.mark.parametrize("family", ["mamba 2, one group", "gated delta net"])
+@pytest.mark.parametrize(("here", "there"), [(True, False), (False, True), (False, False)])
+@every_strategy
+def test_either_order_of_a_convolutions_state_is_read(engines, family, here, there):
+    """Rows of channels, or channels of rows, at either end, on however many ranks."""
+    transfer(
+        engines("prefill", FAMILIES[family], tp=2, dim_first=there),
+        engines("decode", FAMILIES[family], dim_first=here),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(remote_tokens=NUM_TOKENS + 1),
+            "needs the state after 47 .*the state after 48",
+        ),
+        (dict(remote_block_ids=[P_IDS[0], []]), r"blocks at the two ends: 0, 1"),
+        (dict(remote_block_ids=[P_IDS[0], [4, 6]]), r"blocks at the two ends: 1, 2"),
+        (dict(remote_block_ids=[P_IDS[0], [0]]), r"needs tokens \[0, 3\)"),
+        (dict(remote_block_ids=[P_IDS[0], [NUM_BLOCKS]]), f"names block {NUM_BLOCKS} but"),
+        (dict(remote_block_ids=[P_IDS[0]]), "names blocks of 1 KV-cache groups"),
+    ],
+)
+def test_state_of_other_tokens_or_blocks_is_refused(engines, caplog_vllm, changes, message):
+    """It costs the request, all of whose blocks are lost in every group, and nothing else."""
+    p, d = (engines(name, FAMILIES["mamba 2"]) for name in ("prefill", "decode"))
+    p.fill(1, P_IDS)
+    d.fill(2, D_IDS)
+    before = {rank: memory.copy() for rank, memory in d.memory.items()}
+    read(p, d, **changes)
+    (worker,) = d.workers.values()
+    assert worker.take_failed() == {"d-a": frozenset([*D_IDS[0], *D_IDS[1]])}
+    assert re.search(message, caplog_vllm.text)
+    for rank, memory in d.memory.items():
+        np.testing.assert_array_equal(memory, before[rank])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (
+            dict(dtype=torch.bfloat16),
+            "MAMBA2 of bfloat16 on cpu at the source",
+        ),
+        (dict(kernel=5), "has blocks of 4 rows of state, 4 channels to a unit at the source"),
+        (dict(columns=8), r"6 channels to a unit here"),
+        (dict(heads=16), "has 16 KV heads at the source but 8 here"),
+    ],
+)
+def test_state_of_another_form_is_refused_at_the_handshake(engines, caplog_vllm, theirs, message):
+    """The component is named, with what differs and what to do."""
+    family = FAMILIES["mamba 2"]
+    p, d = engines("prefill", replace(family, **theirs)), engines("decode", family)
+    read(p, d)
+    (worker,) = d.workers.values()
+    assert set(worker.take_failed()) == {"d-a"}
+    assert re.search(rf"layer model.layers.\d.mixer/\w+ .*{message}", caplog_vllm.text)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (dict(shapes=((1,),)), "layer a keeps 1 states of kind MAMBA2, which are not known"),
+        (dict(tp_replicated=True), "layer a keeps 2 states of kind MAMBA2, which are not known"),
+        (dict(shapes=((3, 33), (4, 4, 4))), "keeps 33 channels .* a state of 4 x 4 x 4"),
+        (dict(shapes=((3, 16), (4, 4, 4))), "keeps 16 channels .* a state of 4 x 4 x 4"),
+        (dict(shapes=((3, 28), (4, 4, 4))), "keeps 28 channels .* a state of 4 x 4 x 4"),
+    ],
+)
+def test_state_that_is_not_known_is_refused_by_name(spec, message):
+    """With what it is, when the engine starts."""
+    shapes = spec.get("shapes", ((3, 24), (4, 4, 4)))
+    dtypes = (torch.float32,) * len(shapes)
+    made = replace(
+        MambaSpec(block_size=16, shapes=shapes, dtypes=dtypes),
+        **{name: value for name, value in spec.items() if name != "shapes"},
+    )
+    with pytest.raises(LocalLayoutError, match=message):
+        describe_state("a", torch.zeros(4, 1, 1, 4096, dtype=torch.int8), made)
+
+
+@st.composite
+def _families(draw) -> StateFamily:
+    """A family of any sizes that vLLM could run on up to twelve ranks."""
+    kind = draw(st.sampled_from(["MAMBA1", "MAMBA2", "GDN_ATTN", "SHORT_CONV", "LINEAR"]))
+    groups = draw(st.sampled_from([1, 12] if kind == "MAMBA2" else [12]))
+    return StateFamily(
+        kind,
+        heads=12 * draw(st.integers(1, 2)),
+        head_size=draw(st.integers(1, 3)),
+        columns=draw(st.integers(1, 3)),
+        groups=groups,
+        kernel=draw(st.integers(2, 4)),
+        dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    family=_families(),
+    sizes=st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 12])] * 2),
+    orders=st.tuples(st.booleans(), st.booleans()),
+    spread=st.integers(0, 5),
+)
+def test_every_component_lands_where_its_rank_keeps_it(family, sizes, orders, spread):
+    """Whatever sizes and ranks: pages become what the loader of vLLM's weights says they are."""
+    ends = []
+    for tp, dim_first in zip(sizes, orders, strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mamba_utils, "is_conv_state_dim_first", lambda value=dim_first: value)
+            patch.setattr(state_module, "is_conv_state_dim_first", lambda value=dim_first: value)
+            ends.append([_described(family, tp, rank, dim_first) for rank in range(tp)])
+    src, dst = ends
+    said = [[shard for shard, _, _ in end] for end in ends]
+    plan = plan_reshard(*said, spread=spread)
+    assert verify_plan(*said, plan) == []
+    sources = {shard.rank: (cache, pages) for shard, cache, pages in src}
+    blocks = BlockSpan(np.array([3], np.int32), 0), BlockSpan(np.array([1], np.int32), 0)
+    for shard, cache, pages in dst:
+        found = np.zeros_like(pages)
+        for planned in plan.reads_of(shard.rank):
+            their_cache, their_pages = sources[planned.src_rank]
+            for leg in lower_read(planned, their_cache, cache):
+                length = np.arange(int(leg.src.rows[0, 1]))
+                from_, to = (
+                    end.addresses(indices.astype(np.int64))[:, np.newaxis] + length
+                    for end, indices in zip(
+                        (leg.src, leg.dst),
+                        leg.indices(leg.select([blocks[0]], [blocks[1]])),
+                        strict=True,
+                    )
+                )
+                found.reshape(-1)[to] = their_pages.reshape(-1)[from_]
+        np.testing.assert_array_equal(found[1], pages[3])
+        assert not found[[0, *range(2, NUM_BLOCKS)]].any()
+
+
+def _described(family: StateFamily, tp: int, tp_rank: int, dim_first: bool):
+    """A rank's shard and cache as from address 0 on, and its pages."""
+    pages = family.pages(7, tp, tp_rank, dim_first)
+    tensor = torch.from_numpy(pages.view(np.int8))[:, None, None]
+    layers = {
+        part.name: LayerCache(
+            (replace(part.plane, address=part.plane.address - tensor.data_ptr()),), 0
+        )
+        for part in describe_state("layer", tensor, family.spec(tp))
+    }
+    cache = RankCache(NUM_BLOCKS, 0, layers)
+    return shard_of_worker(MeshRank(0, tp_rank), tp, cache, set()), cache, pages

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from .engine.compat import (
     CONTEXT_PARALLELISM_IS_UPSTREAMS,
     FAILED_READS_ARE_NAMED,
+    STATE_IS_UPSTREAMS,
     UpstreamConnector,
     is_in_two_memories,
     keeps_groups_back,
@@ -215,7 +216,7 @@ class NixlConnector(UpstreamConnector):
 def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why this engine must be left to upstream's connector; None where it need not."""
     assert vllm_config.kv_transfer_config is not None
-    if kv_cache_config.has_mamba_layers:
+    if STATE_IS_UPSTREAMS and kv_cache_config.has_mamba_layers:
         return "the model keeps Mamba state"
     if (
         current_platform.device_type != "cpu"

@@ -61,6 +61,12 @@ CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22
 """Whether upstream's connector reads caches whose tokens are spread over ranks, as that of 0.22.1
 does not."""
 
+STATE_IS_UPSTREAMS = _IS_0_22
+"""Whether models with recurrent state are left to upstream's connector.
+
+The scheduler of 0.22.1 does not tell which of a request's blocks has the state, and offers all.
+"""
+
 HOLDERS_KEEP_THE_LAST_WINDOW = _IS_0_22
 """Whether an engine holds what the window of a request's last token reaches back to.
 
@@ -150,6 +156,7 @@ __all__ = [
     "HOLDERS_KEEP_THE_LAST_WINDOW",
     "RECOMPUTES_IN_OTHER_BLOCKS",
     "REQUEST_NUMBERS",
+    "STATE_IS_UPSTREAMS",
     "UPSTREAM_COUNTS_ALL_FAILURES",
     "UpstreamConnector",
     "describe_layer",
