@@ -40,6 +40,7 @@ from .engine.drafts import refuse_impossible_drafts
 from .engine.envelopes import FailedReads, ReshardConnectorMetadata
 from .engine.failed_reads import ReadReports
 from .engine.scheduler import ReshardScheduler
+from .engine.settings import read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
 from .engine.worker import ReshardWorker
 from .errors import LocalLayoutError
@@ -104,6 +105,16 @@ class NixlConnector(UpstreamConnector):
         refuse_impossible_drafts(vllm_config)
         if (spread := _spread_tokens(vllm_config)) is not None:
             raise LocalLayoutError(f"{spread}, which this connector cannot read: use 1")
+        if (
+            kv_cache_config.has_mamba_layers
+            and vllm_config.speculative_config is not None
+            and read_settings(self.kv_transfer_config).bidirectional_kv_xfer
+        ):
+            raise LocalLayoutError(
+                "--speculative-config keeps the recurrent state of an answer in one of several "
+                "blocks, and vLLM does not tell in which at its end, so that bidirectional_kv_xfer "
+                "cannot offer it: leave out one of the two"
+            )
         if vllm_config.model_config.enable_sleep_mode:
             raise LocalLayoutError(
                 "--enable-sleep-mode takes the KV cache's memory away while other engines may read "

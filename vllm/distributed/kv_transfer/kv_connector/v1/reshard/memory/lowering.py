@@ -354,10 +354,12 @@ def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[Pla
                 "dtype and --kv-cache-dtype"
             )
         if _whole_blocks(src_plane) != _whole_blocks(dst_plane):
+            options = "attention backend and --block-size"
+            if dst_plane.per_sequence:
+                options = "model and --speculative-config"
             raise RemoteLayoutError(
                 f"layer {layer} has blocks of {_page_text(src_plane)} at the source but of "
-                f"{_page_text(dst_plane)} here: run both engines with the same attention backend "
-                "and --block-size"
+                f"{_page_text(dst_plane)} here: run both engines with the same {options}"
             )
         yield PlanePair(src_plane, dst_plane, groups, blocks_per_id)
 
@@ -413,10 +415,12 @@ def write_end(
     num_blocks = cache.num_block_ids * blocks_per_id
     num_rows = len(planes) * (num_heads // run.num_heads) * (block_tokens // run.num_tokens)
     if num_rows > _MAX_ROWS or num_rows * num_blocks > _MAX_DESCRIPTORS:
+        remedy = "use a larger --block-size, the same on both engines, or fewer blocks"
+        if planes[0].per_sequence:
+            remedy = "set VLLM_SSM_CONV_STATE_LAYOUT to the same on both engines"
         raise LocalLayoutError(
             f"{num_rows} runs in each of {num_blocks} blocks are more descriptors than one "
-            f"transfer list can hold, {_MAX_ROWS} runs and {_MAX_DESCRIPTORS} in all: use a larger "
-            "--block-size, the same on both engines, or fewer blocks"
+            f"transfer list can hold, {_MAX_ROWS} runs and {_MAX_DESCRIPTORS} in all: {remedy}"
         )
     rows = [
         (
