@@ -25,7 +25,9 @@ from tests.v1.kv_connector.unit.reshard.test_lifecycle import (
 
 __all__ = ["serving"]
 
-pytestmark = requires_base("0.32.0", reason="state is left to upstream's connector on 0.22.1")
+pytestmark = requires_base(
+    "0.32.0", "0.33.0", reason="state is left to upstream's connector on 0.22.1"
+)
 
 STATES = {
     mode: MambaSpec(

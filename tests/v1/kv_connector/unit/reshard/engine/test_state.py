@@ -54,7 +54,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Sha
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
 
-pytestmark = requires_base("0.32.0", reason="state is left to upstream's connector on 0.22.1")
+pytestmark = requires_base(
+    "0.32.0", "0.33.0", reason="state is left to upstream's connector on 0.22.1"
+)
 
 NUM_BLOCKS, BLOCK_TOKENS, NUM_TOKENS = 12, 16, 47
 HEADS, HEAD_SIZE = 4, 8
