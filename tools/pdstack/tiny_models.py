@@ -181,7 +181,7 @@ def write_tiny_qwen3_next(
     head_size: int = 32,
     seed: int = 0,
 ) -> ServedModel:
-    """Write a Qwen3-Next without experts, every other layer of which is a gated delta net.
+    """Write a Qwen3-Next, every other layer of which is a gated delta net.
 
     Args:
         directory: Where to; made if it is not there.
@@ -199,9 +199,12 @@ def write_tiny_qwen3_next(
         layer_types=[
             "full_attention" if layer % 2 else "linear_attention" for layer in range(num_layers)
         ],
-        # Every layer is dense.
-        mlp_only_layers=list(range(num_layers)),
-        num_experts=0,
+        # vLLM wants experts somewhere. All of them are asked, so that rounding chooses none.
+        mlp_only_layers=list(range(num_layers - 1)),
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
     )
     written = _write(directory, transformers.Qwen3NextForCausalLM(config), seed)
     # vLLM's kernels for CPU know no other format.
@@ -275,8 +278,7 @@ def _write(directory: Path, model: Any, seed: int) -> ServedModel:
         for _, weight in sorted(model.named_parameters()):
             # The others are those of norms, and good as they are.
             if weight.dim() >= 2:
-                num_inputs = weight[0].numel()
-                weight.normal_(0.0, _GAIN * num_inputs**-0.5, generator=generator)
+                weight.normal_(0.0, _GAIN * weight.shape[-1] ** -0.5, generator=generator)
         model.lm_head.weight[: len(_SPECIAL_TOKENS)] = 0.0
         model.lm_head.weight[len(_SPECIAL_TOKENS) + len(_CHARACTERS) :] = 0.0
     model.save_pretrained(directory)

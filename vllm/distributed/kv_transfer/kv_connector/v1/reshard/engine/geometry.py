@@ -108,6 +108,7 @@ def describe_cache(
 
 def _blocks_per_id(name: str, num_blocks: int, kv_cache_config: KVCacheConfig) -> int:
     """Blocks of a layer that one block id of the scheduler stands for."""
+    blocks_per_id: int
     blocks_per_id, remaining = divmod(num_blocks, kv_cache_config.num_blocks)
     if remaining:
         raise LocalLayoutError(
@@ -139,6 +140,12 @@ def state_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
     return frozenset(
         group for spec, group in _specs(kv_cache_config).values() if isinstance(spec, MambaSpec)
     )
+
+
+def token_layers(kv_cache_config: KVCacheConfig) -> list[str]:
+    """The layers that keep tokens, and not state."""
+    specs = _specs(kv_cache_config)
+    return [name for name, (spec, _) in specs.items() if not isinstance(spec, MambaSpec)]
 
 
 def latent_layers(
