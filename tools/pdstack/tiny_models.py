@@ -140,6 +140,82 @@ def write_tiny_gemma4(
     return _write(directory, transformers.Gemma4ForCausalLM(config), seed)
 
 
+def write_tiny_falcon_h1(
+    directory: Path,
+    *,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 32,
+    num_groups: int = 1,
+    seed: int = 0,
+) -> ServedModel:
+    """Write a Falcon-H1, every layer of which has attention and Mamba 2 side by side.
+
+    Args:
+        directory: Where to; made if it is not there.
+        head_size: One that the attention backend knows; for CPU 32, 64, 80, 96, 112 or 128.
+        num_groups: Groups of Mamba's 8 heads; a TP size that does not divide them needs 1.
+        seed: Other weights for another number.
+    """
+    import transformers
+
+    common = common_sizes(num_layers, num_heads, num_kv_heads, head_size)
+    config = transformers.FalconH1Config(
+        **common,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_ssm=128,
+        mamba_n_groups=num_groups,
+        mamba_d_state=32,
+        # On CPU, vLLM's scan knows nothing of chunks within a prompt, and takes the state at the
+        # end of the first for that of the next sequence's.
+        mamba_chunk_size=_MAX_POSITIONS,
+    )
+    written = _write(directory, transformers.FalconH1ForCausalLM(config), seed)
+    # The same holds of what it keeps for its prefix cache.
+    return replace(written, engine_args=("--no-enable-prefix-caching",))
+
+
+def write_tiny_qwen3_next(
+    directory: Path,
+    *,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 32,
+    seed: int = 0,
+) -> ServedModel:
+    """Write a Qwen3-Next, every other layer of which is a gated delta net.
+
+    Args:
+        directory: Where to; made if it is not there.
+        head_size: One that the attention backend knows; for CPU 32, 64, 80, 96, 112 or 128.
+        seed: Other weights for another number.
+    """
+    import transformers
+
+    config = transformers.Qwen3NextConfig(
+        **common_sizes(num_layers, num_heads, num_kv_heads, head_size),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        layer_types=[
+            "full_attention" if layer % 2 else "linear_attention" for layer in range(num_layers)
+        ],
+        # vLLM wants experts somewhere. All of them are asked, so that rounding chooses none.
+        mlp_only_layers=list(range(num_layers - 1)),
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    written = _write(directory, transformers.Qwen3NextForCausalLM(config), seed)
+    # vLLM's kernels for CPU know no other format.
+    return replace(written, engine_args=("--dtype", "bfloat16"))
+
+
 def write_tiny_deepseek2(
     directory: Path,
     *,

@@ -93,6 +93,7 @@ def test_the_name_means_ours(create):
     assert isinstance(connector, upstream.NixlConnector)
 
 
+@requires_base("0.22.1", reason="state is read")
 def test_mamba_state_is_left_to_upstream(create, caplog_vllm):
     """With one line that says why."""
     assert type(create(spec=MAMBA)) is upstream.NixlConnector
@@ -106,14 +107,28 @@ def test_host_buffers_are_left_to_upstream(create, gpu, caplog_vllm):
     assert type(create(on_gpu="cuda")) is NixlConnector
 
 
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [(dict(spec=MAMBA), "Mamba state"), (dict(on_gpu="cpu"), "kv_buffer_device is cpu")],
-)
-def test_what_upstream_would_do_is_refused_with_pipeline_parallelism(create, gpu, case, reason):
+def test_what_upstream_would_do_is_refused_with_pipeline_parallelism(create, gpu):
     """Upstream's connector has no stages: the engine does not start, and says what would help."""
-    with pytest.raises(LocalLayoutError, match=rf"{reason}.*--pipeline-parallel-size 1 instead"):
-        create(pipeline_parallel_size=2, **case)
+    message = "kv_buffer_device is cpu.*--pipeline-parallel-size 1 instead"
+    with pytest.raises(LocalLayoutError, match=message):
+        create(pipeline_parallel_size=2, on_gpu="cpu")
+
+
+@requires_base("0.32.0", "0.33.0", reason="state is left to upstream's connector")
+def test_state_is_served_with_stages_too(create):
+    """As any other layers are."""
+    assert type(create(spec=MAMBA)) is NixlConnector
+    assert type(create(spec=MAMBA, pipeline_parallel_size=2)) is NixlConnector
+
+
+@requires_base("0.32.0", "0.33.0", reason="state is left to upstream's connector")
+def test_state_of_drafts_is_not_offered_back(make_config):
+    """Nobody knows which of several blocks has it: the engine does not start."""
+    config = make_config("NixlConnector", extra_config={"bidirectional_kv_xfer": True})
+    config.speculative_config = SimpleNamespace()
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], MAMBA)])
+    with pytest.raises(LocalLayoutError, match="leave out one of the two"):
+        NixlConnector(config, KVConnectorRole.SCHEDULER, cache)
 
 
 def test_wrong_options_keep_the_engine_from_starting(create):

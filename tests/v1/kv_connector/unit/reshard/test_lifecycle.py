@@ -23,7 +23,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -130,7 +135,7 @@ class Serving:
             ModelRunnerOutput(
                 request_ids,
                 {request_id: position for position, request_id in enumerate(request_ids)},
-                [list(said) for _ in request_ids],
+                [list(said) if self._has_said(each) else [] for each in request_ids],
                 kv_connector_output=heard
                 or KVConnectorOutput(
                     finished_sending=set(sent),
@@ -145,6 +150,11 @@ class Serving:
                     self.finished[output.request_id] = output.finish_reason
                 if output.kv_transfer_params is not None:
                     self.handed_over[output.request_id] = output.kv_transfer_params
+
+    def _has_said(self, request_id: str) -> bool:
+        """Whether a step made a token for a request: those within a prompt make none."""
+        request = self.scheduler.requests.get(request_id)
+        return request is None or request.num_computed_tokens >= request.num_prompt_tokens
 
     def abort(self, request_id: str) -> None:
         """The client has gone."""
@@ -171,6 +181,7 @@ def serving(make_config):
         *,
         asynchronous: bool = False,
         window_tokens: int | None = None,
+        state: MambaSpec | None = None,
         role: str = "kv_both",
         **extra_config,
     ) -> Serving:
@@ -186,12 +197,17 @@ def serving(make_config):
         groups = [KVCacheGroupSpec(["layers.0"], spec)]
         if window_tokens:
             groups = split(["layers.0", "layers.1"], spec, window_tokens)
+        if state:
+            groups.append(KVCacheGroupSpec(["layers.1"], state))
+            config.cache_config.mamba_cache_mode = state.mamba_cache_mode
+            config.cache_config.enable_prefix_caching = state.mamba_cache_mode != "none"
+            config.scheduler_config.disable_hybrid_kv_cache_manager = False
         config.scheduler_config.async_scheduling = asynchronous
         scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             config,
             KVCacheConfig(NUM_BLOCKS, [], groups),
             StructuredOutputManager(config),
-            block_size=BLOCK_TOKENS,
+            block_size=max(BLOCK_TOKENS, state.block_size if state else 0),
         )
         made.append(Serving(scheduler))
         return made[-1]

@@ -228,6 +228,7 @@ def layer(
 ):
     """A layer as it is written, with some values of its plane replaced."""
     fields = dict(address=0, block=8, head=4, token=2, slot=2, heads=2, tokens=2, packed=False)
+    fields |= dict(heads_per_unit=1, per_sequence=False)
     fields.update(plane)
     return [
         *(name, start, stop, num_units, may_repeat, group, blocks_per_id, ""),
@@ -250,6 +251,15 @@ FAULTS: dict[str, tuple[dict, str]] = {
     "more heads than the model's": (
         dict(layers=[layer(num_units=1)]),
         r"heads \[0, 2\) of 1 of layer a, which it cannot",
+    ),
+    "no heads to a unit": (dict(layers=[layer(heads_per_unit=0)]), "not understood"),
+    "too many heads to a unit": (
+        dict(layers=[layer(heads=2 << 15, heads_per_unit=1 << 15)]),
+        "not understood",
+    ),
+    "fewer channels than its units have": (
+        dict(layers=[layer(heads=4, heads_per_unit=3)]),
+        r"2 heads of 3 channels of layer a, but its cache has 4:",
     ),
     "several heads that may be replicas": (
         dict(layers=[layer(may_repeat=True)]),

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from .engine.compat import (
     CONTEXT_PARALLELISM_IS_UPSTREAMS,
     FAILED_READS_ARE_NAMED,
+    STATE_IS_UPSTREAMS,
     UpstreamConnector,
     is_in_two_memories,
     keeps_groups_back,
@@ -39,6 +40,7 @@ from .engine.drafts import refuse_impossible_drafts
 from .engine.envelopes import FailedReads, ReshardConnectorMetadata
 from .engine.failed_reads import ReadReports
 from .engine.scheduler import ReshardScheduler
+from .engine.settings import read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
 from .engine.worker import ReshardWorker
 from .errors import LocalLayoutError
@@ -103,6 +105,16 @@ class NixlConnector(UpstreamConnector):
         refuse_impossible_drafts(vllm_config)
         if (spread := _spread_tokens(vllm_config)) is not None:
             raise LocalLayoutError(f"{spread}, which this connector cannot read: use 1")
+        if (
+            kv_cache_config.has_mamba_layers
+            and vllm_config.speculative_config is not None
+            and read_settings(self.kv_transfer_config).bidirectional_kv_xfer
+        ):
+            raise LocalLayoutError(
+                "--speculative-config keeps the recurrent state of an answer in one of several "
+                "blocks, and vLLM does not tell in which at its end, so that bidirectional_kv_xfer "
+                "cannot offer it: leave out one of the two"
+            )
         if vllm_config.model_config.enable_sleep_mode:
             raise LocalLayoutError(
                 "--enable-sleep-mode takes the KV cache's memory away while other engines may read "
@@ -215,7 +227,7 @@ class NixlConnector(UpstreamConnector):
 def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Why this engine must be left to upstream's connector; None where it need not."""
     assert vllm_config.kv_transfer_config is not None
-    if kv_cache_config.has_mamba_layers:
+    if STATE_IS_UPSTREAMS and kv_cache_config.has_mamba_layers:
         return "the model keeps Mamba state"
     if (
         current_platform.device_type != "cpu"

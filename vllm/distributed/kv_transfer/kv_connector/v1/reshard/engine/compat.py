@@ -61,6 +61,12 @@ CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22
 """Whether upstream's connector reads caches whose tokens are spread over ranks, as that of 0.22.1
 does not."""
 
+STATE_IS_UPSTREAMS = _IS_0_22
+"""Whether models with recurrent state are left to upstream's connector.
+
+The scheduler of 0.22.1 does not tell which of a request's blocks has the state, and offers all.
+"""
+
 HOLDERS_KEEP_THE_LAST_WINDOW = _IS_0_22
 """Whether an engine holds what the window of a request's last token reaches back to.
 
@@ -107,6 +113,11 @@ def tokens_per_slot(spec: Any) -> float:
     return float(spec.tokens_per_state)
 
 
+def is_on_every_rank(spec: Any) -> bool:
+    """Whether all ranks keep the same recurrent state, as none do in 0.22.1."""
+    return not _IS_0_22 and bool(spec.tp_replicated)
+
+
 def makes_own_scales(cache_config: CacheConfig) -> bool:
     """Whether an engine computes the scales of its quantized cache, which 0.22.1 still can."""
     return _IS_0_22 and bool(cache_config.calculate_kv_scales)
@@ -145,11 +156,13 @@ __all__ = [
     "HOLDERS_KEEP_THE_LAST_WINDOW",
     "RECOMPUTES_IN_OTHER_BLOCKS",
     "REQUEST_NUMBERS",
+    "STATE_IS_UPSTREAMS",
     "UPSTREAM_COUNTS_ALL_FAILURES",
     "UpstreamConnector",
     "describe_layer",
     "draft_cache_dtype",
     "is_in_two_memories",
+    "is_on_every_rank",
     "keeps_groups_back",
     "makes_own_scales",
     "prefill_lookahead_tokens",

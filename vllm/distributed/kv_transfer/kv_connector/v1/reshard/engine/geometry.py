@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -28,6 +29,7 @@ from ..memory.cache import LayerCache, Plane, RankCache
 from ..plan.shards import Layer
 from .attention_backends import packs_tokens
 from .compat import describe_layer, tokens_per_slot
+from .state import describe_state
 
 _WINDOW_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """What has blocks for the last tokens of a sequence only."""
@@ -61,9 +63,10 @@ def describe_cache(
     backends: Mapping[str, type[AttentionBackend]],
     identities: Mapping[str, str] = _THEIR_OWN,
 ) -> RankCache:
-    """Describe where every layer's keys and values lie in this worker's memory.
+    """Describe where every layer's keys and values lie in this worker's memory, or its state.
 
-    A layer that shares the cache of another one has none of its own, and is left out.
+    A layer that shares the cache of another one has none of its own, and is left out. Each
+    component of a layer's state is a layer by itself.
 
     Args:
         kv_caches: The tensor of each layer, as the model runner registers it.
@@ -72,30 +75,47 @@ def describe_cache(
         identities: By what name other engines know a layer, where it is not its own.
 
     Raises:
-        LocalLayoutError: A layer's cache is no attention cache, or it is not known how its backend
-            stores, or its blocks are not those of the scheduler, or a slot's bytes do not adjoin.
+        LocalLayoutError: A layer's cache is none of attention and no state that is known, or it is
+            not known how its backend stores, or its blocks are not those of the scheduler, or a
+            slot's bytes do not adjoin.
     """
     layers: dict[Layer, LayerCache] = {}
     seen: set[LayerCache] = set()
     for name, (spec, group) in _specs(kv_cache_config).items():
         if name not in kv_caches:
             continue
-        num_blocks, planes = _describe(name, kv_caches[name], spec, backends[name])
-        blocks_per_id, remaining = divmod(num_blocks, kv_cache_config.num_blocks)
-        if remaining:
-            raise LocalLayoutError(
-                f"layer {name} has a KV cache of {num_blocks} blocks, and the scheduler counts "
-                f"{kv_cache_config.num_blocks}, which do not divide them: use another attention "
-                "backend"
-            )
-        layer = LayerCache(planes, group, blocks_per_id, backends[name].get_name())
+        tensor, backend, known_as = kv_caches[name], backends[name], identities.get(name, name)
+        if type(spec) is MambaSpec:
+            blocks_per_id = _blocks_per_id(name, len(tensor), kv_cache_config)
+            for part in describe_state(name, tensor, spec):
+                # A backend keeps state in other orders on other devices.
+                kept = f"{backend.get_name()} of {part.dtype} on {tensor.device.type}"
+                layers[f"{known_as}/{part.name}"] = LayerCache(
+                    (part.plane,), group, blocks_per_id, kept
+                )
+            continue
+        num_blocks, planes = _describe(name, tensor, spec, backend)
+        blocks_per_id = _blocks_per_id(name, num_blocks, kv_cache_config)
+        layer = LayerCache(planes, group, blocks_per_id, backend.get_name())
         if layer not in seen:
-            layers[identities.get(name, name)] = layer
+            layers[known_as] = layer
         seen.add(layer)
     if not layers:
         raise LocalLayoutError("no layer of this worker has a KV cache: there is nothing to serve")
     device = next(iter(kv_caches.values())).get_device()
     return RankCache(kv_cache_config.num_blocks, max(device, 0), layers)
+
+
+def _blocks_per_id(name: str, num_blocks: int, kv_cache_config: KVCacheConfig) -> int:
+    """Blocks of a layer that one block id of the scheduler stands for."""
+    blocks_per_id: int
+    blocks_per_id, remaining = divmod(num_blocks, kv_cache_config.num_blocks)
+    if remaining:
+        raise LocalLayoutError(
+            f"layer {name} has a KV cache of {num_blocks} blocks, and the scheduler counts "
+            f"{kv_cache_config.num_blocks}, which do not divide them: use another attention backend"
+        )
+    return blocks_per_id
 
 
 def memory_regions(kv_caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int, int]]:
@@ -113,6 +133,19 @@ def window_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
     return frozenset(
         group for spec, group in _specs(kv_cache_config).values() if isinstance(spec, _WINDOW_SPECS)
     )
+
+
+def state_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """The KV-cache groups that keep one state of a sequence, and not its tokens."""
+    return frozenset(
+        group for spec, group in _specs(kv_cache_config).values() if isinstance(spec, MambaSpec)
+    )
+
+
+def token_layers(kv_cache_config: KVCacheConfig) -> list[str]:
+    """The layers that keep tokens, and not state."""
+    specs = _specs(kv_cache_config)
+    return [name for name, (spec, _) in specs.items() if not isinstance(spec, MambaSpec)]
 
 
 def latent_layers(

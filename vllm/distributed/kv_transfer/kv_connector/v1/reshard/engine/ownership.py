@@ -62,7 +62,7 @@ def refuse_shared_names(shards: Iterable[Shard]) -> None:
 def _holding(
     tp_rank: int, tp_size: int, layer: Layer, cache: LayerCache, latent: Set[Layer]
 ) -> Holding:
-    counts = sorted({plane.num_heads for plane in cache.planes})
+    counts = sorted({plane.num_heads // plane.heads_per_unit for plane in cache.planes})
     if len(counts) > 1 or (layer in latent and counts != [1]):
         raise LocalLayoutError(
             f"layer {layer} keeps {' and '.join(map(str, counts))} heads in its planes, which are "

@@ -40,7 +40,7 @@ from .content import content_keys
 from .digests import PromptDigests
 from .envelopes import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .failed_reads import ReadBook
-from .geometry import window_groups
+from .geometry import state_groups, window_groups
 from .heartbeats import HeartbeatBook
 from .settings import read_settings, remarks
 
@@ -70,6 +70,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._key = settings.channel_key()
         self._trusted = settings.trusted()
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._state_groups = state_groups(kv_cache_config)
         self._heartbeats = HeartbeatBook(settings.lease_s)
         self._offered_blocks: dict[str, int] = {}
         self._bindings: dict[str, Binding] = {}
@@ -137,6 +138,9 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[int, bool]:
         """As upstream's, but for tokens that are not there, and a prompt's last one under windows.
 
+        State is there for as many tokens as its holder says, and for no fewer: where fewer are
+        wanted, all is computed.
+
         Upstream takes it that a prompt that is to be read was prefilled whole. Where it has grown
         since, what is more is computed here.
 
@@ -153,6 +157,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if count > 0 and (offered := offered_tokens(request.kv_transfer_params)) is not None:
             count = max(min(count, offered - num_computed_tokens), 0)
+            if self._state_groups and num_computed_tokens + count != offered:
+                return 0, False
         if window_groups(self.kv_cache_config) and (
             0 < count == request.num_tokens - num_computed_tokens
         ):
@@ -232,7 +238,7 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         Blocks and tokens beyond the answer, as those of drafts, are none of the next engine's. Nor
         are those of a request that no engine was asked about: workers would never report them as
-        sent.
+        sent. State that has taken in tokens beyond the answer is nobody's.
         """
         if not concerns_us(request.kv_transfer_params):
             return False, None
@@ -242,11 +248,20 @@ class ReshardScheduler(NixlConnectorScheduler):
         # The last token was sampled and is not computed. What is counted beyond that is of a step
         # in flight, or of drafts behind the one that ended the answer.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        went_on = bool(self._state_groups) and request.num_computed_tokens > num_tokens
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         block_ids = tuple(
-            ids[: cdiv(num_tokens, group.kv_cache_spec.block_size)]
-            for ids, group in zip(block_ids, self.kv_cache_config.kv_cache_groups, strict=True)
+            # Which of its blocks has the state, upstream's scheduler knows.
+            ids if number in self._state_groups else ids[: cdiv(num_tokens, spec.block_size)]
+            for number, (ids, spec) in enumerate(zip(block_ids, specs, strict=True))
         )
+        if went_on:
+            block_ids = tuple([] for _ in block_ids)
         delay_free, params = super().request_finished(request, block_ids)
+        if went_on:
+            self._reqs_not_processed.add(request.request_id)
+            self._digests.forget(request.request_id)
+            return False, None
         if delay_free:
             assert params is not None
             self._offered_blocks[request.request_id] = sum(map(len, block_ids))

@@ -37,7 +37,13 @@ from .drafts import draft_identities
 from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .exchange import Event, Exchange, Report, Step
 from .factors import compared_factors, compatibility_factors
-from .geometry import describe_cache, latent_layers, memory_regions, window_groups
+from .geometry import (
+    describe_cache,
+    latent_layers,
+    memory_regions,
+    token_layers,
+    window_groups,
+)
 from .holder import Holder
 from .loop import ConnectorThread, on_cores
 from .notifier import Notifier
@@ -122,7 +128,8 @@ class ReshardWorker:
             LocalLayoutError: The caches cannot be transferred.
         """
         backends = self._backends(kv_caches)
-        drafts = draft_identities(self._vllm_config, kv_caches)
+        # No draft keeps state; and layers that do are numbered on from the others by some models.
+        drafts = draft_identities(self._vllm_config, token_layers(self._kv_cache_config))
         cache = describe_cache(kv_caches, self._kv_cache_config, backends, drafts)
         latent = latent_layers(self._kv_cache_config, drafts)
         shard = shard_of_worker(self._rank, self._tp_size, cache, latent)

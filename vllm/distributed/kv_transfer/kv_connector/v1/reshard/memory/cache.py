@@ -17,6 +17,19 @@ However the tensor looks, a plane is an address and three strides:
     [blocks, tokens, size]                  MLA      T*S             T*S            S
 
 with `S` the bytes of one head of one token in a plane, its *slot*.
+
+Recurrent state is kept in planes, too, each of them a component that is split by a rule of its own.
+Its block holds a whole sequence, and what is written as heads and tokens is then
+
+    component                                          heads         tokens
+    state of Mamba, or of linear attention             heads         1
+    last inputs of a convolution, `R` of each channel  channels      `R` rows
+
+with several channels to a unit where the convolution feeds heads or groups:
+
+    tensor shape                  block stride    head stride    token stride
+    [blocks, channels, rows]  DS  page            R*S            S
+    [blocks, rows, channels]  SD  page            S              channels of all components * S
 """
 
 from __future__ import annotations
@@ -50,6 +63,9 @@ class Plane:
         block_tokens: Tokens in a block.
         packed: The backend arranges a block's tokens as it likes: a head's tokens are contiguous,
             but no token has a place of its own. `token_stride_bytes` means nothing then.
+        heads_per_unit: Heads that are one unit of the plan, and always move together.
+        per_sequence: A block holds the state of a whole sequence, of whatever length. What counts
+            as its tokens are rows of that state.
     """
 
     address: int
@@ -60,6 +76,8 @@ class Plane:
     num_heads: int
     block_tokens: int
     packed: bool = False
+    heads_per_unit: int = 1
+    per_sequence: bool = False
 
     def orders(self, num_heads: int, num_tokens: int) -> frozenset[Order]:
         """In which orders a run of heads and tokens, aligned within a block, is contiguous.

@@ -165,6 +165,26 @@ class Leg:
         """Tokens that share a block with each other at both ends."""
         return math.gcd(self.src.block_tokens, self.dst.block_tokens)
 
+    @property
+    def per_sequence(self) -> bool:
+        """Whether a block holds a whole sequence's state."""
+        return self.pairs[0].dst.per_sequence
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that are read of each plane."""
+        return self.read.num_units * self.pairs[0].dst.heads_per_unit
+
+    @property
+    def src_head_offset(self) -> int:
+        """Position of the first of them within the source's planes."""
+        return self.read.src_unit_offset * self.pairs[0].dst.heads_per_unit
+
+    @property
+    def dst_head_offset(self) -> int:
+        """Position of the first of them within the destination's planes."""
+        return self.read.dst_unit_offset * self.pairs[0].dst.heads_per_unit
+
     def select(
         self, src_blocks: Sequence[BlockSpan], dst_blocks: Sequence[BlockSpan]
     ) -> list[Selection]:
@@ -197,7 +217,7 @@ class Leg:
         Returns:
             Indices at the source and at the destination, of equal length.
         """
-        head_runs_per_plane = self.read.num_units // self.run.num_heads
+        head_runs_per_plane = self.num_heads // self.run.num_heads
         src_parts: list[npt.NDArray[np.int64]] = []
         dst_parts: list[npt.NDArray[np.int64]] = []
         for each in selections:
@@ -222,7 +242,7 @@ class Leg:
         return count
 
     def _head_runs(self, selection: Selection) -> int:
-        return len(selection.planes) * (self.read.num_units // self.run.num_heads)
+        return len(selection.planes) * (self.num_heads // self.run.num_heads)
 
     def _descriptors(
         self, selection: Selection, head_runs: npt.NDArray[np.int64]
@@ -267,7 +287,7 @@ def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
     )
     for layer in read.layers:
         for pair in _paired_planes(layer, src, dst):
-            run = _common_run(read.num_units, pair)
+            run = _common_run(read.num_units * pair.dst.heads_per_unit, pair)
             src_shape, dst_shape = (replace(each, address=0) for each in (pair.src, pair.dst))
             pairs_by_shape[run, pair.blocks_per_id, src_shape, dst_shape].append(pair)
     return tuple(_leg(read, run, pairs, src, dst) for (run, *_), pairs in pairs_by_shape.items())
@@ -277,7 +297,9 @@ def _leg(read: Read, run: Run, pairs: Sequence[PlanePair], src: RankCache, dst: 
     """Write both lists for planes that are alike."""
     planes: dict[tuple[int, int], list[int]] = defaultdict(list)
     src_blocks_per_id, dst_blocks_per_id = pairs[0].blocks_per_id
-    slice_ = read.num_units, run
+    # The same at both ends.
+    heads_per_unit = pairs[0].dst.heads_per_unit
+    slice_ = read.num_units * heads_per_unit, run
     for position, pair in enumerate(pairs):
         planes[pair.groups].append(position)
     return Leg(
@@ -285,10 +307,18 @@ def _leg(read: Read, run: Run, pairs: Sequence[PlanePair], src: RankCache, dst: 
         tuple(pairs),
         run,
         write_end(
-            [pair.src for pair in pairs], src, src_blocks_per_id, read.src_unit_offset, *slice_
+            [pair.src for pair in pairs],
+            src,
+            src_blocks_per_id,
+            read.src_unit_offset * heads_per_unit,
+            *slice_,
         ),
         write_end(
-            [pair.dst for pair in pairs], dst, dst_blocks_per_id, read.dst_unit_offset, *slice_
+            [pair.dst for pair in pairs],
+            dst,
+            dst_blocks_per_id,
+            read.dst_unit_offset * heads_per_unit,
+            *slice_,
         ),
         tuple(
             (groups, np.asarray(positions, dtype=np.int64))
@@ -304,9 +334,12 @@ def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[Pla
     groups = src_layer.group, dst_layer.group
     blocks_per_id = src_layer.blocks_per_id, dst_layer.blocks_per_id
     if src_layer.backend != dst_layer.backend:
+        options = "--attention-backend"
+        if any(plane.per_sequence for plane in dst_planes):
+            options = "--mamba-cache-dtype and --mamba-ssm-cache-dtype, on devices of one kind"
         raise RemoteLayoutError(
             f"layer {layer} is kept by attention backend {src_layer.backend} at the source but by "
-            f"{dst_layer.backend} here: give both engines the same --attention-backend"
+            f"{dst_layer.backend} here: give both engines the same {options}"
         )
     if len(src_planes) != len(dst_planes):
         raise RemoteLayoutError(
@@ -320,18 +353,26 @@ def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[Pla
                 f"source but {dst_plane.slot_bytes} here: run both engines with the same model, "
                 "dtype and --kv-cache-dtype"
             )
-        if src_plane.packed != dst_plane.packed or (
-            src_plane.packed and src_plane.block_tokens != dst_plane.block_tokens
-        ):
+        if _whole_blocks(src_plane) != _whole_blocks(dst_plane):
+            options = "attention backend and --block-size"
+            if dst_plane.per_sequence:
+                options = "model and --speculative-config"
             raise RemoteLayoutError(
                 f"layer {layer} has blocks of {_page_text(src_plane)} at the source but of "
-                f"{_page_text(dst_plane)} here: run both engines with the same attention backend "
-                "and --block-size"
+                f"{_page_text(dst_plane)} here: run both engines with the same {options}"
             )
         yield PlanePair(src_plane, dst_plane, groups, blocks_per_id)
 
 
+def _whole_blocks(plane: Plane) -> tuple[object, ...]:
+    """What must be equal at both ends for a plane's blocks to be matched."""
+    whole = plane.packed or plane.per_sequence
+    return plane.packed, plane.per_sequence, plane.heads_per_unit, whole and plane.block_tokens
+
+
 def _page_text(plane: Plane) -> str:
+    if plane.per_sequence:
+        return f"{plane.block_tokens} rows of state, {plane.heads_per_unit} channels to a unit"
     return f"{plane.block_tokens} {'packed' if plane.packed else 'plain'} tokens"
 
 
@@ -374,10 +415,12 @@ def write_end(
     num_blocks = cache.num_block_ids * blocks_per_id
     num_rows = len(planes) * (num_heads // run.num_heads) * (block_tokens // run.num_tokens)
     if num_rows > _MAX_ROWS or num_rows * num_blocks > _MAX_DESCRIPTORS:
+        remedy = "use a larger --block-size, the same on both engines, or fewer blocks"
+        if planes[0].per_sequence:
+            remedy = "set VLLM_SSM_CONV_STATE_LAYOUT to the same on both engines"
         raise LocalLayoutError(
             f"{num_rows} runs in each of {num_blocks} blocks are more descriptors than one "
-            f"transfer list can hold, {_MAX_ROWS} runs and {_MAX_DESCRIPTORS} in all: use a larger "
-            "--block-size, the same on both engines, or fewer blocks"
+            f"transfer list can hold, {_MAX_ROWS} runs and {_MAX_DESCRIPTORS} in all: {remedy}"
         )
     rows = [
         (

@@ -147,7 +147,6 @@ class StagedLeg:
     def scatter(self, window: Window, span: Span) -> Scatter:
         """The copy that brings a window to where it belongs."""
         selection, leg, src, dst = window.selection, self.leg, self.slice, self.leg.pairs[0].dst
-        num_heads, head_offset = leg.read.num_units, leg.read.dst_unit_offset
         src_block = np.searchsorted(window.src_block_ids, selection.src_block_ids)
         _, src_token = _located(selection.chunk_starts, selection.src, leg.src.block_tokens)
         position, dst_token = _located(selection.chunk_starts, selection.dst, leg.dst.block_tokens)
@@ -169,11 +168,11 @@ class StagedLeg:
             ).ravel(),
             (
                 dst_planes[:, np.newaxis]
-                + dst.offset_bytes(head_offset, 0)
+                + dst.offset_bytes(leg.dst_head_offset, 0)
                 + dst_block * dst.block_stride_bytes
                 + dst_token * dst_token_bytes
             ).ravel(),
-            num_heads,
+            leg.num_heads,
             1 if dst.packed else leg.chunk_tokens,
             dst.slot_bytes * (dst.block_tokens if dst.packed else 1),
             (src.head_stride_bytes, src_token_bytes),
@@ -236,13 +235,13 @@ def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
         LocalLayoutError: A list would have more descriptors than NIXL's indices can count.
     """
     planes = [pair.src for pair in leg.pairs]
-    plane, num_heads = planes[0], leg.read.num_units
+    plane, num_heads = planes[0], leg.num_heads
     run, token_major = _source_run(plane, num_heads)
     rows_per_block = (num_heads // run.num_heads) * (plane.block_tokens // run.num_tokens)
     head_bytes = plane.block_tokens * plane.slot_bytes
     return StagedLeg(
         leg,
-        write_end(planes, src, leg.src.blocks_per_id, leg.read.src_unit_offset, num_heads, run),
+        write_end(planes, src, leg.src.blocks_per_id, leg.src_head_offset, num_heads, run),
         rows_per_block,
         Plane(
             address=0,

@@ -54,7 +54,7 @@ CONNECTOR_NAME = "reshard"
 #      two numbers, and entries of the lease table are bound to tokens and blocks
 #   3  notifications are bound, too, and one tells a holder of many requests; layers say how many
 #      heads the model has of each, how many blocks an id of theirs stands for, and which attention
-#      backend keeps them
+#      backend keeps them; planes say how many heads are a unit, and whether they hold state
 CONNECTOR_VERSION = 3
 
 OUR_VERB = f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}".encode()
@@ -66,7 +66,8 @@ _Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 _Address: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Stride: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _SlotBytes: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 32)]
-_Head: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 12)]
+_Head: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 17)]
+_HeadsPerUnit: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 14)]
 _Units: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 16)]
 _Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 14)]
 _Blocks: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -126,6 +127,8 @@ class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     num_heads: _Head
     block_tokens: _Tokens
     packed: bool
+    heads_per_unit: _HeadsPerUnit
+    per_sequence: bool
 
 
 class _WireLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -421,10 +424,12 @@ def _read_worker(data: bytes, error: type[ReshardError], what: str) -> WorkerDes
                 "engines"
             )
         for plane in layer.planes:
-            if plane.num_heads != num_held:
+            if plane.num_heads != num_held * plane.heads_per_unit:
+                units = f" of {plane.heads_per_unit} channels" if plane.heads_per_unit > 1 else ""
                 raise error(
-                    f"rank {rank} holds {num_held} heads of layer {quote(str(layer.layer))}, but "
-                    f"its cache has {plane.num_heads}: run the same build on both engines"
+                    f"rank {rank} holds {num_held} heads{units} of layer "
+                    f"{quote(str(layer.layer))}, but its cache has {plane.num_heads}: run the same "
+                    "build on both engines"
                 )
         holdings[layer.layer] = Holding(
             UnitInterval(layer.start, layer.stop), layer.num_units, layer.may_repeat

@@ -83,21 +83,51 @@ class PreparedLeg:
             RemoteLayoutError: The blocks that the request names do not exist, or do not hold all
                 tokens that are needed.
         """
+        remote_tokens, local_tokens = receive.remote_tokens, receive.local_tokens
+        if self.leg.per_sequence:
+            self._check_state(receive)
+            # However long the sequence is, its state is one block of so many rows.
+            remote_tokens = local_tokens = self.leg.chunk_tokens
         src = _spans(
             receive.remote_block_ids,
-            receive.remote_tokens,
+            remote_tokens,
             self.leg.src.block_tokens,
             self.leg.src.blocks_per_id,
         )
         dst = _spans(
             receive.local_block_ids,
-            receive.local_tokens,
+            local_tokens,
             self.leg.dst.block_tokens,
             self.leg.dst.blocks_per_id,
         )
         for (src_group, dst_group), _ in self.leg.planes_by_groups:
-            self._check(receive, src, src_group, dst[dst_group])
+            self._check(receive, src, src_group, dst[dst_group], local_tokens)
         return self.leg.select(src, dst)
+
+    def _check_state(self, receive: Receive) -> None:
+        """See that the state which is held is that of the very tokens that it is wanted for.
+
+        Keys and values of more tokens hold those of fewer; state does not.
+        """
+        groups = self.leg.planes_by_groups
+        counts = {
+            len(ids[group])
+            for (src_group, dst_group), _ in groups
+            for ids, group in (
+                (receive.remote_block_ids, src_group),
+                (receive.local_block_ids, dst_group),
+            )
+            if group < len(ids)
+        }
+        if receive.remote_tokens == receive.local_tokens and counts == {1}:
+            return
+        raise RemoteLayoutError(
+            f"request {receive.remote_request_id} needs the state after {receive.local_tokens} "
+            f"tokens in one block, but {receive.source.engine_id} holds the state after "
+            f"{receive.remote_tokens} (blocks at the two ends: "
+            f"{', '.join(map(str, sorted(counts)))}): send the request to the engine that computed "
+            "it, with the same prompt"
+        )
 
     def _check(
         self,
@@ -105,6 +135,7 @@ class PreparedLeg:
         src: Sequence[BlockSpan],
         src_group: int,
         dst: BlockSpan,
+        local_tokens: int,
     ) -> None:
         """See that a group's remote blocks exist and hold what the local ones need.
 
@@ -139,10 +170,10 @@ class PreparedLeg:
         num_gone = int(null[-1]) + 1 if len(null) else 0
         start = span.start_token + num_gone * self.leg.src.block_tokens
         stop = span.start_token + len(span.block_ids) * self.leg.src.block_tokens
-        if start > dst.start_token or stop < receive.local_tokens:
+        if start > dst.start_token or stop < local_tokens:
             raise RemoteLayoutError(
                 f"request {receive.remote_request_id} needs tokens [{dst.start_token}, "
-                f"{receive.local_tokens}) but the blocks that {receive.source.engine_id} holds "
+                f"{local_tokens}) but the blocks that {receive.source.engine_id} holds "
                 f"are those of tokens [{start}, {stop}): send the request to the "
                 "engine that computed it"
             )
