@@ -20,7 +20,7 @@ from ..protocol.ledgers import ConsumerLedger, RequestId
 from ..protocol.messages import Receive
 from ..transport.generation import Generation
 from ..transport.lease_check import Doubt, PreparedTable, Verdict
-from ..transport.remote import Reader
+from ..transport.remote import Reader, RequestBlocks
 from ..transport.transfers import PartFailed, Transfers
 from .notifier import Notifier
 from .peers import Peer, PeerTable
@@ -270,7 +270,8 @@ class RequestReads:
             self._fail(request_id, reading, reason, ReadFailure.DOUBT)
             return
         try:
-            selected = [(leg, leg.select(receive, self._reader)) for leg in engine.legs]
+            blocks = RequestBlocks(receive, self._reader)
+            selected = [(leg, blocks.select(leg.leg)) for leg in engine.legs]
         except ReshardError as error:
             self._fail(request_id, reading, str(error), ReadFailure.PARAMETERS)
             return
