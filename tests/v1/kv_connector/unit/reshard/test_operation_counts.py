@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from tests.v1.kv_connector.unit.reshard.memory.test_lowering import read, span
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory import lowering
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
     Plane,
@@ -25,6 +27,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import
     lower_read,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter, stage_leg
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import DEFAULT_COSTS
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Receive,
+    RemoteEngineAddress,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import remote
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     Prepared,
     Transfer,
@@ -33,6 +42,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
     PreparedStaging,
+    Reader,
+    RequestBlocks,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import Copy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
@@ -189,6 +200,23 @@ def test_calls_do_not_grow_with_blocks(staged):
         for number in (16, 256)
     )
     assert abs(many - few) < 16
+
+
+def test_what_many_ranks_have_in_common_is_found_once(monkeypatch):
+    """A request that is read from 128 ranks is matched, and counted, for one of them."""
+    match, count = Mock(wraps=remote.overlap), Mock(wraps=count_merged)
+    monkeypatch.setattr(remote, "overlap", match)
+    monkeypatch.setattr(lowering, "count_merged", count)
+    area = StagingArea(torch.empty(64 << 20, dtype=torch.uint8), Counting(), costs=DEFAULT_COSTS)
+    legs = [prepared(1, 2, 4096, area) for _ in range(128)]
+    blocks = [[*range(1, 65)]]
+    source = RemoteEngineAddress("engine", "p.example", 5600)
+    receive = Receive(source, "r", blocks, blocks, 64 * BLOCK_TOKENS, 64 * BLOCK_TOKENS)
+    request = RequestBlocks(receive, Reader(MeshRank(0, 0), cache(2, 4096), frozenset()))
+    transfers = Transfers(area)
+    parts = [part for leg in legs for part in transfers.cut(leg, request.select(leg.leg))]
+    assert {part.window is None for part in parts} == {True} and len(parts) == len(legs)
+    assert (match.call_count, count.call_count) == (1, 1)
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of a worker's exchange; whole workers are in `test_worker`."""
+"""Turns of a worker's exchange; whole workers are in `test_worker`, and many in `simulation`."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +17,24 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     receive,
     wait_until,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report
+from tests.v1.kv_connector.unit.reshard.simulation.wire import Wire
+from tests.v1.kv_connector.unit.reshard.test_operation_counts import calls
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import (
+    Exchange,
+    Report,
+    Step,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.holder import Holder
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import RequestReads
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    RemoteEngineAddress,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 __all__ = ["engines"]
 
@@ -56,3 +73,58 @@ def test_nothing_is_read_into_what_a_step_in_flight_writes(engines, monkeypatch)
     event.over = True
     progress.until(d, received="d-a")
     assert_received(d, [3, 4, 1], whole)
+
+
+class Connection:
+    """A generation with which nothing is under way."""
+
+    def __init__(self) -> None:
+        self.lifetime = Lifetime(100.0)
+        self.leases: list[str] = []
+
+
+def idle_exchange(num_peers: int) -> Exchange:
+    """A worker's exchange that is connected with some engines, and reads nothing."""
+    agent, stats = Wire(Random(0)).open("holder", lambda _: None), ReshardStats()
+
+    def open_at_once(_: RemoteEngineAddress) -> Future:
+        answered = Future()
+        answered.set_result(Connection())
+        return answered
+
+    peers, transfers = PeerTable(open_at_once, 600.0), Transfers()
+    notifier = Notifier("worker", stats)
+    reads = RequestReads(peers, transfers, notifier, stats, 60.0)
+    holder = Holder(agent, 30.0, stats)
+    exchange = Exchange(agent, holder, peers, transfers, reads, notifier, stats)
+    for number in range(num_peers):
+        peers.want(RemoteEngineAddress(f"engine{number}", f"p{number}.example", 5600), 0.0)
+    exchange.turn([], 0.0)
+    exchange.turn([], 0.0)
+    assert all(peer.generation is not None for peer in peers._peers.values())
+    return exchange
+
+
+def test_reads_that_nobody_wants_are_looked_at_now_and_then(monkeypatch):
+    """Nobody waits for them, and their blocks are nobody's until they have ended."""
+    exchange = idle_exchange(1)
+    monkeypatch.setattr(Transfers, "is_lingering", True)
+    assert not exchange.is_moving
+    assert 1.0 < exchange.next_due_s(1.0) <= 1.1
+
+
+@pytest.mark.parametrize("ticks", [False, True])
+def test_turn_costs_nothing_for_idle_peers(ticks):
+    """Three hundred connections that nothing is read with are as one."""
+    counts = []
+    for num_peers in (1, 300):
+        exchange = idle_exchange(num_peers)
+        steps = [Step()] * ticks
+
+        def turn(exchange: Exchange = exchange, steps: list[Step] = steps) -> None:
+            exchange.turn(steps, 1.0)
+            assert not (exchange.is_moving or exchange.is_talking or exchange.has_backlog)
+            assert exchange.next_due_s(1.0) == 600.0
+
+        counts.append(calls(turn))
+    assert counts[0] == counts[1]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes impor
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report, Step
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.loop import (
+    SWITCH_S,
     ConnectorThread,
     on_cores,
 )
@@ -27,15 +29,18 @@ class Exchange:
 
     def __init__(self) -> None:
         self.turns = 0
+        self.turned_s: list[float] = []
         self.threads: set[int] = set()
         self.holder: list[str] = []
-        self.moving = self.is_waiting = False
+        self.is_moving = self.is_talking = self.has_backlog = False
+        self.due_s: float | None = None
         self.fault: Exception | None = None
         self.closed_by: int | None = None
 
     def turn(self, steps: list[Step], now_s: float) -> Report:
         """Take a turn."""
         self.turns += 1
+        self.turned_s.append(now_s)
         self.threads.add(threading.get_ident())
         if self.fault is not None:
             fault, self.fault = self.fault, None
@@ -43,9 +48,9 @@ class Exchange:
         ended = {request for step in steps if step.metadata for request in step.metadata.admitted}
         return Report(received=ended)
 
-    def is_moving(self, now_s: float) -> bool:
+    def next_due_s(self, now_s: float) -> float | None:
         """What the test says."""
-        return self.moving
+        return self.due_s
 
     def close(self, now_s: float) -> None:
         """Note who does."""
@@ -116,11 +121,36 @@ def test_quiet_exchange_is_left_alone(thread, exchange):
 
 def test_moving_exchange_is_looked_at_by_itself(thread, exchange):
     """Whatever the length of the engine's steps."""
-    exchange.moving = True
+    exchange.is_moving = True
     thread.wake()
     deadline = time.monotonic() + DEADLINE_S
     while exchange.turns < 50:
         assert time.monotonic() < deadline
+
+
+def test_backlog_is_worked_off_by_itself(thread, exchange):
+    """Nobody has to call for the next turn."""
+    exchange.has_backlog = True
+    thread.wake()
+    deadline = time.monotonic() + DEADLINE_S
+    while exchange.turns < 50:
+        assert time.monotonic() < deadline
+
+
+def test_thread_sleeps_until_something_is_due(thread, exchange):
+    """It looks at nothing in between, and is not late by a look."""
+    due_s = exchange.due_s = time.monotonic() + 0.2
+    thread.wake()
+    deadline = time.monotonic() + DEADLINE_S
+    while not exchange.turned_s or exchange.turned_s[-1] < due_s:
+        assert time.monotonic() < deadline
+    before = [turned_s for turned_s in exchange.turned_s if turned_s < due_s]
+    assert len(before) <= 3
+
+
+def test_interpreter_is_let_go_of_sooner_than_by_default(thread):
+    """Whoever computes in this process keeps the engine's thread waiting for so long at most."""
+    assert sys.getswitchinterval() <= SWITCH_S
 
 
 def test_turn_that_fails_is_not_the_last(thread, exchange, caplog_vllm):

@@ -335,11 +335,11 @@ def test_engine_elsewhere_is_not_concerned(table, network):
 def test_silent_engine_is_forgotten(table, network):
     """State of engines that nobody asks for does not pile up."""
     connected(table, network)
+    table.advance(IDLE_LIMIT_S - 1)
+    assert len(table) == 1 and table.next_due_s == IDLE_LIMIT_S
     table.advance(IDLE_LIMIT_S)
-    assert len(table) == 1
-    table.advance(IDLE_LIMIT_S + 1)
     assert len(table) == 0
-    close_due(table, IDLE_LIMIT_S + 1)
+    close_due(table, IDLE_LIMIT_S)
     assert network.opened[0].closed
 
 
@@ -406,7 +406,7 @@ def test_generation_alone_is_enough_to_break_off_with(table, network):
     old = peer.generation
     table.break_off_with(old, 1.0)
     assert peer.broken and peer.generation is None and table.retired == (old,)
-    peer.wanted = True
+    table.want(ADDRESS, 1.0)
     table.advance(1.0)
     network.answer()
     table.advance(1.0)

@@ -22,10 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     RankCache,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
-    BlockSpan,
     Run,
     lower_read,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import UnitInterval

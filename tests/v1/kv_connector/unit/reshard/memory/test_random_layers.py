@@ -17,9 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     RankCache,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
-    BlockSpan,
     lower_read,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan

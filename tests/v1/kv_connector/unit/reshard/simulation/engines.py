@@ -6,11 +6,13 @@ A block belongs to one owner at a time, and whoever gets it next writes into it 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from random import Random
 
 from tests.v1.kv_connector.unit.reshard.simulation.memory import CacheMemory, Layout, WorkerMemory
@@ -40,6 +42,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
     WorkerDescription,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.generation import Generation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import Reader
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
@@ -128,6 +132,9 @@ class Worker:
         )
         self.steps: list[Step] = []
         self.jobs = Later()
+        self._woken = False
+        # In pieces of work, one for each time that somebody asks.
+        self._budget = random.choice((math.inf, 1, 2, 5))
         agent, stats = world.wire.open("holder", self.memory.owner_at), ReshardStats()
         self.agent = agent
         agent.register([(cache.address, cache.size_bytes, 0)])
@@ -138,7 +145,13 @@ class Worker:
         )
         opener._thread = self.jobs
         area = self.memory.area
-        peers = PeerTable(opener.open, world.limits.idle_limit_s)
+
+        def open_and_wake(address: RemoteEngineAddress) -> Future[Generation]:
+            opening = opener.open(address)
+            opening.add_done_callback(lambda _: self._wake())
+            return opening
+
+        peers = PeerTable(open_and_wake, world.limits.idle_limit_s)
         transfers, notifier = Transfers(area), Notifier(self.name, stats)
         reads = RequestReads(peers, transfers, notifier, stats, world.limits.read_timeout_s)
         reader = Reader(shard.rank, cache.cache, frozenset())
@@ -148,7 +161,16 @@ class Worker:
             self._ask,
         )
         holder = Holder(agent, world.limits.lease_s, stats)
-        self.exchange = Exchange(agent, holder, peers, transfers, reads, notifier, stats)
+        self.exchange = Exchange(
+            agent,
+            holder,
+            peers,
+            transfers,
+            reads,
+            notifier,
+            stats,
+            lambda: Budget(self._budget, partial(next, count())),
+        )
 
     def describe(self) -> WorkerDescription:
         """What it says of itself."""
@@ -166,9 +188,24 @@ class Worker:
         if ticks and not steps:
             steps = [Step()]
         self.engine.taken_up(self, steps)
+        self._woken = False
         report = self.exchange.turn(steps, self.world.now_s)
         self.engine.hear(self, report)
         return report
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the connector's thread takes another turn by itself."""
+        exchange = self.exchange
+        if self._woken or self.steps or exchange.has_backlog:
+            return True
+        if exchange.is_moving or exchange.is_talking:
+            return True
+        due_s = exchange.next_due_s(self.world.now_s)
+        return due_s is not None and due_s <= self.world.now_s
+
+    def _wake(self) -> None:
+        self._woken = True
 
     def set_hung(self, hung: bool) -> None:
         """Stop the process, or let it go on."""
@@ -204,7 +241,9 @@ class Worker:
             and not len(exchange.holder)
             and not len(exchange.reads)
             and not len(exchange.transfers)
-            and not exchange.is_waiting
+            and not len(exchange.peers)
+            and not exchange.peers.retired
+            and exchange.next_due_s(self.world.now_s) is None
             and (area is None or area.spans.free_bytes == area.spans.size_bytes)
         )
 

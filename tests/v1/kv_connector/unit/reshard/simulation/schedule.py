@@ -49,6 +49,9 @@ _PATIENCE_S = (0.0, 0.0, 0.05, 0.2, 1.0, 1.0) + 160 * (5.0,)
 """How time passes once everything is healed: at the end all deadlines, graces and back-offs are
 over, and every peer was idle for long."""
 
+_MOST_TURNS = 100
+"""More than any backlog takes, of any of these workers."""
+
 _Each = TypeVar("_Each")
 
 
@@ -417,7 +420,22 @@ class Simulation:
                 worker.jobs.jobs.popleft()()
             if worker.memory.copies is not None:
                 worker.memory.copies.close()
+            self._take_turns(worker)
+
+    def _take_turns(self, worker: Worker) -> None:
+        """All turns that a worker takes by itself, as its thread does when there is more to do.
+
+        An engine that holds something takes steps, and its workers hear of them. Others are called
+        by nobody, and have to know when they are due.
+        """
+        if isinstance(worker.engine, PrefillEngine):
             worker.turn(ticks=True)
+        for _ in range(_MOST_TURNS):
+            if not worker.is_awake:
+                return
+            worker.turn(ticks=False)
+            if not worker.exchange.has_backlog:
+                return
 
     def _start_prefill(self, host: str) -> None:
         address = RemoteEngineAddress(self.world.wire.name("prefill"), host, 5600)

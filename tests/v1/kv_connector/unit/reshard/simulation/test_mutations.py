@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -65,6 +66,7 @@ def requests_are_quiet_once_given_up(monkeypatch):
         give_up(self, request_id)
         for running in [each for each in self._posted if each.request_id == request_id]:
             self._posted.remove(running)
+            self._free(running)
             self._events.append(running.quiet())
 
     monkeypatch.setattr(Transfers, "give_up", forget)
@@ -145,12 +147,23 @@ def lookups_that_nobody_wants_break_nothing_off(monkeypatch):
     monkeypatch.setattr(PeerTable, "break_off_with", lambda *_: None)
 
 
+def peers_are_never_due(monkeypatch):
+    """The thread sleeps while there are retries, idle peers to forget and agents to close."""
+    monkeypatch.setattr(PeerTable, "next_due_s", math.inf)
+
+
+def backlog_is_forgotten(monkeypatch):
+    """The thread sleeps though there was more to post than fits a turn."""
+    monkeypatch.setattr(RequestReads, "has_backlog", False)
+    monkeypatch.setattr(Transfers, "is_moving", property(lambda self: bool(self._posted)))
+
+
 @pytest.mark.parametrize(
     ("plant", "fault"),
     [
-        (blocks_are_free_once_nixl_says_failed, "may be written|lands in memory"),
+        (blocks_are_free_once_nixl_says_failed, "may be written|lands in memory|may write"),
         (spans_are_free_once_nixl_says_failed, "lands in memory of|may write"),
-        (requests_are_quiet_once_given_up, "may be written|lands in memory"),
+        (requests_are_quiet_once_given_up, "may be written|lands in memory|may write"),
         (leases_are_not_looked_up, "other bytes"),
         (leases_are_not_struck_out, "other bytes"),
         (every_notification_is_believed, "its lease has not run out"),
@@ -161,6 +174,8 @@ def lookups_that_nobody_wants_break_nothing_off(monkeypatch):
         (steps_in_flight_are_not_waited_for, "who writes there"),
         (hung_reads_of_failed_requests_have_no_deadline, "is not over"),
         (lookups_that_nobody_wants_break_nothing_off, "is not over"),
+        (peers_are_never_due, "is not over"),
+        (backlog_is_forgotten, "is not over|in its time"),
     ],
 )
 def test_planted_defect_is_found(plant: Plant, fault: str, monkeypatch):

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 
 NUM_BLOCKS = 8

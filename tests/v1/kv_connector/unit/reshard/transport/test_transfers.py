@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     Transfer,
     TransferState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.measure import DEFAULT_COSTS
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
@@ -183,9 +186,10 @@ def test_read_that_nobody_wants_is_quiet_when_it_is_done(one_window_parts, plane
     transfers.start("r", one_window_parts[:1], agent, 0.0)
     transfers.give_up("r")
     assert transfers.advance(1000.0) == [] and not agent.released
-    assert not transfers.is_moving
+    assert transfers.is_lingering and not transfers.is_moving
     agent.states[0] = TransferState.DONE
     (event,) = transfers.advance(2000.0)
+    assert not transfers.is_lingering
     assert quiet([event]) == [("r", 0)] and event.telemetry is None
     assert agent.released == [0] and not copies.made
     assert transfers.area.spans.free_bytes == planes_in_arena * PLANE_BYTES
@@ -384,3 +388,70 @@ def test_arena_that_stands_still_keeps_nobody_waiting(one_window_parts):
     transfers.start("first", one_window_parts[:1], agent, 0.0)
     transfers.start("late", one_window_parts[:1], agent, 1000.0)
     assert [lists[0] for lists in agent.posted] == [ARENA_LIST, DIRECT_LIST]
+
+
+def pieces(number: int) -> Budget:
+    """A budget for so many pieces of work."""
+    return Budget(number, partial(next, count()))
+
+
+@pytest.mark.parametrize("planes_in_arena", [0, 32], ids=["direct", "staged"])
+def test_posting_goes_on_in_the_next_turn(one_window_parts, planes_in_arena):
+    """A request of many parts takes as many turns as the budget says, and every part is posted."""
+    transfers, agent, _ = make(planes_in_arena)
+    parts = one_window_parts
+    if not planes_in_arena:
+        parts = [Part(PREPARED, [part.window.selection]) for part in parts]
+    transfers.start("r", parts, agent, 0.0, pieces(1))
+    assert len(agent.posted) == 1 and transfers.is_moving
+    assert transfers.has_backlog
+    for posted in (2, 3, 4):
+        transfers.advance(0.0, pieces(1))
+        assert len(agent.posted) == posted
+    assert not transfers.has_backlog
+
+
+def test_direct_backlog_holds_up_no_windows(one_window_parts):
+    """Each turn posts one of each at least."""
+    transfers, agent, _ = make(32)
+    direct = [Part(PREPARED, [part.window.selection]) for part in one_window_parts]
+    transfers.start("direct", direct, agent, 0.0, pieces(1))
+    transfers.start("staged", one_window_parts, agent, 0.0, pieces(1))
+    arenas = [lists[0] is ARENA_LIST for lists in agent.posted]
+    assert arenas == [False, False, True]
+
+
+def test_every_read_is_looked_at_in_turns(one_window_parts):
+    """However small the budget, and whatever is in flight before it."""
+    transfers, agent, _ = make(32)
+    looked: list[int] = []
+    agent.poll = lambda transfer: looked.append(transfer.handle) or TransferState.IN_FLIGHT
+    transfers.start("r", one_window_parts, agent, 0.0)
+    looked.clear()
+    for _ in range(8):
+        transfers.advance(0.0, pieces(1))
+    assert looked == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_backlog_of_a_connection_that_drains_is_never_posted(one_window_parts):
+    """Nor that of a request that nobody wants any more."""
+    transfers, agent, _ = make(0)
+    direct = [Part(PREPARED, [part.window.selection]) for part in one_window_parts]
+    other = Connection()
+    transfers.start("a", direct, agent, 0.0, pieces(1))
+    transfers.start("b", direct, other, 0.0, pieces(1))
+    transfers.give_up("b")
+    transfers.retire(agent)
+    events = transfers.advance(0.0)
+    assert "was given up" in failures(events)["a"] and "b" not in failures(events)
+    num_posted = len(agent.posted) + len(other.posted)
+    assert len(quiet(events)) + num_posted == 2 * len(direct)
+    assert not transfers.has_backlog and len(transfers) == num_posted
+
+
+def test_windows_without_spans_are_no_backlog(one_window_parts):
+    """They wait for others, and not for a turn."""
+    transfers, agent, _ = make(2)
+    transfers.start("r", one_window_parts, agent, 0.0)
+    assert len(agent.posted) == 2 and len(transfers) == 4
+    assert transfers.is_moving and not transfers.has_backlog

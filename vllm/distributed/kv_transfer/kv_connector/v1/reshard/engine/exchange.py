@@ -9,7 +9,8 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from vllm.logger import init_logger
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import Heartbeats
 from ..transport.agent import NixlAgent
+from ..transport.budget import Budget
 from ..transport.transfers import Transfers
 from .envelopes import ReshardConnectorMetadata
 from .holder import Holder
@@ -27,6 +29,12 @@ from .reads import RequestReads, named
 from .stats import ReshardStats
 
 logger = init_logger(__name__)
+
+BUDGET_S = 0.25e-3
+"""For how long a turn looks at what is on its way, and for how long again it posts what waits."""
+
+_LINGER_S = 0.05
+"""Between two looks at reads that nobody wants any more. Somebody has to see them end."""
 
 
 class Event(Protocol):
@@ -81,6 +89,10 @@ class Report:
             self.stats.aggregate(later.stats)
 
 
+def _budget() -> Budget:
+    return Budget(BUDGET_S)
+
+
 class Exchange:
     """One worker's part in moving KV caches.
 
@@ -92,6 +104,7 @@ class Exchange:
         reads: The requests that it reads.
         notifier: What it tells others.
         stats: What is counted.
+        budget: What a turn may take for each of looking and posting, beginning when it is called.
     """
 
     def __init__(
@@ -103,6 +116,7 @@ class Exchange:
         reads: RequestReads,
         notifier: Notifier,
         stats: ReshardStats,
+        budget: Callable[[], Budget] = _budget,
     ) -> None:
         self.agent = agent
         self.holder = holder
@@ -111,13 +125,19 @@ class Exchange:
         self.reads = reads
         self._notifier = notifier
         self._stats = stats
+        self._budget = budget
         self._steps: list[Step] = []
         # What has ended in a turn that has failed is told by the next one.
         self._report = Report()
+        # What the last turn has ended is told by the next one.
+        self._has_ended = False
         self._closed = False
 
     def turn(self, steps: Sequence[Step], now_s: float) -> Report:
-        """Take up what is asked for, look at everything on its way, and say what has ended."""
+        """Take up what is asked for, look at what is on its way, and say what has ended.
+
+        What goes beyond the budget is for the next turn: see `has_backlog`.
+        """
         self._steps += steps
         # An idle engine takes no steps: a handshake that has failed since the last one, however
         # long ago, fails nobody who asks now.
@@ -125,7 +145,8 @@ class Exchange:
         while self._steps and _may_begin(self._steps[0]):
             self._take_up(self._steps.pop(0), now_s)
         self._advance_peers(now_s)
-        self.reads.advance(now_s)
+        self.reads.begin(now_s, self._budget())
+        self.reads.advance(now_s, self._budget())
         for generation in self.peers.take_just_retired():
             self.transfers.retire(generation)
         report = self._report
@@ -133,31 +154,42 @@ class Exchange:
         report.received |= self.reads.take_received()
         # Before a connection is closed that the holders are told over.
         self._notifier.flush()
-        for generation in self.peers.generations():
-            if now_s < generation.talks_until_s:
-                generation.advance()
-        for generation in self.peers.take_due(now_s):
+        self._notifier.advance(now_s)
+        ended = self.peers.take_due(now_s)
+        for generation in ended:
             self.reads.end(generation)
+        self._has_ended = bool(ended)
         if steps:
             report.sent |= self.holder.let_go(now_s)
-        if not self._stats.is_empty():
+        # Figures alone are no reason to have the engine's thread collect them.
+        if (report or not self.is_moving) and not self._stats.is_empty():
             report.stats = self._stats.clone_and_reset()
         self._report = Report()
         return report
 
-    def is_moving(self, now_s: float) -> bool:
-        """Whether another turn soon may tell something that somebody waits for."""
-        if self._steps or self.transfers.is_moving:
-            return True
-        return any(
-            generation.leases or now_s < generation.talks_until_s
-            for generation in self.peers.generations()
-        )
+    @property
+    def has_backlog(self) -> bool:
+        """Whether there was more to do than fits a turn."""
+        return self.reads.has_backlog
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether another turn may have something to do, sooner or later."""
-        return bool(self.reads or len(self.peers) or self.peers.retired)
+    def is_moving(self) -> bool:
+        """Whether another turn soon may tell something that somebody waits for."""
+        return bool(self._steps or self._has_ended or self.reads.is_moving)
+
+    @property
+    def is_talking(self) -> bool:
+        """Whether something that was sent needs a look now and then to get on its way."""
+        return self._notifier.is_talking
+
+    def next_due_s(self, now_s: float) -> float | None:
+        """When another turn is due though nobody calls for it and nothing moves; None for never."""
+        due_s = [self.peers.next_due_s]
+        if (reads_due_s := self.reads.next_due_s) is not None:
+            due_s.append(reads_due_s)
+        if self.transfers.is_lingering:
+            due_s.append(now_s + _LINGER_S)
+        return min(due_s) if min(due_s) < math.inf else None
 
     def close(self, now_s: float) -> None:
         """End everything. Nothing that was read writes any more after this."""
@@ -188,7 +220,7 @@ class Exchange:
         for peer, error in news:
             address = peer.address
             if error is None:
-                self.reads.begin(peer, now_s)
+                self.reads.ready(peer)
                 continue
             self._stats.record_handshake_failure(error)
             failed = self.reads.fail_waiting(peer, error)

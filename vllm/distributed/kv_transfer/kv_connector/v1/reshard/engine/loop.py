@@ -7,12 +7,16 @@
 
 The engine's thread does nothing but that, and waits for nothing. The connector's owns everything
 else: NIXL's agents, the peers, the ledgers. It looks often while reads are in flight, ever less
-often while nothing moves, and sleeps when nothing is under way.
+often while nothing moves, and sleeps until somebody calls or something is due otherwise.
+
+Both share the interpreter. A turn takes a fraction of a millisecond, and the interpreter is let go
+of after each; within one, as elsewhere in this process, whoever wants it waits `SWITCH_S` at most.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -28,8 +32,15 @@ _SHORTEST_REST_S, _LONGEST_REST_S = 50e-6, 1e-3
 """Between two looks at reads in flight. NIXL needs them: without threads of its own, an agent over
 TCP reads as much as has arrived since the last one."""
 
-_IDLE_REST_S = 0.05
-"""Between two looks while there is nothing but deadlines and handshakes to wait for."""
+_LONGEST_TALK_REST_S = 10e-3
+"""Between two looks where nobody waits for what they make advance: messages to others."""
+
+_AFTER_FAULT_S = 0.05
+"""After a turn that has failed: if they all do, the log is not to be full of it."""
+
+SWITCH_S = 0.25e-3
+"""How long a thread that computes keeps the interpreter where another one wants it. Python's own 5
+ms are as long as a step of a small model."""
 
 _MOMENT_S = 20e-6
 """Where the engine steps with nothing to compute, it leaves the interpreter for so long, which the
@@ -74,6 +85,7 @@ class ConnectorThread:
 
     def start(self) -> None:
         """Begin."""
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread.start()
 
     def hand_over(self, step: Step) -> None:
@@ -127,19 +139,24 @@ class ConnectorThread:
                 # What nobody thought of ends neither the engine nor other requests.
                 logger.exception("A turn of the connector's thread has failed, and the next begins")
                 report = Report()
-                # If they all fail, the log is not to be full of it.
-                time.sleep(_IDLE_REST_S)
+                time.sleep(_AFTER_FAULT_S)
             if report:
                 self._reports.append(report)
-            self._moves = self._exchange.is_moving(now_s)
+            self._moves = self._exchange.is_moving
             self._holds = len(self._exchange.holder) > 0
             if report or steps:
                 rest_s = _SHORTEST_REST_S
-            if self._moves:
+            if self._exchange.has_backlog:
+                # To wait for news would not let go of the interpreter where there are some.
+                time.sleep(_SHORTEST_REST_S)
+            elif self._moves or self._exchange.is_talking:
                 self._news.wait(rest_s)
-                rest_s = min(2 * rest_s, _LONGEST_REST_S)
+                longest_s = _LONGEST_REST_S if self._moves else _LONGEST_TALK_REST_S
+                rest_s = min(2 * rest_s, longest_s)
             else:
-                self._news.wait(_IDLE_REST_S if self._exchange.is_waiting else None)
+                due_s = self._exchange.next_due_s(now_s)
+                rests_s = None if due_s is None else max(due_s - self._clock(), _SHORTEST_REST_S)
+                self._news.wait(rests_s)
 
 
 def on_cores(cores: Collection[int] | None) -> None:

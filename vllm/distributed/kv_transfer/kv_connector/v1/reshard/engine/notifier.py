@@ -46,6 +46,13 @@ class Notifier:
         self._name = name
         self._stats = stats
         self._outgoing: dict[tuple[Generation, str], _Outgoing] = {}
+        # Those over which something was sent that may be on its way.
+        self._talking: dict[Generation, None] = {}
+
+    @property
+    def is_talking(self) -> bool:
+        """Whether something that was sent may be on its way."""
+        return bool(self._talking)
 
     def release(
         self,
@@ -81,6 +88,14 @@ class Notifier:
             messages = releases(self._name, outgoing.releases)
             self._notify(holders, peer, messages, known_as_broken=outgoing.known_as_broken)
 
+    def advance(self, now_s: float) -> None:
+        """Let NIXL get on with what was sent."""
+        for holders in list(self._talking):
+            if holders.is_connected and now_s < holders.talks_until_s:
+                holders.advance()
+            else:
+                del self._talking[holders]
+
     def _notify(
         self,
         holders: Generation,
@@ -92,6 +107,7 @@ class Notifier:
         for message in messages:
             try:
                 holders.notify(peer, message)
+                self._talking[holders] = None
                 self._stats.record_notification()
             except TransferError as error:
                 # The holder frees the blocks when their lease runs out.

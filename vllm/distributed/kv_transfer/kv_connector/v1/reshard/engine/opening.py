@@ -8,7 +8,6 @@ what nobody else has seen.
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,18 +18,15 @@ from typing import Literal
 
 from vllm.logger import init_logger
 
-from ..errors import RemoteLayoutError
 from ..memory.summary import describe_reads, layers_text
-from ..plan.reshard import plan_reshard
 from ..plan.shards import Shard
-from ..plan.verify import verify_plan
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import WorkerDescription
 from ..transport.agent import NixlAgent
 from ..transport.generation import Generation
 from ..transport.remote import Reader, RemoteEngine
 from ..transport.staging_area import StagingArea
-from .drafts import without_missing_drafts
+from .plans import Planner
 
 logger = init_logger(__name__)
 
@@ -80,11 +76,13 @@ class Opener:
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-opener")
         self._local: Local | None = None
+        self._planner: Planner | None = None
         self._ask: Ask | None = None
 
     def begin(self, local: Local, ask: Ask) -> None:
         """What to connect and how to ask, known once the caches are registered."""
         self._local, self._ask = local, ask
+        self._planner = Planner(local.shards, local.spread, local.missing_drafts)
 
     def open(self, address: RemoteEngineAddress) -> Future[Generation]:
         """Shake hands with an engine and prepare all lists; waits for nothing.
@@ -135,22 +133,16 @@ class Opener:
     def _prepare(
         self, address: RemoteEngineAddress, descriptions: Answer, began_s: float
     ) -> Generation:
-        local = self._local
-        assert local is not None
+        local, planner = self._local, self._planner
+        assert local is not None and planner is not None
         shards = [description.shard for description in descriptions]
-        needed, missing = without_missing_drafts(shards, local.shards, local.missing_drafts)
-        if missing:
+        planned = planner.plan(shards)
+        plan = planned.plan
+        if planned.missing:
             logger.warning(
                 "Drafts start cold: engine %s does not have their layers (%s).",
                 address.engine_id,
-                layers_text(missing),
-            )
-        plan = plan_reshard(shards, needed, spread=local.spread)
-        # It costs many times what planning does: it is for who looks for a defect of ours.
-        if logger.isEnabledFor(logging.DEBUG) and (faults := verify_plan(shards, needed, plan)):
-            raise RemoteLayoutError(
-                f"no plan fits what engine {address.engine_id} says of itself ({faults[0]}): run "
-                "the same build of the connector on both engines"
+                layers_text(planned.missing),
             )
         agent = self._make_agent(f"reader/{uuid.uuid4()}")
         try:

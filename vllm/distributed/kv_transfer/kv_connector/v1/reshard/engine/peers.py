@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that a worker knows: when to shake hands, when to try again, when to forget.
 
+A turn costs nothing for peers with which nothing is to be done: the table keeps those apart with
+which something is, and knows when it has to look at the others.
+
 The table belongs to the connector's thread. Generations are opened by other threads, which are
 given values, return generations through futures, and touch nothing of the table.
 """
@@ -8,7 +11,8 @@ given values, return generations through futures, and touch nothing of the table
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -22,11 +26,15 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 STEADY_S = 60.0
 """An engine whose reads have not failed for this long has no past."""
 
+_LOOK_AGAIN_S = 1.0
+"""An engine that nobody has wanted for long, and that is read from all the same, is looked at again
+after this."""
+
 Open = Callable[[RemoteEngineAddress], Future[Generation]]
 """Shakes hands with an engine, and prepares everything for it; blocks on nothing."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Peer:
     """Another engine, from the first time that it is wanted.
 
@@ -53,7 +61,7 @@ class Peer:
     generation: Generation | None = None
     opening: Future[Generation] | None = None
     began_s: float = 0.0
-    waiting: list[tuple[RequestId, Receive]] = field(default_factory=list)
+    waiting: deque[tuple[RequestId, Receive]] = field(default_factory=deque)
     failures: int = 0
     breaks: int = 0
     retry_at_s: float = 0.0
@@ -61,7 +69,8 @@ class Peer:
 
     def take_waiting(self) -> list[tuple[RequestId, Receive]]:
         """The requests that waited; they do not any more."""
-        waiting, self.waiting = self.waiting, []
+        waiting = list(self.waiting)
+        self.waiting.clear()
         return waiting
 
     @property
@@ -72,13 +81,17 @@ class Peer:
         generation = self.generation
         return generation is None or (generation.lifetime.is_quiet and not generation.leases)
 
-    def is_over(self, now_s: float, idle_limit_s: float) -> bool:
-        """Whether nobody misses it: it is idle for long, or gone and out of its back-off."""
-        if not self.is_idle:
-            return False
+    @property
+    def has_news(self) -> bool:
+        """Whether it is to be connected, is being, or has requests waiting."""
+        unconnected = self.generation is None and self.wanted
+        return bool(unconnected or self.opening is not None or self.waiting)
+
+    def over_at_s(self, idle_limit_s: float) -> float:
+        """From when on nobody misses it, if it is idle: for long, or gone and out of back-off."""
         if self.broken and not self.wanted:
-            return now_s >= max(self.retry_at_s, self.remembered_until_s)
-        return now_s - self.last_wanted_s > idle_limit_s
+            return max(self.retry_at_s, self.remembered_until_s)
+        return self.last_wanted_s + idle_limit_s
 
 
 class PeerTable:
@@ -97,6 +110,10 @@ class PeerTable:
         self._open = open_generation
         self._idle_limit_s = idle_limit_s if idle_limit_s > 0 else math.inf
         self._peers: dict[RemoteEngineAddress, Peer] = {}
+        # Those that have news, in the order in which they first had some.
+        self._active: dict[RemoteEngineAddress, Peer] = {}
+        # No peer is over before.
+        self._sweep_at_s = math.inf
         self._retired: list[Generation] = []
         self._just_retired: list[Generation] = []
         self._handshakes_s: list[float] = []
@@ -114,20 +131,26 @@ class PeerTable:
         """Generations that drain, the oldest first."""
         return tuple(self._retired)
 
-    def generations(self) -> Iterator[Generation]:
-        """All generations: those in use, and those that drain."""
-        for peer in self._peers.values():
-            if peer.generation is not None:
-                yield peer.generation
-        yield from self._retired
+    @property
+    def next_due_s(self) -> float:
+        """When the table is to be looked at next, though nothing happens until then."""
+        closings = (each.lifetime.close_at_s(wanted=len(each.leases) > 0) for each in self._retired)
+        retries = (
+            peer.retry_at_s
+            for peer in self._active.values()
+            if peer.generation is None and peer.opening is None
+        )
+        return min(at_s for at_s in (*closings, *retries, self._sweep_at_s) if at_s is not None)
 
     def want(self, address: RemoteEngineAddress, now_s: float) -> Peer:
         """The engine at an address; from now on it is in use."""
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = Peer(address, now_s)
+            self._sweep_by(now_s + self._idle_limit_s)
         peer.last_wanted_s = now_s
         peer.wanted = True
+        self._active[address] = peer
         return peer
 
     def advance(self, now_s: float) -> list[tuple[Peer, Exception | None]]:
@@ -137,12 +160,10 @@ class PeerTable:
             Peers for which requests wait that can begin now, each with None, and peers whose
             handshake has failed, each with the reason.
         """
+        if now_s >= self._sweep_at_s:
+            self._sweep(now_s)
         news: list[tuple[Peer, Exception | None]] = []
-        for peer in list(self._peers.values()):
-            if peer.is_over(now_s, self._idle_limit_s):
-                self._retire(peer, now_s)
-                del self._peers[peer.address]
-                continue
+        for peer in list(self._active.values()):
             if peer.opening is not None and peer.opening.done():
                 error = self._end_handshake(peer, peer.opening, now_s)
                 if error is not None:
@@ -155,6 +176,8 @@ class PeerTable:
                     peer.opening = self._open(peer.address)
             elif peer.waiting:
                 news.append((peer, None))
+            if not peer.has_news:
+                del self._active[peer.address]
         return news
 
     def break_off(self, peer: Peer, generation: Generation, now_s: float) -> None:
@@ -173,6 +196,7 @@ class PeerTable:
         peer.retry_at_s = now_s + (_back_off_s(peer.breaks) if peer.breaks else 0.0)
         peer.remembered_until_s = peer.retry_at_s + STEADY_S
         peer.breaks += 1
+        self._sweep_by(peer.remembered_until_s)
 
     def break_off_with(self, generation: Generation, now_s: float) -> None:
         """Something else that was read with a generation has failed or hangs: see `break_off`."""
@@ -204,6 +228,7 @@ class PeerTable:
             if peer.opening is not None and not peer.opening.cancel():
                 peer.opening.add_done_callback(_close_unwanted)
         self._peers.clear()
+        self._active.clear()
         retired, self._retired = self._retired, []
         return retired
 
@@ -214,6 +239,28 @@ class PeerTable:
             self._retired.append(peer.generation)
             self._just_retired.append(peer.generation)
             peer.generation = None
+            if peer.waiting:
+                # They are read with the next one.
+                peer.wanted = True
+                self._active[peer.address] = peer
+
+    def _sweep(self, now_s: float) -> None:
+        """Forget peers that are over, and note when the next one may be."""
+        self._sweep_at_s = math.inf
+        for peer in list(self._peers.values()):
+            over_at_s = peer.over_at_s(self._idle_limit_s)
+            if now_s < over_at_s:
+                self._sweep_by(over_at_s)
+            elif not peer.is_idle:
+                self._sweep_by(now_s + _LOOK_AGAIN_S)
+            else:
+                self._retire(peer, now_s)
+                del self._peers[peer.address]
+                self._active.pop(peer.address, None)
+
+    def _sweep_by(self, at_s: float) -> None:
+        """A peer may be over from then on."""
+        self._sweep_at_s = min(self._sweep_at_s, at_s)
 
     def _end_handshake(
         self, peer: Peer, opening: Future[Generation], now_s: float
@@ -229,6 +276,7 @@ class PeerTable:
             peer.wanted = False
             peer.retry_at_s = now_s + _back_off_s(peer.failures)
             peer.broken = True
+            self._sweep_by(peer.retry_at_s)
             return error
         self._handshakes_s.append(now_s - peer.began_s)
         peer.failures, peer.broken = 0, False
@@ -241,6 +289,7 @@ class PeerTable:
                 # It has restarted under a new id.
                 other.broken = True
                 self._retire(other, now_s)
+                self._sweep_by(now_s)
         return None
 
 

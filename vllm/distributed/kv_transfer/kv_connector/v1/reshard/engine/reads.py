@@ -17,10 +17,11 @@ from vllm.logger import init_logger
 
 from ..errors import ReshardError
 from ..protocol.ledgers import ConsumerLedger, RequestId
-from ..protocol.messages import Receive
+from ..protocol.messages import Receive, RemoteEngineAddress
+from ..transport.budget import Budget
 from ..transport.generation import Generation
 from ..transport.lease_check import Doubt, PreparedTable, Verdict
-from ..transport.remote import Reader
+from ..transport.remote import Reader, RequestBlocks
 from ..transport.transfers import PartFailed, Transfers
 from .notifier import Notifier
 from .peers import Peer, PeerTable
@@ -100,6 +101,10 @@ class RequestReads:
         self._stats = stats
         self._timeout_s = timeout_s
         self._ledger: ConsumerLedger[int] = ConsumerLedger()
+        # Connected peers for which requests wait, in turns.
+        self._ready: dict[RemoteEngineAddress, Peer] = {}
+        # Those with which leases are being looked up.
+        self._looking: dict[Generation, None] = {}
         self._reading: dict[RequestId, _Reading] = {}
         # In the order in which they are due.
         self._deadlines: deque[tuple[float, RequestId, int]] = deque()
@@ -110,6 +115,16 @@ class RequestReads:
     def __len__(self) -> int:
         """Requests that are not quiet."""
         return len(self._reading)
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether more can begin than a turn's budget has allowed."""
+        return bool(self._ready) or self._transfers.has_backlog
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether looking again soon may tell something that somebody waits for."""
+        return bool(self.has_backlog or self._transfers.is_moving or self._looking or self._hung)
 
     @property
     def next_due_s(self) -> float | None:
@@ -144,18 +159,30 @@ class RequestReads:
             self._account(request_id, receive, peer, now_s)
         peer.waiting.append((request_id, receive))
 
-    def begin(self, peer: Peer, now_s: float) -> None:
-        """Post the reads of everything that has waited for a peer which is connected now."""
-        generation = peer.generation
-        assert generation is not None
-        for request_id, receive in peer.take_waiting():
-            if not any(receive.local_block_ids):
-                self._notify(receive, generation)
+    def ready(self, peer: Peer) -> None:
+        """What has waited for a peer can begin: it is connected now."""
+        self._ready[peer.address] = peer
+
+    def begin(self, now_s: float, budget: Budget) -> None:
+        """Post reads of what has waited, one request of each peer in turns.
+
+        Args:
+            now_s: The time.
+            budget: As far as it goes.
+        """
+        self._transfers.post(now_s, budget)
+        while self._ready:
+            if self._transfers.has_backlog:
+                return
+            address, peer = next(iter(self._ready.items()))
+            del self._ready[address]
+            if not peer.waiting or peer.generation is None:
                 continue
-            reading = self._reading.get(request_id)
-            # It may have failed while it waited.
-            if reading is not None and reading.receive is receive and not reading.failed:
-                self._begin(request_id, reading, generation, now_s)
+            self._begin_next(peer, peer.generation, now_s, budget)
+            if peer.waiting:
+                self._ready[address] = peer
+            if budget.is_spent:
+                return
 
     def fail_waiting(self, peer: Peer, error: Exception) -> list[RequestId]:
         """A peer cannot be connected: fail who waited for it; returns the requests."""
@@ -174,9 +201,9 @@ class RequestReads:
             if (reading := self._reading.get(request_id)) is not None:
                 self._fail(request_id, reading, "another worker could not read it", None)
 
-    def advance(self, now_s: float) -> None:
-        """Look at everything on its way, and fail what takes too long."""
-        for event in self._transfers.advance(now_s):
+    def advance(self, now_s: float, budget: Budget) -> None:
+        """Look at what is on its way, as far as the budget goes, and fail what takes too long."""
+        for event in self._transfers.advance(now_s, budget):
             reading = self._reading[event.request_id]
             if isinstance(event, PartFailed):
                 if not event.local:
@@ -188,12 +215,14 @@ class RequestReads:
                 self._stats.record_transfer(event.telemetry, event.strategy)
             if self._ledger.leg_quiet(event.request_id, event.key):
                 self._look_up(event.request_id, reading)
-        for generation in self._peers.generations():
+        for generation in list(self._looking):
             for verdict in generation.leases.advance():
                 self._judge(verdict)
                 if verdict.doubt is Doubt.PEER:
                     # Also where its request has failed meanwhile: nobody else would tell.
                     self._peers.break_off_with(generation, now_s)
+            if not generation.leases:
+                del self._looking[generation]
         while (due_at_s := self.next_due_s) is not None and due_at_s <= now_s:
             _, request_id, _ = self._deadlines.popleft()
             self._run_out_of_time(request_id, self._reading[request_id], now_s)
@@ -201,6 +230,7 @@ class RequestReads:
 
     def end(self, generation: Generation) -> None:
         """Close a generation: all that it could write into is quiet from now on."""
+        self._looking.pop(generation, None)
         for verdict in generation.leases.give_up():
             self._judge(verdict)
         generation.close()
@@ -259,10 +289,26 @@ class RequestReads:
         self._ledger.begin(request_id)
         return reading
 
+    def _begin_next(self, peer: Peer, generation: Generation, now_s: float, budget: Budget) -> None:
+        """Begin the request that has waited longest for a peer."""
+        request_id, receive = peer.waiting.popleft()
+        if not any(receive.local_block_ids):
+            self._notify(receive, generation)
+            return
+        reading = self._reading.get(request_id)
+        # It may have failed while it waited.
+        if reading is not None and reading.receive is receive and not reading.failed:
+            self._begin(request_id, reading, generation, now_s, budget)
+
     def _begin(
-        self, request_id: RequestId, reading: _Reading, generation: Generation, now_s: float
+        self,
+        request_id: RequestId,
+        reading: _Reading,
+        generation: Generation,
+        now_s: float,
+        budget: Budget,
     ) -> None:
-        """Post all reads of a request."""
+        """Read a request: what of it goes beyond the budget is posted in later turns."""
         assert self._reader is not None
         receive, engine = reading.receive, generation.engine
         if self._has_too_much_in_doubt() and reading.peer is not None and reading.peer.breaks:
@@ -270,7 +316,8 @@ class RequestReads:
             self._fail(request_id, reading, reason, ReadFailure.DOUBT)
             return
         try:
-            selected = [(leg, leg.select(receive, self._reader)) for leg in engine.legs]
+            blocks = RequestBlocks(receive, self._reader)
+            selected = [(leg, blocks.select(leg.leg)) for leg in engine.legs]
         except ReshardError as error:
             self._fail(request_id, reading, str(error), ReadFailure.PARAMETERS)
             return
@@ -281,12 +328,14 @@ class RequestReads:
             table for name, table in engine.lease_tables.items() if name in read_from
         ]
         self._ledger.post(request_id, range(len(parts)), following_steps=len(reading.lease_tables))
-        self._transfers.start(request_id, parts, generation, now_s)
+        self._transfers.start(request_id, parts, generation, now_s, budget)
 
     def _look_up(self, request_id: RequestId, reading: _Reading) -> None:
         """All of a request was read: see that it was still held, and was what was wanted."""
         receive, generation = reading.receive, reading.generation
         assert receive.binding is not None and generation is not None
+        if reading.lease_tables:
+            self._looking[generation] = None
         for table in reading.lease_tables:
             generation.leases.want(
                 (request_id, reading.number), receive.remote_request_id, receive.binding, table
@@ -334,19 +383,23 @@ class RequestReads:
         num_ids = self._reader.cache.num_block_ids
         return self._num_in_doubt * _MOST_IN_DOUBT > num_ids
 
+    @property
+    def _hung(self) -> Generation | None:
+        """A connection that is not waited for any longer, where too much memory is in doubt."""
+        if not self._num_in_doubt or not self._has_too_much_in_doubt():
+            return None
+        draining = (each for each in self._peers.retired if not each.lifetime.is_quiet)
+        return next(draining, None)
+
     def _contain(self, now_s: float) -> None:
         """Where too much memory is in doubt, wait for hung peers no longer."""
-        if not self._num_in_doubt or not self._has_too_much_in_doubt():
-            return
-        for generation in self._peers.retired:
-            if not generation.lifetime.is_quiet:
-                logger.error(
-                    "Cutting a connection whose reads do not end: %d blocks of failed requests "
-                    "may be written by such reads. Its engine may have to be restarted.",
-                    self._num_in_doubt,
-                )
-                generation.lifetime.force(now_s)
-                return
+        if (generation := self._hung) is not None:
+            logger.error(
+                "Cutting a connection whose reads do not end: %d blocks of failed requests "
+                "may be written by such reads. Its engine may have to be restarted.",
+                self._num_in_doubt,
+            )
+            generation.lifetime.force(now_s)
 
     def _release(self, reading: _Reading) -> None:
         """Tell the holders of a request's blocks that this worker is through with them."""

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -36,6 +37,7 @@ from ..errors import LocalLayoutError, RemoteLayoutError
 from ..plan.reshard import Read
 from ..plan.shards import Layer
 from .cache import Plane, RankCache
+from .overlap import BlockSpan, Overlap, overlap
 
 Rows: TypeAlias = npt.NDArray[np.uint64]
 """Strided descriptors, shape (rows, 5): address, length, device id, stride, count; in bytes."""
@@ -46,19 +48,6 @@ Indices: TypeAlias = npt.NDArray[np.int32]
 _MAX_DESCRIPTORS = int(np.iinfo(np.int32).max)
 _MAX_ROWS = 1 << 20
 """Rows of one list: more than any model has runs in a block, and few enough to be written down."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSpan:
-    """The blocks that hold a stretch of a sequence at one end, in one KV-cache group.
-
-    Attributes:
-        block_ids: Shape (blocks,), int32, in the order of the sequence.
-        start_token: Position in the sequence of the first token of the first block.
-    """
-
-    block_ids: npt.NDArray[np.int32]
-    start_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +82,13 @@ class LegEnd:
         """Descriptors that the rows stand for."""
         return len(self.rows) * self.num_blocks
 
+    @property
+    def shape(self) -> Hashable:
+        """How one run of heads lies in the blocks, wherever these are."""
+        rows = self.rows[: self.runs_per_block].copy()
+        rows[:, 0] -= rows[0, 0]
+        return self.block_tokens, rows.tobytes()
+
     def addresses(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where descriptors begin, by their indices; of the same shape."""
         row, block = np.divmod(indices, self.num_blocks)
@@ -123,20 +119,12 @@ class Selection:
     """What a request moves of the planes of one pair of KV-cache groups.
 
     Attributes:
-        src: The request's blocks at the source.
-        dst: The same at the destination.
+        overlap: What its blocks have in common there.
         planes: Positions of the planes in the leg; shape (planes,), int64.
-        chunk_starts: Where in the sequence the chunks begin that both ends hold, a chunk being the
-            tokens that share a block with each other at both ends; shape (chunks,), int64. They are
-            in the order of the source's memory, so that adjoining blocks are adjoining chunks.
-        src_block_ids: The source's block of each chunk, ascending; shape (chunks,), int64.
     """
 
-    src: BlockSpan
-    dst: BlockSpan
+    overlap: Overlap
     planes: npt.NDArray[np.int64]
-    chunk_starts: npt.NDArray[np.int64]
-    src_block_ids: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +139,7 @@ class Leg:
         dst: The destination's end.
         planes_by_groups: For each pair of a source and a destination KV-cache group, the positions
             of the planes of its layers; shape (planes,), int64.
+        shape: Equal for legs whose runs of heads lie alike: what is counted of one is true of all.
     """
 
     read: Read
@@ -159,6 +148,7 @@ class Leg:
     src: LegEnd
     dst: LegEnd
     planes_by_groups: tuple[tuple[tuple[int, int], npt.NDArray[np.int64]], ...]
+    shape: Hashable
 
     @property
     def chunk_tokens(self) -> int:
@@ -194,22 +184,28 @@ class Leg:
             src_blocks: The request's blocks at the source, one span for each of its groups.
             dst_blocks: The same at the destination.
         """
-        selections = []
-        for (src_group, dst_group), planes in self.planes_by_groups:
-            src, dst = src_blocks[src_group], dst_blocks[dst_group]
-            start = max(src.start_token, dst.start_token)
-            stop = min(
-                src.start_token + len(src.block_ids) * self.src.block_tokens,
-                dst.start_token + len(dst.block_ids) * self.dst.block_tokens,
+        return self.selections(
+            lambda groups: overlap(
+                src_blocks[groups[0]],
+                dst_blocks[groups[1]],
+                self.src.block_tokens,
+                self.dst.block_tokens,
             )
-            if start < stop:
-                chunk_starts = np.arange(start, stop, self.chunk_tokens, dtype=np.int64)
-                ids = src.block_ids[(chunk_starts - src.start_token) // self.src.block_tokens]
-                if (np.diff(ids) < 0).any():
-                    order = np.argsort(ids, kind="stable")
-                    chunk_starts, ids = chunk_starts[order], ids[order]
-                selections.append(Selection(src, dst, planes, chunk_starts, ids.astype(np.int64)))
-        return selections
+        )
+
+    def selections(
+        self, overlap_of: Callable[[tuple[int, int]], Overlap | None]
+    ) -> list[Selection]:
+        """As `select`, where others tell what the blocks of two groups have in common.
+
+        Args:
+            overlap_of: Takes a group at the source and one at the destination.
+        """
+        return [
+            Selection(common, planes)
+            for groups, planes in self.planes_by_groups
+            if (common := overlap_of(groups)) is not None
+        ]
 
     def indices(self, selections: Sequence[Selection]) -> tuple[Indices, Indices]:
         """The descriptors that move what was selected.
@@ -233,26 +229,30 @@ class Leg:
         NIXL merges those that follow one another. That is done here for the first run of heads
         only: the others lie in memory as it does.
         """
-        count = 0
-        for each in selections:
-            ends = self._descriptors(each, np.zeros(1, dtype=np.int64))
-            addresses = self.src.addresses(ends[0]), self.dst.addresses(ends[1])
-            length = int(self.src.rows[0, 1])
-            count += count_merged(addresses, length) * self._head_runs(each)
-        return count
+        head_runs_per_plane = self.num_heads // self.run.num_heads
+        return sum(
+            each.overlap.count(self.shape, partial(self._num_merged, each))
+            * len(each.planes)
+            * head_runs_per_plane
+            for each in selections
+        )
 
-    def _head_runs(self, selection: Selection) -> int:
-        return len(selection.planes) * (self.num_heads // self.run.num_heads)
+    def _num_merged(self, selection: Selection) -> int:
+        """The same of the first run of heads."""
+        ends = self._descriptors(selection, np.zeros(1, dtype=np.int64))
+        addresses = self.src.addresses(ends[0]), self.dst.addresses(ends[1])
+        return count_merged(addresses, int(self.src.rows[0, 1]))
 
     def _descriptors(
         self, selection: Selection, head_runs: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The descriptors of both ends for some runs of heads, by run of heads."""
         num_runs = self.chunk_tokens // self.run.num_tokens
-        tokens = _spread(selection.chunk_starts, num_runs, self.run.num_tokens)
+        common = selection.overlap
+        tokens = _spread(common.chunk_starts, num_runs, self.run.num_tokens)
         return (
-            _descriptors(self.src, selection.src, tokens, self.run, head_runs),
-            _descriptors(self.dst, selection.dst, tokens, self.run, head_runs),
+            _descriptors(self.src, common.src, tokens, self.run, head_runs),
+            _descriptors(self.dst, common.dst, tokens, self.run, head_runs),
         )
 
 
@@ -302,28 +302,31 @@ def _leg(read: Read, run: Run, pairs: Sequence[PlanePair], src: RankCache, dst: 
     slice_ = read.num_units * heads_per_unit, run
     for position, pair in enumerate(pairs):
         planes[pair.groups].append(position)
+    src_end = write_end(
+        [pair.src for pair in pairs],
+        src,
+        src_blocks_per_id,
+        read.src_unit_offset * heads_per_unit,
+        *slice_,
+    )
+    dst_end = write_end(
+        [pair.dst for pair in pairs],
+        dst,
+        dst_blocks_per_id,
+        read.dst_unit_offset * heads_per_unit,
+        *slice_,
+    )
     return Leg(
         read,
         tuple(pairs),
         run,
-        write_end(
-            [pair.src for pair in pairs],
-            src,
-            src_blocks_per_id,
-            read.src_unit_offset * heads_per_unit,
-            *slice_,
-        ),
-        write_end(
-            [pair.dst for pair in pairs],
-            dst,
-            dst_blocks_per_id,
-            read.dst_unit_offset * heads_per_unit,
-            *slice_,
-        ),
+        src_end,
+        dst_end,
         tuple(
             (groups, np.asarray(positions, dtype=np.int64))
             for groups, positions in sorted(planes.items())
         ),
+        (run, src_end.shape, dst_end.shape),
     )
 
 

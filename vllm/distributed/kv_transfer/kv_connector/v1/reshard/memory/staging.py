@@ -20,14 +20,15 @@ blocks, or, where a single plane is too large for that, some blocks of one plane
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from .arena import Span
 from .cache import Order, Plane, RankCache
-from .lowering import BlockSpan, Indices, Leg, LegEnd, Run, Selection, write_end
+from .lowering import Indices, Leg, LegEnd, Run, Selection, write_end
+from .overlap import BlockSpan
 from .strategy import CostModel, Strategy, Work
 
 
@@ -60,12 +61,10 @@ class Window:
 
     Attributes:
         selection: What it moves: some of the planes and chunks that its request selected.
-        src_block_ids: The source's blocks that hold them, ascending; shape (blocks,), int64.
         size_bytes: What it takes of the arena.
     """
 
     selection: Selection
-    src_block_ids: npt.NDArray[np.int64]
     size_bytes: int
 
 
@@ -104,28 +103,20 @@ class StagedLeg:
             limit_bytes: No window is larger, unless that is less than one block of one plane.
         """
         for selection in selections:
-            block_ids, firsts = _src_blocks(selection)
-            blocks_at_once = min(max(limit_bytes // self.slice_bytes, 1), len(block_ids))
+            num_blocks = len(selection.overlap.src_blocks)
+            blocks_at_once = min(max(limit_bytes // self.slice_bytes, 1), num_blocks)
             # Where a plane is cut, each window has a part of a single one.
-            whole = blocks_at_once == len(block_ids)
+            whole = blocks_at_once == num_blocks
             plane_bytes = blocks_at_once * self.slice_bytes
             planes_at_once = max(limit_bytes // plane_bytes, 1) if whole else 1
-            edges = [*firsts.tolist(), len(selection.chunk_starts)]
             for plane in range(0, len(selection.planes), planes_at_once):
                 planes = selection.planes[plane : plane + planes_at_once]
-                for block in range(0, len(block_ids), blocks_at_once):
-                    ids = block_ids[block : block + blocks_at_once]
-                    chunks = slice(edges[block], edges[block + len(ids)])
-                    yield Window(
-                        replace(
-                            selection,
-                            planes=planes,
-                            chunk_starts=selection.chunk_starts[chunks],
-                            src_block_ids=selection.src_block_ids[chunks],
-                        ),
-                        ids,
-                        len(planes) * len(ids) * self.slice_bytes,
-                    )
+                for block in range(0, num_blocks, blocks_at_once):
+                    common = selection.overlap
+                    if not whole:
+                        common = common.part(block, block + blocks_at_once)
+                    size_bytes = len(planes) * len(common.src_blocks) * self.slice_bytes
+                    yield Window(Selection(common, planes), size_bytes)
 
     def indices(self, window: Window, span: Span) -> tuple[Indices, Indices]:
         """The descriptors to read for a window: at the source, and in the arena.
@@ -138,7 +129,8 @@ class StagedLeg:
         rows = rows + np.arange(self.rows_per_block)
         # By plane, block and row of the block, which is the order of the arena.
         at_source = (
-            rows[:, np.newaxis, :] * self.src.num_blocks + window.src_block_ids[:, np.newaxis]
+            rows[:, np.newaxis, :] * self.src.num_blocks
+            + window.selection.overlap.src_blocks[:, np.newaxis]
         ).ravel()
         first = span.start_bytes // self.descriptor_bytes
         in_arena = np.arange(first, first + len(at_source), dtype=np.int32)
@@ -147,16 +139,15 @@ class StagedLeg:
     def scatter(self, window: Window, span: Span) -> Scatter:
         """The copy that brings a window to where it belongs."""
         selection, leg, src, dst = window.selection, self.leg, self.slice, self.leg.pairs[0].dst
-        src_block = np.searchsorted(window.src_block_ids, selection.src_block_ids)
-        _, src_token = _located(selection.chunk_starts, selection.src, leg.src.block_tokens)
-        position, dst_token = _located(selection.chunk_starts, selection.dst, leg.dst.block_tokens)
-        dst_block = selection.dst.block_ids[position].astype(np.int64)
+        common = selection.overlap
+        src_block = np.searchsorted(common.src_blocks, common.src_block_ids)
+        _, src_token = _located(common.chunk_starts, common.src, leg.src.block_tokens)
+        position, dst_token = _located(common.chunk_starts, common.dst, leg.dst.block_tokens)
+        dst_block = common.dst.block_ids[position].astype(np.int64)
         src_token_bytes, dst_token_bytes = (
             0 if plane.packed else plane.token_stride_bytes for plane in (src, dst)
         )
-        src_planes = np.arange(len(selection.planes)) * (
-            len(window.src_block_ids) * self.slice_bytes
-        )
+        src_planes = np.arange(len(selection.planes)) * (len(common.src_blocks) * self.slice_bytes)
         dst_planes = np.array([leg.pairs[plane].dst.address for plane in selection.planes.tolist()])
         # Addresses are below 2**63 wherever there is memory.
         return Scatter(
@@ -184,20 +175,22 @@ class StagedLeg:
         # A slice of one row is the whole page where pages are as far apart as it is long; and rows
         # of one slice do not adjoin, or they were one.
         pages_adjoin = int(self.src.rows[0, 3]) == self.descriptor_bytes
-        count = 0
-        for each in selections:
-            block_ids, _ = _src_blocks(each)
-            if self.rows_per_block == 1 and pages_adjoin:
-                per_plane = 1 + int(np.count_nonzero(np.diff(block_ids) != 1))
-            else:
-                per_plane = len(block_ids) * self.rows_per_block
-            count += per_plane * len(each.planes)
-        return count
+        one_row = self.rows_per_block == 1 and pages_adjoin
+        return sum(
+            len(each.planes)
+            * (
+                each.overlap.num_src_runs
+                if one_row
+                else len(each.overlap.src_blocks) * self.rows_per_block
+            )
+            for each in selections
+        )
 
     def num_bytes(self, selections: Sequence[Selection]) -> int:
         """Bytes that are read, tokens included that share a block with those that are wanted."""
         return sum(
-            len(_src_blocks(each)[0]) * len(each.planes) * self.slice_bytes for each in selections
+            len(each.overlap.src_blocks) * len(each.planes) * self.slice_bytes
+            for each in selections
         )
 
     def choose(
@@ -214,7 +207,7 @@ class StagedLeg:
         # Most reads merge as well as they can, and need no more than these counts.
         if num_staged >= num_direct:
             return Strategy.DIRECT
-        num_chunks = sum(len(each.planes) * len(each.chunk_starts) for each in selections)
+        num_chunks = sum(len(each.planes) * len(each.overlap.chunk_starts) for each in selections)
         chunk_bytes = self.slice_bytes // self.leg.src.block_tokens * self.leg.chunk_tokens
         return costs.choose(
             Work(num_direct, num_chunks * chunk_bytes),
@@ -254,14 +247,6 @@ def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
             packed=plane.packed,
         ),
     )
-
-
-def _src_blocks(
-    selection: Selection,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The source's blocks, ascending, and which chunk is the first of each."""
-    firsts = np.flatnonzero(np.diff(selection.src_block_ids, prepend=-1))
-    return selection.src_block_ids[firsts], firsts
 
 
 def _located(

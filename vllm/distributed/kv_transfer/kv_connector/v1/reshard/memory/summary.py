@@ -16,7 +16,8 @@ from ..plan.mesh import MeshRank
 from ..plan.reshard import Read, ReshardPlan
 from ..plan.shards import Layer, Shard
 from .cache import LayerCache, Plane, RankCache
-from .lowering import BlockSpan, Leg, lower_read
+from .lowering import Leg, lower_read
+from .overlap import BlockSpan
 from .staging import StagedLeg, stage_leg
 from .strategy import DEFAULT_COSTS, LARGEST_ARENA_BYTES, Strategy
 

@@ -6,7 +6,7 @@ It is prepared by a thread that opens generations, and belongs to the connector'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +15,12 @@ from vllm.logger import init_logger
 
 from ..errors import LocalLayoutError, RemoteLayoutError, TransferError
 from ..memory.cache import RankCache
-from ..memory.lowering import BlockSpan, Leg, Rows, Selection, lower_read
+from ..memory.lowering import Leg, LegEnd, Rows, Selection, lower_read
+from ..memory.overlap import BlockSpan, Overlap, overlap
 from ..memory.staging import StagedLeg, stage_leg
 from ..plan.mesh import MeshRank
 from ..plan.reshard import ReshardPlan
-from ..protocol.messages import BlockIds, Receive
+from ..protocol.messages import Receive
 from ..protocol.metadata import WorkerDescription
 from .agent import NixlAgent, Prepared
 from .lease_check import PreparedTable, prepare_table
@@ -76,43 +77,68 @@ class PreparedLeg:
     remote: Prepared
     staging: PreparedStaging | None = None
 
-    def select(self, receive: Receive, reader: Reader) -> list[Selection]:
-        """What to read for a request.
+
+class RequestBlocks:
+    """A request's blocks at both ends, and what they have in common.
+
+    That is found out once for all legs that have it in common.
+
+    Args:
+        receive: The request.
+        reader: This worker.
+    """
+
+    def __init__(self, receive: Receive, reader: Reader) -> None:
+        self._receive, self._reader = receive, reader
+        self._overlaps: dict[Hashable, Overlap | None] = {}
+
+    def select(self, leg: Leg) -> list[Selection]:
+        """What to read of the request with a leg.
 
         Raises:
             RemoteLayoutError: The blocks that the request names do not exist, or do not hold all
                 tokens that are needed.
         """
-        remote_tokens, local_tokens = receive.remote_tokens, receive.local_tokens
-        if self.leg.per_sequence:
-            self._check_state(receive)
-            # However long the sequence is, its state is one block of so many rows.
-            remote_tokens = local_tokens = self.leg.chunk_tokens
-        src = _spans(
-            receive.remote_block_ids,
-            remote_tokens,
-            self.leg.src.block_tokens,
-            self.leg.src.blocks_per_id,
-        )
-        dst = _spans(
-            receive.local_block_ids,
-            local_tokens,
-            self.leg.dst.block_tokens,
-            self.leg.dst.blocks_per_id,
-        )
-        for (src_group, dst_group), _ in self.leg.planes_by_groups:
-            self._check(receive, src, src_group, dst[dst_group], local_tokens)
-        return self.leg.select(src, dst)
+        if leg.per_sequence:
+            self._check_state(leg)
+        src, dst = leg.src, leg.dst
+        src_sizes = src.num_blocks, src.block_tokens, src.blocks_per_id
+        dst_sizes = dst.block_tokens, dst.blocks_per_id
 
-    def _check_state(self, receive: Receive) -> None:
+        def overlap_of(groups: tuple[int, int]) -> Overlap | None:
+            key = groups, src_sizes, dst_sizes, leg.per_sequence
+            if key not in self._overlaps:
+                self._overlaps[key] = self._overlap(leg, *groups)
+            return self._overlaps[key]
+
+        return leg.selections(overlap_of)
+
+    def _overlap(self, leg: Leg, src_group: int, dst_group: int) -> Overlap | None:
+        receive, (src, dst) = self._receive, (leg.src, leg.dst)
+        if src_group >= len(receive.remote_block_ids):
+            raise RemoteLayoutError(
+                f"request {receive.remote_request_id} names blocks of "
+                f"{len(receive.remote_block_ids)} KV-cache groups but {receive.source.engine_id} "
+                "has more: the router must pass remote_block_ids on unchanged"
+            )
+        remote_tokens, local_tokens = receive.remote_tokens, receive.local_tokens
+        if leg.per_sequence:
+            # However long the sequence is, its state is one block of so many rows.
+            remote_tokens = local_tokens = leg.chunk_tokens
+        src_span = _span(receive.remote_block_ids[src_group], remote_tokens, src)
+        dst_span = _span(receive.local_block_ids[dst_group], local_tokens, dst)
+        _check(receive, src_span, src, dst_span, local_tokens)
+        return overlap(src_span, dst_span, src.block_tokens, dst.block_tokens)
+
+    def _check_state(self, leg: Leg) -> None:
         """See that the state which is held is that of the very tokens that it is wanted for.
 
         Keys and values of more tokens hold those of fewer; state does not.
         """
-        groups = self.leg.planes_by_groups
+        receive = self._receive
         counts = {
             len(ids[group])
-            for (src_group, dst_group), _ in groups
+            for (src_group, dst_group), _ in leg.planes_by_groups
             for ids, group in (
                 (receive.remote_block_ids, src_group),
                 (receive.local_block_ids, dst_group),
@@ -128,55 +154,6 @@ class PreparedLeg:
             f"{', '.join(map(str, sorted(counts)))}): send the request to the engine that computed "
             "it, with the same prompt"
         )
-
-    def _check(
-        self,
-        receive: Receive,
-        src: Sequence[BlockSpan],
-        src_group: int,
-        dst: BlockSpan,
-        local_tokens: int,
-    ) -> None:
-        """See that a group's remote blocks exist and hold what the local ones need.
-
-        That is all of the tokens of every local block, also those before a window: once a block is
-        full, requests with other windows find it in the prefix cache.
-        """
-        if src_group >= len(src):
-            raise RemoteLayoutError(
-                f"request {receive.remote_request_id} names blocks of {len(src)} KV-cache groups "
-                f"but {receive.source.engine_id} has more: the router must pass remote_block_ids "
-                "on unchanged"
-            )
-        span = src[src_group]
-        if len(span.block_ids) and not (
-            span.block_ids.min() >= 0 and span.block_ids.max() < self.leg.src.num_blocks
-        ):
-            raise RemoteLayoutError(
-                f"request {receive.remote_request_id} names block {span.block_ids.max()} but "
-                f"{receive.source.engine_id} has {self.leg.src.num_blocks} blocks: the router must "
-                "pass remote_block_ids on unchanged"
-            )
-        if span.start_token < 0 or dst.start_token < 0:
-            raise RemoteLayoutError(
-                f"request {receive.remote_request_id} has more blocks than its tokens fill, "
-                f"{len(span.block_ids)} at {receive.source.engine_id} and {len(dst.block_ids)} "
-                "here: turn off speculative decoding on both engines"
-            )
-        if not len(dst.block_ids):
-            return
-        # Where a window has moved on, the null block stands in for what was freed.
-        null = np.flatnonzero(span.block_ids < self.leg.src.blocks_per_id)
-        num_gone = int(null[-1]) + 1 if len(null) else 0
-        start = span.start_token + num_gone * self.leg.src.block_tokens
-        stop = span.start_token + len(span.block_ids) * self.leg.src.block_tokens
-        if start > dst.start_token or stop < local_tokens:
-            raise RemoteLayoutError(
-                f"request {receive.remote_request_id} needs tokens [{dst.start_token}, "
-                f"{local_tokens}) but the blocks that {receive.source.engine_id} holds "
-                f"are those of tokens [{start}, {stop}): send the request to the "
-                "engine that computed it"
-            )
 
 
 class RemoteEngine:
@@ -276,23 +253,57 @@ def _check_windows(leg: Leg, reader: Reader) -> None:
         )
 
 
-def _spans(
-    block_ids: BlockIds, num_tokens: int, block_tokens: int, blocks_per_id: int
-) -> list[BlockSpan]:
-    """The spans of a request's last blocks, which end with the block of its last token.
+def _check(
+    receive: Receive, span: BlockSpan, end: LegEnd, dst: BlockSpan, local_tokens: int
+) -> None:
+    """See that a group's remote blocks exist and hold what the local ones need.
+
+    That is all of the tokens of every local block, also those before a window: once a block is
+    full, requests with other windows find it in the prefix cache.
+    """
+    if len(span.block_ids) and not (
+        span.block_ids.min() >= 0 and span.block_ids.max() < end.num_blocks
+    ):
+        raise RemoteLayoutError(
+            f"request {receive.remote_request_id} names block {span.block_ids.max()} but "
+            f"{receive.source.engine_id} has {end.num_blocks} blocks: the router must "
+            "pass remote_block_ids on unchanged"
+        )
+    if span.start_token < 0 or dst.start_token < 0:
+        raise RemoteLayoutError(
+            f"request {receive.remote_request_id} has more blocks than its tokens fill, "
+            f"{len(span.block_ids)} at {receive.source.engine_id} and {len(dst.block_ids)} "
+            "here: turn off speculative decoding on both engines"
+        )
+    if not len(dst.block_ids):
+        return
+    # Where a window has moved on, the null block stands in for what was freed.
+    null = np.flatnonzero(span.block_ids < end.blocks_per_id)
+    num_gone = int(null[-1]) + 1 if len(null) else 0
+    start = span.start_token + num_gone * end.block_tokens
+    stop = span.start_token + len(span.block_ids) * end.block_tokens
+    if start > dst.start_token or stop < local_tokens:
+        raise RemoteLayoutError(
+            f"request {receive.remote_request_id} needs tokens [{dst.start_token}, "
+            f"{local_tokens}) but the blocks that {receive.source.engine_id} holds "
+            f"are those of tokens [{start}, {stop}): send the request to the "
+            "engine that computed it"
+        )
+
+
+def _span(block_ids: Sequence[int], num_tokens: int, end: LegEnd) -> BlockSpan:
+    """The span of a request's last blocks, which end with the block of its last token.
 
     Args:
-        block_ids: The scheduler's block ids, for each group.
+        block_ids: The scheduler's block ids.
         num_tokens: Tokens of the request up to its last one in these blocks.
-        block_tokens: Tokens in a block of the cache.
-        blocks_per_id: Blocks that a block id stands for.
+        end: Where they are.
     """
-    tokens_per_id = block_tokens * blocks_per_id
+    tokens_per_id = end.block_tokens * end.blocks_per_id
     num_ids = -(-num_tokens // tokens_per_id)
-    return [
-        BlockSpan(_expand(ids, blocks_per_id), (num_ids - len(ids)) * tokens_per_id)
-        for ids in block_ids
-    ]
+    return BlockSpan(
+        _expand(block_ids, end.blocks_per_id), (num_ids - len(block_ids)) * tokens_per_id
+    )
 
 
 def _expand(block_ids: Sequence[int], blocks_per_id: int) -> npt.NDArray[np.int32]:

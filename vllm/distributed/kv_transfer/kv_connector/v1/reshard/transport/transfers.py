@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reads on their way: each leg of a request goes direct, or in windows by way of an arena.
 
-    direct    posted -> done
-    staged    queued for a span -> posted -> landed, being scattered -> done
+    direct    queued -> posted -> done
+    staged    queued -> has a span, posted -> landed, being scattered -> done
+
+What is queued is posted, and what is posted is looked at, as far as the budget of a turn goes; the
+next turn goes on from there.
 
 What fails on its way, or is given up, stays here until nothing of it can write any more: until its
 read is done after all, or the generation that it was posted with is closed. Only then it is *quiet*
@@ -14,7 +17,7 @@ Everything here belongs to the connector's thread of the worker that reads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +28,7 @@ from ..memory.staging import Window
 from ..memory.strategy import Strategy
 from ..protocol.ledgers import RequestId
 from .agent import Transfer, TransferState
+from .budget import UNLIMITED, Budget
 from .generation import Generation
 from .remote import PreparedLeg
 from .scatter import Copy, fault_of
@@ -90,7 +94,7 @@ class PartQuiet:
 PartEvent = PartFailed | PartQuiet
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     """A part on its way."""
 
@@ -115,34 +119,50 @@ class _Running:
 class Transfers:
     """All parts on their way.
 
-    A queue in front of the arena keeps the order of requests. No part waits in it for ever: one for
-    which there is no span, while nobody gives any back, goes direct.
+    Both queues keep the order of requests. No part waits for ever in that in front of the arena:
+    one for which there is no span, while nobody gives any back, goes direct.
 
     Attributes:
         area: Where staged reads stop over; None where all go direct.
     """
 
     area: StagingArea | None = None
+    _direct: deque[_Running] = field(default_factory=deque)
     _queue: deque[_Running] = field(default_factory=deque)
-    _posted: list[_Running] = field(default_factory=list)
-    _landed: list[_Running] = field(default_factory=list)
-    _in_doubt: list[_Running] = field(default_factory=list)
+    # In the order in which they are looked at.
+    _posted: deque[_Running] = field(default_factory=deque)
+    _landed: deque[_Running] = field(default_factory=deque)
+    _in_doubt: deque[_Running] = field(default_factory=deque)
     _events: list[PartEvent] = field(default_factory=list)
     _moved_at_s: float = 0.0
+    # There may be spans for more windows than were posted last.
+    _is_cut_short: bool = False
 
     def __len__(self) -> int:
         """Parts on their way, those that failed and are not quiet among them."""
-        return len(self._queue) + len(self._posted) + len(self._landed) + len(self._in_doubt)
+        queued = len(self._direct) + len(self._queue)
+        return queued + len(self._posted) + len(self._landed) + len(self._in_doubt)
 
     @property
     def is_moving(self) -> bool:
         """Whether looking again soon may tell something that somebody waits for."""
         return bool(
-            self._queue
+            self._direct
+            or self._queue
             or self._landed
             or self._events
             or any(not each.unwanted for each in self._posted)
         )
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether more is to be posted than a turn's budget has allowed."""
+        return bool(self._direct) or self._is_cut_short
+
+    @property
+    def is_lingering(self) -> bool:
+        """Whether reads are in flight, whoever wants them: somebody has to see them end."""
+        return bool(self._posted)
 
     def cut(self, leg: PreparedLeg, selections: Sequence[Selection]) -> Iterable[Part]:
         """Choose how to read what was selected of a leg, and cut it into parts."""
@@ -168,38 +188,44 @@ class Transfers:
         parts: Sequence[Part],
         generation: Generation,
         now_s: float,
+        budget: Budget = UNLIMITED,
     ) -> None:
-        """Read the parts of a request, whose keys are their positions."""
+        """Read the parts of a request, whose keys are their positions.
+
+        Args:
+            request_id: The request.
+            parts: Its parts.
+            generation: What to read them with.
+            now_s: The time.
+            budget: As far as it goes, they are posted now.
+        """
         for key, part in enumerate(parts):
             running = _Running(request_id, key, part, generation)
-            if part.window is None:
-                self._post_direct(running)
-            else:
-                self._queue.append(running)
-        self._serve_queue(now_s)
+            (self._direct if part.window is None else self._queue).append(running)
+        self.post(now_s, budget)
+
+    def post(self, now_s: float, budget: Budget) -> None:
+        """Post what is queued, as far as there are spans and the budget goes."""
+        while self._direct:
+            self._post_direct(self._direct.popleft())
+            if budget.is_spent:
+                break
+        self._serve_queue(now_s, budget)
 
     def give_up(self, request_id: RequestId) -> None:
         """Nobody wants a request any more: what was not posted of it ends now, the rest later."""
         for each in (*self._posted, *self._landed):
             each.unwanted = each.unwanted or each.request_id == request_id
-        kept: deque[_Running] = deque()
-        for each in self._queue:
-            if each.request_id == request_id:
+        for queue in (self._direct, self._queue):
+            for each in _take(queue, lambda each: each.request_id == request_id):
                 self._events.append(each.quiet())
-            else:
-                kept.append(each)
-        self._queue = kept
 
     def retire(self, generation: Generation) -> None:
         """Post nothing more of a generation's, and let what waits for its turn fail."""
-        kept: deque[_Running] = deque()
-        for each in self._queue:
-            if each.generation is generation:
-                fault = "its connection was given up before all of it was asked for"
+        fault = "its connection was given up before all of it was asked for"
+        for queue in (self._direct, self._queue):
+            for each in _take(queue, lambda each: each.generation is generation):
                 self._events += [PartFailed(each.request_id, fault), each.quiet()]
-            else:
-                kept.append(each)
-        self._queue = kept
 
     def end(self, generation: Generation) -> None:
         """A generation is closed: all that it wrote for is quiet."""
@@ -208,17 +234,23 @@ class Transfers:
                 fault = f"its connection with {_peer(each)} was given up"
                 self._events.append(PartFailed(each.request_id, fault))
         for parts in (self._posted, self._in_doubt):
-            for each in parts:
-                if each.generation is generation:
-                    self._free(each)
-                    self._events.append(each.quiet())
-            parts[:] = [each for each in parts if each.generation is not generation]
+            for each in _take(parts, lambda each: each.generation is generation):
+                self._free(each)
+                self._events.append(each.quiet())
 
-    def advance(self, now_s: float) -> list[PartEvent]:
-        """Look at everything on its way; returns what has happened since the last call."""
-        self._posted = [each for each in self._posted if not self._has_left_nixl(each, now_s)]
-        self._landed = [each for each in self._landed if not self._is_scattered(each, now_s)]
-        self._serve_queue(now_s)
+    def advance(self, now_s: float, budget: Budget = UNLIMITED) -> list[PartEvent]:
+        """Look at what is on its way, and post what can be.
+
+        Args:
+            now_s: The time.
+            budget: As far as it goes; what was not looked at is the first the next time.
+
+        Returns:
+            What has happened since the last call.
+        """
+        _look(self._posted, lambda each: self._has_left_nixl(each, now_s), budget)
+        _look(self._landed, lambda each: self._is_scattered(each, now_s), budget)
+        self.post(now_s, budget)
         events, self._events = self._events, []
         return events
 
@@ -226,10 +258,12 @@ class Transfers:
         """Wait for copies, and forget everything. The generations are closed."""
         if self.area is not None:
             self.area.scatterer.close()
-        self._posted, self._landed, self._in_doubt, self._queue = [], [], [], deque()
+        for parts in (self._direct, self._queue, self._posted, self._landed, self._in_doubt):
+            parts.clear()
 
-    def _serve_queue(self, now_s: float) -> None:
+    def _serve_queue(self, now_s: float, budget: Budget) -> None:
         """Post the windows that there are spans for, in their order."""
+        self._is_cut_short = False
         while self._queue:
             first = self._queue[0]
             area, staging, window = self.area, first.part.leg.staging, first.part.window
@@ -242,14 +276,22 @@ class Transfers:
             self._queue.popleft()
             if span is None:
                 self._post_direct(first)
-                continue
-            self._moved_at_s = now_s
-            first.span, first.staged = span, True
-            remote_indices, arena_indices = staging.leg.indices(window, span)
-            self._post(first, staging.arena, arena_indices, staging.remote, remote_indices)
-            # On one machine NIXL reads while it posts: then this one is scattered during the next.
-            if first.transfer is not None and self._has_left_nixl(first, now_s):
-                self._posted.remove(first)
+            else:
+                self._post_window(first, span, now_s)
+            if budget.is_spent:
+                self._is_cut_short = bool(self._queue)
+                return
+
+    def _post_window(self, running: _Running, span: Span, now_s: float) -> None:
+        staging, window = running.part.leg.staging, running.part.window
+        assert staging is not None and window is not None
+        self._moved_at_s = now_s
+        running.span, running.staged = span, True
+        remote_indices, arena_indices = staging.leg.indices(window, span)
+        self._post(running, staging.arena, arena_indices, staging.remote, remote_indices)
+        # On one machine NIXL reads while it posts: then this one is scattered during the next.
+        if running.transfer is not None and self._has_left_nixl(running, now_s):
+            self._posted.remove(running)
 
     def _post_direct(self, running: _Running) -> None:
         leg = running.part.leg
@@ -326,6 +368,26 @@ class Transfers:
             assert self.area is not None
             self.area.spans.free(running.span)
             running.span = None
+
+
+def _look(parts: deque[_Running], is_through: Callable[[_Running], bool], budget: Budget) -> None:
+    """Look at parts in turns; who is through leaves, and who is not is the last the next time."""
+    for _ in range(len(parts)):
+        parts.rotate(-1)
+        if is_through(parts[-1]):
+            parts.pop()
+        if budget.is_spent:
+            return
+
+
+def _take(parts: deque[_Running], is_meant: Callable[[_Running], bool]) -> list[_Running]:
+    """Take some out of a queue, in their order."""
+    taken = [each for each in parts if is_meant(each)]
+    if taken:
+        kept = [each for each in parts if not is_meant(each)]
+        parts.clear()
+        parts.extend(kept)
+    return taken
 
 
 def _peer(running: _Running) -> str:

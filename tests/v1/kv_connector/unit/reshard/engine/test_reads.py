@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests begin in a turn; what is read of them is tested with whole workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import RequestReads
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Receive,
+    RemoteEngineAddress,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
+
+
+class Connection:
+    """A generation over which there is nothing to read: requests end when they begin."""
+
+    def __init__(self) -> None:
+        self.lifetime = Lifetime(100.0)
+        self.leases: list[str] = []
+        self.is_connected = True
+        self.engine = SimpleNamespace(legs=[], lease_tables={}, releases=[])
+
+
+class Worker:
+    """Reads from engines that answer when the test says so."""
+
+    def __init__(self) -> None:
+        self.handshakes: list[Future] = []
+        self.peers = PeerTable(self._open, 600.0)
+        transfers, stats = Transfers(), ReshardStats()
+        self.reads = RequestReads(self.peers, transfers, Notifier("me", stats), stats, 600.0)
+        cache = SimpleNamespace(num_block_ids=1000)
+        self.reads.read_into(SimpleNamespace(cache=cache))
+
+    def ask(self, peer: int, *request_ids: str) -> None:
+        """Ask for requests."""
+        source = RemoteEngineAddress(f"engine{peer}", f"p{peer}.example", 5600)
+        for request_id in request_ids:
+            self.reads.take_up(request_id, Receive(source, request_id, [[1]], [[1]], 1, 1), 0.0)
+
+    def answer(self) -> None:
+        """All engines that were asked answer."""
+        for handshake in self.handshakes:
+            if not handshake.done():
+                handshake.set_result(Connection())
+
+    def turn(self, budget: Budget = UNLIMITED) -> list[str]:
+        """Which requests begin in a turn."""
+        for peer, error in self.peers.advance(0.0):
+            assert error is None
+            self.reads.ready(peer)
+        self.reads.begin(0.0, budget)
+        return sorted(self.reads.take_received())
+
+    def _open(self, address: RemoteEngineAddress) -> Future:
+        self.handshakes.append(Future())
+        return self.handshakes[-1]
+
+
+@pytest.fixture
+def worker() -> Worker:
+    """A worker that knows nobody."""
+    return Worker()
+
+
+def pieces(number: int) -> Callable[[], Budget]:
+    """Budgets for so many pieces of work."""
+    return lambda: Budget(number, partial(next, count()))
+
+
+def test_what_waited_for_a_handshake_begins_in_many_turns(worker):
+    """A thousand requests are some each turn, and all of them in the end, in their order."""
+    names = [f"r{number:03}" for number in range(1000)]
+    worker.ask(0, *names)
+    assert worker.turn() == [] and not worker.reads.has_backlog
+    worker.answer()
+    budget, begun, turns = pieces(10), [], 0
+    while len(begun) < len(names):
+        # Only the last one of a turn's pieces is seen to be too much.
+        some = worker.turn(budget())
+        assert 0 < len(some) <= 11
+        begun += some
+        turns += 1
+        assert worker.reads.has_backlog == (len(begun) < len(names))
+    assert begun == names and turns >= 90
+
+
+def test_peers_take_turns(worker):
+    """Whoever has many requests waiting does not hold up those who have few."""
+    worker.ask(0, *(f"a{number}" for number in range(9)))
+    worker.ask(1, "b0", "b1")
+    worker.ask(2, "c0")
+    worker.turn()
+    worker.answer()
+    order = [name for _ in range(12) for name in worker.turn(pieces(1)())]
+    assert order[:6] == ["a0", "b0", "c0", "a1", "b1", "a2"]
+    assert order[6:] == [f"a{number}" for number in range(3, 9)]
+
+
+def test_what_still_waits_is_read_with_the_next_connection(worker):
+    """A connection that breaks in the meantime costs only what was begun with it."""
+    worker.ask(0, "a", "b")
+    worker.turn()
+    worker.answer()
+    assert worker.turn(pieces(1)()) == ["a"]
+    (peer,) = worker.peers._peers.values()
+    worker.peers.break_off(peer, peer.generation, 0.0)
+    assert worker.turn() == [] and len(worker.handshakes) == 2
+    worker.answer()
+    assert worker.turn() == ["b"]
