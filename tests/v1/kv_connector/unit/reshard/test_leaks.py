@@ -117,6 +117,7 @@ def test_notifier_forgets_what_it_has_told():
         notifier.release(str(number), OFFER, holders, known_as_broken=True)
         notifier.renew([str(number)], holders)
         notifier.flush()
+        notifier.advance(float(number))
         stats.reset()
     assert sizes(notifier) == before
 

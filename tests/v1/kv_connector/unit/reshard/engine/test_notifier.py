@@ -32,6 +32,11 @@ class Holders:
         self.engine = engine
         self.unreachable = unreachable
         self.sent: list[tuple[str, object]] = []
+        self.is_connected, self.talks_until_s, self.looks = True, 0.0, 0
+
+    def advance(self) -> None:
+        """Count a look at what was sent."""
+        self.looks += 1
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a notification."""
@@ -108,3 +113,18 @@ def test_holder_that_cannot_be_told_is_tried_once_a_turn():
         notifier.release(f"p-{number}", OFFER, holders)
     notifier.flush()
     assert stats.data["num_failed_notifications"] == [1.0, 1.0]
+
+
+def test_connection_is_looked_after_while_it_may_be_talking():
+    """What was sent has to leave, which takes no thread of NIXL's; then it costs nothing."""
+    holders, other = Holders(), Holders()
+    notifier = Notifier("d0", ReshardStats())
+    assert not notifier.is_talking
+    notifier.renew(["p-a"], holders)
+    notifier.renew(["p-b"], other)
+    holders.talks_until_s = other.talks_until_s = 5.0
+    other.is_connected = False
+    notifier.advance(4.9)
+    assert (holders.looks, other.looks) == (1, 0) and notifier.is_talking
+    notifier.advance(5.0)
+    assert holders.looks == 1 and not notifier.is_talking

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -140,6 +140,20 @@ def test_digests_are_equal_for_equal_layouts_only(one, other):
     """In everything that planning reads."""
     equal = _read_by_planning(one) == _read_by_planning(other)
     assert (layout_digest(one) == layout_digest(other)) == equal
+
+
+@pytest.mark.parametrize(
+    ("described", "attributes"),
+    [
+        (Shard, {"rank", "holdings"}),
+        (MeshRank, {"pp_rank", "tp_rank"}),
+        (Holding, {"units", "num_units", "may_repeat"}),
+        (UnitInterval, {"start", "stop"}),
+    ],
+)
+def test_digest_knows_every_attribute(described, attributes):
+    """What planning may read of an engine; a new one belongs into the digest, too."""
+    assert {attribute.name for attribute in fields(described)} == attributes
 
 
 @given(some_shards, st.data())

@@ -11,17 +11,23 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import reads
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import RequestReads
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
+    PartQuiet,
+    Transfers,
+)
 
 
 class Connection:
@@ -49,7 +55,8 @@ class Worker:
         """Ask for requests."""
         source = RemoteEngineAddress(f"engine{peer}", f"p{peer}.example", 5600)
         for request_id in request_ids:
-            self.reads.take_up(request_id, Receive(source, request_id, [[1]], [[1]], 1, 1), 0.0)
+            receive = Receive(source, request_id, [[1]], [[1]], 1, 1, Binding(1, 2, 3))
+            self.reads.take_up(request_id, receive, 0.0)
 
     def answer(self) -> None:
         """All engines that were asked answer."""
@@ -121,3 +128,24 @@ def test_what_still_waits_is_read_with_the_next_connection(worker):
     assert worker.turn() == [] and len(worker.handshakes) == 2
     worker.answer()
     assert worker.turn() == ["b"]
+
+
+def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, monkeypatch):
+    """Its lease cannot be looked up any more; it does not wait for its deadline to hear that."""
+    part = SimpleNamespace(leg=SimpleNamespace(remote=SimpleNamespace(peer="p")))
+    monkeypatch.setattr(reads.RequestBlocks, "select", lambda *_: ["something"])
+    monkeypatch.setattr(Transfers, "cut", lambda *_: [part])
+    monkeypatch.setattr(Transfers, "start", lambda *_: None)
+    worker.ask(0, "a")
+    worker.turn()
+    worker.answer()
+    (peer,) = worker.peers._peers.values()
+    worker.peers.advance(0.0)
+    generation = peer.generation
+    generation.engine.legs, generation.engine.lease_tables = [part], {"p": None}
+    assert worker.turn() == []
+    generation.is_connected = False
+    copied = PartQuiet("a", 0, Strategy.STAGED)
+    monkeypatch.setattr(Transfers, "advance", lambda *_: [copied])
+    worker.reads.advance(1.0, UNLIMITED)
+    assert set(worker.reads.take_failed()) == {"a"} and worker.turn() == ["a"]

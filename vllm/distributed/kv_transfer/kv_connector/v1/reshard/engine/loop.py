@@ -43,8 +43,9 @@ SWITCH_S = 0.25e-3
 ms are as long as a step of a small model."""
 
 _MOMENT_S = 20e-6
-"""Where the engine steps with nothing to compute, it leaves the interpreter for so long, which the
-other thread would get 5 ms later otherwise."""
+"""For so long a thread leaves the interpreter to the other one, which would wait for all of
+`SWITCH_S` otherwise: the engine's where it steps with nothing to compute, and the connector's
+between two turns of a backlog."""
 
 _TICK_S = 0.2
 """As often the messages of others are heard though nothing is held for them."""
@@ -138,8 +139,9 @@ class ConnectorThread:
             except Exception:
                 # What nobody thought of ends neither the engine nor other requests.
                 logger.exception("A turn of the connector's thread has failed, and the next begins")
-                report = Report()
                 time.sleep(_AFTER_FAULT_S)
+                # What has ended in this one is told by the next.
+                continue
             if report:
                 self._reports.append(report)
             self._moves = self._exchange.is_moving
@@ -148,7 +150,7 @@ class ConnectorThread:
                 rest_s = _SHORTEST_REST_S
             if self._exchange.has_backlog:
                 # To wait for news would not let go of the interpreter where there are some.
-                time.sleep(_SHORTEST_REST_S)
+                time.sleep(_MOMENT_S)
             elif self._moves or self._exchange.is_talking:
                 self._news.wait(rest_s)
                 longest_s = _LONGEST_REST_S if self._moves else _LONGEST_TALK_REST_S

@@ -334,6 +334,11 @@ class RequestReads:
         """All of a request was read: see that it was still held, and was what was wanted."""
         receive, generation = reading.receive, reading.generation
         assert receive.binding is not None and generation is not None
+        if not generation.is_connected:
+            # What had landed in the arena was copied from there after its connection was closed.
+            fault = "its connection was given up before its lease could be looked up"
+            self._fail(request_id, reading, fault, ReadFailure.TRANSFER)
+            return
         if reading.lease_tables:
             self._looking[generation] = None
         for table in reading.lease_tables:
