@@ -194,8 +194,9 @@ def write_tiny_qwen3_next(
         **_common(num_layers, num_heads, num_kv_heads, head_size),
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        # Of the two sizes that vLLM's kernels for CPU know, the smaller.
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
         layer_types=[
             "full_attention" if layer % 2 else "linear_attention" for layer in range(num_layers)
         ],
