@@ -7,6 +7,7 @@ Which families run on a CPU, and which are compared byte by byte instead, stands
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -14,14 +15,16 @@ from tests.bases import requires_base
 from tests.e2e.layouts import ONE, RANKS, STAGES, Case, Engines, running
 from tests.e2e.pairs import text_of
 from tools.pdstack.engine import ServedModel
-from tools.pdstack.tiny_models import write_tiny_gemma4
+from tools.pdstack.tiny_models import write_tiny_falcon_h1, write_tiny_gemma4
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 WINDOW_TOKENS = 256
 FAMILIES: dict[str, Callable[..., ServedModel]] = {
     # Gemma 4: other heads and head sizes in layers with a window.
-    "gemma4": write_tiny_gemma4,
+    "gemma4": partial(write_tiny_gemma4, sliding_window=WINDOW_TOKENS),
+    # Falcon-H1: state beside the KV cache of every layer.
+    "falcon h1": write_tiny_falcon_h1,
 }
 CASES = [Case(RANKS, ONE, 2), Case(ONE, RANKS, 2), Case(STAGES, ONE, 2), Case(STAGES, RANKS, 4)]
 
@@ -31,9 +34,9 @@ def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
     """Start an engine of each layout for a family."""
-    model = request.param(tmp_path_factory.mktemp("tiny") / "model", sliding_window=WINDOW_TOKENS)
+    model = request.param(tmp_path_factory.mktemp("tiny") / "model")
     run_dir = tmp_path_factory.mktemp("run")
-    with running(model, run_dir, [ONE, STAGES, RANKS], {}) as started:
+    with running(model, run_dir, CASES, also=[ONE]) as started:
         yield started
 
 

@@ -59,6 +59,19 @@ def why_no_mla() -> str:
     return f"vLLM {importlib.metadata.version('vllm')} has no MLA on CPU"
 
 
+def why_no_state() -> str:
+    """Return why the installed vLLM cannot move recurrent state; an empty string where it can.
+
+    Raises:
+        UsageError: vLLM is not installed in this interpreter's environment.
+    """
+    installed_device()
+    version = importlib.metadata.version("vllm")
+    release = tuple(map(int, version.partition("+")[0].split(".")[:2]))
+    reason = f"on vLLM {version}, models with recurrent state are left to upstream's connector"
+    return reason if release < (0, 32) else ""
+
+
 def find_script(name: str) -> str:
     """Return the console script that is installed beside this interpreter.
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from . import accuracy
 from .accuracy import Accuracy, Completion
-from .engine import EngineSpec, KVTransfer, ServedModel, why_no_mla
+from .engine import EngineSpec, KVTransfer, ServedModel, why_no_mla, why_no_state
 from .errors import PDStackError, UsageError
 from .layout import Layout
 from .metrics import NixlCounters
@@ -109,7 +109,11 @@ def _why_mla_is_not_compared() -> str:
     )
 
 
-WHY_NOT: Mapping[str, Callable[[], str]] = {_MLA: _why_mla_is_not_compared}
+WHY_NOT: Mapping[str, Callable[[], str]] = {
+    _MLA: _why_mla_is_not_compared,
+    _MAMBA: why_no_state,
+    _GDN: why_no_state,
+}
 """For models that not every vLLM can serve, or compare: says why the installed one cannot."""
 
 _HYBRID = ("--no-disable-hybrid-kv-cache-manager",)

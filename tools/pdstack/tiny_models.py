@@ -26,6 +26,9 @@ _CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['conten
 # Standard deviation of a weight, times the root of its inputs. With 1, attention is an average over
 # the prompt, in which no single token counts.
 _GAIN = 2.0
+# Of recurrent state, in a token. The larger ones that models begin with would forget a prompt but
+# for its last few tokens.
+_DECAY = (0.05, 1.0)
 _CPU_MLA_BLOCK_TOKENS = 16
 # The one block size of its kernel. Blocks cannot be used again by another request. Named, because
 # vLLM takes another kernel on CPUs with AMX, and answers are to be the same everywhere.
@@ -163,12 +166,11 @@ def write_tiny_falcon_h1(
         mamba_d_ssm=128,
         mamba_n_groups=num_groups,
         mamba_d_state=32,
-        # On CPU, vLLM's scan knows nothing of chunks within a prompt, and takes the state at the
-        # end of the first for that of the next sequence's.
-        mamba_chunk_size=_MAX_POSITIONS,
+        mamba_chunk_size=64,
     )
     written = _write(directory, transformers.FalconH1ForCausalLM(config), seed)
-    # The same holds of what it keeps for its prefix cache.
+    # For its prefix cache, vLLM 0.32 asks its scan for the states within a prompt, of which the one
+    # for CPU has none but the last: it ends with an IndexError.
     return replace(written, engine_args=("--no-enable-prefix-caching",))
 
 
@@ -207,7 +209,12 @@ def write_tiny_qwen3_next(
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     )
-    written = _write(directory, transformers.Qwen3NextForCausalLM(config), seed)
+    model = transformers.Qwen3NextForCausalLM(config)
+    for name, weight in model.named_parameters():
+        # Queries and keys are normalised: only this makes attention sharp.
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            weight.data.fill_(1.5)
+    written = _write(directory, model, seed)
     # vLLM's kernels for CPU know no other format.
     return replace(written, engine_args=("--dtype", "bfloat16"))
 
@@ -276,10 +283,12 @@ def _write(directory: Path, model: Any, seed: int) -> ServedModel:
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, weight in sorted(model.named_parameters()):
+        for name, weight in sorted(model.named_parameters()):
             # The others are those of norms, and good as they are.
             if weight.dim() >= 2:
                 weight.normal_(0.0, _GAIN * weight.shape[-1] ** -0.5, generator=generator)
+            elif name.endswith(".A_log"):
+                weight.uniform_(*_DECAY, generator=generator).log_()
         model.lm_head.weight[: len(_SPECIAL_TOKENS)] = 0.0
         model.lm_head.weight[len(_SPECIAL_TOKENS) + len(_CHARACTERS) :] = 0.0
     model.save_pretrained(directory)
