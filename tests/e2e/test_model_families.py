@@ -20,7 +20,7 @@ from tools.pdstack.tiny_checkpoints import (
     write_tiny_nemotron_nas,
     write_tiny_step3p5,
 )
-from tools.pdstack.tiny_models import write_tiny_gemma4
+from tools.pdstack.tiny_models import write_tiny_falcon_h1, write_tiny_gemma4
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
@@ -33,6 +33,8 @@ FAMILIES: dict[str, Callable[..., ServedModel]] = {
     "step3p5": partial(write_tiny_step3p5, sliding_window=WINDOW_TOKENS),
     # Each layer its own, and some without attention.
     "nemotron": write_tiny_nemotron_nas,
+    # State beside the KV cache of every layer.
+    "falcon h1": write_tiny_falcon_h1,
 }
 CASES = [Case(RANKS, ONE, 2), Case(ONE, RANKS, 2), Case(STAGES, ONE, 2), Case(STAGES, RANKS, 4)]
 
@@ -44,7 +46,7 @@ def engines(
     """Start an engine of each layout for a family."""
     model = request.param(tmp_path_factory.mktemp("tiny") / "model")
     run_dir = tmp_path_factory.mktemp("run")
-    with running(model, run_dir, [ONE, STAGES, RANKS], {}) as started:
+    with running(model, run_dir, CASES, also=[ONE]) as started:
         yield started
 
 

@@ -75,6 +75,19 @@ def _has_file(path: str) -> bool:
     return any((Path(place) / path).is_file() for place in places or ())
 
 
+def why_no_state() -> str:
+    """Return why the installed vLLM cannot move recurrent state; an empty string where it can.
+
+    Raises:
+        UsageError: vLLM is not installed in this interpreter's environment.
+    """
+    installed_device()
+    version = importlib.metadata.version("vllm")
+    release = tuple(map(int, version.partition("+")[0].split(".")[:2]))
+    reason = f"on vLLM {version}, models with recurrent state are left to upstream's connector"
+    return reason if release < (0, 32) else ""
+
+
 def find_script(name: str) -> str:
     """Return the console script that is installed beside this interpreter.
 

@@ -17,7 +17,15 @@ from rich.table import Table
 
 from . import accuracy
 from .accuracy import Accuracy, Completion
-from .engine import EngineSpec, KVTransfer, ServedModel, Speculation, why_no_mla, why_no_model
+from .engine import (
+    EngineSpec,
+    KVTransfer,
+    ServedModel,
+    Speculation,
+    why_no_mla,
+    why_no_model,
+    why_no_state,
+)
 from .errors import PDStackError, UsageError
 from .layout import Layout
 from .metrics import NixlCounters
@@ -126,6 +134,8 @@ WHY_NOT: Mapping[str, Callable[[], str]] = {
     _GEMMA4: lambda: why_no_model("gemma4"),
     _MIMO2: lambda: why_no_model("mimo_v2"),
     _STEP: lambda: why_no_model("step3p5"),
+    _MAMBA: why_no_state,
+    _GDN: why_no_state,
 }
 """For models that not every vLLM can serve: says why the installed one cannot."""
 

@@ -26,6 +26,9 @@ _CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['conten
 # Standard deviation of a weight, times the root of its inputs. With 1, attention is an average over
 # the prompt, in which no single token counts.
 _GAIN = 2.0
+# Of recurrent state, in a token. The larger ones that models begin with would forget a prompt but
+# for its last few tokens.
+_DECAY = (0.05, 1.0)
 _CPU_MLA_BLOCK_TOKENS = 16
 # The one block size of its kernel. Blocks cannot be used again by another request. Named, because
 # vLLM takes another kernel on CPUs with AMX, and answers are to be the same everywhere.
@@ -168,12 +171,11 @@ def write_tiny_falcon_h1(
         mamba_d_ssm=128,
         mamba_n_groups=num_groups,
         mamba_d_state=32,
-        # On CPU, vLLM's scan knows nothing of chunks within a prompt, and takes the state at the
-        # end of the first for that of the next sequence's.
-        mamba_chunk_size=_MAX_POSITIONS,
+        mamba_chunk_size=64,
     )
     written = _write(directory, transformers.FalconH1ForCausalLM(config), seed)
-    # The same holds of what it keeps for its prefix cache.
+    # For its prefix cache, vLLM 0.32 asks its scan for the states within a prompt, of which the one
+    # for CPU has none but the last: it ends with an IndexError.
     return replace(written, engine_args=("--no-enable-prefix-caching",))
 
 
@@ -199,8 +201,9 @@ def write_tiny_qwen3_next(
         **common_sizes(num_layers, num_heads, num_kv_heads, head_size),
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        # Of the two sizes that vLLM's kernels for CPU know, the smaller.
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
         layer_types=[
             "full_attention" if layer % 2 else "linear_attention" for layer in range(num_layers)
         ],
@@ -211,7 +214,12 @@ def write_tiny_qwen3_next(
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     )
-    written = _write(directory, transformers.Qwen3NextForCausalLM(config), seed)
+    model = transformers.Qwen3NextForCausalLM(config)
+    for name, weight in model.named_parameters():
+        # Queries and keys are normalised: only this makes attention sharp.
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            weight.data.fill_(1.5)
+    written = _write(directory, model, seed)
     # vLLM's kernels for CPU know no other format.
     return replace(written, engine_args=("--dtype", "bfloat16"))
 
@@ -282,7 +290,10 @@ def _write(directory: Path, model: Any, seed: int) -> ServedModel:
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, weight in sorted(model.named_parameters()):
+        for name, weight in sorted(model.named_parameters()):
+            if name.endswith(".A_log"):
+                weight.uniform_(*_DECAY, generator=generator).log_()
+                continue
             # Those of norms are good as they are.
             draw(weight, generator, is_norm=weight.dim() == 1)
         silence_what_is_no_character(model.lm_head.weight)

@@ -38,6 +38,7 @@ def test_json_describes_the_plan(kv_plan):
         "num_kv_heads": 6,
         "mla": False,
         "layers_that_differ": [],
+        "state_reads": [],
         "notifiers": [
             {"prefill_rank": {"pp": 0, "tp": 0}, "decode_ranks": [{"pp": 0, "tp": 0}]},
             {

@@ -117,6 +117,7 @@ def test_chunks_are_told_from_windows_that_slide(read):
         ({**LLAMA, "kv_lora_rank": 512}, "qk_rope_head_dim is missing"),
         ({**LLAMA, "layer_types": ["linear_attention"] * 4}, "layers of linear_attention keep no"),
         ({**LLAMA, "mamba_d_state": 16}, "layers of Mamba keep no"),
+        ({**LLAMA, "layer_types": ["mamba", "hyena"] * 2}, "layers of hyena, mamba keep no"),
         ({**LLAMA, "layer_types": ["full_attention"]}, "does not name a kind for each of 4"),
         ({**LLAMA, "layer_types": ["sliding_attention"] * 4}, "sliding_window is missing"),
         ({**LLAMA, "sliding_window": 8, "sliding_window_pattern": "LG"}, "must be a number"),

@@ -126,7 +126,7 @@ def test_scales_beside_what_they_scale_are_read_with_it():
     [
         (
             MambaSpec(block_size=TOKENS, shapes=((1,),), dtypes=(torch.half,)),
-            r"layer layer keeps MambaSpec state.*upstream's connector",
+            r"layer layer keeps 1 states of kind MAMBA2.*upstream's connector",
         ),
         (
             SinkFullAttentionSpec(**SIZES, dtype=torch.float32, sink_len=4),

@@ -39,6 +39,10 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import state as state_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import (
+    state_groups,
+    token_layers,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.ownership import shard_of_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.state import describe_state
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
@@ -445,6 +449,21 @@ def test_state_that_is_not_known_is_refused_by_name(spec, message):
     )
     with pytest.raises(LocalLayoutError, match=message):
         describe_state("a", torch.zeros(4, 1, 1, 4096, dtype=torch.int8), made)
+
+
+def test_layers_of_state_are_none_of_drafts():
+    """Falcon-H1 numbers them on from those of attention, as vLLM does those of drafts."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    config = KVCacheConfig(
+        4,
+        [],
+        [
+            KVCacheGroupSpec(["model.layers.0.attn", "model.layers.1.attn"], spec),
+            KVCacheGroupSpec(["model.2.mixer", "model.3.mixer"], FAMILIES["mamba 2"].spec(1)),
+        ],
+    )
+    assert token_layers(config) == ["model.layers.0.attn", "model.layers.1.attn"]
+    assert state_groups(config) == {1}
 
 
 @st.composite

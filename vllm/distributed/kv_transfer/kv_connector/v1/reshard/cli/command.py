@@ -147,7 +147,7 @@ def _write_svg(report: PlanReport, path: Path) -> None:
     Raises:
         ValueError: The file cannot be written, or layers do not have one width to be drawn with.
     """
-    if report.layers:
+    if report.layers or report.state:
         raise ValueError(
             "--svg draws models whose layers are alike, and those of this model differ: leave it "
             "out, or give --num-layers, --num-kv-heads and --head-size of one kind of layer"

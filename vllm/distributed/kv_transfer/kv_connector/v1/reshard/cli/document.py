@@ -42,6 +42,17 @@ def plan_document(report: PlanReport) -> dict[str, Any]:
             }
             for read in report.plan.reads
         ],
+        "state_reads": [
+            {
+                "decode_rank": _rank(each.read.dst_rank),
+                "prefill_rank": _rank(each.read.src_rank),
+                "layers": list(each.layers),
+                "components": list(each.components),
+                "global_units": [each.read.units.start, each.read.units.stop],
+                "request_bytes": each.num_elements * report.state_element_bytes,
+            }
+            for each in report.state
+        ],
         "notifiers": [
             {
                 "prefill_rank": _rank(release.src_rank),

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .state import BOTH, NOTHING_KEPT, STATE_ONLY, StateComponent, layer_kinds, read_state
+
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where models of several modalities keep the sizes of their decoder."""
 
@@ -28,7 +30,7 @@ _ELEMENT_BYTES = {
     "fp8_e4m3": 1,
     "fp8_e5m2": 1,
 }
-_FULL = frozenset({"full_attention", "attention", "global_attention"})
+_FULL = frozenset({"full_attention", "attention", "global_attention"}) | BOTH
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
 _PATTERN = "hybrid_layer_pattern"
 """MiMo-V2's entry that has a 1 for each layer with a window, and a 0 for each other one."""
@@ -65,6 +67,7 @@ class ModelSizes:
             many.
         is_chunked: The windows are chunks, which begin anew every so many tokens.
         layers: What each layer with a KV cache of its own keeps, where layers differ; by index.
+        state: What layers keep of recurrent state.
     """
 
     num_layers: int
@@ -75,6 +78,7 @@ class ModelSizes:
     window_tokens_by_layer: Mapping[int, int]
     is_chunked: bool = False
     layers: Mapping[int, LayerSizes] = field(default_factory=dict)
+    state: tuple[StateComponent, ...] = ()
 
 
 def read_model(directory: Path) -> ModelSizes:
@@ -161,8 +165,9 @@ def _sizes(whole: object) -> ModelSizes:
     }
     if set(layers.values()) == {common} and len(layers) == num_layers:
         layers = {}
+    state = read_state(config, layer_kinds(config, num_layers) or ())
     return ModelSizes(
-        num_layers, num_kv_heads, head_size, False, dtype, windows, is_chunked, layers
+        num_layers, num_kv_heads, head_size, False, dtype, windows, is_chunked, layers, state
     )
 
 
@@ -172,6 +177,9 @@ def _layer_sizes(
     """What one layer keeps; None if it has no attention, or shares another layer's cache."""
     num_layers = _size(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     if layer >= num_layers - int(config.get("num_kv_shared_layers") or 0):
+        return None
+    kinds = layer_kinds(config, num_layers)
+    if kinds is not None and kinds[layer] in STATE_ONLY | NOTHING_KEPT:
         return None
     # Where transformers 5 has written the configuration: whatever the family.
     overrides = config.get("per_layer_config")
@@ -235,18 +243,22 @@ def _size(config: Mapping[str, Any], *names: str, default: int | None = None) ->
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> dict[int, int]:
     """The layers that keep a window only, and its tokens."""
-    kinds = config.get("layer_types")
+    kinds = layer_kinds(config, num_layers)
     if kinds is None:
         kinds = _kinds_by_pattern(config, num_layers)
     if not isinstance(kinds, list) or len(kinds) < num_layers:
         raise ValueError(
             f"layer_types does not name a kind for each of {num_layers} layers: correct config.json"
         )
-    strangers = sorted({str(kind) for kind in kinds} - _FULL - _WINDOWED)
-    if strangers or any(name.startswith(("mamba_", "ssm_")) for name in config):
+    strangers = {str(kind) for kind in kinds} - _FULL - _WINDOWED
+    keeps_state = any(name.startswith(("mamba_", "ssm_")) for name in config)
+    if read_state(config, kinds):
+        strangers, keeps_state = strangers - STATE_ONLY - NOTHING_KEPT, False
+    if strangers or keeps_state:
         raise ValueError(
-            f"layers of {', '.join(strangers) or 'Mamba'} keep no KV cache, which is not planned "
-            "for: use upstream's connector for this model"
+            f"layers of {', '.join(sorted(strangers)) or 'Mamba'} keep no KV cache, and what else "
+            "they keep is not known: give --num-layers, --num-kv-heads and --head-size of its "
+            "attention"
         )
     return {
         layer: _size(config, "attention_chunk_size", "sliding_window")

@@ -13,6 +13,7 @@ from ..plan.reshard import ReshardPlan, plan_reshard
 from ..plan.shards import Shard, shard_model
 from ..plan.verify import verify_plan
 from .model import LayerSizes, ModelSizes, element_bytes, read_model
+from .state import StateRead, plan_state
 
 _MAX_PROMPT_TOKENS = 1 << 21
 
@@ -36,6 +37,8 @@ class PlanReport:
         layers: What each layer with a KV cache of its own keeps, where layers differ; by index.
         knows_bytes: Sizes in bytes are known; else only descriptors can be counted.
         prompt_tokens: Length of the prompt that a request is counted with.
+        state: What is read of recurrent state.
+        state_element_bytes: Size of an element of it.
     """
 
     prefill: ParallelMesh
@@ -52,6 +55,8 @@ class PlanReport:
     layers: Mapping[int, LayerSizes]
     knows_bytes: bool
     prompt_tokens: int
+    state: Sequence[StateRead] = ()
+    state_element_bytes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,22 @@ def make_report(args: argparse.Namespace) -> PlanReport:
         layers=sizes.layers,
         knows_bytes=sizes.slot_elements is not None,
         prompt_tokens=args.prompt_tokens,
+        state=_plan_state(args, sizes, prefill, decode),
+        state_element_bytes=element_bytes(sizes.dtype),
     )
+
+
+def _plan_state(
+    args: argparse.Namespace, sizes: _Sizes, prefill: ParallelMesh, decode: ParallelMesh
+) -> tuple[StateRead, ...]:
+    """What is read of the model's state, unless sizes are given that take its place."""
+    if sizes.model is None or _overrides(args):
+        return ()
+    ends = (
+        (mesh, _parse_partition(role, getattr(args, f"{role}_layer_partition")))
+        for role, mesh in (("prefill", prefill), ("decode", decode))
+    )
+    return plan_state(sizes.model.state, sizes.num_layers, *ends)
 
 
 def _read_sizes(args: argparse.Namespace) -> _Sizes:
@@ -267,6 +287,8 @@ def _in_words(sizes: _Sizes) -> str:
         )
         if none := [layer for layer in range(sizes.num_layers) if layer not in sizes.layers]:
             text += f"; {layers_text(none)}: no KV cache of their own"
+            if sizes.model is not None and sizes.model.state:
+                text += ", but state"
     else:
         text += f", {heads}"
         if sizes.slot_elements is not None:

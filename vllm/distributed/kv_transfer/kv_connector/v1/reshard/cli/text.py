@@ -30,7 +30,8 @@ def print_report(report: PlanReport, console: Console) -> None:
     console.print(_ways(report))
     console.print()
     console.print(Text(_WAYS_NOTE.format(tokens=f"{report.prompt_tokens:,}")))
-    for table in (_decode_ranks(report), _prefill_ranks(report)):
+    state = (_state(report),) if report.state else ()
+    for table in (*state, _decode_ranks(report), _prefill_ranks(report)):
         console.print()
         console.print(table)
     cache_format = report.cache_format if report.knows_bytes else None
@@ -89,6 +90,29 @@ def _reads(report: PlanReport) -> Table:
                 ),
                 end_section=position == len(reader.reads) - 1,
             )
+    return table
+
+
+def _state(report: PlanReport) -> Table:
+    """What is read of recurrent state, once for each request."""
+    table = _table("State")
+    for name in ("decode", "reads from", "layers", "components", "units"):
+        table.add_column(name)
+    table.add_column("a request", justify="right")
+    last = None
+    for each in report.state:
+        read = each.read
+        table.add_row(
+            *_cells(
+                "" if read.dst_rank == last else str(read.dst_rank),
+                str(read.src_rank),
+                ranges_text(each.layers),
+                ", ".join(each.components),
+                str(read.units),
+                bytes_text(each.num_elements * report.state_element_bytes),
+            )
+        )
+        last = read.dst_rank
     return table
 
 

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent state before there is an engine: which layers keep what, and who reads it from whom.
+
+Engines ask vLLM's specification of each layer, as `engine.state` does. Here names in `config.json`
+are all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..plan.mesh import MeshRank, ParallelMesh
+from ..plan.reshard import Read, ReshardPlan, plan_reshard
+from ..plan.shards import Holding, Layer, Shard, shard_model
+from ..plan.verify import verify_plan
+
+STATE_ONLY = frozenset({"mamba", "linear_attention", "conv"})
+"""Kinds of layers that keep state and no KV cache."""
+
+NOTHING_KEPT = frozenset({"mlp", "moe"})
+"""Kinds of layers that keep nothing."""
+
+BOTH = frozenset({"hybrid"})
+"""Kinds of layers that keep both."""
+
+_NEMOTRON = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+@dataclass(frozen=True, slots=True)
+class StateComponent:
+    """One component of the state of some layers.
+
+    Attributes:
+        name: What it is called.
+        layers: The layers that keep it, by index.
+        num_units: Heads, groups or channels over the whole model.
+        unit_elements: Elements of one of them.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    num_units: int
+    unit_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRead:
+    """What one decode rank reads of state from one prefill rank.
+
+    Attributes:
+        read: The read, whose layers are named for a layer's index and a component.
+        layers: The layers, by index.
+        components: Their components, of which the same units are read.
+        num_elements: Elements of a request.
+    """
+
+    read: Read
+    layers: tuple[int, ...]
+    components: tuple[str, ...]
+    num_elements: int
+
+
+def layer_kinds(config: Mapping[str, Any], num_layers: int) -> list[str] | None:
+    """What kind each layer is, where the configuration says so."""
+    if config.get("model_type") == "falcon_h1":
+        return ["hybrid"] * num_layers
+    if isinstance(pattern := config.get("hybrid_override_pattern"), str):
+        return [_NEMOTRON.get(letter, letter) for letter in pattern]
+    return config.get("layer_types") or config.get("layers_block_type")
+
+
+def read_state(config: Mapping[str, Any], kinds: Sequence[str]) -> tuple[StateComponent, ...]:
+    """The components of a model's state; none where it has none, or of a kind that is not known."""
+    found: list[StateComponent] = []
+    for names, parts in (
+        ({"mamba", "hybrid"}, _mamba2(config)),
+        ({"linear_attention"}, _delta_net(config)),
+        ({"conv"}, _short_conv(config)),
+    ):
+        layers = tuple(layer for layer, kind in enumerate(kinds) if kind in names)
+        if layers and parts is not None:
+            found += [StateComponent(name, layers, *sizes) for name, *sizes in parts]
+    return tuple(found)
+
+
+def _mamba2(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
+    """State, x, B and C: name, units and elements of a unit."""
+    heads = _first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+    size = _first(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim")
+    groups = _first(config, "mamba_n_groups", "n_groups", "mamba_ngroups")
+    columns = _first(config, "mamba_d_state", "ssm_state_size")
+    kernel = _first(config, "mamba_d_conv", "conv_kernel")
+    if not (heads and size and groups and columns and kernel):
+        return None
+    rows = kernel - 1
+    return [
+        ("state", heads, size * columns),
+        ("x", heads, size * rows),
+        ("B", groups, columns * rows),
+        ("C", groups, columns * rows),
+    ]
+
+
+def _delta_net(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
+    """State, q, k and v: name, units and elements of a unit."""
+    key_heads, value_heads, key_size, value_size, kernel = (
+        _first(config, f"linear_{name}")
+        for name in (
+            *("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"),
+            "conv_kernel_dim",
+        )
+    )
+    if not (key_heads and value_heads and key_size and value_size and kernel):
+        return None
+    rows = kernel - 1
+    return [
+        ("state", value_heads, key_size * value_size),
+        ("q", key_heads, key_size * rows),
+        ("k", key_heads, key_size * rows),
+        ("v", value_heads, value_size * rows),
+    ]
+
+
+def _short_conv(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
+    """The channels of a short convolution."""
+    kernel, channels = _first(config, "conv_L_cache"), _first(config, "hidden_size")
+    return [("x", channels, kernel - 1)] if kernel and channels else None
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
+    """The first of some entries that is a number of at least 1."""
+    values = (config.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def plan_state(
+    components: Sequence[StateComponent],
+    num_layers: int,
+    prefill: tuple[ParallelMesh, Sequence[int] | None],
+    decode: tuple[ParallelMesh, Sequence[int] | None],
+) -> tuple[StateRead, ...]:
+    """Plan who reads what of a model's state.
+
+    Args:
+        components: What layers keep.
+        num_layers: Layers of the model.
+        prefill: The mesh that is read from, and the layers of its stages.
+        decode: The same of the one that reads.
+
+    Raises:
+        ValueError: vLLM could not run the model on one of them.
+    """
+    if not components:
+        return ()
+    src, dst = (_shards(components, num_layers, *end) for end in (prefill, decode))
+    plan: ReshardPlan = plan_reshard(src, dst)
+    faults = verify_plan(src, dst, plan)
+    assert not faults, faults
+    return tuple(_state_reads(plan, {each.name: each for each in components}))
+
+
+def _shards(
+    components: Sequence[StateComponent],
+    num_layers: int,
+    mesh: ParallelMesh,
+    layers_per_stage: Sequence[int] | None,
+) -> list[Shard]:
+    """What every rank holds of all components, each of which is a layer by itself."""
+    holdings: dict[MeshRank, dict[Layer, Holding]] = {rank: {} for rank in mesh.ranks()}
+    for each in components:
+        units = dict.fromkeys(each.layers, each.num_units)
+        for shard in shard_model(mesh, num_layers, units, layers_per_stage):
+            holdings[shard.rank] |= {
+                f"{layer}/{each.name}": holding for layer, holding in shard.holdings.items()
+            }
+    return [Shard(rank, held) for rank, held in holdings.items()]
+
+
+def _state_reads(
+    plan: ReshardPlan, components: Mapping[str, StateComponent]
+) -> Iterator[StateRead]:
+    for read in plan.reads:
+        named = [str(layer).partition("/") for layer in read.layers]
+        yield StateRead(
+            read,
+            tuple(sorted({int(layer) for layer, _, _ in named})),
+            tuple(dict.fromkeys(name for _, _, name in named)),
+            sum(read.num_units * components[name].unit_elements for _, _, name in named),
+        )
