@@ -439,8 +439,9 @@ def test_state_of_another_form_is_refused_at_the_handshake(engines, caplog_vllm,
         (dict(shapes=((3, 28), (4, 4, 4))), "keeps 28 channels .* a state of 4 x 4 x 4"),
     ],
 )
-def test_state_that_is_not_known_is_refused_by_name(spec, message):
+def test_state_that_is_not_known_is_refused_by_name(monkeypatch, spec, message):
     """With what it is, when the engine starts."""
+    monkeypatch.setattr(state_module, "is_conv_state_dim_first", lambda: False)
     shapes = spec.get("shapes", ((3, 24), (4, 4, 4)))
     dtypes = (torch.float32,) * len(shapes)
     made = replace(

@@ -8,6 +8,7 @@ once. `vllm kv-plan` is the same, as a subcommand of vLLM's own command line.
 command         arguments, and what is printed for them
 report          arguments -> a plan, and what it costs
 model           a model's config.json -> sizes
+recurrent       recurrent state: what layers keep, and who reads it from whom
 document        a plan as JSON
 text, advice    a plan as tables, and what would be better
 svg             a plan as a drawing

@@ -3,7 +3,7 @@
 
 compat                      what releases of vLLM do not have in common
 geometry, cache_views,
-attention_backends          vLLM's tensors -> planes
+attention_backends, state   vLLM's tensors -> planes
 ownership, drafts           which layers and heads of the model a worker has, and which are drafts'
 factors                     vLLM's configuration -> what must be equal
 settings, stats             what is configured, what is counted

@@ -89,7 +89,7 @@ def describe_cache(
             blocks_per_id = _blocks_per_id(name, len(tensor), kv_cache_config)
             for part in describe_state(name, tensor, spec):
                 # A backend keeps state in other orders on other devices.
-                kept = f"{backend.get_name()} of {part.dtype} on {tensor.device.type}"
+                kept = f"{backend.get_name()} of {part.number_format} on {tensor.device.type}"
                 layers[f"{known_as}/{part.name}"] = LayerCache(
                     (part.plane,), group, blocks_per_id, kept
                 )

@@ -249,19 +249,13 @@ class ReshardScheduler(NixlConnectorScheduler):
         # in flight, or of drafts behind the one that ended the answer.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         went_on = bool(self._state_groups) and request.num_computed_tokens > num_tokens
-        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-        block_ids = tuple(
-            # Which of its blocks has the state, upstream's scheduler knows.
-            ids if number in self._state_groups else ids[: cdiv(num_tokens, spec.block_size)]
-            for number, (ids, spec) in enumerate(zip(block_ids, specs, strict=True))
+        block_ids = (
+            tuple([] for _ in block_ids) if went_on else self._blocks_of(num_tokens, block_ids)
         )
-        if went_on:
-            block_ids = tuple([] for _ in block_ids)
         delay_free, params = super().request_finished(request, block_ids)
-        if went_on:
+        if went_on and params is not None:
             self._reqs_not_processed.add(request.request_id)
-            self._digests.forget(request.request_id)
-            return False, None
+            params = None
         if delay_free:
             assert params is not None
             self._offered_blocks[request.request_id] = sum(map(len, block_ids))
@@ -277,6 +271,17 @@ class ReshardScheduler(NixlConnectorScheduler):
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
+
+    def _blocks_of(self, num_tokens: int, block_ids: BlockIds) -> BlockIds:
+        """Those of a request's blocks that hold its first tokens.
+
+        Which of them has its state, upstream's scheduler finds: all of that group's are left.
+        """
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        return tuple(
+            ids if number in self._state_groups else ids[: cdiv(num_tokens, spec.block_size)]
+            for number, (ids, spec) in enumerate(zip(block_ids, specs, strict=True))
+        )
 
     def _stop_heartbeat(self, req_id: str) -> None:
         """As upstream's, which calls this when a request was received or has ended."""

@@ -80,12 +80,12 @@ class StateComponent:
     Attributes:
         name: What it is called, beside the layer.
         plane: Where it lies.
-        dtype: Its number format, without `torch.`.
+        number_format: Of its elements.
     """
 
     name: str
     plane: Plane
-    dtype: str
+    number_format: str
 
 
 def describe_state(layer: str, tensor: torch.Tensor, spec: MambaSpec) -> list[StateComponent]:
@@ -110,14 +110,14 @@ def describe_state(layer: str, tensor: torch.Tensor, spec: MambaSpec) -> list[St
     components = []
     address = tensor.data_ptr()
     for number, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
-        name = str(dtype).removeprefix("torch.")
+        number_format = str(dtype).removeprefix("torch.")
         is_recurrent = number == family.num_states - 1 and family.has_recurrent
         planes = (
             [(_RECURRENT, _recurrent(address, block_bytes, shape, dtype.itemsize))]
             if is_recurrent
             else _convolved(layer, address, block_bytes, spec, family)
         )
-        components += [StateComponent(part, plane, name) for part, plane in planes]
+        components += [StateComponent(part, plane, number_format) for part, plane in planes]
         address += prod(shape) * dtype.itemsize
     return components
 
