@@ -21,7 +21,7 @@ from tools.pdstack.engine import EngineSpec, KVTransfer, Speculation
 from tools.pdstack.stack import Engine, PDStack
 from tools.pdstack.tiny_models import write_tiny_llama
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 DRAFTED = 3
 ITSELF = Speculation("draft_model", DRAFTED, ".")
@@ -171,7 +171,6 @@ def test_turns_go_to_and_fro(stack: Stack) -> None:
     )
 
 
-@pytest.mark.full
 def test_drafts_that_were_not_read_cost_no_answer(stack: Stack) -> None:
     """Where the prefill engine does not draft, the answer is the same, and fewer are accepted."""
     (plain,) = stack.pdstack.start_engines(
