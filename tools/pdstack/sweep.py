@@ -127,21 +127,14 @@ MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
 _SIX, _TWO, _GEMMA, _MLA, _GEMMA4, _MIMO2, _STEP, _NEMOTRON, _EAGLE, _MIMO, _MAMBA = MODELS
 
 
-def _why_mla_is_not_compared() -> str:
-    return why_no_mla() or (
-        "vLLM's MLA for CPU gives a token other logits in a step that decodes than in one that "
-        "prefills, so that one engine is no measure of a pair"
-    )
-
-
 WHY_NOT: Mapping[str, Callable[[], str]] = {
-    _MLA: _why_mla_is_not_compared,
+    _MLA: why_no_mla,
     _GEMMA4: lambda: why_no_model("gemma4"),
     _MIMO2: lambda: why_no_model("mimo_v2"),
     _STEP: lambda: why_no_model("step3p5"),
     _MAMBA: why_no_state,
 }
-"""For models that not every vLLM can serve, or compare: says why the installed one cannot."""
+"""For models that not every vLLM can serve: says why the installed one cannot."""
 
 _HYBRID = ("--no-disable-hybrid-kv-cache-manager",)
 _BF16 = ("--dtype", "bfloat16")

@@ -36,6 +36,9 @@ _CPU_MLA_ARGS = (
     *("--attention-backend", "CPU_MLA"),
     *("--block-size", str(_CPU_MLA_BLOCK_TOKENS)),
     "--no-enable-prefix-caching",
+    # vLLM's kernel for positions on CPU takes queries and keys for tensors of their own. MLA's are
+    # parts of larger ones: it turns other elements, and others for one token than for many.
+    *("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'),
 )
 
 
