@@ -28,6 +28,7 @@ from .tiny_models import (
     write_tiny_falcon_h1,
     write_tiny_gemma3,
     write_tiny_llama,
+    write_tiny_qwen3_next,
 )
 
 MAX_WORKERS = 8
@@ -95,9 +96,10 @@ MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
     "gemma 3": write_tiny_gemma3,
     "deepseek 2, MLA": write_tiny_deepseek2,
     "falcon h1": write_tiny_falcon_h1,
+    "qwen3 next": write_tiny_qwen3_next,
 }
 
-_SIX, _TWO, _GEMMA, _MLA, _MAMBA = MODELS
+_SIX, _TWO, _GEMMA, _MLA, _MAMBA, _GDN = MODELS
 
 
 def _why_mla_is_not_compared() -> str:
@@ -110,6 +112,7 @@ def _why_mla_is_not_compared() -> str:
 WHY_NOT: Mapping[str, Callable[[], str]] = {
     _MLA: _why_mla_is_not_compared,
     _MAMBA: why_no_state,
+    _GDN: why_no_state,
 }
 """For models that not every vLLM can serve, or compare: says why the installed one cannot."""
 
@@ -146,6 +149,11 @@ FAMILIES: tuple[Family, ...] = (
     Family("Mamba 2 TP up", _MAMBA, Side(), Side(Layout(2, 1))),
     Family("Mamba 2 PP on P", _MAMBA, Side(_STAGES), Side()),
     Family("Mamba 2 PP to TP", _MAMBA, Side(_STAGES), Side(Layout(2, 1))),
+    Family("delta net", _GDN, Side(), Side(), exact=False),
+    Family("delta net TP down", _GDN, Side(Layout(2, 1)), Side(), exact=False),
+    Family("delta net TP up", _GDN, Side(), Side(Layout(2, 1)), exact=False),
+    Family("delta net PP on P", _GDN, Side(_STAGES), Side(), exact=False),
+    Family("delta net PP to TP", _GDN, Side(_STAGES), Side(Layout(2, 1)), exact=False),
     Family("bfloat16", _TWO, Side(_STAGES), Side(Layout(2, 1)), exact=False, args=_BF16),
 )
 
