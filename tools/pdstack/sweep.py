@@ -44,6 +44,7 @@ from .tiny_models import (
     write_tiny_gemma3,
     write_tiny_gemma4,
     write_tiny_llama,
+    write_tiny_qwen3_next,
 )
 
 MAX_WORKERS = 8
@@ -122,9 +123,23 @@ MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
     "llama with an eagle": write_tiny_llama_with_eagle,
     "mimo": write_tiny_mimo,
     "falcon h1": write_tiny_falcon_h1,
+    "qwen3 next": write_tiny_qwen3_next,
 }
 
-_SIX, _TWO, _GEMMA, _MLA, _GEMMA4, _MIMO2, _STEP, _NEMOTRON, _EAGLE, _MIMO, _MAMBA = MODELS
+(
+    _SIX,
+    _TWO,
+    _GEMMA,
+    _MLA,
+    _GEMMA4,
+    _MIMO2,
+    _STEP,
+    _NEMOTRON,
+    _EAGLE,
+    _MIMO,
+    _MAMBA,
+    _GDN,
+) = MODELS
 
 
 WHY_NOT: Mapping[str, Callable[[], str]] = {
@@ -133,6 +148,7 @@ WHY_NOT: Mapping[str, Callable[[], str]] = {
     _MIMO2: lambda: why_no_model("mimo_v2"),
     _STEP: lambda: why_no_model("step3p5"),
     _MAMBA: why_no_state,
+    _GDN: why_no_state,
 }
 """For models that not every vLLM can serve: says why the installed one cannot."""
 
@@ -190,6 +206,11 @@ FAMILIES: tuple[Family, ...] = (
     Family("Mamba 2 TP up", _MAMBA, Side(), Side(Layout(2, 1))),
     Family("Mamba 2 PP on P", _MAMBA, Side(_STAGES), Side()),
     Family("Mamba 2 PP to TP", _MAMBA, Side(_STAGES), Side(Layout(2, 1))),
+    Family("delta net", _GDN, Side(), Side(), exact=False),
+    Family("delta net TP down", _GDN, Side(Layout(2, 1)), Side(), exact=False),
+    Family("delta net TP up", _GDN, Side(), Side(Layout(2, 1)), exact=False),
+    Family("delta net PP on P", _GDN, Side(_STAGES), Side(), exact=False),
+    Family("delta net PP to TP", _GDN, Side(_STAGES), Side(Layout(2, 1)), exact=False),
     Family("bfloat16", _TWO, Side(_STAGES), Side(Layout(2, 1)), exact=False, args=_BF16),
     *(
         Family(f"{name} {layouts}", model, Side(prefill), Side(decode))
