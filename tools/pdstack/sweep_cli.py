@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from . import lm_eval, report, sweep
+from . import families, lm_eval, report, sweep
 from .engine import ServedModel
 from .errors import ProcessDiedError, UsageError
 from .invocation import StackProgress, add_options, check_options, invoke
@@ -44,7 +44,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     which.add_argument(
         "--subset",
-        choices=sorted(sweep.SUBSETS),
+        choices=sorted(families.SUBSETS),
         help="these families: `ci` is what CI runs, `base` what `make test BASE=` runs",
     )
     many.add_argument(
@@ -76,16 +76,16 @@ def execute(args: argparse.Namespace, console: Console) -> int:
     Raises:
         UsageError: what was asked for cannot work.
     """
-    models: Mapping[str, Callable[[Path], ServedModel]] = sweep.MODELS
+    models: Mapping[str, Callable[[Path], ServedModel]] = families.MODELS
     if args.command == "accuracy":
-        families, models = _one_pair(args)
+        chosen, models = _one_pair(args)
     else:
-        families = sweep.choose(sweep.SUBSETS.get(args.subset, args.only))
+        chosen = families.choose(families.SUBSETS.get(args.subset, args.only))
         if args.list:
-            for family in families:
+            for family in chosen:
                 console.print(Text(_listed(family)), soft_wrap=True)
             return 0
-        families, left_out = sweep.split_by_vllm(families)
+        chosen, left_out = families.split_by_vllm(chosen)
         for name, why in left_out.items():
             if args.only:
                 raise UsageError(f"family {name!r} cannot run here: {why}")
@@ -106,7 +106,7 @@ def execute(args: argparse.Namespace, console: Console) -> int:
             models=models,
             after=gsm8k or (lambda _stack, _router: None),
         )
-        results = runner.run(families)
+        results = runner.run(chosen)
         _print_results(console, results, time.monotonic() - started)
         if args.command == "accuracy":
             console.print(Text(_told(gsm8k)), soft_wrap=True)
@@ -180,9 +180,9 @@ def _told(gsm8k: _Gsm8kStep | None) -> str:
     return str(gsm8k.score)
 
 
-def _listed(family: sweep.Family) -> str:
+def _listed(family: families.Family) -> str:
     """A family in one line, with the subsets that it is in."""
-    subsets = "".join(f"  [{name}]" for name in sweep.subsets_of(family))
+    subsets = "".join(f"  [{name}]" for name in families.subsets_of(family))
     return f"{family.name}: {family.prefill} -> {family.decode}{subsets}"
 
 
@@ -199,7 +199,7 @@ def _print_results(console: Console, results: Sequence[sweep.Result], took_s: fl
 
 def _one_pair(
     args: argparse.Namespace,
-) -> tuple[list[sweep.Family], Mapping[str, Callable[[Path], ServedModel]]]:
+) -> tuple[list[families.Family], Mapping[str, Callable[[Path], ServedModel]]]:
     """The one family that arguments describe, and its model."""
     sides = []
     for role in ("prefill", "decode"):
@@ -207,7 +207,7 @@ def _one_pair(
         more = tuple(shlex.split(getattr(args, f"{role}_args")))
         if args.gsm8k is not None:
             more = (*lm_eval.ENGINE_ARGS, *more)
-        sides.append(sweep.Side(layout, getattr(args, f"num_{role}"), more))
+        sides.append(families.Side(layout, getattr(args, f"num_{role}"), more))
     if args.model is None:
         path = default_model_path(cache_dir())
         name = "SmolLM2-135M"
@@ -228,7 +228,7 @@ def _one_pair(
         return make(directory)
 
     prefill, decode = sides
-    return [sweep.Family("accuracy", name, prefill, decode)], {name: made}
+    return [families.Family("accuracy", name, prefill, decode)], {name: made}
 
 
 def _share(text: str) -> float:

@@ -10,29 +10,31 @@ from unittest.mock import Mock, create_autospec
 import pytest
 from rich.console import Console
 
-from tools.pdstack import accuracy, cli, sweep
+from tools.pdstack import accuracy, cli, families
 from tools.pdstack.accuracy import Accuracy, Completion
 from tools.pdstack.engine import Device, KVTransfer, Speculation
 from tools.pdstack.errors import ProcessDiedError, UsageError
+from tools.pdstack.families import (
+    FAMILIES,
+    MODELS,
+    SUBSETS,
+    Family,
+    Side,
+    choose,
+    split_by_vllm,
+    subsets_of,
+)
 from tools.pdstack.layout import Layout, check_layout, read_model_shape
 from tools.pdstack.metrics import NixlCounters
 from tools.pdstack.stack import PDStack
 from tools.pdstack.sweep import (
-    FAMILIES,
     MAX_WORKERS,
-    MODELS,
-    SUBSETS,
-    Family,
     Result,
-    Side,
     _Group,
     _numbered,
     _spec,
-    choose,
     judge,
     result_table,
-    split_by_vllm,
-    subsets_of,
 )
 from tools.pdstack.tiny_models import write_tiny_llama
 
@@ -169,9 +171,9 @@ def test_caches_are_as_large_whatever_their_blocks(tmp_path):
 @pytest.mark.parametrize("why", ["", "vLLM 1 has no MLA on CPU"])
 def test_families_that_vllm_cannot_serve_are_left_out(monkeypatch, why):
     """Those of MLA are, with the reason, where it cannot; all others stay in any case."""
-    for model in sweep.WHY_NOT:
-        monkeypatch.setitem(sweep.WHY_NOT, model, lambda: "")
-    monkeypatch.setitem(sweep.WHY_NOT, "deepseek 2, MLA", lambda: why)
+    for model in families.WHY_NOT:
+        monkeypatch.setitem(families.WHY_NOT, model, lambda: "")
+    monkeypatch.setitem(families.WHY_NOT, "deepseek 2, MLA", lambda: why)
     served, left_out = split_by_vllm(FAMILIES)
     names = ("MLA TP down", "MLA PP on P", "MLA TP up")
     assert left_out == ({name: why for name in names} if why else {})
@@ -180,7 +182,7 @@ def test_families_that_vllm_cannot_serve_are_left_out(monkeypatch, why):
 
 def test_a_family_that_cannot_run_is_refused_by_name(monkeypatch, capsys):
     """Who asks for it is told why; nothing is started."""
-    monkeypatch.setitem(sweep.WHY_NOT, "deepseek 2, MLA", lambda: "there is none")
+    monkeypatch.setitem(families.WHY_NOT, "deepseek 2, MLA", lambda: "there is none")
     assert cli.main(["sweep", "--only", "MLA TP up"]) == 2
     assert "family 'MLA TP up' cannot run here: there is none" in capsys.readouterr().err
 
@@ -196,20 +198,20 @@ def test_families_are_chosen_by_name():
 def test_what_ci_runs_fits_its_time(tmp_path, monkeypatch):
     """The families in CI's subset start few enough engines, those of the answers included."""
     monkeypatch.setattr(accuracy, "complete_all", lambda *_, **__: [])
-    families, started = choose(SUBSETS["ci"]), []
-    for name in dict.fromkeys(family.model for family in families):
+    chosen, started = choose(SUBSETS["ci"]), []
+    for name in dict.fromkeys(family.model for family in chosen):
         stack = create_autospec(PDStack, instance=True)
         stack.model = MODELS[name](tmp_path / str(len(started)))
         stack.start_engines.side_effect = lambda *specs: (
             started.extend(specs) or [Mock(spec_set=["url"]) for _ in specs]
         )
         group = _Group(stack, 4)
-        for family in families:
+        for family in chosen:
             if family.model == name:
                 group._start(family)
                 group._reference(family, [])
     assert started
-    assert len(started) * ENGINE_START_S + len(families) * FAMILY_S <= CI_LIMIT_S
+    assert len(started) * ENGINE_START_S + len(chosen) * FAMILY_S <= CI_LIMIT_S
 
 
 def test_engine_of_the_right_answers_starts_with_the_first_pair(tmp_path, monkeypatch):

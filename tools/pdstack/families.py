@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pairs of layouts that a sweep compares, and the models that they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .engine import ServedModel, Speculation, why_no_mla, why_no_model, why_no_state
+from .errors import UsageError
+from .layout import Layout
+from .tiny_checkpoints import (
+    write_tiny_llama_with_eagle,
+    write_tiny_mimo,
+    write_tiny_mimo2,
+    write_tiny_nemotron_nas,
+    write_tiny_step3p5,
+)
+from .tiny_models import (
+    write_tiny_deepseek2,
+    write_tiny_falcon_h1,
+    write_tiny_gemma3,
+    write_tiny_gemma4,
+    write_tiny_llama,
+    write_tiny_qwen3_next,
+)
+
+_ONE = Layout(1, 1)
+
+
+@dataclass(frozen=True)
+class Side:
+    """The engines of one role.
+
+    Attributes:
+        layout: of each.
+        count: how many.
+        args: more of the command line.
+        env: more of the environment, as pairs.
+        connector: what moves the KV cache.
+        speculation: how each drafts, if it does.
+        options: more of the connector's, as pairs.
+    """
+
+    layout: Layout = _ONE
+    count: int = 1
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    connector: str = "NixlConnector"
+    speculation: Speculation | None = None
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        times = f"{self.count} x " if self.count > 1 else ""
+        stages = dict(self.env).get("VLLM_PP_LAYER_PARTITION")
+        drafts = f", {self.speculation}" if self.speculation else ""
+        return f"{times}{self.layout}" + (f" ({stages})" if stages else "") + drafts
+
+
+@dataclass(frozen=True)
+class Family:
+    """A pair of layouts.
+
+    Attributes:
+        name: what is special about it.
+        model: name of what is served.
+        prefill: the prefill engines.
+        decode: the decode engines.
+        exact: whether answers have to be equal; where not, as at bfloat16, most tokens have to.
+        args: more of every engine's command line.
+    """
+
+    name: str
+    model: str
+    prefill: Side
+    decode: Side
+    exact: bool = True
+    args: tuple[str, ...] = ()
+
+
+MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
+    "llama, 6 KV heads": lambda directory: write_tiny_llama(
+        directory, num_layers=6, num_heads=6, num_kv_heads=6
+    ),
+    "llama, 2 KV heads": lambda directory: write_tiny_llama(
+        directory, num_layers=4, num_heads=4, num_kv_heads=2
+    ),
+    "gemma 3": write_tiny_gemma3,
+    "deepseek 2, MLA": write_tiny_deepseek2,
+    "gemma 4": write_tiny_gemma4,
+    "mimo 2": write_tiny_mimo2,
+    "step 3.5": write_tiny_step3p5,
+    "nemotron nas": write_tiny_nemotron_nas,
+    "llama with an eagle": write_tiny_llama_with_eagle,
+    "mimo": write_tiny_mimo,
+    "falcon h1": write_tiny_falcon_h1,
+    "qwen3 next": write_tiny_qwen3_next,
+}
+
+(
+    _SIX,
+    _TWO,
+    _GEMMA,
+    _MLA,
+    _GEMMA4,
+    _MIMO2,
+    _STEP,
+    _NEMOTRON,
+    _EAGLE,
+    _MIMO,
+    _MAMBA,
+    _GDN,
+) = MODELS
+
+
+WHY_NOT: Mapping[str, Callable[[], str]] = {
+    _MLA: why_no_mla,
+    _GEMMA4: lambda: why_no_model("gemma4"),
+    _MIMO2: lambda: why_no_model("mimo_v2"),
+    _STEP: lambda: why_no_model("step3p5"),
+    _MAMBA: why_no_state,
+    _GDN: why_no_state,
+}
+"""For models that not every vLLM can serve: says why the installed one cannot."""
+
+_HYBRID = ("--no-disable-hybrid-kv-cache-manager",)
+_BF16 = ("--dtype", "bfloat16")
+_RAY = ("--distributed-executor-backend", "ray")
+_STAGES = Layout(1, 2)
+_RANKS = Layout(2, 1)
+_LAYER_LAYOUTS = {
+    "TP down": (_RANKS, _ONE),
+    "TP up": (_ONE, _RANKS),
+    "PP on P": (_STAGES, _ONE),
+    "PP to TP": (_STAGES, _RANKS),
+}
+_LAYERS_THAT_DIFFER = {
+    "Gemma 4": _GEMMA4,
+    "MiMo-V2": _MIMO2,
+    "Step-3.5": _STEP,
+    "Nemotron-NAS": _NEMOTRON,
+}
+
+# Of three that are drafted, answers repeat enough to accept some.
+_NGRAM = Speculation("ngram", 3, options=(("prompt_lookup_min", 1), ("prompt_lookup_max", 3)))
+_EAGLE_HEAD = Speculation("eagle", 3, "eagle")
+# What drafts as the model itself does is always right.
+_ITSELF = Speculation("draft_model", 3, ".")
+_MTP = Speculation("mtp", 1)
+_COLD = (("missing_draft_layers", "compute"),)
+
+FAMILIES: tuple[Family, ...] = (
+    Family("PP on P", _SIX, Side(_STAGES), Side()),
+    Family("PP on D", _SIX, Side(), Side(_STAGES)),
+    Family("TP down", _SIX, Side(Layout(2, 1)), Side()),
+    Family("TP up", _SIX, Side(), Side(Layout(2, 1))),
+    Family("TP not divisible", _SIX, Side(Layout(3, 1)), Side(Layout(2, 1))),
+    Family("TP and PP on both", _SIX, Side(Layout(3, 1)), Side(_STAGES)),
+    Family("TP x PP on D", _SIX, Side(_STAGES), Side(Layout(2, 2))),
+    Family("PP3 to PP2", _SIX, Side(Layout(1, 3)), Side(_STAGES)),
+    Family(
+        "uneven stages",
+        _SIX,
+        Side(_STAGES, env=(("VLLM_PP_LAYER_PARTITION", "5,1"),)),
+        Side(_STAGES),
+    ),
+    Family("2 P and 2 D", _SIX, Side(_STAGES, count=2), Side(count=2)),
+    Family("MultiConnector", _SIX, Side(_STAGES, connector="MultiConnector"), Side()),
+    Family("P on Ray", _SIX, Side(_STAGES, args=_RAY), Side()),
+    Family("replicated heads", _TWO, Side(Layout(4, 1)), Side()),
+    Family("sliding windows", _GEMMA, Side(_STAGES), Side(), args=_HYBRID),
+    Family("MLA TP down", _MLA, Side(Layout(2, 1)), Side()),
+    Family("MLA PP on P", _MLA, Side(_STAGES), Side()),
+    Family("MLA TP up", _MLA, Side(), Side(Layout(2, 1))),
+    Family("Mamba 2", _MAMBA, Side(), Side()),
+    Family("Mamba 2 TP down", _MAMBA, Side(Layout(2, 1)), Side()),
+    Family("Mamba 2 TP up", _MAMBA, Side(), Side(Layout(2, 1))),
+    Family("Mamba 2 PP on P", _MAMBA, Side(_STAGES), Side()),
+    Family("Mamba 2 PP to TP", _MAMBA, Side(_STAGES), Side(Layout(2, 1))),
+    Family("delta net", _GDN, Side(), Side(), exact=False),
+    Family("delta net TP down", _GDN, Side(Layout(2, 1)), Side(), exact=False),
+    Family("delta net TP up", _GDN, Side(), Side(Layout(2, 1)), exact=False),
+    Family("delta net PP on P", _GDN, Side(_STAGES), Side(), exact=False),
+    Family("delta net PP to TP", _GDN, Side(_STAGES), Side(Layout(2, 1)), exact=False),
+    Family("bfloat16", _TWO, Side(_STAGES), Side(Layout(2, 1)), exact=False, args=_BF16),
+    *(
+        Family(f"{name} {layouts}", model, Side(prefill), Side(decode))
+        for name, model in _LAYERS_THAT_DIFFER.items()
+        for layouts, (prefill, decode) in _LAYER_LAYOUTS.items()
+    ),
+    Family("n-grams", _EAGLE, Side(_RANKS, speculation=_NGRAM), Side(speculation=_NGRAM)),
+    Family("n-grams on D", _EAGLE, Side(_STAGES), Side(speculation=_NGRAM)),
+    Family("EAGLE", _EAGLE, Side(_RANKS, speculation=_EAGLE_HEAD), Side(speculation=_EAGLE_HEAD)),
+    Family(
+        "EAGLE TP up", _EAGLE, Side(speculation=_EAGLE_HEAD), Side(_RANKS, speculation=_EAGLE_HEAD)
+    ),
+    Family(
+        "EAGLE on D",
+        _EAGLE,
+        Side(_STAGES),
+        Side(speculation=_EAGLE_HEAD, options=_COLD),
+    ),
+    Family("draft model", _EAGLE, Side(_RANKS, speculation=_ITSELF), Side(speculation=_ITSELF)),
+    Family("MTP", _MIMO, Side(_RANKS, speculation=_MTP), Side(speculation=_MTP)),
+    Family("MTP on D", _MIMO, Side(_STAGES), Side(speculation=_MTP, options=_COLD)),
+)
+
+SUBSETS: Mapping[str, tuple[str, ...]] = {
+    # What the end-to-end tests do not run, in at most 20 minutes on two cores: there, an engine
+    # takes up to 100 s to start, and a family 25 s once its engines are up.
+    "ci": ("TP not divisible", "uneven stages", "MultiConnector", "P on Ray", "bfloat16"),
+    # One with stages and one without, to see that another base works at all.
+    "base": ("PP on P", "TP not divisible"),
+}
+"""Families that are run together under one name."""
+
+
+def choose(names: Iterable[str]) -> list[Family]:
+    """Return the families of these names; all without any.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    wanted = list(names)
+    known = {family.name.lower(): family for family in FAMILIES}
+    for name in wanted:
+        if name.lower() not in known:
+            raise UsageError(f"no family {name!r}; there are {', '.join(map(repr, known))}")
+    return [known[name.lower()] for name in wanted] or list(FAMILIES)
+
+
+def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, str]]:
+    """Return the families that the installed vLLM can serve, and by name why not the others."""
+    wanted = list(families)
+    models = {family.model for family in wanted}
+    why = {model: ask() for model, ask in WHY_NOT.items() if model in models}
+    served = [family for family in wanted if not why.get(family.model)]
+    left_out = {family.name: why[family.model] for family in wanted if why.get(family.model)}
+    return served, left_out
+
+
+def subsets_of(family: Family) -> list[str]:
+    """Return the names of the subsets that a family is in."""
+    return [name for name, families in SUBSETS.items() if family.name in families]
