@@ -39,14 +39,16 @@ class Row:
 
 
 def read_rows() -> dict[str, Row]:
-    """Return the rows of all tables by their first column."""
-    lines = PAGE.read_text().splitlines()
-    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    rows = {}
-    for fault, client, log, blocks, tests in cells:
-        if fault == "fault" or set(fault) == {"-"}:
-            continue
-        assert fault not in rows, fault
-        (line,) = re.findall(r"`([^`]+)`", log)
-        rows[fault] = Row(client, line, blocks, re.findall(r"`([\w/.]+::\w+)`", tests))
+    """Return the rows of all tables of faults, by their first column."""
+    rows: dict[str, Row] = {}
+    is_of_faults = False
+    for text in PAGE.read_text().splitlines():
+        cells = text.strip("| ").split(" | ") if text.startswith("| ") else [""]
+        if cells[0] == "fault" or not cells[0]:
+            is_of_faults = cells[0] == "fault"
+        elif is_of_faults and set(cells[0]) != {"-"}:
+            fault, client, log, blocks, tests = cells
+            assert fault not in rows, fault
+            (line,) = re.findall(r"`([^`]+)`", log)
+            rows[fault] = Row(client, line, blocks, re.findall(r"`([\w/.]+::\w+)`", tests))
     return rows
