@@ -23,6 +23,9 @@ _MEDDLINGS = {
     FaultKind.DUPLICATE_FRAMES: (Meddling.DUPLICATE_REQUESTS, Meddling.DUPLICATE_REPLIES),
 }
 
+_FORGETTING_S = 5.0
+"""How long it may take on a slow machine to close what is forgotten."""
+
 _OF_ANOTHER = "parameters of another request"
 
 
@@ -43,6 +46,7 @@ class Nemesis:
         recorder: where faults are noted down.
         seed: other details for another number.
         deadline_s: how long its own requests may take.
+        forgotten_after_s: after how long an engine forgets another one that nobody asks for.
         wait: how it waits.
     """
 
@@ -55,6 +59,7 @@ class Nemesis:
         *,
         seed: int,
         deadline_s: float,
+        forgotten_after_s: float,
         wait: Wait,
     ) -> None:
         self._fleet = fleet
@@ -63,6 +68,7 @@ class Nemesis:
         self._recorder = recorder
         self._seed = seed
         self._deadline_s = deadline_s
+        self._forgotten_after_s = forgotten_after_s
         self._wait = wait
 
     def strike(self, planned: Round) -> None:
@@ -149,6 +155,9 @@ class Nemesis:
                     server = self._fleet.server(name)
                     asked.append(self._clients.ask(server, ask, terms, changed))
             self._wait(self._deadline_s, lambda: _all_done(asked))
+        if not all(meddling.loses for meddling in _MEDDLINGS[fault.kind]):
+            # To the engines each channel was an engine, whose connection takes descriptors.
+            self._wait(self._forgotten_after_s + _FORGETTING_S)
         return ", ".join(map(str, _MEDDLINGS[fault.kind]))
 
     def _meddle_with_params(self, fault: Fault, rng: random.Random) -> str:

@@ -160,6 +160,7 @@ class Soak:
             self.recorder,
             seed=settings.seed,
             deadline_s=settings.deadline_s,
+            forgotten_after_s=settings.fleet.engine_ttl_s,
             wait=stage.wait,
         )
         clients.start_load(lambda: fleet.server(ROUTER), settings.seed, settings.num_clients)

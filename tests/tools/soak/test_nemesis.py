@@ -98,7 +98,14 @@ class Scene:
         self.clients = FakeClients(self.fleet.done)
         self.wait_error: Exception | None = None
         self.nemesis = Nemesis(
-            self.fleet, self.clients, 5, self.recorder, seed=1, deadline_s=30.0, wait=self.wait
+            self.fleet,
+            self.clients,
+            5,
+            self.recorder,
+            seed=1,
+            deadline_s=30.0,
+            forgotten_after_s=60.0,
+            wait=self.wait,
         )
 
     def wait(self, limit_s: float, until: Callable[[], bool] = lambda: False) -> None:
@@ -210,6 +217,9 @@ def test_handshakes_go_through_a_channel_that_meddles(scene, kind):
     assert len({params["remote_port"] for *_, params in scene.clients.asked} | {9}) == 5
     for _, _, terms, _ in scene.clients.asked:
         assert terms.must_answer is (kind is FaultKind.DUPLICATE_FRAMES)
+    waits_s = [each[1] for each in scene.fleet.done if each[0] == "wait"]
+    # Connections with channels that were read through are closed before engines are measured.
+    assert any(wait_s > 60.0 for wait_s in waits_s) is (kind is FaultKind.DUPLICATE_FRAMES)
 
 
 def test_engine_that_does_not_prefill_is_told(scene):

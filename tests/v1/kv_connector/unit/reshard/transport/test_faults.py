@@ -21,6 +21,7 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
 )
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import SLOW_PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
@@ -183,10 +184,41 @@ def test_too_much_in_doubt_cuts_the_oldest_connection(prefill_and_decode, engine
     progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
     wait_until(lambda: len(worker._transfers) == 2, progress.step)
     now_s += 10.0
+    wait_until(lambda: len(worker._failed) == 2, progress.step)
+    now_s += SLOW_PEER_GRACE_S
     for request_id in both:
         progress.until(d, received=request_id)
     assert set(worker.take_failed()) == set(both)
     assert "Cutting a connection whose reads do not end: 6 blocks" in caplog_vllm.text
+
+
+def test_peer_that_is_only_slow_is_not_cut_off(prefill_and_decode, engines, caplog_vllm):
+    """However much is in doubt, it has a moment to come back: UCX would end it over TCP."""
+    now_s = 1000.0
+    p, _ = prefill_and_decode
+    d = engines("patient", kv_read_timeout_s=10, clock=lambda: now_s)
+    address = p.serve()
+    fill(p, SRC)
+    p.offer("p-a", "p-b")
+    CommandedAgent.held_up.add(name_of(p, 1))
+    both = {
+        "d-a": receive(address, DST, SRC),
+        "d-b": receive(address, [6, 7, 8], SRC, remote_request_id="p-b"),
+    }
+    d.start(receive=both)
+    progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
+    wait_until(lambda: len(worker._transfers) == 2, progress.step)
+    now_s += 10.0
+    wait_until(lambda: len(worker._failed) == 2, progress.step)
+    now_s += SLOW_PEER_GRACE_S - 0.1
+    for _ in range(3):
+        progress.step()
+    (slow,) = worker._exchange.peers.retired
+    assert slow.is_connected
+    CommandedAgent.held_up.clear()
+    for request_id in both:
+        progress.until(d, received=request_id)
+    assert "Cutting a connection" not in caplog_vllm.text
 
 
 @every_strategy

@@ -50,6 +50,10 @@ _REMEDIES = {
 _MOST_IN_DOUBT = 4
 """One in so many blocks of the cache may be in doubt; beyond that, nobody waits for hung peers."""
 
+SLOW_PEER_GRACE_S = 10.0
+"""Also then, one whose reads have just run out of time has so long to come back. Over TCP, UCX ends
+a worker that answers a reader which is gone: who is cut off while he is only slow is ended."""
+
 
 @dataclass(slots=True)
 class _Reading:
@@ -397,14 +401,19 @@ class RequestReads:
         return next(draining, None)
 
     def _contain(self, now_s: float) -> None:
-        """Where too much memory is in doubt, wait for hung peers no longer."""
-        if (generation := self._hung) is not None:
-            logger.error(
-                "Cutting a connection whose reads do not end: %d blocks of failed requests "
-                "may be written by such reads. Its engine may have to be restarted.",
-                self._num_in_doubt,
-            )
-            generation.lifetime.force(now_s)
+        """Where too much memory is in doubt, wait for hung peers no longer than for slow ones."""
+        if (generation := self._hung) is None:
+            return
+        retired_at_s = generation.lifetime.retired_at_s
+        assert retired_at_s is not None
+        if now_s < retired_at_s + SLOW_PEER_GRACE_S:
+            return
+        logger.error(
+            "Cutting a connection whose reads do not end: %d blocks of failed requests "
+            "may be written by such reads. Its engine may have to be restarted.",
+            self._num_in_doubt,
+        )
+        generation.lifetime.force(now_s)
 
     def _release(self, reading: _Reading) -> None:
         """Tell the holders of a request's blocks that this worker is through with them."""
