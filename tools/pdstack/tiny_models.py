@@ -207,8 +207,8 @@ def write_tiny_qwen3_next(
         layer_types=[
             "full_attention" if layer % 2 else "linear_attention" for layer in range(num_layers)
         ],
-        # vLLM wants experts somewhere. All of them are asked, so that rounding chooses none.
-        mlp_only_layers=list(range(num_layers - 1)),
+        # vLLM wants experts on every stage. All of them are asked, so that rounding chooses none.
+        mlp_only_layers=list(range(0, num_layers, 2)),
         num_experts=2,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
