@@ -37,6 +37,15 @@ class Tables:
     num_tokens: int
 
 
+def side_by_side(num_requests: int, blocks: int, num_tokens: int) -> list[Tables]:
+    """Requests of as many blocks each, one behind the other, at the same places of both ends."""
+    tables = []
+    for first in range(1, 1 + num_requests * blocks, blocks):
+        ids = list(range(first, first + blocks))
+        tables.append(Tables(ids, ids, num_tokens))
+    return tables
+
+
 def duration_s(readings: Sequence[Reading]) -> float:
     """How long it took until the last rank had read everything."""
     return max(each.ended_s for each in readings) - min(each.began_s for each in readings)

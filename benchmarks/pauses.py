@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from .cases import PauseCase
-from .lanes import ConnectorPair, Pair, Tables
+from .lanes import ConnectorPair, Pair, side_by_side
 from .results import Metric, Part, Result
 from .specs import Watch
 from .tables import pool_blocks
@@ -28,10 +28,7 @@ def _measure(case: PauseCase, plan: Plan) -> Result:
     sizes = {"requests": case.num_requests, "tokens": case.tokens}
     result = Result(Part.PAUSES, case.name, sizes)
     blocks = shape.num_blocks(case.tokens)
-    tables = []
-    for number in range(case.num_requests):
-        ids = list(range(1 + number * blocks, 1 + (number + 1) * blocks))
-        tables.append(Tables(ids, ids, case.tokens))
+    tables = side_by_side(case.num_requests, blocks, case.tokens)
     pool = pool_blocks(case.num_requests * blocks)
 
     def measure(pair: Pair, repetition: int) -> Mapping[Metric, float]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from .cases import RequestPathCase
-from .lanes import Pair, Tables, started_pairs
+from .lanes import Pair, side_by_side, started_pairs
 from .results import Metric, Part, Result
 from .tables import pool_blocks
 from .turns import Plan, take_turns
@@ -34,10 +34,7 @@ def _measure(case: RequestPathCase, pairs: list[Pair], repetitions: int) -> Resu
             "chunks": case.num_requests * case.shape.num_chunks(case.tokens),
         },
     )
-    tables = []
-    for number in range(case.num_requests):
-        ids = list(range(1 + number * blocks, 1 + (number + 1) * blocks))
-        tables.append(Tables(ids, ids, case.tokens))
+    tables = side_by_side(case.num_requests, blocks, case.tokens)
 
     def measure(pair: Pair, repetition: int) -> Mapping[Metric, float]:
         if repetition == 0:

@@ -24,6 +24,9 @@ from .tiny_models import (
 
 Shapes = dict[str, tuple[int, ...]]
 
+_AS_LLAMA: Mapping[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+"""What most of these models take from Llama, by the same names."""
+
 _NEMOTRON_CONFIGURATION = '''\
 """What the configuration of a Nemotron-NAS checkpoint is read with: blocks by attribute."""
 
@@ -212,9 +215,7 @@ def write_tiny_nemotron_nas(
         "architectures": ["DeciLMForCausalLM"],
         "model_type": "nemotron-nas",
         "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
+        **_AS_LLAMA,
         "block_configs": [
             {
                 "attention": {
@@ -259,9 +260,7 @@ def write_tiny_mimo(
         # What its own configuration is derived from, and all that differs is the next line.
         "model_type": "qwen2",
         "num_nextn_predict_layers": 1,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
+        **_AS_LLAMA,
     }
     heads, hidden = _Heads(num_heads, num_kv_heads, head_size), config["hidden_size"]
     shapes = _ends(config)
@@ -305,9 +304,7 @@ def write_tiny_llama_with_eagle(
     config = common_sizes(1, num_heads, num_draft_kv_heads, head_size) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
+        **_AS_LLAMA,
     }
     hidden, prefix = config["hidden_size"], "layers.0"
     shapes = _attention(prefix, config, _Heads(num_heads, num_draft_kv_heads, head_size))

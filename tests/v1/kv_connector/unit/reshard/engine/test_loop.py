@@ -119,18 +119,10 @@ def test_quiet_exchange_is_left_alone(thread, exchange):
     assert exchange.turns <= turns + 2
 
 
-def test_moving_exchange_is_looked_at_by_itself(thread, exchange):
-    """Whatever the length of the engine's steps."""
-    exchange.is_moving = True
-    thread.wake()
-    deadline = time.monotonic() + DEADLINE_S
-    while exchange.turns < 50:
-        assert time.monotonic() < deadline
-
-
-def test_backlog_is_worked_off_by_itself(thread, exchange):
-    """Nobody has to call for the next turn."""
-    exchange.has_backlog = True
+@pytest.mark.parametrize("more", ["is_moving", "has_backlog"])
+def test_exchange_with_more_to_do_is_turned_by_itself(thread, exchange, more):
+    """Whatever the length of the engine's steps: nobody has to call for the next turn."""
+    setattr(exchange, more, True)
     thread.wake()
     deadline = time.monotonic() + DEADLINE_S
     while exchange.turns < 50:

@@ -167,11 +167,9 @@ def test_hung_connection_is_cut_in_the_end(engines, prefill_and_decode):
     assert worker.take_stats().data["blocks_in_doubt"][-1] == 0
 
 
-def test_too_much_in_doubt_cuts_the_oldest_connection(prefill_and_decode, engines, caplog_vllm):
-    """More than a quarter of the blocks: nobody waits for hung peers then."""
-    now_s = 1000.0
-    p, _ = prefill_and_decode
-    d = engines("patient", kv_read_timeout_s=10, clock=lambda: now_s)
+def held_up_reads(p, engines, clock):
+    """An engine with two reads of more than a quarter of its blocks, which a peer holds up."""
+    d = engines("patient", kv_read_timeout_s=10, clock=clock)
     address = p.serve()
     fill(p, SRC)
     p.offer("p-a", "p-b")
@@ -183,6 +181,14 @@ def test_too_much_in_doubt_cuts_the_oldest_connection(prefill_and_decode, engine
     d.start(receive=both)
     progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
     wait_until(lambda: len(worker._transfers) == 2, progress.step)
+    return d, progress, both
+
+
+def test_too_much_in_doubt_cuts_the_oldest_connection(prefill_and_decode, engines, caplog_vllm):
+    """More than a quarter of the blocks: nobody waits for hung peers then."""
+    now_s = 1000.0
+    d, progress, both = held_up_reads(prefill_and_decode[0], engines, lambda: now_s)
+    worker = d.workers[MeshRank(0, 0)]
     now_s += 10.0
     wait_until(lambda: len(worker._failed) == 2, progress.step)
     now_s += SLOW_PEER_GRACE_S
@@ -195,19 +201,8 @@ def test_too_much_in_doubt_cuts_the_oldest_connection(prefill_and_decode, engine
 def test_peer_that_is_only_slow_is_not_cut_off(prefill_and_decode, engines, caplog_vllm):
     """However much is in doubt, it has a moment to come back: UCX would end it over TCP."""
     now_s = 1000.0
-    p, _ = prefill_and_decode
-    d = engines("patient", kv_read_timeout_s=10, clock=lambda: now_s)
-    address = p.serve()
-    fill(p, SRC)
-    p.offer("p-a", "p-b")
-    CommandedAgent.held_up.add(name_of(p, 1))
-    both = {
-        "d-a": receive(address, DST, SRC),
-        "d-b": receive(address, [6, 7, 8], SRC, remote_request_id="p-b"),
-    }
-    d.start(receive=both)
-    progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
-    wait_until(lambda: len(worker._transfers) == 2, progress.step)
+    d, progress, both = held_up_reads(prefill_and_decode[0], engines, lambda: now_s)
+    worker = d.workers[MeshRank(0, 0)]
     now_s += 10.0
     wait_until(lambda: len(worker._failed) == 2, progress.step)
     now_s += SLOW_PEER_GRACE_S - 0.1
