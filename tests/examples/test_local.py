@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -118,6 +119,33 @@ def test_an_interruption_leaves_nothing(
         process.communicate(timeout=LIMIT_S)
         assert process.returncode == 128 + number
         wait_until(lambda: living_in(tmp_path) == [], "the end of all processes", LIMIT_S)
+
+
+def test_signals_are_heeded_whenever_they_come(tmp_path: Path) -> None:
+    """None of two thousand signals makes a script that watches its servers hang or end."""
+    script = tmp_path / "script.sh"
+    script.write_text(
+        f"""#!/usr/bin/env bash
+        set -euo pipefail
+        source {EXAMPLES / "lib/children.sh"}
+        trap : USR1
+        # The time between two looks: a signal then does no harm.
+        sleep() {{ :; }}
+        start server env sleep 1000
+        echo Ready
+        watch_children
+        """
+    )
+    script.chmod(0o755)
+    with started(script, env={"PATH": os.environ["PATH"]}, directory=tmp_path) as process:
+        read_until(process, "Ready")
+        for _ in range(2000):
+            process.send_signal(signal.SIGUSR1)
+            # Signals of a kind that nobody has taken up yet are one.
+            time.sleep(0.0005)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert (process.returncode, err) == (143, "")
 
 
 def test_an_interruption_during_start_up_leaves_nothing(

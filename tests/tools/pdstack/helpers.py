@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 import psutil
 
 DEADLINE_S = 120.0
+# A command line that starts engines on a machine under load.
+READY_S = 600.0
 
 
 def wait_until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -48,13 +51,21 @@ def server_on(port: str, processes: list[psutil.Process]) -> psutil.Process:
 
 
 def read_until(process: subprocess.Popen[str], start_of_line: str) -> str:
-    """Return what a command line has printed up to a line that starts with the given words."""
+    """Return what a command line has printed up to a line that starts with the given words.
+
+    One that does not print it in time is killed.
+    """
     assert process.stdout is not None
     shown = []
-    for line in process.stdout:
-        shown.append(line)
-        if line.startswith(start_of_line):
-            return "".join(shown)
+    deadline = threading.Timer(READY_S, process.kill)
+    deadline.start()
+    try:
+        for line in process.stdout:
+            shown.append(line)
+            if line.startswith(start_of_line):
+                return "".join(shown)
+    finally:
+        deadline.cancel()
     raise AssertionError(f"{start_of_line!r} was never printed, but:\n{''.join(shown)}")
 
 
