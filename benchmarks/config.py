@@ -28,13 +28,14 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
 )
 
+from tools.pdstack.engine import UPSTREAM
+
 from .caches import RankCaches
 from .compat import cache_place, layer_cache, resolve_layout
 from .model import MAX_TOKENS
 from .specs import EngineSpec
 
 _LEASE_S = 600
-_UPSTREAM_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 _CONNECTOR = "NixlConnector"
 
 
@@ -143,7 +144,7 @@ def _vllm_config(spec: EngineSpec) -> VllmConfig:
             engine_id=spec.engine_id,
             kv_buffer_device=str(current_platform.device_type),
             kv_connector_module_path=(
-                _UPSTREAM_MODULE if spec.lane.connector == "upstream" else None
+                UPSTREAM.module_path if spec.lane.connector == "upstream" else None
             ),
             kv_connector_extra_config=extra,
         ),

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.pdstack.engine import EngineSpec, KVTransfer, ServedModel, find_script, server_env
+from tools.pdstack.engine import (
+    UPSTREAM,
+    EngineSpec,
+    KVTransfer,
+    ServedModel,
+    find_script,
+    server_env,
+)
 from tools.pdstack.errors import PDStackError
 from tools.pdstack.model import cache_dir, prepare_default_model
 from tools.pdstack.process import ChildProcess
@@ -26,7 +33,6 @@ from .results import Metric, Part, Result
 from .turns import Plan
 
 SINGLE = "one engine"
-_UPSTREAM_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 _WARM_UPS = 2
 _LIMIT_S = 600.0
 _POLL_S = 0.3
@@ -68,7 +74,7 @@ def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterat
     yield from results
     stacks: dict[str, KVTransfer | None] = {
         "ours": KVTransfer(),
-        "upstream": KVTransfer(module_path=_UPSTREAM_MODULE),
+        "upstream": UPSTREAM,
         SINGLE: None,
     }
     try:

@@ -39,11 +39,11 @@ from .errors import BenchmarkError
 from .memory import PeakMemory
 from .network import move_to
 from .specs import EngineSpec, Offer, Reading, RequestSpec, Sealed, Watch
-from .watching import ArrivalWatch, Pauses, Post, watch_posts
+from .watching import ArrivalWatch, Pauses, Post, ThreadTimes, watch_posts
 
 _STEP_S = Watch().step_s
 _LIMIT_S = 540.0
-_REST_US = 100
+_REST_US = 10_000
 """What NIXL's threads rest for with our connector on CPU."""
 
 
@@ -76,6 +76,8 @@ class ConnectorHost:
             set_custom_all_reduce(False)
             initialize_model_parallel(spec.layout.tp_size, spec.layout.pp_size)
             assert (get_pp_group().rank_in_group, get_tp_group().rank_in_group) == self._rank
+            # Those of torch's groups, of which an engine has as many with any connector.
+            self._others = ThreadTimes.now()
             with _at_rest() if spec.lane.at_rest else _as_shipped():
                 self._worker: KVConnectorBase_V1 = KVConnectorFactory.create_connector(
                     config, KVConnectorRole.WORKER, kv_cache_config
@@ -231,10 +233,10 @@ class ConnectorHost:
         )
 
     def idle(self, duration_s: float) -> float:
-        """CPU time of all threads while nothing is to be done and no step is taken."""
-        before_s = time.process_time()
+        """CPU time of the connector's threads while nothing is to be done and no step is taken."""
+        before = ThreadTimes.now()
         time.sleep(duration_s)
-        return time.process_time() - before_s
+        return ThreadTimes.now().since(before, but=self._others)
 
     def release(self, idle: Sealed, request_ids: Sequence[str]) -> None:
         """Wait until other engines are through with requests.

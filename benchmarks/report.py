@@ -37,7 +37,7 @@ _TITLES = {
     Part.HANDSHAKE: "Handshake: from the first request to the first read",
     Part.TRANSFER: "Transfer",
     Part.REQUEST_PATH: "Request path: CPU time of a decode worker",
-    Part.IDLE: "Idle: CPU time of a decode worker that has nothing to do",
+    Part.IDLE: "Idle: CPU time of the connector in a decode worker that has nothing to do",
     Part.PAUSES: "Pauses: how long the engine's thread is kept from its own work, at most",
     Part.NETWORK: "Network: from the last byte to the report",
     Part.END_TO_END: "End to end: vllm bench serve",

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.nixl_utils import NixlWrapper
@@ -43,6 +45,35 @@ def watch_posts(posts: list[Post]) -> None:
         return state
 
     NixlWrapper.transfer = transfer
+
+
+@dataclass(frozen=True)
+class ThreadTimes:
+    """CPU time of the threads of this process, as Linux counts it.
+
+    Attributes:
+        each_s: By the thread's id.
+    """
+
+    each_s: Mapping[str, float]
+
+    @classmethod
+    def now(cls) -> ThreadTimes:
+        """What each has used so far."""
+        each_s = {}
+        for thread in Path("/proc/self/task").iterdir():
+            try:
+                used_ns, *_ = (thread / "schedstat").read_text().split()
+            except FileNotFoundError:
+                # It has just ended.
+                continue
+            each_s[thread.name] = int(used_ns) / 1e9
+        return cls(each_s)
+
+    def since(self, before: ThreadTimes, but: ThreadTimes) -> float:
+        """What was used since then, in seconds, by all threads but some."""
+        counted = self.each_s.keys() - but.each_s.keys()
+        return sum(self.each_s[each] - before.each_s.get(each, 0.0) for each in counted)
 
 
 class ArrivalWatch:

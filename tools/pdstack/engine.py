@@ -152,6 +152,10 @@ class KVTransfer:
         return json.dumps(config)
 
 
+UPSTREAM = KVTransfer(module_path="vllm.distributed.kv_transfer.kv_connector.v1.nixl")
+"""Upstream's connector of the same wheel."""
+
+
 @dataclass(frozen=True)
 class Speculation:
     """How an engine drafts.

@@ -38,7 +38,7 @@ class Side:
         count: how many.
         args: more of the command line.
         env: more of the environment, as pairs.
-        connector: what moves the KV cache.
+        connector: what moves the KV cache; "upstream's" for upstream's of the same name.
         speculation: how each drafts, if it does.
         options: more of the connector's, as pairs.
     """
@@ -183,6 +183,16 @@ FAMILIES: tuple[Family, ...] = (
     Family("delta net TP up", _GDN, Side(), Side(Layout(2, 1)), exact=False),
     Family("delta net PP on P", _GDN, Side(_STAGES), Side(), exact=False),
     Family("delta net PP to TP", _GDN, Side(_STAGES), Side(Layout(2, 1)), exact=False),
+    # Where upstream's connector can, it is compared with one engine as well.
+    *(
+        Family(
+            f"Mamba 2{layouts}, upstream's",
+            _MAMBA,
+            Side(prefill, connector="upstream's"),
+            Side(connector="upstream's"),
+        )
+        for layouts, prefill in (("", _ONE), (" TP down", _RANKS))
+    ),
     Family("bfloat16", _TWO, Side(_STAGES), Side(Layout(2, 1)), exact=False, args=_BF16),
     *(
         Family(f"{name} {layouts}", model, Side(prefill), Side(decode))

@@ -130,9 +130,10 @@ def write_tiny_step3p5(
     sliding_window: int = 256,
     seed: int = 0,
 ) -> ServedModel:
-    """Write a Step-3.5, whose layers with a window have other heads, and the last one experts.
+    """Write a Step-3.5, whose layers with a window have other heads.
 
-    These are chosen by softmax, which the published one's are not: vLLM's router for CPU wants it.
+    The last layer of each half has experts, as vLLM wants some in every stage. They are chosen by
+    softmax, which the published one's are not: vLLM's router for CPU wants that.
 
     Args:
         directory: Where to; made if it is not there.
@@ -144,6 +145,7 @@ def write_tiny_step3p5(
     """
     sizes = common_sizes(num_layers, num_heads, num_kv_heads, head_size)
     num_experts, kinds = 4, ("sliding_attention", "full_attention")
+    with_experts = (num_layers // 2 - 1, num_layers - 1)
     config = sizes | {
         "architectures": ["Step3p5ForCausalLM"],
         "model_type": "step3p5",
@@ -159,7 +161,7 @@ def write_tiny_step3p5(
         "use_head_wise_attn_gate": True,
         "rope_theta": 10000.0,
         "use_moe": True,
-        "moe_layers_enum": str(num_layers - 1),
+        "moe_layers_enum": ",".join(map(str, with_experts)),
         "moe_num_experts": num_experts,
         "moe_top_k": 2,
         "moe_intermediate_size": sizes["intermediate_size"],
@@ -176,7 +178,7 @@ def write_tiny_step3p5(
         shapes |= _attention(prefix, config, heads)
         shapes[f"{prefix}.self_attn.g_proj.weight"] = (num_heads, hidden)
         shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (head_size,) for name in "qk"}
-        if layer < num_layers - 1:
+        if layer not in with_experts:
             shapes |= _mlp(prefix, config)
             continue
         inner = config["moe_intermediate_size"]

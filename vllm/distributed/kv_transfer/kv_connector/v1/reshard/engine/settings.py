@@ -42,7 +42,7 @@ class Settings(
         lease_s: How long blocks are held for a reader that is not heard of. `kv_lease_duration`.
         num_threads: Threads of NIXL's UCX backend.
         backends: NIXL backends, in the order of preference.
-        nixl_progress_delay_us: How long NIXL's progress thread rests when it found nothing to do;
+        nixl_progress_delay_us: How long NIXL's progress thread rests when nothing comes in;
             None for what suits the device.
         enforce_handshake_compat: Whether engines that name other values of what must be equal are
             refused.
@@ -106,8 +106,9 @@ class Settings(
         """How long NIXL's progress thread rests, with what suits the device where nobody says."""
         if self.nixl_progress_delay_us is not None:
             return self.nixl_progress_delay_us
-        # Where the model computes on the cores, none is to spare for a thread that spins.
-        return 100 if on_cpu else 0
+        # Where the model computes on the cores, none is to spare for a thread that spins. It wakes
+        # when something comes in, so that a read is no slower: measured over TCP, 4 KiB to 16 MiB.
+        return 10_000 if on_cpu else 0
 
 
 def read_settings(config: KVTransferConfig) -> Settings:
