@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -32,7 +32,7 @@ class Exchange:
         self.turned_s: list[float] = []
         self.threads: set[int] = set()
         self.holder: list[str] = []
-        self.is_moving = self.is_talking = self.has_backlog = False
+        self.is_moving = self.is_talking = self.has_backlog = self.has_moved = False
         self.due_s: float | None = None
         self.fault: Exception | None = None
         self.closed_by: int | None = None
@@ -75,6 +75,13 @@ def thread(exchange) -> Iterator[ConnectorThread]:
 def ask(thread: ConnectorThread, *requests: str) -> None:
     """Hand a step over."""
     thread.hand_over(Step(ReshardConnectorMetadata(admitted=set(requests))))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
 
 
 def collect(thread: ConnectorThread, count: int) -> set[str]:
@@ -124,18 +131,42 @@ def test_exchange_with_more_to_do_is_turned_by_itself(thread, exchange, more):
     """Whatever the length of the engine's steps: nobody has to call for the next turn."""
     setattr(exchange, more, True)
     thread.wake()
-    deadline = time.monotonic() + DEADLINE_S
-    while exchange.turns < 50:
-        assert time.monotonic() < deadline
+    wait_for(lambda: exchange.turns >= 50)
+
+
+class News(threading.Event):
+    """Notes how long is waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_s: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait."""
+        self.waited_s.append(timeout)
+        return super().wait(timeout)
+
+
+def test_thread_looks_often_again_once_something_has_arrived(exchange):
+    """What follows, as the lookup of a lease, is over sooner than most reads."""
+    thread = ConnectorThread(exchange)
+    news = thread._news = News()
+    exchange.is_moving = True
+    thread.start()
+    try:
+        wait_for(lambda: len(news.waited_s) > 20)
+        assert news.waited_s[0] < news.waited_s[-1]
+        exchange.has_moved = True
+        wait_for(lambda: news.waited_s[-1] == news.waited_s[0])
+    finally:
+        thread.close()
 
 
 def test_thread_sleeps_until_something_is_due(thread, exchange):
     """It looks at nothing in between, and is not late by a look."""
     due_s = exchange.due_s = time.monotonic() + 0.2
     thread.wake()
-    deadline = time.monotonic() + DEADLINE_S
-    while not exchange.turned_s or exchange.turned_s[-1] < due_s:
-        assert time.monotonic() < deadline
+    wait_for(lambda: bool(exchange.turned_s) and exchange.turned_s[-1] >= due_s)
     before = [turned_s for turned_s in exchange.turned_s if turned_s < due_s]
     assert len(before) <= 3
 
@@ -150,9 +181,7 @@ def test_turn_that_fails_is_not_the_last(thread, exchange, caplog_vllm):
     exchange.fault = ValueError("nobody thought of this")
     turns = exchange.turns
     thread.wake()
-    deadline = time.monotonic() + DEADLINE_S
-    while exchange.turns < turns + 2:
-        assert time.monotonic() < deadline
+    wait_for(lambda: exchange.turns >= turns + 2)
     assert "nobody thought of this" in caplog_vllm.text
     ask(thread, "r")
     assert collect(thread, 1) == {"r"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -75,3 +76,17 @@ def test_copy_that_fails_says_so():
     assert whole.fault() is None
     copies.close()
     assert cache[8:16].tolist() == list(range(8))
+
+
+def test_end_of_each_copy_is_announced():
+    """Whoever waits for it need not look, and finds it done."""
+    arena, cache = (torch.zeros(64, dtype=torch.uint8) for _ in range(2))
+    announced: SimpleQueue[None] = SimpleQueue()
+    copies = HostScatterer(arena, [cache], announce=lambda: announced.put(None))
+    try:
+        for _ in range(3):
+            copy = copies.submit(pieces(cache, [8]))
+            announced.get(timeout=60)
+            assert copy.done()
+    finally:
+        copies.close()

@@ -161,6 +161,20 @@ def test_staged_part_ends_once_it_is_scattered(one_window_parts):
     assert len(transfers) == 3
 
 
+def test_what_arrives_is_told_for_as_long_as_that_is_news(one_window_parts):
+    """Where it has landed and where it was copied; not while nothing moves."""
+    transfers, agent, copies = make(4)
+    transfers.start("r", one_window_parts, agent, 0.0)
+    seen = []
+    for step in (lambda: None, lambda: agent.states.update({2: TransferState.DONE}), lambda: None):
+        step()
+        transfers.advance(0.0)
+        seen.append(transfers.has_moved)
+    copies.made[0].made = True
+    transfers.advance(0.0)
+    assert (seen, transfers.has_moved) == ([False, True, False], True)
+
+
 @pytest.mark.parametrize("planes_in_arena", [0, 2], ids=["direct", "staged"])
 def test_failed_read_is_not_quiet_until_its_connection_has_ended(one_window_parts, planes_in_arena):
     """What NIXL has given up may still arrive: neither blocks nor span are somebody else's."""

@@ -173,6 +173,11 @@ class Exchange:
         return self.reads.has_backlog
 
     @property
+    def has_moved(self) -> bool:
+        """Whether something has arrived, after which its lease is looked up, and is soon known."""
+        return self.reads.has_moved
+
+    @property
     def is_moving(self) -> bool:
         """Whether another turn soon may tell something that somebody waits for."""
         return bool(self._steps or self._has_ended or self.reads.is_moving)

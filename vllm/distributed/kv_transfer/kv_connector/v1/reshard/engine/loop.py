@@ -146,7 +146,7 @@ class ConnectorThread:
                 self._reports.append(report)
             self._moves = self._exchange.is_moving
             self._holds = len(self._exchange.holder) > 0
-            if report or steps:
+            if report or steps or self._exchange.has_moved:
                 rest_s = _SHORTEST_REST_S
             if self._exchange.has_backlog:
                 # To wait for news would not let go of the interpreter where there are some.

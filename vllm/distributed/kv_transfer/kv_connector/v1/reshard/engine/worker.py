@@ -239,6 +239,7 @@ class ReshardWorker:
             self._settings.staging_arena_bytes,
             make_agents=self._make_agents if strategy == "auto" else None,
             cores=self._helpers_cores(),
+            announce=self._thread.wake,
         )
 
     def _make_agents(self) -> tuple[NixlAgent, NixlAgent]:

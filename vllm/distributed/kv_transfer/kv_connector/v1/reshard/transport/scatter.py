@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,6 +66,7 @@ class HostScatterer:
         arena: The arena; uint8, contiguous.
         caches: What the KV cache lies in.
         cores: Where the copying thread may run; None for where this one may.
+        announce: Called by that thread when a copy has ended.
     """
 
     def __init__(
@@ -73,17 +74,22 @@ class HostScatterer:
         arena: torch.Tensor,
         caches: Iterable[torch.Tensor],
         cores: Collection[int] | None = None,
+        announce: Callable[[], None] | None = None,
     ) -> None:
         self._arena = arena
         self._caches = list(caches)
         self._memory = _stretch(self._caches)
+        self._announce = announce
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="reshard-scatter", initializer=_be_modest, initargs=(cores,)
         )
 
     def submit(self, scatter: Scatter) -> Copy:
         """Make a copy once those that were submitted before are made."""
-        return _HostCopy(self._thread.submit(_copy, scatter, self._arena, (self._memory,)))
+        copy = self._thread.submit(_copy, scatter, self._arena, (self._memory,))
+        if (announce := self._announce) is not None:
+            copy.add_done_callback(lambda _: announce())
+        return _HostCopy(copy)
 
     def close(self) -> None:
         """Wait for all copies."""

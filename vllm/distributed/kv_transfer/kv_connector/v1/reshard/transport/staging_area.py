@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -68,6 +68,7 @@ def open_area(
     *,
     make_agents: MakeAgents | None = None,
     cores: Collection[int] | None = None,
+    announce: Callable[[], None] | None = None,
 ) -> StagingArea | None:
     """Allocate the arena, and measure what staging costs.
 
@@ -78,6 +79,7 @@ def open_area(
         make_agents: Makes what to measure with, as `measure_costs` wants it; None where all reads
             are to be staged.
         cores: Where the thread may run that copies on the host; None for where this one may.
+        announce: Called by that thread when something was copied. On a device nobody calls.
 
     Returns:
         The area; None where its size is 0, or there is no such memory. Reads go direct then.
@@ -100,7 +102,7 @@ def open_area(
             error,
         )
         return None
-    area = StagingArea(memory, make_scatterer(memory, tensors, cores))
+    area = StagingArea(memory, make_scatterer(memory, tensors, cores, announce))
     if make_agents is not None:
         area.costs = measure_costs(
             make_agents, memory, lambda scratch: make_scatterer(memory, (scratch,), cores)
@@ -110,7 +112,10 @@ def open_area(
 
 
 def make_scatterer(
-    arena: torch.Tensor, caches: Iterable[torch.Tensor], cores: Collection[int] | None = None
+    arena: torch.Tensor,
+    caches: Iterable[torch.Tensor],
+    cores: Collection[int] | None = None,
+    announce: Callable[[], None] | None = None,
 ) -> Scatterer:
     """What copies from an arena to caches, all of them on one device.
 
@@ -118,9 +123,10 @@ def make_scatterer(
         arena: The arena; uint8, contiguous.
         caches: What the KV cache lies in.
         cores: Where the thread may run that copies on the host; None for where this one may.
+        announce: Called by that thread when something was copied.
     """
     if arena.device.type == "cpu":
-        return HostScatterer(arena, caches, cores)
+        return HostScatterer(arena, caches, cores, announce)
     return DeviceScatterer(arena, caches)
 
 

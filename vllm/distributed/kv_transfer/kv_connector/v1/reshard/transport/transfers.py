@@ -124,9 +124,11 @@ class Transfers:
 
     Attributes:
         area: Where staged reads stop over; None where all go direct.
+        has_moved: Whether the last call of `advance` has seen something arrive.
     """
 
     area: StagingArea | None = None
+    has_moved: bool = False
     _direct: deque[_Running] = field(default_factory=deque)
     _queue: deque[_Running] = field(default_factory=deque)
     # In the order in which they are looked at.
@@ -134,6 +136,7 @@ class Transfers:
     _landed: deque[_Running] = field(default_factory=deque)
     _in_doubt: deque[_Running] = field(default_factory=deque)
     _events: list[PartEvent] = field(default_factory=list)
+    # When a span was last taken, filled or given back.
     _moved_at_s: float = 0.0
     # There may be spans for more windows than were posted last.
     _is_cut_short: bool = False
@@ -248,8 +251,9 @@ class Transfers:
         Returns:
             What has happened since the last call.
         """
-        _look(self._posted, lambda each: self._has_left_nixl(each, now_s), budget)
-        _look(self._landed, lambda each: self._is_scattered(each, now_s), budget)
+        landed = _look(self._posted, lambda each: self._has_left_nixl(each, now_s), budget)
+        copied = _look(self._landed, lambda each: self._is_scattered(each, now_s), budget)
+        self.has_moved = bool(landed or copied)
         self.post(now_s, budget)
         events, self._events = self._events, []
         return events
@@ -370,14 +374,21 @@ class Transfers:
             running.span = None
 
 
-def _look(parts: deque[_Running], is_through: Callable[[_Running], bool], budget: Budget) -> None:
-    """Look at parts in turns; who is through leaves, and who is not is the last the next time."""
+def _look(parts: deque[_Running], is_through: Callable[[_Running], bool], budget: Budget) -> int:
+    """Look at parts in turns; who is through leaves, and who is not is the last the next time.
+
+    Returns:
+        How many were through.
+    """
+    num_through = 0
     for _ in range(len(parts)):
         parts.rotate(-1)
         if is_through(parts[-1]):
             parts.pop()
+            num_through += 1
         if budget.is_spent:
-            return
+            break
+    return num_through
 
 
 def _take(parts: deque[_Running], is_meant: Callable[[_Running], bool]) -> list[_Running]:
