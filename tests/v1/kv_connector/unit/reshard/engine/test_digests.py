@@ -44,7 +44,7 @@ class Watched(Sequence[int]):
 def test_digest_goes_on_with_the_answer(digests, num_more):
     """The prompt is hashed elsewhere, what has come to it here; the binding is that of both."""
     tokens = Watched(list(range(3 * MIN_TOKENS)))
-    digests.begin("a", tokens)
+    digests.begin("a", tokens, len(tokens))
     hashed = digests.take("a")
     assert hashed.num_tokens == 3 * MIN_TOKENS
     assert threading.get_ident() not in tokens.readers
@@ -58,14 +58,26 @@ def test_digest_goes_on_with_the_answer(digests, num_more):
 def test_more_than_was_computed_is_not_bound(digests):
     """Where an answer ended early, its prompt is hashed anew as far as it was computed."""
     tokens = list(range(2 * MIN_TOKENS))
-    digests.begin("a", tokens)
+    digests.begin("a", tokens, len(tokens))
     hashed = digests.take("a")
     assert bind(tokens, 100, None, BLOCKS, hashed) == bind(tokens, 100, None, BLOCKS)
 
 
+@pytest.mark.parametrize("num_tokens", [MIN_TOKENS, MIN_TOKENS + 7, 9 * MIN_TOKENS])
+def test_no_more_is_hashed_than_is_wanted(digests, num_tokens):
+    """A prompt may have grown since it was prefilled, or may be shorter than its holder says."""
+    tokens = list(range(2 * MIN_TOKENS))
+    digests.begin("a", tokens, num_tokens)
+    hashed = digests.take("a")
+    assert hashed.num_tokens == min(num_tokens, len(tokens))
+    expected = bind(tokens, num_tokens, None, BLOCKS)
+    assert bind(tokens, num_tokens, None, BLOCKS, hashed) == expected
+
+
 def test_short_prompts_wake_nobody(digests):
     """Another thread would take longer than their hash."""
-    digests.begin("a", list(range(MIN_TOKENS - 1)))
+    digests.begin("a", list(range(2 * MIN_TOKENS)), MIN_TOKENS - 1)
+    digests.begin("a", list(range(MIN_TOKENS - 1)), 2 * MIN_TOKENS)
     assert len(digests) == 0
     assert digests.take("a") is None
 
@@ -73,7 +85,7 @@ def test_short_prompts_wake_nobody(digests):
 def test_request_that_is_not_offered_is_forgotten(digests):
     """Whether it was hashed or not, and whether it was known or not."""
     for request_id in "abc":
-        digests.begin(request_id, list(range(MIN_TOKENS)))
+        digests.begin(request_id, list(range(MIN_TOKENS)), MIN_TOKENS)
     for request_id in "abcd":
         digests.forget(request_id)
     assert len(digests) == 0

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler impor
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Heartbeats,
+    Receive,
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sound
@@ -175,6 +176,14 @@ def arrive(owner: ReshardScheduler, params, num_prompt_tokens: int = 40):
     return new
 
 
+def allocate(owner: ReshardScheduler, new: Request, block_ids: list[int]) -> Receive:
+    """A request gets blocks for all that is not cached: what its workers are asked to read."""
+    blocks = SimpleNamespace(blocks=(), get_unhashed_block_ids_all_groups=lambda: (block_ids,))
+    owner.update_state_after_alloc(new, blocks, new.num_prompt_tokens)
+    (receive,) = owner.build_connector_meta(None).receive.values()
+    return receive
+
+
 @pytest.mark.parametrize(
     "change", [{"remote_block_ids": None}, {"remote_block_ids": []}, {"remote_host": None}]
 )
@@ -183,9 +192,7 @@ def test_request_that_cannot_be_read_does_not_wait_for_ever(change):
     owner = scheduler()
     new = arrive(owner, PARAMS | change)
     assert owner.get_num_new_matched_tokens(new, 0) == (40, True)
-    blocks = SimpleNamespace(blocks=(), get_unhashed_block_ids_all_groups=lambda: ([3, 4, 1],))
-    owner.update_state_after_alloc(new, blocks, 40)
-    (receive,) = owner.build_connector_meta(None).receive.values()
+    receive = allocate(owner, new, [3, 4, 1])
     assert "malformed" in receive.fault
     assert list(receive.local_block_ids) == [[3, 4, 1]]
 
@@ -355,10 +362,29 @@ def test_long_prompt_is_hashed_while_it_is_computed():
     assert offered == bind(range(5000), 5000, [], [list(range(313))])
     aborted = request({"do_remote_decode": True}, 5000, request_id="p-b")
     owner.on_new_request(aborted)
-    assert len(owner._digests) == 1
+    assert len(owner._offered_digests) == 1
     aborted.status = RequestStatus.FINISHED_ABORTED
     assert owner.request_finished(aborted, (list(range(313)),)) == (False, None)
-    assert len(owner._digests) == 0
+    assert len(owner._offered_digests) == 0
+    owner.shutdown()
+
+
+@pytest.mark.parametrize("also_offered", [False, True])
+def test_long_prompt_is_hashed_before_it_is_read(also_offered):
+    """As far as it is held, and also where it is held again; nothing is left of one that ends."""
+    params = PARAMS | {"remote_num_tokens": 5000, "do_remote_decode": also_offered}
+    owner = scheduler(bidirectional=also_offered)
+    for name in ("read", "aborted"):
+        new = request(params | {"remote_request_id": name}, 5003, name)
+        owner.on_new_request(new)
+        assert len(owner._wanted_digests) == 1
+        if name == "read":
+            receive = allocate(owner, new, list(range(313)))
+            assert receive.binding == bind(range(5003), 5000, [], [[5, 2, 9]])
+            assert len(owner._wanted_digests) == 0
+        new.status = RequestStatus.FINISHED_ABORTED
+        owner.request_finished(new, (list(range(313)),))
+        assert len(owner._wanted_digests) == len(owner._offered_digests) == 0
     owner.shutdown()
 
 

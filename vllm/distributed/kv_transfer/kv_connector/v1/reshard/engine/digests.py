@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hashes prompts while they are computed, beside the scheduler's thread.
 
-A prompt that is held for another engine is hashed for its offer. That takes 9 microseconds for a
-thousand tokens, and there is time for it: the prompt is known before its first token is computed,
-and the digest is wanted after the last.
+A prompt that is held for another engine is hashed for its offer, and one that is read for what it
+is to be held as. That takes 9 microseconds for a thousand tokens, and there is time for it. The
+prompt is known before its first token is computed, and its offer is wanted after the last; and what
+is to be read waits for the step that it is scheduled in.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ class PromptDigests:
     def __len__(self) -> int:
         return len(self._hashed)
 
-    def begin(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
-        """Hash what a request has of tokens now, unless they are few.
+    def begin(self, request_id: RequestId, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Hash a request's first tokens, unless they are few.
 
         Args:
             request_id: The request.
             token_ids: Its tokens, to which more may be added while they are hashed.
+            num_tokens: How many to hash; no more than there are now.
         """
-        if len(token_ids) >= MIN_TOKENS:
-            self._hashed[request_id] = self._thread.submit(_hash, token_ids, len(token_ids))
+        num_tokens = min(num_tokens, len(token_ids))
+        if num_tokens >= MIN_TOKENS:
+            self._hashed[request_id] = self._thread.submit(_hash, token_ids, num_tokens)
 
     def take(self, request_id: RequestId) -> TokenHash | None:
         """The digest of what was begun with, which is over soon at the latest; None if nothing was.

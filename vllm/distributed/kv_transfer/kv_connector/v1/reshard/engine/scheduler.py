@@ -74,7 +74,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._heartbeats = HeartbeatBook(settings.lease_s)
         self._offered_blocks: dict[str, int] = {}
         self._bindings: dict[str, Binding] = {}
-        self._digests = PromptDigests()
+        self._offered_digests = PromptDigests()
+        self._wanted_digests = PromptDigests()
         # Which request reads the blocks of another engine's request.
         self._readers: dict[tuple[str, str], str] = {}
         self._reads = ReadBook()
@@ -125,13 +126,18 @@ class ReshardScheduler(NixlConnectorScheduler):
         request.kv_transfer_params = params
         super().on_new_request(request)
         # The tokens of a session that goes on may be cut back.
-        if params and params.get("do_remote_decode") and not request.resumable:
-            self._digests.begin(request.request_id, request.all_token_ids)
+        is_known = not request.resumable
+        tokens = request.all_token_ids
+        if params and params.get("do_remote_decode") and is_known:
+            self._offered_digests.begin(request.request_id, tokens, len(tokens))
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
             if not isinstance(source, str):
                 holder = _address(source)
                 self._heartbeats.begin(request.request_id, holder, source.remote_request_id)
+                if is_known:
+                    num_tokens = source.remote_num_tokens or self._num_prefilled(request)
+                    self._wanted_digests.begin(request.request_id, tokens, num_tokens)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -198,7 +204,12 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         self._offered_blocks, self._bindings = {}, {}
         metadata.receive = {
-            request_id: _receive(request, block_ids, self._num_prefilled(request))
+            request_id: _receive(
+                request,
+                block_ids,
+                self._num_prefilled(request),
+                self._wanted_digests.take(request_id),
+            )
             for request_id, (request, block_ids) in wanted.items()
         }
         for request, block_ids in wanted.values():
@@ -240,6 +251,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         are those of a request that no engine was asked about: workers would never report them as
         sent. State that has taken in tokens beyond the answer is nobody's.
         """
+        self._wanted_digests.forget(request.request_id)
         if not concerns_us(request.kv_transfer_params):
             return False, None
         remote = remote_request(request.kv_transfer_params or {})
@@ -264,10 +276,10 @@ class ReshardScheduler(NixlConnectorScheduler):
                 request,
                 num_tokens,
                 params["remote_block_ids"],
-                self._digests.take(request.request_id),
+                self._offered_digests.take(request.request_id),
             )
         else:
-            self._digests.forget(request.request_id)
+            self._offered_digests.forget(request.request_id)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
@@ -290,20 +302,27 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def shutdown(self) -> None:
         """Stop answering handshakes, and hashing prompts."""
-        self._digests.close()
+        self._offered_digests.close()
+        self._wanted_digests.close()
         if self._server is not None:
             self._server.close()
             self._server = None
         super().shutdown()
 
 
-def _receive(request: Request, local_block_ids: BlockIds, num_prefilled: int) -> Receive:
+def _receive(
+    request: Request,
+    local_block_ids: BlockIds,
+    num_prefilled: int,
+    hashed: TokenHash | None = None,
+) -> Receive:
     """What to read for a request; with a fault where its parameters do not say so.
 
     Args:
         request: The request.
         local_block_ids: The blocks to fill.
         num_prefilled: Tokens that are held where the parameters do not tell how many.
+        hashed: The first of its tokens, where they were hashed before; it is used up.
     """
     source = remote_blocks(request.kv_transfer_params or {})
     if isinstance(source, str):
@@ -314,6 +333,7 @@ def _receive(request: Request, local_block_ids: BlockIds, num_prefilled: int) ->
     # that is shorter than what is held, as of the one that vLLM makes up to have the blocks of a
     # request given back that it refused, it cannot be told: the lease ends it.
     is_bound = any(local_block_ids) or request.num_tokens >= remote_tokens
+    blocks = source.remote_block_ids
     return Receive(
         _address(source),
         source.remote_request_id,
@@ -322,7 +342,7 @@ def _receive(request: Request, local_block_ids: BlockIds, num_prefilled: int) ->
         # What is being read counts as computed.
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,
-        binding=_bind(request, remote_tokens, source.remote_block_ids) if is_bound else None,
+        binding=_bind(request, remote_tokens, blocks, hashed) if is_bound else None,
     )
 
 
