@@ -125,11 +125,16 @@ class Child:
 
     def freeze(self) -> None:
         """Stop all of its threads."""
-        os.kill(self.pid, signal.SIGSTOP)
+        self._send(signal.SIGSTOP)
 
     def thaw(self) -> None:
         """Let them go on."""
-        os.kill(self.pid, signal.SIGCONT)
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: signal.Signals) -> None:
+        """Send a signal. One that has ended says so where it is asked for something."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it at once; `join` is to follow."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from tools.pdstack.engine import (
     UPSTREAM,
+    UPSTREAM_AT_REST,
     EngineSpec,
     KVTransfer,
     ServedModel,
@@ -75,6 +76,7 @@ def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterat
     stacks: dict[str, KVTransfer | None] = {
         "ours": KVTransfer(),
         "upstream": UPSTREAM,
+        "upstream at rest": UPSTREAM_AT_REST,
         SINGLE: None,
     }
     try:

@@ -30,8 +30,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tools.pdstack.modules.upstream_at_rest import at_rest
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import _progress_delay
 
 from .compat import results
 from .config import RankConfig, rank_config
@@ -43,8 +43,6 @@ from .watching import ArrivalWatch, Pauses, Post, ThreadTimes, watch_posts
 
 _STEP_S = Watch().step_s
 _LIMIT_S = 540.0
-_REST_US = 10_000
-"""What NIXL's threads rest for with our connector on CPU."""
 
 
 class ConnectorHost:
@@ -78,7 +76,7 @@ class ConnectorHost:
             assert (get_pp_group().rank_in_group, get_tp_group().rank_in_group) == self._rank
             # Those of torch's groups, of which an engine has as many with any connector.
             self._others = ThreadTimes.now()
-            with _at_rest() if spec.lane.at_rest else _as_shipped():
+            with at_rest() if spec.lane.at_rest else _as_shipped():
                 self._worker: KVConnectorBase_V1 = KVConnectorFactory.create_connector(
                     config, KVConnectorRole.WORKER, kv_cache_config
                 )
@@ -287,12 +285,3 @@ def _blocks(spec: RequestSpec) -> KVCacheBlocks:
 @contextmanager
 def _as_shipped() -> Iterator[None]:
     yield
-
-
-@contextmanager
-def _at_rest() -> Iterator[None]:
-    """Let a connector's threads rest as ours do, and bind its process to no core."""
-    cores = os.sched_getaffinity(0)
-    with _progress_delay(_REST_US):
-        yield
-    os.sched_setaffinity(0, cores)

@@ -15,11 +15,13 @@ from pathlib import Path
 from .errors import NetworkError
 
 _NAMESPACES = Path("/run/netns")
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
+_MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _ADDRESSES = "198.18.51.1", "198.18.51.2"
 """Of the range for benchmarks of networks (RFC 2544)."""
 
 _TRANSPORTS = "tcp"
+_DEVICE = "link0"
 _BUFFER_S = 0.02
 """How much a link without delay may hold back: a few round trips of a network within a building."""
 
@@ -32,11 +34,14 @@ class Site:
         host: Its address.
         namespace: The network namespace of its processes; None for that of this one.
         transports: What UCX may use (`UCX_TLS`); None to leave it the choice.
+        device: The network device that UCX may use (`UCX_NET_DEVICES`); None for any. The loopback
+            device of another namespace looks to it like this one's.
     """
 
     host: str = "127.0.0.1"
     namespace: str | None = None
     transports: str | None = None
+    device: str | None = None
 
 
 HERE = Site()
@@ -67,6 +72,8 @@ def move_to(site: Site) -> None:
     """
     if site.transports is not None:
         os.environ["UCX_TLS"] = site.transports
+    if site.device is not None:
+        os.environ["UCX_NET_DEVICES"] = site.device
     if site.namespace is not None:
         _enter(site.namespace)
 
@@ -79,7 +86,14 @@ def _enter(namespace: str) -> None:
         except OSError as error:
             raise NetworkError(f"no network namespace {namespace}: {error.strerror}") from error
         stack.callback(os.close, descriptor)
-        if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        # UCX finds devices in /sys, which shows those of the namespace that it was mounted in.
+        entered = (
+            libc.setns(descriptor, _CLONE_NEWNET) == 0
+            and libc.unshare(_CLONE_NEWNS) == 0
+            and libc.mount(None, b"/", None, _MS_SLAVE | _MS_REC, None) == 0
+            and libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None) == 0
+        )
+        if not entered:
             reason = os.strerror(ctypes.get_errno())
             raise NetworkError(f"cannot enter the network namespace {namespace}: {reason}")
 
@@ -103,14 +117,15 @@ def sites(link: Link | None) -> Iterator[tuple[Site, Site]]:
             _run("ip", "netns", "add", name)
             # The device goes with it.
             stack.callback(_remove, name)
-        _run(*f"ip -n {names[0]} link add link0 type veth peer name link0 netns {names[1]}".split())
+        peer = f"peer name {_DEVICE} netns {names[1]}"
+        _run(*f"ip -n {names[0]} link add {_DEVICE} type veth {peer}".split())
         for name, address in zip(names, _ADDRESSES, strict=True):
-            _run(*f"ip -n {name} address add {address}/30 dev link0".split())
-            for device in ("lo", "link0"):
+            _run(*f"ip -n {name} address add {address}/30 dev {_DEVICE}".split())
+            for device in ("lo", _DEVICE):
                 _run("ip", "-n", name, "link", "set", device, "up")
-            _run(*f"tc -n {name} qdisc add dev link0 root {_shape(link)}".split())
+            _run(*f"tc -n {name} qdisc add dev {_DEVICE} root {_shape(link)}".split())
         first, second = (
-            Site(address, name, _TRANSPORTS)
+            Site(address, name, _TRANSPORTS, _DEVICE)
             for name, address in zip(names, _ADDRESSES, strict=True)
         )
         yield first, second

@@ -99,6 +99,17 @@ def test_end_of_a_process_is_noticed(start):
         call_all([child], "leave")
 
 
+def test_process_that_has_ended_is_neither_stopped_nor_let_go_on(start):
+    """Who asks it for something hears of its end; turns that it takes part in go on until then."""
+    child = start()
+    psutil.Process(child.pid).kill()
+    wait_until(lambda: not child._process.is_alive(), "the end of the process", DEADLINE_S)
+    child.freeze()
+    child.thaw()
+    with pytest.raises(BenchmarkError, match="has ended with status -9"):
+        child.post("add", 1)
+
+
 def test_stopped_processes_do_nothing_and_can_be_ended(start):
     """A child does nothing between freeze and thaw, and ends whether stopped or not."""
     child = start()

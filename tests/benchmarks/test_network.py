@@ -8,6 +8,7 @@ import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ LIMIT_S = 60.0
 def listen(site: Site) -> socket.socket:
     """Listen in a namespace. The calling thread stays there."""
     move_to(site)
+    # Where UCX looks for its devices.
+    assert site.device is not None and Path("/sys/class/net", site.device).exists()
     return socket.create_server((site.host, 0))
 
 
@@ -43,6 +46,7 @@ def test_namespaces_reach_each_other_and_go(monkeypatch):
     """Threads at both ends meet over the link; afterwards there are no namespaces."""
     # What is set for a process that stays there.
     monkeypatch.setenv("UCX_TLS", "all")
+    monkeypatch.setenv("UCX_NET_DEVICES", "all")
     with ExitStack() as stack:
         try:
             ends = stack.enter_context(sites(Link(1)))
@@ -54,6 +58,7 @@ def test_namespaces_reach_each_other_and_go(monkeypatch):
             address = stack.enter_context(server).getsockname()
             assert threads.submit(call, peer, address).result(LIMIT_S) == address
         assert os.environ["UCX_TLS"] == "tcp"
+        assert os.environ["UCX_NET_DEVICES"] == ends[0].device
     left = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
     assert not any(site.namespace in left for site in ends)
 

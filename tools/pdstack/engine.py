@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from .ports import HOST
 _CPU_MLA = "v1/attention/backends/mla/cpu_mla.py"
 _GIB = 1 << 30
 _LOOPBACK = "127.0.0.1,localhost"
+# Apart from all else: vLLM must not be found in here.
+_MODULES = Path(__file__).with_name("modules")
 
 
 class Device(str, Enum):
@@ -125,6 +128,7 @@ class KVTransfer:
             by default either, for engines that pairs share.
         extra_config: passed through to it.
         module_path: where the class is imported from; by default where vLLM has it registered.
+        module_dir: where that module lies, if it is not installed.
         load_failure_policy: what becomes of a request whose blocks cannot be read; by default
             vLLM's choice.
     """
@@ -134,6 +138,7 @@ class KVTransfer:
     # A lease outlives the moments in which many workers on few cores keep each other from running.
     extra_config: Mapping[str, Any] = field(default_factory=lambda: {"kv_lease_duration": 120})
     module_path: str | None = None
+    module_dir: Path | None = None
     load_failure_policy: str | None = None
 
     def to_json(self, device: Device) -> str:
@@ -154,6 +159,9 @@ class KVTransfer:
 
 UPSTREAM = KVTransfer(module_path="vllm.distributed.kv_transfer.kv_connector.v1.nixl")
 """Upstream's connector of the same wheel."""
+
+UPSTREAM_AT_REST = KVTransfer(module_path="upstream_at_rest", module_dir=_MODULES)
+"""The same where it leaves the cores to others."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +287,9 @@ def engine_env(
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
             "OMP_NUM_THREADS": "1",
         }
+    if spec.kv_transfer is not None and spec.kv_transfer.module_dir is not None:
+        paths = (str(spec.kv_transfer.module_dir), env.get("PYTHONPATH"))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return env | dict(spec.env)
 
 

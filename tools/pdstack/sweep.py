@@ -17,7 +17,7 @@ from rich.table import Table
 
 from . import accuracy
 from .accuracy import Accuracy, Completion
-from .engine import UPSTREAM, EngineSpec, KVTransfer, ServedModel
+from .engine import UPSTREAM_AT_REST, EngineSpec, KVTransfer, ServedModel
 from .errors import PDStackError
 from .families import MODELS, Family, Side
 from .metrics import NixlCounters
@@ -216,7 +216,7 @@ def _workers(keys: Iterable[tuple[Side, tuple[str, ...], int]]) -> int:
 
 def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> EngineSpec:
     """How an engine is started; pairs share it, so that it may prefill and decode."""
-    kv_transfer = UPSTREAM if side.connector == "upstream's" else KVTransfer()
+    kv_transfer = UPSTREAM_AT_REST if side.connector == "upstream's" else KVTransfer()
     kv_transfer = replace(
         kv_transfer, extra_config={**kv_transfer.extra_config, **dict(side.options)}
     )

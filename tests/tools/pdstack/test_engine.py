@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tools.pdstack import engine
 from tools.pdstack.engine import (
+    UPSTREAM_AT_REST,
     CoreAllocator,
     Device,
     EngineSpec,
@@ -160,6 +161,19 @@ def test_an_engine_drafts_as_it_is_told() -> None:
             assert "--speculative-config" not in command
         else:
             assert json.loads(_value(command, "--speculative-config")) == config
+
+
+def test_a_connector_of_our_own_is_found_by_the_engine() -> None:
+    """By its module's directory, in front of what is looked in anyway; others are not."""
+    spec = EngineSpec("e", kv_transfer=UPSTREAM_AT_REST)
+    module_dir = UPSTREAM_AT_REST.module_dir
+    assert module_dir is not None
+    assert (module_dir / f"{UPSTREAM_AT_REST.module_path}.py").is_file()
+    assert _env(spec)["PYTHONPATH"] == str(module_dir)
+    assert _env(spec, PYTHONPATH="/a")["PYTHONPATH"] == f"{module_dir}:/a"
+    assert "PYTHONPATH" not in _env(EngineSpec("e"))
+    # What the overlay lies in would hide vLLM.
+    assert not list(module_dir.glob("vllm*"))
 
 
 @pytest.mark.parametrize(

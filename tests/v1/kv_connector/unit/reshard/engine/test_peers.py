@@ -198,7 +198,7 @@ def test_broken_engine_is_connected_anew_beside_what_drains(table, network):
     peer = connected(table, network)
     old = peer.generation
     old.lifetime.begin()
-    table.break_off(peer, old, 1.0)
+    table.break_off(old, 1.0)
     table.want(ADDRESS, 1.0).waiting.append(("a", None))
     assert table.advance(1.0) == [] and len(network.handshakes) == 2
     network.answer()
@@ -217,7 +217,7 @@ def test_generation_that_is_still_to_be_asked_is_kept(table, network):
     peer = connected(table, network)
     old = peer.generation
     old.leases.append("a lookup")
-    table.break_off(peer, old, 1.0)
+    table.break_off(old, 1.0)
     close_due(table, 1.0)
     assert not old.closed
     old.leases.clear()
@@ -230,7 +230,7 @@ def test_hung_generation_is_closed_after_its_grace(table, network):
     peer = connected(table, network)
     old = peer.generation
     old.lifetime.begin()
-    table.break_off(peer, old, 1.0)
+    table.break_off(old, 1.0)
     close_due(table, HUNG_GRACE_S)
     assert not old.closed
     close_due(table, 1.0 + HUNG_GRACE_S)
@@ -241,19 +241,19 @@ def test_failure_of_a_generation_that_drains_concerns_nobody_else(table, network
     """What has taken its place is not broken by it."""
     peer = connected(table, network)
     old = peer.generation
-    table.break_off(peer, old, 1.0)
+    table.break_off(old, 1.0)
     table.want(ADDRESS, 1.0)
     table.advance(1.0)
     network.answer()
     table.advance(1.0)
-    table.break_off(peer, old, 2.0)
+    table.break_off(old, 2.0)
     assert peer.generation is network.opened[1] and not peer.broken and peer.breaks == 1
 
 
 def reconnected(table, network, now_s):
     """The peer after a read that has failed, and how long it was not asked for."""
     peer = table.want(ADDRESS, now_s)
-    table.break_off(peer, peer.generation, now_s)
+    table.break_off(peer.generation, now_s)
     table.advance(now_s)
     # Whoever wanted it has failed meanwhile: its past is kept all the same.
     peer.wanted = False
@@ -294,14 +294,14 @@ def test_reads_that_fail_together_are_one_break(table, network):
     peer = connected(table, network)
     generation = peer.generation
     for now_s in (1.0, 1.5, 2.0):
-        table.break_off(peer, generation, now_s)
+        table.break_off(generation, now_s)
     assert (peer.breaks, peer.retry_at_s) == (1, 1.0)
 
 
 def test_broken_engine_is_forgotten_after_its_past(table, network):
     """State of engines that are gone does not pile up either."""
     peer = connected(table, network)
-    table.break_off(peer, peer.generation, 1.0)
+    table.break_off(peer.generation, 1.0)
     peer.wanted = False
     table.advance(1.0)
     close_due(table, 1.0)
@@ -364,7 +364,7 @@ def test_engine_with_reads_in_flight_is_kept(table, network):
 def test_closing_hands_every_generation_over(table, network):
     """Those in use, those that drain, and those that answer too late."""
     peer = connected(table, network)
-    table.break_off(peer, peer.generation, 1.0)
+    table.break_off(peer.generation, 1.0)
     connected(table, network, RemoteEngineAddress("other", ADDRESS.host, 5601), 1.0)
     late = table.want(RemoteEngineAddress("late", ADDRESS.host, 5602), 1.0)
     table.advance(1.0)
@@ -400,15 +400,15 @@ def test_invented_engine_does_not_replace_a_real_one(table, network):
     assert real.generation is network.opened[0]
 
 
-def test_generation_alone_is_enough_to_break_off_with(table, network):
+def test_generation_alone_is_enough_to_break_off(table, network):
     """Who looks leases up knows no peer; what is of the past breaks nothing off."""
     peer = connected(table, network)
     old = peer.generation
-    table.break_off_with(old, 1.0)
+    table.break_off(old, 1.0)
     assert peer.broken and peer.generation is None and table.retired == (old,)
     table.want(ADDRESS, 1.0)
     table.advance(1.0)
     network.answer()
     table.advance(1.0)
-    table.break_off_with(old, 2.0)
+    table.break_off(old, 2.0)
     assert peer.generation is network.opened[1] and not peer.broken

@@ -124,7 +124,7 @@ def test_what_still_waits_is_read_with_the_next_connection(worker):
     worker.answer()
     assert worker.turn(pieces(1)()) == ["a"]
     (peer,) = worker.peers._peers.values()
-    worker.peers.break_off(peer, peer.generation, 0.0)
+    worker.peers.break_off(peer.generation, 0.0)
     assert worker.turn() == [] and len(worker.handshakes) == 2
     worker.answer()
     assert worker.turn() == ["b"]

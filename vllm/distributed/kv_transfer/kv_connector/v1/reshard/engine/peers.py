@@ -180,13 +180,14 @@ class PeerTable:
                 del self._active[peer.address]
         return news
 
-    def break_off(self, peer: Peer, generation: Generation, now_s: float) -> None:
+    def break_off(self, generation: Generation, now_s: float) -> None:
         """A read has failed or hangs: its generation drains, and the next one is opened beside it.
 
         The first time at once, as the peer may have lost a connection or have restarted. An engine
         that answers handshakes and cannot be read from, again and again, is asked ever more rarely.
         """
-        if peer.generation is not generation:
+        peer = next((each for each in self._peers.values() if each.generation is generation), None)
+        if peer is None:
             # What fails is of the past; another generation has taken its place.
             return
         self._retire(peer, now_s)
@@ -197,13 +198,6 @@ class PeerTable:
         peer.remembered_until_s = peer.retry_at_s + STEADY_S
         peer.breaks += 1
         self._sweep_by(peer.remembered_until_s)
-
-    def break_off_with(self, generation: Generation, now_s: float) -> None:
-        """Something else that was read with a generation has failed or hangs: see `break_off`."""
-        for peer in self._peers.values():
-            if peer.generation is generation:
-                self.break_off(peer, generation, now_s)
-                return
 
     def take_just_retired(self) -> list[Generation]:
         """The generations that were retired since the last call."""

@@ -229,7 +229,7 @@ class RequestReads:
                 self._judge(verdict)
                 if verdict.doubt is Doubt.PEER:
                     # Also where its request has failed meanwhile: nobody else would tell.
-                    self._peers.break_off_with(generation, now_s)
+                    self._peers.break_off(generation, now_s)
             if not generation.leases:
                 del self._looking[generation]
         while (due_at_s := self.next_due_s) is not None and due_at_s <= now_s:
@@ -374,8 +374,8 @@ class RequestReads:
 
     def _break_off(self, reading: _Reading, now_s: float) -> None:
         """Read nothing more with the connection that a request is read with."""
-        if reading.peer is not None and reading.generation is not None:
-            self._peers.break_off(reading.peer, reading.generation, now_s)
+        if reading.generation is not None:
+            self._peers.break_off(reading.generation, now_s)
 
     def _run_out_of_time(self, request_id: RequestId, reading: _Reading, now_s: float) -> None:
         """Fail a request whose time is over, and say who was waited for."""

@@ -126,7 +126,7 @@ class NixlAgent:
         )
         # One that reads is made for each connection, which the connector tells of by itself.
         told = _quietly() if polled else nullcontext()
-        with _MAKING, _progress_delay(progress_delay_us), _running_on(cores), told:
+        with _MAKING, progress_delay(progress_delay_us), _running_on(cores), told:
             self._agent = NixlWrapper(name, config)
         self._cores = cores
         self._registered: list[Any] = []
@@ -330,7 +330,7 @@ def _whose(peer: str | None) -> str:
 
 
 @contextmanager
-def _progress_delay(delay_us: int) -> Iterator[None]:
+def progress_delay(delay_us: int) -> Iterator[None]:
     """Let the agents that are made within have progress threads that rest.
 
     NIXL's agent has such a setting, but its Python class always writes 0 into it, last seen in

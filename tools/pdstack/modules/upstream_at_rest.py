@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's connector where it leaves cores to others, as `kv_connector_module_path` wants it.
+
+As it ships it binds its process to one core on CPU, and lets NIXL's threads spin. Where engines
+share cores, that keeps them from answering for minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import nixl
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import progress_delay
+
+_REST_US = 10_000
+"""What NIXL's threads rest for with our connector on CPU."""
+
+
+@contextmanager
+def at_rest() -> Iterator[None]:
+    """Let the threads of a connector that is made within rest as ours do, and bind to no core."""
+    cores = os.sched_getaffinity(0)
+    with progress_delay(_REST_US):
+        yield
+    os.sched_setaffinity(0, cores)
+
+
+class NixlConnector(nixl.NixlConnector):  # type: ignore[misc]
+    """Upstream's connector, at rest."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with at_rest():
+            super().__init__(*args, **kwargs)
