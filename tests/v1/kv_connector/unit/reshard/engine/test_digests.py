@@ -63,6 +63,25 @@ def test_more_than_was_computed_is_not_bound(digests):
     assert bind(tokens, 100, None, BLOCKS, hashed) == bind(tokens, 100, None, BLOCKS)
 
 
+def test_nobody_waits_for_the_prompts_of_others(digests):
+    """Who comes after a prompt that is not hashed yet hashes his own."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow(Watched):
+        def __getitem__(self, place):
+            begun.set()
+            assert may_end.wait(60)
+            return super().__getitem__(place)
+
+    tokens = list(range(MIN_TOKENS))
+    digests.begin("a", Slow(tokens), MIN_TOKENS)
+    digests.begin("b", tokens, MIN_TOKENS)
+    assert begun.wait(60)
+    assert digests.take("b") is None
+    may_end.set()
+    assert digests.take("a").num_tokens == MIN_TOKENS
+
+
 @pytest.mark.parametrize("num_tokens", [MIN_TOKENS, MIN_TOKENS + 7, 9 * MIN_TOKENS])
 def test_no_more_is_hashed_than_is_wanted(digests, num_tokens):
     """A prompt may have grown since it was prefilled, or may be shorter than its holder says."""

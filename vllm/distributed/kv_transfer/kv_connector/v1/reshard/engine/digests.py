@@ -46,12 +46,14 @@ class PromptDigests:
             self._hashed[request_id] = self._thread.submit(_hash, token_ids, num_tokens)
 
     def take(self, request_id: RequestId) -> TokenHash | None:
-        """The digest of what was begun with, which is over soon at the latest; None if nothing was.
+        """The digest of what was begun with; None if nothing was, or others are to come before it.
 
-        The request is forgotten.
+        Nobody waits for more than this one. The request is forgotten.
         """
         future = self._hashed.pop(request_id, None)
-        return None if future is None else future.result()
+        if future is None or future.cancel():
+            return None
+        return future.result()
 
     def forget(self, request_id: RequestId) -> None:
         """The digest of a request is not wanted any more, if it was."""
