@@ -38,7 +38,7 @@ class Side:
         count: how many.
         args: more of the command line.
         env: more of the environment, as pairs.
-        connector: what moves the KV cache; "upstream's" for upstream's of the same
+        connector: what moves the KV cache; "upstream" for upstream's of the same
             name, at rest.
         speculation: how each drafts, if it does.
         options: more of the connector's, as pairs.
@@ -189,8 +189,8 @@ FAMILIES: tuple[Family, ...] = (
         Family(
             f"Mamba 2{layouts}, upstream's",
             _MAMBA,
-            Side(prefill, connector="upstream's"),
-            Side(connector="upstream's"),
+            Side(prefill, connector="upstream"),
+            Side(connector="upstream"),
         )
         for layouts, prefill in (("", _ONE), (" TP down", _RANKS))
     ),

@@ -216,7 +216,7 @@ def _workers(keys: Iterable[tuple[Side, tuple[str, ...], int]]) -> int:
 
 def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> EngineSpec:
     """How an engine is started; pairs share it, so that it may prefill and decode."""
-    kv_transfer = UPSTREAM_AT_REST if side.connector == "upstream's" else KVTransfer()
+    kv_transfer = UPSTREAM_AT_REST if side.connector == "upstream" else KVTransfer()
     kv_transfer = replace(
         kv_transfer, extra_config={**kv_transfer.extra_config, **dict(side.options)}
     )
