@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .engine import ServedModel, Speculation, why_no_mla, why_no_model, why_no_state
@@ -150,6 +150,8 @@ _EAGLE_HEAD = Speculation("eagle", 3, "eagle")
 _ITSELF = Speculation("draft_model", 3, ".")
 _MTP = Speculation("mtp", 1)
 _COLD = (("missing_draft_layers", "compute"),)
+# In the only order in which it reads the state of a convolution by its parts.
+_UPSTREAM = Side(connector="upstream", env=(("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),))
 
 FAMILIES: tuple[Family, ...] = (
     Family("PP on P", _SIX, Side(_STAGES), Side()),
@@ -185,15 +187,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("delta net PP on P", _GDN, Side(_STAGES), Side(), exact=False),
     Family("delta net PP to TP", _GDN, Side(_STAGES), Side(Layout(2, 1)), exact=False),
     # Where upstream's connector can, it is compared with one engine as well.
-    *(
-        Family(
-            f"Mamba 2{layouts}, upstream's",
-            _MAMBA,
-            Side(prefill, connector="upstream"),
-            Side(connector="upstream"),
-        )
-        for layouts, prefill in (("", _ONE), (" TP down", _RANKS))
-    ),
+    Family("Mamba 2, upstream's", _MAMBA, _UPSTREAM, _UPSTREAM),
+    Family("Mamba 2 TP down, upstream's", _MAMBA, replace(_UPSTREAM, layout=_RANKS), _UPSTREAM),
     Family("bfloat16", _TWO, Side(_STAGES), Side(Layout(2, 1)), exact=False, args=_BF16),
     *(
         Family(f"{name} {layouts}", model, Side(prefill), Side(decode))

@@ -144,7 +144,14 @@ def hung_reads_of_failed_requests_have_no_deadline(monkeypatch):
 
 def lookups_that_nobody_wants_break_nothing_off(monkeypatch):
     """The connection with an engine that is gone is never closed."""
-    monkeypatch.setattr(PeerTable, "break_off_with", lambda *_: None)
+    break_off = PeerTable.break_off
+
+    def for_a_request(reads, reading, now_s):
+        if reading.generation is not None:
+            break_off(reads._peers, reading.generation, now_s)
+
+    monkeypatch.setattr(PeerTable, "break_off", lambda *_: None)
+    monkeypatch.setattr(RequestReads, "_break_off", for_a_request)
 
 
 def peers_are_never_due(monkeypatch):
