@@ -41,7 +41,7 @@ _TARGET_COLUMNS = ("<part", "<what", "<wanted", "<met", "<worst", "<where")
 _CONNECTORS = (OURS.name, UPSTREAM.name, UPSTREAM_AT_REST.name)
 _SHORT = (OURS.name, UPSTREAM.name, "at rest")
 _NETWORK_LANES = tuple(lane.name for lane in network_lanes([UPSTREAM_AT_REST]))
-_STACKS = (SINGLE, *_CONNECTORS[1:], OURS.name)
+_STACKS = (SINGLE, UPSTREAM.name, UPSTREAM_AT_REST.name, OURS.name)
 _ABSENT = "not measured"
 
 

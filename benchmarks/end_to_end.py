@@ -29,6 +29,7 @@ from tools.pdstack.model import cache_dir, prepare_default_model
 from tools.pdstack.process import ChildProcess
 from tools.pdstack.stack import PDStack, Server
 
+from . import specs
 from .errors import BenchmarkError
 from .results import Metric, Part, Result
 from .turns import Plan
@@ -74,9 +75,9 @@ def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterat
     results = [Result(Part.END_TO_END, load.name, {"rate": load.rate}) for load in loads]
     yield from results
     stacks: dict[str, KVTransfer | None] = {
-        "ours": KVTransfer(),
-        "upstream": UPSTREAM,
-        "upstream at rest": UPSTREAM_AT_REST,
+        specs.OURS.name: KVTransfer(),
+        specs.UPSTREAM.name: UPSTREAM,
+        specs.UPSTREAM_AT_REST.name: UPSTREAM_AT_REST,
         SINGLE: None,
     }
     try:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import REST_ON_CPU_US
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     TransferState,
@@ -22,7 +23,6 @@ from .network import move_to
 from .specs import EngineSpec, RawRank, Reading
 from .tables import runs
 
-_REST_US = 100
 _LIMIT_S = 120.0
 _STEP_S = 50e-6
 
@@ -42,7 +42,7 @@ class RawHost:
         self._agent = NixlAgent(
             f"{spec.engine_id}/{rank}/{uuid.uuid4()}",
             memory=memory_kind(),
-            progress_delay_us=_REST_US,
+            progress_delay_us=REST_ON_CPU_US,
         )
         caches = self._config.caches
         self._agent.register(caches.regions())

@@ -38,8 +38,7 @@ class Side:
         count: how many.
         args: more of the command line.
         env: more of the environment, as pairs.
-        connector: what moves the KV cache; "upstream" for upstream's of the same
-            name, at rest.
+        connector: what moves the KV cache; "upstream" for upstream's of the same name, at rest.
         speculation: how each drafts, if it does.
         options: more of the connector's, as pairs.
     """

@@ -7,10 +7,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
+from tests.v1.kv_connector.unit.reshard.engine.test_worker import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
 )
@@ -77,13 +78,6 @@ def ask(thread: ConnectorThread, *requests: str) -> None:
     thread.hand_over(Step(ReshardConnectorMetadata(admitted=set(requests))))
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-
-
 def collect(thread: ConnectorThread, count: int) -> set[str]:
     """Collect until so many requests have ended."""
     found: set[str] = set()
@@ -131,7 +125,7 @@ def test_exchange_with_more_to_do_is_turned_by_itself(thread, exchange, more):
     """Whatever the length of the engine's steps: nobody has to call for the next turn."""
     setattr(exchange, more, True)
     thread.wake()
-    wait_for(lambda: exchange.turns >= 50)
+    wait_until(lambda: exchange.turns >= 50)
 
 
 class News(threading.Event):
@@ -154,10 +148,10 @@ def test_thread_looks_often_again_once_something_has_arrived(exchange):
     exchange.is_moving = True
     thread.start()
     try:
-        wait_for(lambda: len(news.waited_s) > 20)
+        wait_until(lambda: len(news.waited_s) > 20)
         assert news.waited_s[0] < news.waited_s[-1]
         exchange.has_moved = True
-        wait_for(lambda: news.waited_s[-1] == news.waited_s[0])
+        wait_until(lambda: news.waited_s[-1] == news.waited_s[0])
     finally:
         thread.close()
 
@@ -166,7 +160,7 @@ def test_thread_sleeps_until_something_is_due(thread, exchange):
     """It looks at nothing in between, and is not late by a look."""
     due_s = exchange.due_s = time.monotonic() + 0.2
     thread.wake()
-    wait_for(lambda: bool(exchange.turned_s) and exchange.turned_s[-1] >= due_s)
+    wait_until(lambda: bool(exchange.turned_s) and exchange.turned_s[-1] >= due_s)
     before = [turned_s for turned_s in exchange.turned_s if turned_s < due_s]
     assert len(before) <= 3
 
@@ -181,7 +175,7 @@ def test_turn_that_fails_is_not_the_last(thread, exchange, caplog_vllm):
     exchange.fault = ValueError("nobody thought of this")
     turns = exchange.turns
     thread.wake()
-    wait_for(lambda: exchange.turns >= turns + 2)
+    wait_until(lambda: exchange.turns >= turns + 2)
     assert "nobody thought of this" in caplog_vllm.text
     ask(thread, "r")
     assert collect(thread, 1) == {"r"}

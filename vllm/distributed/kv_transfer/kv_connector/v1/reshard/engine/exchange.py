@@ -175,7 +175,7 @@ class Exchange:
     @property
     def has_moved(self) -> bool:
         """Whether something has arrived, after which its lease is looked up, and is soon known."""
-        return self.reads.has_moved
+        return self.transfers.has_moved
 
     @property
     def is_moving(self) -> bool:

@@ -186,9 +186,12 @@ class PeerTable:
         The first time at once, as the peer may have lost a connection or have restarted. An engine
         that answers handshakes and cannot be read from, again and again, is asked ever more rarely.
         """
+        if not generation.lifetime.is_open:
+            # What fails is of the past; another generation has taken its place. Each request of a
+            # broken one comes by here.
+            return
         peer = next((each for each in self._peers.values() if each.generation is generation), None)
         if peer is None:
-            # What fails is of the past; another generation has taken its place.
             return
         self._retire(peer, now_s)
         peer.broken = True

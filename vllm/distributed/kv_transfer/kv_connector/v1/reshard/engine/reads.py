@@ -131,11 +131,6 @@ class RequestReads:
         return bool(self.has_backlog or self._transfers.is_moving or self._looking or self._hung)
 
     @property
-    def has_moved(self) -> bool:
-        """Whether the last call of `advance` has seen something arrive: more may follow at once."""
-        return self._transfers.has_moved
-
-    @property
     def next_due_s(self) -> float | None:
         """When the next request fails that is not received before; None without one.
 

@@ -338,7 +338,7 @@ def _receive(
         _address(source),
         source.remote_request_id,
         local_block_ids,
-        source.remote_block_ids,
+        blocks,
         # What is being read counts as computed.
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,

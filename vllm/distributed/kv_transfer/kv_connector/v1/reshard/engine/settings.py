@@ -31,6 +31,11 @@ _Bytes = Annotated[int, Meta(ge=0, lt=1 << 36)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
+REST_ON_CPU_US = 10_000
+"""Where the model computes on the cores, none is to spare for a progress thread that spins. It
+wakes when something comes in, so that a read is no slower: measured over TCP, 4 KiB to 16 MiB."""
+
+
 class Settings(
     msgspec.Struct,
     frozen=True,
@@ -106,9 +111,7 @@ class Settings(
         """How long NIXL's progress thread rests, with what suits the device where nobody says."""
         if self.nixl_progress_delay_us is not None:
             return self.nixl_progress_delay_us
-        # Where the model computes on the cores, none is to spare for a thread that spins. It wakes
-        # when something comes in, so that a read is no slower: measured over TCP, 4 KiB to 16 MiB.
-        return 10_000 if on_cpu else 0
+        return REST_ON_CPU_US if on_cpu else 0
 
 
 def read_settings(config: KVTransferConfig) -> Settings:

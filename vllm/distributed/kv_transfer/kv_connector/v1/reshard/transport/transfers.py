@@ -380,15 +380,14 @@ def _look(parts: deque[_Running], is_through: Callable[[_Running], bool], budget
     Returns:
         How many were through.
     """
-    num_through = 0
-    for _ in range(len(parts)):
+    before = len(parts)
+    for _ in range(before):
         parts.rotate(-1)
         if is_through(parts[-1]):
             parts.pop()
-            num_through += 1
         if budget.is_spent:
             break
-    return num_through
+    return before - len(parts)
 
 
 def _take(parts: deque[_Running], is_meant: Callable[[_Running], bool]) -> list[_Running]:
