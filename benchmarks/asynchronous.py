@@ -51,7 +51,7 @@ def _measure(case: NetworkCase, pairs: list[Pair], repetitions: int) -> Result:
     result = Result(Part.NETWORK, case.name, sizes)
     ids = list(range(1, 1 + shape.num_blocks(case.tokens)))
     tables = Tables(ids, ids, case.tokens)
-    watch = Watch(step_s=case.step_s, arrival_in=tuple(ids))
+    watch = Watch(step_s=case.step_s, computes=True, arrival_in=tuple(ids))
 
     def measure(pair: Pair, repetition: int) -> Mapping[Metric, float]:
         assert isinstance(pair, ConnectorPair)

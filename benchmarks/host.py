@@ -141,8 +141,16 @@ class ConnectorHost:
             params[spec.request_id] = found
         return Offer(self._scheduled(), params)
 
-    def ask(self, specs: Sequence[RequestSpec]) -> Sealed:
-        """Schedule requests that another engine has prefilled; returns what workers are told."""
+    def ask(self, specs: Sequence[RequestSpec], computes: bool) -> tuple[Sealed, Sealed]:
+        """Schedule requests that another engine has prefilled.
+
+        Args:
+            specs: The requests.
+            computes: Whether the model computes something for others meanwhile.
+
+        Returns:
+            What workers are told in the first step, and in those that follow.
+        """
         assert self._scheduler is not None
         for spec in specs:
             request = _request(spec, spec.params or {})
@@ -152,7 +160,7 @@ class ConnectorHost:
             assert count == spec.num_tokens and is_async
             self._scheduler.update_state_after_alloc(request, _blocks(spec), count)
             request.num_computed_tokens = spec.num_tokens
-        return self._scheduled()
+        return self._scheduled(computes=computes), self._scheduled(computes=computes)
 
     def hold(self, metadata: Sealed) -> None:
         """Hold requests for other engines."""
@@ -259,11 +267,12 @@ class ConnectorHost:
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
             self._scheduler.request_finished(request, [])
 
-    def _scheduled(self) -> Sealed:
+    def _scheduled(self, *, computes: bool = False) -> Sealed:
         """What the scheduler asks of the workers next."""
         assert self._scheduler is not None
-        empty = SchedulerOutput.make_empty()
-        return pickle.dumps(self._scheduler.build_connector_meta(empty))
+        output = SchedulerOutput.make_empty()
+        output.total_num_scheduled_tokens = int(computes)
+        return pickle.dumps(self._scheduler.build_connector_meta(output))
 
     def _step(self, metadata: Any) -> tuple[set[str], set[str]]:
         self._worker.bind_connector_metadata(metadata)

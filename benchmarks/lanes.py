@@ -143,7 +143,6 @@ class ConnectorPair(Pair):
 
     factory = "benchmarks.host:ConnectorHost"
     _idle: Sealed = b""
-    _idle_decode: Sealed = b""
 
     def start(self) -> None:
         """Start both engines, and let them answer handshakes."""
@@ -151,7 +150,7 @@ class ConnectorPair(Pair):
             self._start("prefill", self.shape.prefill),
             self._start("decode", self.shape.decode),
         ]
-        self._idle, self._idle_decode = map(_ready, started)
+        self._idle, _ = map(_ready, started)
 
     def start_prefill(self) -> None:
         """Start the prefill engine alone; `start_decode` is to follow."""
@@ -159,7 +158,7 @@ class ConnectorPair(Pair):
 
     def start_decode(self) -> None:
         """Start a decode engine, which knows nobody."""
-        self._idle_decode = _ready(self._start("decode", self.shape.decode))
+        _ready(self._start("decode", self.shape.decode))
 
     def end_decode(self) -> None:
         """End the decode engine, and give its memory back."""
@@ -185,10 +184,9 @@ class ConnectorPair(Pair):
             RequestSpec(name, each.destination, each.num_tokens, offer.params[name])
             for name, each in pairs
         ]
-        metadata = call_all(self.decode[:1], "ask", wanted)[0]
-        readings: list[Reading] = call_all(
-            self.decode, "read", metadata, self._idle_decode, names, watch or Watch()
-        )
+        watch = watch or Watch()
+        ((first, others),) = call_all(self.decode[:1], "ask", wanted, watch.computes)
+        readings: list[Reading] = call_all(self.decode, "read", first, others, names, watch)
         call_all(self.decode[:1], "forget", names)
         call_all(self.prefill, "release", self._idle, names)
         return readings

@@ -12,7 +12,7 @@ from .specs import Watch
 from .tables import pool_blocks
 from .turns import Plan, take_turns
 
-_WATCH = Watch(step_s=2e-3, in_python=True)
+_WATCH = Watch(step_s=2e-3, computes=True, in_python=True)
 """Between two steps the engine's thread works in Python, which shows who takes the interpreter."""
 
 

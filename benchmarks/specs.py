@@ -72,12 +72,14 @@ class Watch:
         step_s: How long each step takes besides the connector's part, which is acted out: the
             engine's thread sleeps, as while a device computes. By default as long as engines rest
             after a step in which nothing was computed.
+        computes: Whether the connector hears that steps compute something.
         in_python: It computes in Python instead, and sees when it has to wait for the interpreter.
         memory: How far resident memory rises.
         arrival_in: Blocks that are cleared first, to see when the last of their bytes is there.
     """
 
     step_s: float = 1e-3
+    computes: bool = False
     in_python: bool = False
     memory: bool = False
     arrival_in: tuple[int, ...] = ()

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from tests.v1.kv_connector.unit.reshard.engine.test_holder import LEASE_S, OFFER, Desk
@@ -174,7 +175,7 @@ FLAGS = {
 def test_scheduler_forgets_its_requests(asked, ended):
     """Those that read, those that are held, and those that only look as if they did."""
     owner = scheduler()
-    owner.build_connector_meta(None)
+    owner.build_connector_meta(SchedulerOutput.make_empty())
     before = sizes(owner)
     for number in range(NUM_REQUESTS):
         params = {name: value for name, value in PARAMS.items() if name != "do_remote_prefill"}
@@ -185,7 +186,7 @@ def test_scheduler_forgets_its_requests(asked, ended):
         one.append_output_token_ids(7)
         one.status = ended
         owner.request_finished(one, ([5, 2, 9],))
-        owner.build_connector_meta(None)
+        owner.build_connector_meta(SchedulerOutput.make_empty())
     try:
         assert sizes(owner) == before
     finally:

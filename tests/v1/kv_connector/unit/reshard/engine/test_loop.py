@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -36,10 +36,13 @@ class Exchange:
         self.is_moving = self.is_talking = self.has_backlog = self.has_moved = False
         self.due_s: float | None = None
         self.fault: Exception | None = None
+        self.may_turn = threading.Event()
+        self.may_turn.set()
         self.closed_by: int | None = None
 
     def turn(self, steps: list[Step], now_s: float) -> Report:
         """Take a turn."""
+        assert self.may_turn.wait(DEADLINE_S)
         self.turns += 1
         self.turned_s.append(now_s)
         self.threads.add(threading.get_ident())
@@ -129,16 +132,62 @@ def test_exchange_with_more_to_do_is_turned_by_itself(thread, exchange, more):
 
 
 class News(threading.Event):
-    """Notes how long is waited for it."""
+    """Notes how long is waited for it, and calls somebody first."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         super().__init__()
+        self.before = before
         self.waited_s: list[float | None] = []
+        self.came: list[bool] = []
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait."""
         self.waited_s.append(timeout)
-        return super().wait(timeout)
+        self.before()
+        self.came.append(super().wait(timeout))
+        return self.came[-1]
+
+
+def test_patient_step_is_told_what_is_about_to_end(thread, exchange):
+    """Not the next one, before which the engine rests."""
+    exchange.may_turn.clear()
+    thread._settled = News(exchange.may_turn.set)
+    ask(thread, "r")
+    assert thread.collect(DEADLINE_S).received == {"r"}
+
+
+def test_patient_step_waits_no_longer_than_there_is_something_under_way(thread, exchange):
+    """A turn that ends nothing, and leaves nothing to do, is over as well."""
+    exchange.may_turn.clear()
+    settled = thread._settled = News(exchange.may_turn.set)
+    ask(thread)
+    assert not thread.collect(DEADLINE_S)
+    assert settled.came == [True]
+
+
+def test_step_waits_for_nothing_where_nothing_is_under_way(exchange):
+    """However patient it is."""
+    thread = ConnectorThread(exchange, clock=lambda: 0.0)
+    settled = thread._settled = News()
+    thread.start()
+    try:
+        # The first call after a while listens to others, once.
+        thread.collect(DEADLINE_S)
+        del settled.waited_s[:]
+        assert not thread.collect(DEADLINE_S)
+        assert settled.waited_s == []
+    finally:
+        thread.close()
+
+
+def test_impatient_step_does_not_wait(thread, exchange):
+    """It has the model to go on with."""
+    settled = thread._settled = News()
+    exchange.is_moving = True
+    ask(thread)
+    wait_until(lambda: exchange.turns >= 2)
+    assert not thread.collect()
+    assert settled.waited_s == []
 
 
 def test_thread_looks_often_again_once_something_has_arrived(exchange):

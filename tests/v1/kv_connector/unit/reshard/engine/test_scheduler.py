@@ -14,6 +14,7 @@ from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
@@ -180,7 +181,7 @@ def allocate(owner: ReshardScheduler, new: Request, block_ids: list[int]) -> Rec
     """A request gets blocks for all that is not cached: what its workers are asked to read."""
     blocks = SimpleNamespace(blocks=(), get_unhashed_block_ids_all_groups=lambda: (block_ids,))
     owner.update_state_after_alloc(new, blocks, new.num_prompt_tokens)
-    (receive,) = owner.build_connector_meta(None).receive.values()
+    (receive,) = owner.build_connector_meta(SchedulerOutput.make_empty()).receive.values()
     return receive
 
 
@@ -202,7 +203,15 @@ def test_values_that_cannot_be_keys_harm_nobody(change):
     """What a router made of the names does not raise where they would be looked up."""
     owner = scheduler()
     arrive(owner, PARAMS | {"tp_size": 1} | change)
-    assert not owner.build_connector_meta(None).heartbeats
+    assert not owner.build_connector_meta(SchedulerOutput.make_empty()).heartbeats
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_workers_hear_whether_a_step_computes(num_tokens):
+    """Where it does not they can wait for what is about to end."""
+    output = SchedulerOutput.make_empty()
+    output.total_num_scheduled_tokens = num_tokens
+    assert scheduler().build_connector_meta(output).computes == bool(num_tokens)
 
 
 def test_prefill_engine_that_does_not_read_back_computes():
@@ -257,7 +266,7 @@ def test_heartbeats_need_no_size():
     """A router that does not pass on `tp_size` does not cost a request its lease."""
     owner = scheduler()
     arrive(owner, {name: value for name, value in PARAMS.items() if name != "tp_size"})
-    (heartbeats,) = owner.build_connector_meta(None).heartbeats
+    (heartbeats,) = owner.build_connector_meta(SchedulerOutput.make_empty()).heartbeats
     assert heartbeats == Heartbeats(
         RemoteEngineAddress("prefill", "10.0.0.1", 5600), frozenset({"p-a"})
     )
@@ -283,7 +292,7 @@ def offer(
     prefilled.append_output_token_ids(7)
     prefilled.status = RequestStatus.FINISHED_LENGTH_CAPPED
     _, params = owner.request_finished(prefilled, block_ids)
-    offered = owner.build_connector_meta(None)
+    offered = owner.build_connector_meta(SchedulerOutput.make_empty())
     assert offered.bindings.keys() == offered.offered.keys() == {prefilled.request_id}
     # By way of a router.
     return json.loads(json.dumps(params)), offered.bindings[prefilled.request_id]

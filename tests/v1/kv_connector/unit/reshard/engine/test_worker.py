@@ -33,6 +33,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker a
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.loop import PATIENCE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
@@ -363,6 +365,24 @@ def test_request_is_received_and_released(engines, prefill, decode):
     for worker in d.workers.values():
         assert worker.take_failed() == {}
         assert worker.take_stats().data["bytes_transferred"]
+
+
+@pytest.mark.parametrize(("computes", "patience_s"), [(True, 0.0), (False, PATIENCE_S)])
+def test_step_is_patient_where_the_engine_has_nothing_else_to_do(
+    engines, monkeypatch, computes, patience_s
+):
+    """What computes goes on at once, whatever is under way."""
+    (worker,) = engines("decode").workers.values()
+    seen: list[float] = []
+
+    def collect(patience_s: float) -> Report:
+        seen.append(patience_s)
+        return Report()
+
+    monkeypatch.setattr(worker._thread, "collect", collect)
+    worker.start_load_kv(ReshardConnectorMetadata(computes=computes))
+    worker.get_finished()
+    assert seen == [patience_s]
 
 
 @requires_base("0.32.0", "0.33.0", reason="it has no MLA on CPU")

@@ -37,6 +37,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         offered_blocks: How many blocks each of these has, of all KV-cache groups.
         bindings: What each of these offers; of the same requests.
         heartbeats: Leases to renew.
+        computes: Whether the model computes anything in this step.
     """
 
     receive: dict[RequestId, Receive] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     offered_blocks: dict[RequestId, int] = field(default_factory=dict)
     bindings: dict[RequestId, Binding] = field(default_factory=dict)
     heartbeats: list[Heartbeats] = field(default_factory=list)
+    computes: bool = True
 
     def __bool__(self) -> bool:
         """Whether anything is asked for."""

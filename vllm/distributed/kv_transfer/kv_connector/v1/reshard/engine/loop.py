@@ -5,9 +5,10 @@
     hand_over(step)   ---- queue --->    turns of the exchange, as long as something is on its way
     collect()         <--- queue ----    reports
 
-The engine's thread does nothing but that, and waits for nothing. The connector's owns everything
-else: NIXL's agents, the peers, the ledgers. It looks often while reads are in flight, ever less
-often while nothing moves, and sleeps until somebody calls or something is due otherwise.
+The engine's thread does nothing but that. It waits for nothing where its step computes something,
+and where it does not for no longer than the engine itself rests then. The connector's owns
+everything else: NIXL's agents, the peers, the ledgers. It looks often while reads are in flight,
+ever less often while nothing moves, and sleeps until somebody calls or something is due otherwise.
 
 Both share the interpreter. A turn takes a fraction of a millisecond, and the interpreter is let go
 of after each; within one, as elsewhere in this process, whoever wants it waits `SWITCH_S` at most.
@@ -47,6 +48,10 @@ _MOMENT_S = 20e-6
 `SWITCH_S` otherwise: the engine's where it steps with nothing to compute, and the connector's
 between two turns of a backlog."""
 
+PATIENCE_S = 1e-3
+"""For so long a step that computes nothing waits for what is about to end, and vLLM's engine after
+it. What ends in time is told a step sooner, and the interpreter is the other thread's meanwhile."""
+
 _TICK_S = 0.2
 """As often the messages of others are heard though nothing is held for them."""
 
@@ -77,6 +82,8 @@ class ConnectorThread:
         self._steps: deque[Step] = deque()
         self._reports: deque[Report] = deque()
         self._news = threading.Event()
+        # Set where there is a report, or none is to be waited for.
+        self._settled = threading.Event()
         self._stopped = False
         # Hints for the engine's thread, which the other one writes.
         self._moves = False
@@ -94,14 +101,22 @@ class ConnectorThread:
         self._steps.append(step)
         self._news.set()
 
-    def collect(self) -> Report:
-        """What has ended since the last call."""
+    def collect(self, patience_s: float = 0.0) -> Report:
+        """What has ended since the last call.
+
+        Args:
+            patience_s: For so long it is waited for, where anything is under way.
+        """
         now_s = self._clock()
         if self._holds or now_s >= self._tick_at_s:
             # Whoever is through with what is held says so whenever he is, or too late.
             self._tick_at_s = now_s + _TICK_S
             self.hand_over(Step())
-        if not self._reports and self._moves:
+        if patience_s > 0:
+            self._settled.clear()
+            if self._is_awaited():
+                self._settled.wait(patience_s)
+        elif self._is_awaited():
             time.sleep(_MOMENT_S)
         report = Report()
         while self._reports:
@@ -126,12 +141,18 @@ class ConnectorThread:
             return
         self._exchange.close(self._clock())
 
+    def _is_awaited(self) -> bool:
+        """Whether a report is about to come, and none is there."""
+        return not self._reports and (self._moves or bool(self._steps))
+
     def _run(self) -> None:
         if self._prepare is not None:
             self._prepare()
         rest_s = _SHORTEST_REST_S
         while not self._stopped:
             self._news.clear()
+            # Before the steps are taken: somebody may wait for what becomes of them.
+            self._moves = self._moves or bool(self._steps)
             steps = [self._steps.popleft() for _ in range(len(self._steps))]
             now_s = self._clock()
             try:
@@ -146,6 +167,8 @@ class ConnectorThread:
                 self._reports.append(report)
             self._moves = self._exchange.is_moving
             self._holds = len(self._exchange.holder) > 0
+            if report or not self._moves:
+                self._settled.set()
             if report or steps or self._exchange.has_moved:
                 rest_s = _SHORTEST_REST_S
             if self._exchange.has_backlog:

@@ -201,6 +201,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             offered_blocks=self._offered_blocks,
             bindings=self._bindings,
             heartbeats=self._heartbeats.due(now_s),
+            computes=scheduler_output.total_num_scheduled_tokens > 0,
         )
         self._offered_blocks, self._bindings = {}, {}
         metadata.receive = {

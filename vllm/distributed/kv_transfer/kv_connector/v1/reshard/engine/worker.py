@@ -45,7 +45,7 @@ from .geometry import (
     window_groups,
 )
 from .holder import Holder
-from .loop import ConnectorThread, on_cores
+from .loop import PATIENCE_S, ConnectorThread, on_cores
 from .notifier import Notifier
 from .opening import Local, Opener
 from .ownership import refuse_shared_names, shard_of_worker
@@ -112,6 +112,7 @@ class ReshardWorker:
         self._thread = ConnectorThread(self._exchange, clock, self._prepare_thread)
         self._device: torch.device | None = None
         self._enquirer: Enquirer | None = None
+        self._computes = True
         self._failed: dict[RequestId, frozenset[int]] = {}
         self._stats: ReshardStats | None = None
         # Known once the caches are registered.
@@ -164,6 +165,7 @@ class ReshardWorker:
 
     def start_load_kv(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over what the scheduler asks for in this step; blocks on nothing."""
+        self._computes = metadata.computes
         if metadata:
             self._thread.hand_over(Step(metadata, self._computed_before(metadata)))
 
@@ -172,8 +174,10 @@ class ReshardWorker:
 
         One that could not be read is told by `take_failed` first, and is among the received ones
         once nothing can write into its blocks any more: in the same call, or in a later one.
+
+        Where the step computes nothing, the engine has nothing to do but to wait for that.
         """
-        report: Report = self._thread.collect()
+        report: Report = self._thread.collect(0.0 if self._computes else PATIENCE_S)
         self._failed |= report.failed
         if self._stats is None:
             self._stats = report.stats
