@@ -180,18 +180,39 @@ class PauseCase:
         num_requests: As many.
         tokens: Of each.
         connected: The engines have met; else, all wait for one handshake.
+        num_peers: Prefill engines that they are read from, in turns.
     """
 
     shape: Shape
     num_requests: int
     tokens: int
     connected: bool
+    num_peers: int = 1
 
     @property
     def name(self) -> str:
         """What it is called in tables, and unique among all cases."""
         what = "in flight" if self.connected else "waiting for a handshake"
-        return f"{self.shape.layouts}, {self.num_requests} {what}"
+        peers = f" from {self.num_peers} engines" if self.num_peers > 1 else ""
+        return f"{self.shape.layouts}, {self.num_requests} {what}{peers}"
+
+
+@dataclass(frozen=True)
+class HoldingCase:
+    """Requests that a prefill engine holds, while its thread works and nobody asks for them.
+
+    Attributes:
+        shape: The model and both layouts.
+        num_requests: As many, of one block each.
+    """
+
+    shape: Shape
+    num_requests: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables, and unique among all cases."""
+        return f"{self.shape.layouts}, {self.num_requests} held"
 
 
 @dataclass(frozen=True)
@@ -292,15 +313,18 @@ def idle_cases() -> list[IdleCase]:
     return [IdleCase(_small_shape(2))]
 
 
-def pause_cases(depth: Depth) -> list[PauseCase]:
-    """What could keep the engine's thread: many posts, many that wait, many ranks."""
+def pause_cases(depth: Depth) -> list[PauseCase | HoldingCase]:
+    """What could keep the engine's thread: many posts, many that wait, many ranks, many peers."""
     if depth is Depth.QUICK:
         return []
-    few, many = _small_shape(2), _small_shape(8)
+    one, few, many = map(_small_shape, (1, 2, 8))
     return [
         PauseCase(few, 256, 128, connected=True),
+        PauseCase(one, 256, 128, connected=True, num_peers=8),
+        PauseCase(one, 256, 128, connected=True, num_peers=64),
         PauseCase(few, 1000, 32, connected=False),
         PauseCase(many, 1, 32, connected=False),
+        HoldingCase(one, 10_000),
     ]
 
 

@@ -247,8 +247,9 @@ def _idle_rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 def _pause_rows(results: Sequence[Result]) -> list[list[str]]:
+    shown = dict.fromkeys((Metric.LONGEST_PAUSE_S, Metric.PAUSE_P99_S), seconds)
     return [
-        [result.case, *_each(result, _CONNECTORS, Metric.LONGEST_PAUSE_S, seconds)]
+        [result.case, *(_medians(result, lane, shown) for lane in _CONNECTORS)]
         for result in results
     ]
 

@@ -38,11 +38,12 @@ from .config import RankConfig, rank_config
 from .errors import BenchmarkError
 from .memory import PeakMemory
 from .network import move_to
-from .specs import EngineSpec, Offer, Reading, RequestSpec, Sealed, Watch
+from .specs import EngineSpec, Offer, PauseSummary, Reading, RequestSpec, Sealed, Watch
 from .watching import ArrivalWatch, Pauses, Post, ThreadTimes, watch_posts
 
 _STEP_S = Watch().step_s
 _LIMIT_S = 540.0
+_HOLDING_STEPS = 200
 
 
 class ConnectorHost:
@@ -122,8 +123,8 @@ class ConnectorHost:
         """
         self._config.caches.check(block_ids, source_block_ids)
 
-    def offer(self, specs: Sequence[RequestSpec]) -> Offer:
-        """Prefill requests, as far as the scheduler sees it."""
+    def offer(self, specs: Sequence[RequestSpec], computes: bool = False) -> Offer:
+        """Prefill requests, as far as the scheduler sees it; the model may compute others'."""
         assert self._scheduler is not None
         params = {}
         for spec in specs:
@@ -139,7 +140,8 @@ class ConnectorHost:
             delayed, found = self._scheduler.request_finished(request, spec.block_ids)
             assert delayed and found is not None
             params[spec.request_id] = found
-        return Offer(self._scheduled(), params)
+        offered = self._scheduled(computes=computes)
+        return Offer(offered, self._scheduled(computes=computes), params)
 
     def ask(self, specs: Sequence[RequestSpec], computes: bool) -> tuple[Sealed, Sealed]:
         """Schedule requests that another engine has prefilled.
@@ -189,6 +191,7 @@ class ConnectorHost:
             arrival = ArrivalWatch(self._config.caches.arrival(watch.arrival_in))
         worker_at_first_s = time.process_time()
         while True:
+            pauses.begin_step()
             began.append(time.monotonic())
             worker.bind_connector_metadata(metadata)
             at_first_s = time.thread_time()
@@ -234,9 +237,26 @@ class ConnectorHost:
             worker_cpu_s,
             len(began),
             None if arrived_s is None else sum(at_s > arrived_s for at_s in began),
-            pauses.longest_s,
+            pauses.summary(),
             peak_bytes,
         )
+
+    def watch_holding(self, metadata: Sealed, others: Sealed, watch: Watch) -> PauseSummary:
+        """Hold requests for other engines, and go on for some steps in which nobody asks.
+
+        Args:
+            metadata: What the worker is told in the first step.
+            others: The same in the others.
+            watch: How long a step is.
+        """
+        first, idle, pauses = pickle.loads(metadata), pickle.loads(others), Pauses()
+        for number in range(_HOLDING_STEPS):
+            pauses.begin_step()
+            began_s = time.monotonic()
+            self._step(idle if number else first)
+            pauses.add(time.monotonic() - began_s)
+            pauses.compute(watch.step_s)
+        return pauses.summary()
 
     def idle(self, duration_s: float) -> float:
         """CPU time of the connector's threads while nothing is to be done and no step is taken."""

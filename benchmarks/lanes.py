@@ -16,7 +16,7 @@ from .cases import Shape
 from .children import Child, call_all, end_all
 from .model import write_model
 from .network import HERE, Site
-from .specs import EngineSpec, Lane, Reading, RequestSpec, Sealed, Watch
+from .specs import EngineSpec, Lane, Offer, PauseSummary, Reading, RequestSpec, Sealed, Watch
 
 _PORTS = PortAllocator()
 _NUMBERS = itertools.count()
@@ -132,14 +132,14 @@ class Pair:
             self._prefill_site if role == "prefill" else self._decode_site,
         )
         running = self.prefill if role == "prefill" else self.decode
-        running.clear()
+        before = len(running)
         for rank in range(layout.world_size):
             running.append(Child(f"{engine_id}-{rank}", self._directory, self.factory, spec, rank))
-        return running
+        return running[before:]
 
 
 class ConnectorPair(Pair):
-    """A prefill and a decode engine with a connector."""
+    """A decode engine with a connector, and the prefill engine that it reads from, or several."""
 
     factory = "benchmarks.host:ConnectorHost"
     _idle: Sealed = b""
@@ -152,9 +152,13 @@ class ConnectorPair(Pair):
         ]
         self._idle, _ = map(_ready, started)
 
-    def start_prefill(self) -> None:
-        """Start the prefill engine alone; `start_decode` is to follow."""
-        self._idle = _ready(self._start("prefill", self.shape.prefill))
+    def start_prefill(self, count: int = 1) -> None:
+        """Start the prefill engines alone; `start_decode` is to follow.
+
+        One after another: each takes the machine for a moment, and less so without the others.
+        """
+        for _ in range(count):
+            self._idle = _ready(self._start("prefill", self.shape.prefill))
 
     def start_decode(self) -> None:
         """Start a decode engine, which knows nobody."""
@@ -174,22 +178,45 @@ class ConnectorPair(Pair):
         call_all(self.decode, method, *args)
 
     def read(self, requests: Sequence[Tables], watch: Watch | None = None) -> list[Reading]:
-        """Read requests that are asked for at once; what each decode rank has measured."""
+        """Read requests that are asked for at once; what each decode rank has measured.
+
+        Where there are several prefill engines, they have the requests in turns.
+        """
         names = [f"request-{next(_NUMBERS)}" for _ in requests]
         pairs = list(zip(names, requests, strict=True))
-        offered = [RequestSpec(name, each.source, each.num_tokens) for name, each in pairs]
-        offer = call_all(self.prefill[:1], "offer", offered)[0]
-        call_all(self.prefill, "hold", offer.metadata)
+        engines = self._prefill_engines()
+        params = {}
+        for number, engine in enumerate(engines):
+            share = pairs[number :: len(engines)]
+            offer = _offer(engine, [_offered(name, each) for name, each in share])
+            call_all(engine, "hold", offer.metadata)
+            params.update(offer.params)
         wanted = [
-            RequestSpec(name, each.destination, each.num_tokens, offer.params[name])
+            RequestSpec(name, each.destination, each.num_tokens, params[name])
             for name, each in pairs
         ]
         watch = watch or Watch()
         ((first, others),) = call_all(self.decode[:1], "ask", wanted, watch.computes)
         readings: list[Reading] = call_all(self.decode, "read", first, others, names, watch)
         call_all(self.decode[:1], "forget", names)
-        call_all(self.prefill, "release", self._idle, names)
+        for number, engine in enumerate(engines):
+            call_all(engine, "release", self._idle, names[number :: len(engines)])
         return readings
+
+    def watch_holding(self, requests: Sequence[Tables], watch: Watch) -> list[PauseSummary]:
+        """Hold requests at the prefill engine, and see what that costs its ranks' steps."""
+        names = [f"request-{next(_NUMBERS)}" for _ in requests]
+        specs = [_offered(name, each) for name, each in zip(names, requests, strict=True)]
+        offer = _offer(self.prefill, specs, computes=watch.computes)
+        summaries: list[PauseSummary] = call_all(
+            self.prefill, "watch_holding", offer.metadata, offer.others, watch
+        )
+        return summaries
+
+    def _prefill_engines(self) -> list[list[Child]]:
+        """The ranks of each prefill engine."""
+        size = self.shape.prefill.world_size
+        return [self.prefill[at : at + size] for at in range(0, len(self.prefill), size)]
 
 
 class RawPair(Pair):
@@ -261,6 +288,19 @@ def started_pairs(
     finally:
         for pair in pairs:
             pair.end()
+
+
+def _offered(name: str, tables: Tables) -> RequestSpec:
+    """A request at the engine that prefills it."""
+    return RequestSpec(name, tables.source, tables.num_tokens)
+
+
+def _offer(
+    engine: Sequence[Child], specs: Sequence[RequestSpec], *, computes: bool = False
+) -> Offer:
+    """Prefill requests, as far as an engine's scheduler sees it."""
+    offers: list[Offer] = call_all(engine[:1], "offer", specs, computes)
+    return offers[0]
 
 
 def _ready(children: Sequence[Child]) -> Sealed:

@@ -1,55 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the engine's thread is kept from its own work by reads and handshakes."""
+"""How long the engine's thread is kept from its own work by reads, handshakes and held requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from .cases import PauseCase
-from .lanes import ConnectorPair, Pair, side_by_side
+from .cases import HoldingCase, PauseCase
+from .lanes import ConnectorPair, Pair, Tables, side_by_side
 from .results import Metric, Part, Result
-from .specs import Watch
+from .specs import UPSTREAM, PauseSummary, Watch
 from .tables import pool_blocks
 from .turns import Plan, take_turns
 
 _WATCH = Watch(step_s=2e-3, computes=True, in_python=True)
 """Between two steps the engine's thread works in Python, which shows who takes the interpreter."""
 
+_REPETITIONS = 2
+"""Engines are started anew for each, which takes longer than all that is measured."""
 
-def measure_pauses(cases: Sequence[PauseCase], plan: Plan) -> Iterator[Result]:
-    """Measure the longest pause of each case, with a decode engine that was started for it."""
+_SPINS = "the threads of many engines spin on the core that all bind themselves to"
+
+
+def measure_pauses(cases: Sequence[PauseCase | HoldingCase], plan: Plan) -> Iterator[Result]:
+    """Measure the longest pauses of each case, with an engine that was started for it."""
     for case in cases:
         plan.say(f"pauses: {case.name}")
-        yield _measure(case, plan)
+        yield _reading(case, plan) if isinstance(case, PauseCase) else _holding(case, plan)
 
 
-def _measure(case: PauseCase, plan: Plan) -> Result:
-    shape = case.shape
-    sizes = {"requests": case.num_requests, "tokens": case.tokens}
+def _reading(case: PauseCase, plan: Plan) -> Result:
+    """Pauses of a decode engine."""
+    sizes = {"requests": case.num_requests, "tokens": case.tokens, "peers": case.num_peers}
     result = Result(Part.PAUSES, case.name, sizes)
-    blocks = shape.num_blocks(case.tokens)
+    blocks = case.shape.num_blocks(case.tokens)
     tables = side_by_side(case.num_requests, blocks, case.tokens)
-    pool = pool_blocks(case.num_requests * blocks)
+    lanes = plan.connectors()
+    if case.num_peers > 1 and UPSTREAM in lanes:
+        lanes.remove(UPSTREAM)
+        result.give_up(UPSTREAM.name, _SPINS)
 
-    def measure(pair: Pair, repetition: int) -> Mapping[Metric, float]:
-        assert isinstance(pair, ConnectorPair)
+    def start(pair: ConnectorPair) -> None:
+        pair.start_prefill(case.num_peers)
+
+    def measure(pair: ConnectorPair) -> Iterable[PauseSummary | None]:
         pair.start_decode()
         if case.connected:
-            pair.read(tables[:1])
+            pair.read(tables[: case.num_peers])
         readings = pair.read(tables, _WATCH)
         pair.end_decode()
-        return {Metric.LONGEST_PAUSE_S: max(each.longest_pause_s for each in readings)}
+        return [each.pauses for each in readings]
 
-    pairs: list[Pair] = []
+    pool = pool_blocks(case.num_requests * blocks)
+    pairs = [ConnectorPair(lane, case.shape, pool, plan.directory) for lane in lanes]
+    return _take_turns(pairs, plan, result, start, measure)
+
+
+def _holding(case: HoldingCase, plan: Plan) -> Result:
+    """Pauses of a prefill engine."""
+    result = Result(Part.PAUSES, case.name, {"requests": case.num_requests})
+    tables = [Tables([1], [1], case.shape.block_tokens)] * case.num_requests
+
+    def start(pair: ConnectorPair) -> None:
+        """It is started for each repetition."""
+
+    def measure(pair: ConnectorPair) -> Iterable[PauseSummary | None]:
+        pair.start_prefill()
+        summaries = pair.watch_holding(tables, _WATCH)
+        pair.end()
+        return summaries
+
+    pairs = [
+        ConnectorPair(lane, case.shape, pool_blocks(1), plan.directory)
+        for lane in plan.connectors()
+    ]
+    return _take_turns(pairs, plan, result, start, measure)
+
+
+def _take_turns(
+    pairs: Sequence[ConnectorPair],
+    plan: Plan,
+    result: Result,
+    start: Callable[[ConnectorPair], None],
+    measure: Callable[[ConnectorPair], Iterable[PauseSummary | None]],
+) -> Result:
+    """Start all pairs, and measure them in turns."""
+
+    def figures(pair: Pair, _: int) -> Mapping[Metric, float]:
+        assert isinstance(pair, ConnectorPair)
+        found = [each for each in measure(pair) if each is not None]
+        return {
+            Metric.LONGEST_PAUSE_S: max(each.longest_s for each in found),
+            Metric.PAUSE_P99_S: max(each.p99_s for each in found),
+        }
+
+    started: list[Pair] = []
     try:
-        for lane in plan.connectors():
-            pair = ConnectorPair(lane, shape, pool, plan.directory)
-            pairs.append(pair)
-            pair.start_prefill()
+        for pair in pairs:
+            started.append(pair)
+            start(pair)
             with pair.turn():
                 pass
-        take_turns(pairs, plan.repetitions, result, measure)
+        take_turns(started, min(plan.repetitions, _REPETITIONS), result, figures)
     finally:
-        for each in pairs:
+        for each in started:
             each.end()
     return result

@@ -125,7 +125,7 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
             "whole worker, a request",
         ),
         Part.IDLE: ("share of a core",),
-        Part.PAUSES: ("longest pause",),
+        Part.PAUSES: ("longest pause", "of 99 steps in 100"),
         Part.NETWORK: ("asked to reported", "steps after the last byte"),
         Part.END_TO_END: ("time to first token", "of upstream's", "between tokens", "tokens/s"),
     }
@@ -199,7 +199,8 @@ def _idle_rows(result: Result, lane: str) -> list[str]:
 
 
 def _pause_rows(result: Result, lane: str) -> list[str]:
-    return [figures(result.summary(lane, Metric.LONGEST_PAUSE_S), seconds)]
+    pauses = Metric.LONGEST_PAUSE_S, Metric.PAUSE_P99_S
+    return [figures(result.summary(lane, each), seconds) for each in pauses]
 
 
 def _network_rows(result: Result, lane: str) -> list[str]:

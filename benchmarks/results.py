@@ -33,6 +33,7 @@ class Metric(Enum):
     WORKER_CPU_S = "worker_cpu_s_per_request"
     IDLE_CPU = "cpu_s_per_idle_second"
     LONGEST_PAUSE_S = "longest_pause_s"
+    PAUSE_P99_S = "pause_p99_s"
     STEPS_AFTER_ARRIVAL = "engine_steps_after_the_last_byte"
     TTFT_S = "time_to_first_token_s"
     ITL_S = "inter_token_latency_s"

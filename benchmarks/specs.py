@@ -103,6 +103,21 @@ class RequestSpec:
 
 
 @dataclass(frozen=True)
+class PauseSummary:
+    """How long the engine's thread was kept from its own work.
+
+    By a call of the connector's, or by another thread that had the interpreter.
+
+    Attributes:
+        longest_s: The longest time of all.
+        p99_s: What the longest times of 99 steps in 100 are below.
+    """
+
+    longest_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True)
 class Reading:
     """What one rank has measured of the requests that it has read.
 
@@ -119,8 +134,7 @@ class Reading:
         steps: How often both were called.
         steps_after_arrival: How many of these began after the last byte was there; None where that
             was not watched for.
-        longest_pause_s: The longest time that the engine's thread was kept from its own work: by a
-            call of the connector's, or by another thread that had the interpreter.
+        pauses: Of the engine's thread; None where nobody has looked.
         peak_bytes: How far resident memory rose above what it was before.
     """
 
@@ -133,7 +147,7 @@ class Reading:
     worker_cpu_s: float = 0.0
     steps: int = 1
     steps_after_arrival: int | None = None
-    longest_pause_s: float = 0.0
+    pauses: PauseSummary | None = None
     peak_bytes: int = 0
 
 
@@ -147,10 +161,12 @@ class Offer:
 
     Attributes:
         metadata: For its workers.
+        others: For them in the steps that follow.
         params: For the decode engine, by request.
     """
 
     metadata: Sealed
+    others: Sealed
     params: dict[str, dict[str, Any]]
 
 

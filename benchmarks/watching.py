@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm.distributed.nixl_utils import NixlWrapper
 
 from .caches import Arrival
+from .specs import PauseSummary
 
 _LOOK_S = 0.5e-3
 """How often to look for bytes: little beside any step that is long enough to count."""
@@ -109,11 +111,20 @@ class Pauses:
     """How long the engine's thread, which owns this, is kept from its own work."""
 
     def __init__(self) -> None:
-        self.longest_s = 0.0
+        # The longest of each step.
+        self._each_s: list[float] = []
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._each_s.append(0.0)
 
     def add(self, duration_s: float) -> None:
-        """Take a pause into account."""
-        self.longest_s = max(self.longest_s, duration_s)
+        """Take a pause of this step into account."""
+        self._each_s[-1] = max(self._each_s[-1], duration_s)
+
+    def summary(self) -> PauseSummary:
+        """All steps so far; at least one."""
+        return PauseSummary(max(self._each_s), float(np.percentile(self._each_s, 99)))
 
     def compute(self, duration_s: float) -> None:
         """Act out a step in Python: what passes between two looks at the clock is a pause."""

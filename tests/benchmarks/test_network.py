@@ -16,7 +16,7 @@ import torch
 from benchmarks.caches import UNWRITTEN, Arrival
 from benchmarks.errors import NetworkError
 from benchmarks.network import Link, Site, move_to, sites
-from benchmarks.watching import ArrivalWatch, Pauses
+from benchmarks.watching import ArrivalWatch
 
 LIMIT_S = 60.0
 
@@ -97,12 +97,3 @@ def test_bytes_that_never_come_are_not_there():
     """A watch that ends before has seen nothing."""
     plane = torch.full((2, 1, 8), UNWRITTEN, dtype=torch.uint8)
     assert ArrivalWatch(Arrival([plane[..., -1]], torch.tensor([1]))).end() is None
-
-
-def test_longest_pause_is_kept():
-    """Work that is acted out makes shorter ones than a call that was long."""
-    pauses = Pauses()
-    pauses.add(3600.0)
-    pauses.compute(1e-4)
-    pauses.add(1.0)
-    assert pauses.longest_s == 3600.0

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.asynchronous import measure_networks
 from benchmarks.cases import (
     HandshakeCase,
+    HoldingCase,
     IdleCase,
     NetworkCase,
     PauseCase,
@@ -89,11 +90,14 @@ def test_idle_workers_pauses_and_late_bytes_are_measured(plan):
     """Who has nothing to do, who waits for a handshake, and a report that follows the last byte."""
     plan = replace(plan, repetitions=1)
     (idle,) = measure_idle([IdleCase(SHAPE)], plan)
-    (pauses,) = measure_pauses([PauseCase(SHAPE, 3, 32, connected=False)], plan)
+    pauses, held = measure_pauses(
+        [PauseCase(SHAPE, 4, 32, connected=True, num_peers=2), HoldingCase(SHAPE, 3)], plan
+    )
     (network,) = measure_networks([NetworkCase(SHAPE, 100, None, 1e-3)], plan)
     for result, metric in (
         (idle, Metric.IDLE_CPU),
         (pauses, Metric.LONGEST_PAUSE_S),
+        (held, Metric.PAUSE_P99_S),
         (network, Metric.SECONDS),
     ):
         assert result.missing == {} and len(result.samples) >= 2

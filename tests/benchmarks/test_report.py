@@ -51,7 +51,7 @@ def results() -> list[Result]:
                 },
             )
             idle.add(lane, {Metric.IDLE_CPU: value / 1000})
-            pause.add(lane, {Metric.LONGEST_PAUSE_S: value})
+            pause.add(lane, {Metric.LONGEST_PAUSE_S: value, Metric.PAUSE_P99_S: value})
             steps = {Metric.SECONDS: value, Metric.STEPS_AFTER_ARRIVAL: 1}
             network.add(f"{lane} (direct)", steps)
             end.add(

@@ -6,7 +6,8 @@ from __future__ import annotations
 import threading
 import time
 
-from benchmarks.watching import ThreadTimes
+from benchmarks.specs import PauseSummary
+from benchmarks.watching import Pauses, ThreadTimes
 
 WORK_S = 0.05
 
@@ -40,3 +41,14 @@ def test_only_threads_that_were_not_there_before_count() -> None:
     finally:
         may_end.set()
         thread.join()
+
+
+def test_longest_pause_of_each_step_counts() -> None:
+    """Work that is acted out makes shorter ones than calls; few long steps are not most."""
+    pauses = Pauses()
+    for duration_s in [1.0] * 199 + [3600.0]:
+        pauses.begin_step()
+        pauses.add(duration_s)
+        pauses.compute(1e-6)
+        pauses.add(duration_s / 2)
+    assert pauses.summary() == PauseSummary(3600.0, 1.0)
