@@ -226,17 +226,23 @@ def _request_path_rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 def _end_to_end_rows(results: Sequence[Result]) -> list[list[str]]:
-    shown = {Metric.TTFT_S: seconds, Metric.ITL_S: seconds, Metric.TOKENS_PER_S: _digits}
+    shown = {
+        Metric.TTFT_S: seconds,
+        Metric.ITL_S: seconds,
+        Metric.ITL_P99_S: seconds,
+        Metric.TOKENS_PER_S: _digits,
+    }
     return [
         [
             f"{result.sizes['rate']:g}",
+            lane,
             *(
                 _median(result.summary(lane, metric), show, _absent(result, lane))
                 for metric, show in shown.items()
-                for lane in _STACKS
             ),
         ]
         for result in sorted(results, key=lambda result: result.sizes["rate"])
+        for lane in _STACKS
     ]
 
 
@@ -323,10 +329,7 @@ _TABLES = {
     Part.PAUSES: _Table(("<case", *(f"<{lane}" for lane in _SHORT)), _pause_rows),
     Part.NETWORK: _Table(("<case", *(f"<{lane}" for lane in _NETWORK_LANES)), _network_rows),
     Part.END_TO_END: _Table(
-        (
-            ">requests/s",
-            *(f">{what}{lane}" for what in ("TTFT: ", "ITL: ", "tokens/s: ") for lane in _STACKS),
-        ),
+        (">requests/s", "<stack", ">TTFT", ">ITL", ">ITL, 99 in 100", ">tokens/s"),
         _end_to_end_rows,
     ),
 }

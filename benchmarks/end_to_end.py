@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm bench serve` through the router, with each connector, and against one engine.
 
-Engines need memory and cores that two pairs of them do not have on a small machine, so that pairs
-are started one after another. What takes turns are whole rounds.
+Engines need cores that two pairs of them do not have on a small machine, so that pairs are started
+one after another, and each is measured several times while it is warm.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Load:
 
 
 def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterator[Result]:
-    """Measure all loads with all stacks, so many times.
+    """Measure all loads with all stacks, so many times each.
 
     Yields:
         Results that are still to be filled: what comes after them takes many minutes, and is worth
@@ -82,13 +82,10 @@ def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterat
     }
     try:
         model = prepare_default_model(cache_dir(), plan.directory)
-        for number in range(rounds):
-            for lane, connector in stacks.items():
-                directory = plan.directory / f"{lane.replace(' ', '-')}-{number}"
-                directory.mkdir()
-                measured = _serve(lane, connector, model, loads, directory, plan)
-                for result, values in zip(results, measured, strict=True):
-                    result.add(lane, values)
+        for lane, connector in stacks.items():
+            directory = plan.directory / lane.replace(" ", "-")
+            directory.mkdir()
+            _serve(lane, connector, model, loads, rounds, results, directory, plan)
     except PDStackError as error:
         raise BenchmarkError(str(error)) from error
 
@@ -98,10 +95,12 @@ def _serve(
     connector: KVTransfer | None,
     model: ServedModel,
     loads: Sequence[Load],
+    rounds: int,
+    results: Sequence[Result],
     directory: Path,
     plan: Plan,
-) -> list[dict[Metric, float]]:
-    """Start a stack, and put it under each load."""
+) -> None:
+    """Start a stack, and put it under each load in every round; the first one only warms it up."""
     plan.say(f"end to end: starting {lane}")
     with PDStack(model, directory) as stack:
         server: Server
@@ -113,11 +112,12 @@ def _serve(
                 EngineSpec("decode", kv_transfer=connector),
             )
             server = stack.start_router([prefill], [decode])
-        measured = []
-        for load in loads:
-            plan.say(f"end to end: {lane}, {load.name}")
-            measured.append(_bench(stack, server, model, load, directory))
-        return measured
+        plan.say(f"end to end: {lane}, warming up")
+        _bench(stack, server, model, loads[-1], directory)
+        for number in range(rounds):
+            for load, result in zip(loads, results, strict=True):
+                plan.say(f"end to end: {lane}, {load.name}, round {number + 1} of {rounds}")
+                result.add(lane, _bench(stack, server, model, load, directory))
 
 
 def _bench(
@@ -170,5 +170,6 @@ def read_result(result: Mapping[str, Any], load: Load) -> dict[Metric, float]:
     return {
         Metric.TTFT_S: result["median_ttft_ms"] / 1e3,
         Metric.ITL_S: result["median_itl_ms"] / 1e3,
+        Metric.ITL_P99_S: result["p99_itl_ms"] / 1e3,
         Metric.TOKENS_PER_S: result["output_throughput"],
     }

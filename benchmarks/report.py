@@ -127,7 +127,13 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
         Part.IDLE: ("share of a core",),
         Part.PAUSES: ("longest pause", "of 99 steps in 100"),
         Part.NETWORK: ("asked to reported", "steps after the last byte"),
-        Part.END_TO_END: ("time to first token", "of upstream's", "between tokens", "tokens/s"),
+        Part.END_TO_END: (
+            "time to first token",
+            "of upstream's",
+            "between tokens",
+            "99 in 100",
+            "tokens/s",
+        ),
     }
     tables = []
     for part in Part:
@@ -214,6 +220,7 @@ def _end_to_end_rows(result: Result, lane: str) -> list[str]:
     return [
         *_against_upstream(result, lane, Metric.TTFT_S),
         figures(result.summary(lane, Metric.ITL_S), seconds),
+        figures(result.summary(lane, Metric.ITL_P99_S), seconds),
         figures(result.summary(lane, Metric.TOKENS_PER_S), lambda value: f"{value:.3g}"),
     ]
 

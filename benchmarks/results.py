@@ -37,6 +37,7 @@ class Metric(Enum):
     STEPS_AFTER_ARRIVAL = "engine_steps_after_the_last_byte"
     TTFT_S = "time_to_first_token_s"
     ITL_S = "inter_token_latency_s"
+    ITL_P99_S = "inter_token_latency_p99_s"
     TOKENS_PER_S = "output_tokens_per_s"
 
 

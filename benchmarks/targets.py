@@ -184,9 +184,13 @@ def _network(result: Result, _: str) -> Iterable[Verdict]:
 
 def _end_to_end(result: Result, ours: str) -> Iterable[Verdict]:
     at_rest = UPSTREAM_AT_REST.name
-    ratio = result.ratio(ours, at_rest, Metric.TTFT_S)
-    target = f"our time to first token / that of {at_rest}"
-    yield _verdict(target, result, ratio, 0.9, at_rest, at_most=True)
+    for metric, what, wanted in (
+        (Metric.TTFT_S, "time to first token", 0.9),
+        (Metric.ITL_P99_S, "99th percentile of the time between tokens", 1.0),
+    ):
+        ratio = result.ratio(ours, at_rest, metric)
+        target = f"our {what} / that of {at_rest}"
+        yield _verdict(target, result, ratio, wanted, at_rest, at_most=True)
 
 
 def _flatness(results: Sequence[Result], ours: str) -> Iterable[Verdict]:

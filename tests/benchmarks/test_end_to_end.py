@@ -18,6 +18,7 @@ WRITTEN = {
     "completed": 8,
     "median_ttft_ms": 250.0,
     "median_itl_ms": 40.0,
+    "p99_itl_ms": 90.0,
     "output_throughput": 12.5,
 }
 
@@ -39,6 +40,7 @@ def test_result_is_in_seconds():
     assert read_result(WRITTEN, LOAD) == {
         Metric.TTFT_S: 0.25,
         Metric.ITL_S: 0.04,
+        Metric.ITL_P99_S: 0.09,
         Metric.TOKENS_PER_S: 12.5,
     }
 

@@ -56,7 +56,12 @@ def results() -> list[Result]:
             network.add(f"{lane} (direct)", steps)
             end.add(
                 lane,
-                {Metric.TTFT_S: value, Metric.ITL_S: value, Metric.TOKENS_PER_S: value},
+                {
+                    Metric.TTFT_S: value,
+                    Metric.ITL_S: value,
+                    Metric.ITL_P99_S: value,
+                    Metric.TOKENS_PER_S: value,
+                },
             )
     handshake.give_up("upstream at rest", "it [cannot]")
     return [handshake, transfer, path, idle, pause, network, end]
