@@ -8,6 +8,7 @@ BASE ?= $(or $(VLLM_RESHARD_BASE),$(DEFAULT_BASE))
 PREFILL ?= tp1pp2
 DECODE ?= tp1pp1
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
 SWEEP_ARGS ?=
 SOAK_S ?= 600
 SEED ?=
@@ -73,28 +74,35 @@ format: $(VENV)/.installed  ## Fix what the linter can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+PYTEST := $(BIN)/python -m pytest
+# Engines take all cores by themselves; what starts none is shared out, file by file.
+PYTEST_SHARED := $(PYTEST) --numprocesses $(TEST_PROCESSES) --dist loadfile
+# pytest's status where PYTEST_ARGS have chosen none of these.
+OR_NONE := || test $$? -eq 5
+
 # Of other bases than the default one, what depends on the release, and two real pairs.
 ifeq ($(BASE),$(DEFAULT_BASE))
 test: setup  ## Run the tests that decide a change but test-faults', with real engines and a wheel
-	$(BIN)/python -m pytest -m "not faults and not full" $(PYTEST_ARGS)
+	$(PYTEST_SHARED) -m "not e2e and not faults and not full" $(PYTEST_ARGS) $(OR_NONE)
+	$(PYTEST) -m "e2e and not faults and not full" $(PYTEST_ARGS) $(OR_NONE)
 else
 test: setup
-	$(BIN)/python -m pytest -m "not e2e and not faults and not full" tests/distributed \
+	$(PYTEST_SHARED) -m "not e2e and not faults and not full" tests/distributed \
 	  tests/entrypoints tests/scripts tests/v1 $(PYTEST_ARGS)
 	$(BIN)/python -m tools.pdstack sweep --subset base --requests 16
 endif
 
 test-fast: setup  ## Run the tests that start no engine and build no real wheel
-	$(BIN)/python -m pytest -m "not e2e and not slow and not faults and not full" $(PYTEST_ARGS)
+	$(PYTEST_SHARED) -m "not e2e and not slow and not faults and not full" $(PYTEST_ARGS)
 
 test-faults: setup  ## Act out faults with real engines: peers that mismatch, vanish or restart
-	$(BIN)/python -m pytest -m "faults and not full" $(PYTEST_ARGS)
+	$(PYTEST) -m "faults and not full" $(PYTEST_ARGS)
 
 test-full: setup $(VENV)/.installed-bench  ## Run the tests that need not decide every change
-	$(BIN)/python -m pytest -m full $(PYTEST_ARGS)
+	$(PYTEST) -m full $(PYTEST_ARGS)
 
 simulate: setup  ## Run SCHEDULES=100000 of the simulation, from FIRST_SEED=0 on; a failure names its seed
-	RESHARD_SCHEDULES=$(SCHEDULES) RESHARD_FIRST_SEED=$(FIRST_SEED) $(BIN)/python -m pytest \
+	RESHARD_SCHEDULES=$(SCHEDULES) RESHARD_FIRST_SEED=$(FIRST_SEED) $(PYTEST) \
 	  tests/v1/kv_connector/unit/reshard/simulation/test_simulation.py $(PYTEST_ARGS)
 
 patches-check: $(VENV)/.installed  ## Prove series and overlay against all wheels of all bases

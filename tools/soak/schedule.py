@@ -30,7 +30,11 @@ HELD_READ_LIMIT_S = 60.0
 """Within this time a request ends whose blocks are at an engine that does not answer: longer than
 the read's own deadline, by as much as a slow machine needs."""
 
-LONGEST_HOLD_S = HELD_READ_LIMIT_S + 5.0
+LONGEST_HOLD_S = 25.0
+"""So long a worker is stopped that others read from: until their reads have run out of time, and
+not until they cut the connection where those keep too many blocks in doubt, 10 s later. Over that,
+UCX ends a worker that goes on."""
+
 _SHORT_HOLDS_S = (2.0, 15.0)
 _LEADS_S = (3.0, 8.0)
 _FORGERIES_A_ROUND = 4
