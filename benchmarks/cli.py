@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--case", action="append", default=[], metavar="TEXT", help="cases whose name has this"
     )
-    parser.add_argument("--repetitions", type=_count, default=5, metavar="N", help="default: 5")
+    parser.add_argument("--repetitions", type=_count, default=3, metavar="N", help="default: 3")
     parser.add_argument(
         "--strategy",
         action="append",
