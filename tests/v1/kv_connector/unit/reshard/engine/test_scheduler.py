@@ -20,7 +20,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import (
     ReshardScheduler,
-    _receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
@@ -60,7 +59,7 @@ def picture(name: str) -> MultiModalFeatureSpec:
 
 def test_parameters_become_a_read():
     """Address, blocks and tokens are taken as the other engine wrote them."""
-    receive = _receive(request(PARAMS), ([3, 4, 1],), 40)
+    receive = scheduler()._receive(request(PARAMS), ([3, 4, 1],))
     assert receive.fault is None
     assert receive.source == RemoteEngineAddress("prefill", "10.0.0.1", 5600)
     assert (receive.remote_request_id, receive.remote_block_ids) == ("p-a", [[5, 2, 9]])
@@ -72,7 +71,7 @@ def test_parameters_become_a_read():
 )
 def test_tokens_are_counted_at_each_end(remote, local, expected):
     """Without a count the prompt is what was computed; a longer remote sequence is told apart."""
-    receive = _receive(request(PARAMS | {"remote_num_tokens": remote}, local), ([3],), local)
+    receive = scheduler()._receive(request(PARAMS | {"remote_num_tokens": remote}, local), ([3],))
     assert (receive.local_tokens, receive.remote_tokens) == expected
 
 
@@ -99,7 +98,7 @@ def test_tokens_are_counted_at_each_end(remote, local, expected):
 def test_malformed_parameters_are_a_fault_of_the_request(change):
     """The request fails with a readable line; the engine lives on."""
     params, _ = sound(PARAMS | change, reads_back=False)
-    receive = _receive(request(params), ([3, 4, 1],), 40)
+    receive = scheduler()._receive(request(params), ([3, 4, 1],))
     assert "the router must pass on unchanged" in receive.fault
     assert "\n" not in receive.fault
     assert receive.local_block_ids == ([3, 4, 1],)
@@ -113,7 +112,7 @@ def test_hosts_outside_of_the_trusted_networks_are_a_fault_of_the_request(host, 
     """A name is not: who looks it up sees whether its address is among them."""
     trusted = TrustedPeers.parse(["10.0.0.0/8"])
     params, _ = sound(PARAMS | {"remote_host": host}, reads_back=False, trusted=trusted)
-    receive = _receive(request(params), ([3, 4, 1],), 40)
+    receive = scheduler()._receive(request(params), ([3, 4, 1],))
     if fault is None:
         assert (receive.fault, receive.source.host) == (None, host)
     else:
@@ -140,7 +139,7 @@ def test_hosts_outside_of_the_trusted_networks_are_a_fault_of_the_request(host, 
 def test_nothing_that_json_can_say_raises(params):
     """Whatever a router makes of the parameters, the scheduler's step goes on."""
     params, _ = sound((params or {}) | {"do_remote_prefill": True}, reads_back=False)
-    receive = _receive(request(params), ([3],), 40)
+    receive = scheduler()._receive(request(params), ([3],))
     assert receive.fault is not None or receive.source.port > 0
 
 
@@ -334,7 +333,7 @@ def test_reader_wants_what_was_offered(change, message):
     )
     params |= change.get("params", {})
     asked.kv_transfer_params = params
-    difference = offered.difference(_receive(asked, ([3, 4, 1],), 40).binding)
+    difference = offered.difference(scheduler()._receive(asked, ([3, 4, 1],)).binding)
     assert difference is None if message is None else message in difference
 
 
@@ -360,7 +359,7 @@ def test_holder_is_told_of_a_full_hit_what_it_offers():
     """Nothing is read of a prompt that is wholly cached, and its holder lets go all the same."""
     prefilled = request({"do_remote_decode": True}, request_id="p-a")
     params, offered = offer(scheduler(), prefilled)
-    assert _receive(request(params), ([], []), 40).binding == offered
+    assert scheduler()._receive(request(params), ([], [])).binding == offered
 
 
 def test_long_prompt_is_hashed_while_it_is_computed():
@@ -397,8 +396,7 @@ def test_long_prompt_is_hashed_before_it_is_read(also_offered):
     owner.shutdown()
 
 
-@pytest.mark.parametrize("tokens", [None, 40])
-def test_holder_is_told_nothing_where_the_prompt_is_not_known(tokens):
+def test_holder_is_told_nothing_where_the_prompt_is_not_known():
     """As where vLLM makes up a prompt to give back what a refused request named."""
-    made_up = request(PARAMS | {"remote_num_tokens": tokens}, 1)
-    assert _receive(made_up, ([], []), 40).binding is None
+    made_up = request(PARAMS | {"remote_num_tokens": 40}, 1)
+    assert scheduler()._receive(made_up, ([], [])).binding is None

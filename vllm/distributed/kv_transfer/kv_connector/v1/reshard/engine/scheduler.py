@@ -136,7 +136,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 holder = _address(source)
                 self._heartbeats.begin(request.request_id, holder, source.remote_request_id)
                 if is_known:
-                    num_tokens = source.remote_num_tokens or self._num_prefilled(request)
+                    num_tokens = self._num_held(request, source)
                     self._wanted_digests.begin(request.request_id, tokens, num_tokens)
 
     def get_num_new_matched_tokens(
@@ -205,12 +205,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         self._offered_blocks, self._bindings = {}, {}
         metadata.receive = {
-            request_id: _receive(
-                request,
-                block_ids,
-                self._num_prefilled(request),
-                self._wanted_digests.take(request_id),
-            )
+            request_id: self._receive(request, block_ids)
             for request_id, (request, block_ids) in wanted.items()
         }
         for request, block_ids in wanted.values():
@@ -236,10 +231,42 @@ class ReshardScheduler(NixlConnectorScheduler):
         """Whether the engine must take steps though no request is left: to get blocks back."""
         return self._reads.num_taken_blocks > 0
 
-    def _num_prefilled(self, request: Request) -> int:
-        """How many tokens of a prompt a prefill engine computes, where nobody has said."""
-        num_tokens: int = request.num_prompt_tokens
-        if HOLDERS_KEEP_THE_LAST_WINDOW:
+    def _receive(self, request: Request, local_block_ids: BlockIds) -> Receive:
+        """What to read for a request; with a fault where its parameters do not say so.
+
+        Args:
+            request: The request.
+            local_block_ids: The blocks to fill.
+        """
+        hashed = self._wanted_digests.take(request.request_id)
+        source = remote_blocks(request.kv_transfer_params or {})
+        if isinstance(source, str):
+            nowhere = RemoteEngineAddress("unknown", "unknown", 0)
+            return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
+        remote_tokens = self._num_held(request, source)
+        # The holder believes nobody who does not know the tokens. Where nothing is read of a prompt
+        # that is shorter than what is held, as of the one that vLLM makes up to have the blocks of
+        # a request given back that it refused, it cannot be told: the lease ends it.
+        is_bound = any(local_block_ids) or request.num_tokens >= remote_tokens
+        blocks = source.remote_block_ids
+        return Receive(
+            _address(source),
+            source.remote_request_id,
+            local_block_ids,
+            blocks,
+            # What is being read counts as computed.
+            local_tokens=min(remote_tokens, request.num_computed_tokens),
+            remote_tokens=remote_tokens,
+            binding=_bind(request, remote_tokens, blocks, hashed) if is_bound else None,
+        )
+
+    def _num_held(self, request: Request, source: RemoteBlocks) -> int:
+        """How many of a request's tokens another engine holds.
+
+        Where it has not said so, as many of the prompt as it computes.
+        """
+        num_tokens: int = source.remote_num_tokens or request.num_prompt_tokens
+        if source.remote_num_tokens or HOLDERS_KEEP_THE_LAST_WINDOW:
             return num_tokens
         return int(self._get_remote_prefill_token_count(num_tokens))
 
@@ -309,42 +336,6 @@ class ReshardScheduler(NixlConnectorScheduler):
             self._server.close()
             self._server = None
         super().shutdown()
-
-
-def _receive(
-    request: Request,
-    local_block_ids: BlockIds,
-    num_prefilled: int,
-    hashed: TokenHash | None = None,
-) -> Receive:
-    """What to read for a request; with a fault where its parameters do not say so.
-
-    Args:
-        request: The request.
-        local_block_ids: The blocks to fill.
-        num_prefilled: Tokens that are held where the parameters do not tell how many.
-        hashed: The first of its tokens, where they were hashed before; it is used up.
-    """
-    source = remote_blocks(request.kv_transfer_params or {})
-    if isinstance(source, str):
-        nowhere = RemoteEngineAddress("unknown", "unknown", 0)
-        return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
-    remote_tokens = source.remote_num_tokens or num_prefilled
-    # The holder believes nobody who does not know the tokens. Where nothing is read of a prompt
-    # that is shorter than what is held, as of the one that vLLM makes up to have the blocks of a
-    # request given back that it refused, it cannot be told: the lease ends it.
-    is_bound = any(local_block_ids) or request.num_tokens >= remote_tokens
-    blocks = source.remote_block_ids
-    return Receive(
-        _address(source),
-        source.remote_request_id,
-        local_block_ids,
-        blocks,
-        # What is being read counts as computed.
-        local_tokens=min(remote_tokens, request.num_computed_tokens),
-        remote_tokens=remote_tokens,
-        binding=_bind(request, remote_tokens, blocks, hashed) if is_bound else None,
-    )
 
 
 def _address(source: RemoteBlocks) -> RemoteEngineAddress:
