@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.tools.pdstack.helpers import living_in, wait_until
+from tests.tools.pdstack.helpers import living_in, wait_until, write_fakes
 from tools.pdstack import stack
 from tools.pdstack.engine import ServedModel
 
@@ -33,13 +32,7 @@ def survivors(tmp_path: Path) -> Callable[[], list[psutil.Process]]:
 @pytest.fixture
 def fake_bin(tmp_path: Path) -> Path:
     """A directory with fakes of ``vllm`` and ``vllm-router``."""
-    directory = tmp_path / "bin"
-    directory.mkdir()
-    for name in ("vllm", "vllm-router"):
-        script = directory / name
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE_SERVER}" "$@"\n')
-        script.chmod(0o755)
-    return directory
+    return write_fakes(tmp_path / "bin", FAKE_SERVER)
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait for conditions, and find processes that should be gone."""
+"""Wait for conditions, fake servers, and find processes that should be gone."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,16 @@ def wait_until(condition: Callable[[], object], what: str, deadline_s: float = D
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {deadline_s:.0f} s"
         time.sleep(0.05)
+
+
+def write_fakes(directory: Path, server: Path) -> Path:
+    """Write a ``vllm`` and a ``vllm-router`` that run a fake server; return their directory."""
+    directory.mkdir()
+    for name in ("vllm", "vllm-router"):
+        script = directory / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{server}" "$@"\n')
+        script.chmod(0o755)
+    return directory
 
 
 def living_in(directory: Path) -> list[psutil.Process]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.tools.pdstack.helpers import wait_until
+from tests.tools.pdstack.helpers import wait_until, write_fakes
 from tools.pdstack.ports import HOST, PortAllocator
 from tools.soak.clients import Server
 
@@ -21,13 +21,7 @@ FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 @pytest.fixture
 def fake_bin(tmp_path: Path) -> Path:
     """A directory with fakes of ``vllm`` and ``vllm-router``."""
-    directory = tmp_path / "bin"
-    directory.mkdir()
-    for name in ("vllm", "vllm-router"):
-        script = directory / name
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE_SERVER}" "$@"\n')
-        script.chmod(0o755)
-    return directory
+    return write_fakes(tmp_path / "bin", FAKE_SERVER)
 
 
 @pytest.fixture
