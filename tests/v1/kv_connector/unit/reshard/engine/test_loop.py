@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import wait_until
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import loop
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardConnectorMetadata,
 )
@@ -29,7 +30,7 @@ class Exchange:
     """Ends what it is asked for in its next turn, and notes who runs it."""
 
     def __init__(self) -> None:
-        self.turns = 0
+        self.begun = self.turns = 0
         self.turned_s: list[float] = []
         self.threads: set[int] = set()
         self.holder: list[str] = []
@@ -42,6 +43,7 @@ class Exchange:
 
     def turn(self, steps: list[Step], now_s: float) -> Report:
         """Take a turn."""
+        self.begun += 1
         assert self.may_turn.wait(DEADLINE_S)
         self.turns += 1
         self.turned_s.append(now_s)
@@ -156,13 +158,23 @@ def test_patient_step_is_told_what_is_about_to_end(thread, exchange):
     assert thread.collect(DEADLINE_S).received == {"r"}
 
 
+def test_turn_that_began_before_a_step_does_not_end_its_patience(thread, exchange):
+    """It says nothing of the step: the next one does."""
+    exchange.may_turn.clear()
+    thread.wake()
+    wait_until(lambda: exchange.begun)
+    thread._settled = News(exchange.may_turn.set)
+    ask(thread, "r")
+    assert thread.collect(DEADLINE_S).received == {"r"}
+
+
 def test_patient_step_waits_no_longer_than_there_is_something_under_way(thread, exchange):
     """A turn that ends nothing, and leaves nothing to do, is over as well."""
     exchange.may_turn.clear()
     settled = thread._settled = News(exchange.may_turn.set)
     ask(thread)
     assert not thread.collect(DEADLINE_S)
-    assert settled.came == [True]
+    assert settled.came and all(settled.came)
 
 
 def test_step_waits_for_nothing_where_nothing_is_under_way(exchange):
@@ -173,6 +185,7 @@ def test_step_waits_for_nothing_where_nothing_is_under_way(exchange):
     try:
         # The first call after a while listens to others, once.
         thread.collect(DEADLINE_S)
+        wait_until(lambda: not thread._moves)
         del settled.waited_s[:]
         assert not thread.collect(DEADLINE_S)
         assert settled.waited_s == []
@@ -180,13 +193,15 @@ def test_step_waits_for_nothing_where_nothing_is_under_way(exchange):
         thread.close()
 
 
-def test_impatient_step_does_not_wait(thread, exchange):
-    """It has the model to go on with."""
+def test_impatient_step_does_not_wait(thread, exchange, monkeypatch):
+    """It has the model to go on with; nor does one sleep that only hears others, as a holder's."""
     settled = thread._settled = News()
-    exchange.is_moving = True
+    exchange.holder.append("held")
     ask(thread)
-    wait_until(lambda: exchange.turns >= 2)
+    wait_until(lambda: thread._holds and not thread._moves)
+    monkeypatch.setattr(loop.time, "sleep", lambda _: pytest.fail("it sleeps"))
     assert not thread.collect()
+    monkeypatch.undo()
     assert settled.waited_s == []
 
 

@@ -143,7 +143,14 @@ def test_nothing_that_json_can_say_raises(params):
     assert receive.fault is not None or receive.source.port > 0
 
 
-def scheduler(*, bidirectional: bool = False, block_size: int = 16) -> ReshardScheduler:
+def scheduler(
+    *,
+    bidirectional: bool = False,
+    block_size: int = 16,
+    stages: int = 3,
+    replicas: int = 1,
+    ahead: bool = False,
+) -> ReshardScheduler:
     """A scheduler of an engine with one KV-cache group."""
     spec = FullAttentionSpec(
         block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32
@@ -153,7 +160,8 @@ def scheduler(*, bidirectional: bool = False, block_size: int = 16) -> ReshardSc
         parallel_config=SimpleNamespace(
             data_parallel_index=0,
             tensor_parallel_size=2,
-            pipeline_parallel_size=3,
+            pipeline_parallel_size=stages,
+            data_parallel_size=replicas,
             decode_context_parallel_size=1,
         ),
         num_prefill_lookahead_tokens=0,
@@ -162,7 +170,9 @@ def scheduler(*, bidirectional: bool = False, block_size: int = 16) -> ReshardSc
             kv_role="kv_both",
             kv_connector_extra_config={"bidirectional_kv_xfer": bidirectional},
         ),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+        scheduler_config=SimpleNamespace(
+            disable_hybrid_kv_cache_manager=True, async_scheduling=ahead
+        ),
     )
     return ReshardScheduler(
         config, "engine", KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -205,12 +215,21 @@ def test_values_that_cannot_be_keys_harm_nobody(change):
     assert not owner.build_connector_meta(SchedulerOutput.make_empty()).heartbeats
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1])
-def test_workers_hear_whether_a_step_computes(num_tokens):
-    """Where it does not they can wait for what is about to end."""
+@pytest.mark.parametrize(
+    ("num_tokens", "engine", "idle"),
+    [
+        (0, {"stages": 1}, True),
+        (1, {"stages": 1}, False),
+        (0, {"stages": 2}, False),
+        (0, {"stages": 1, "replicas": 2}, False),
+        (0, {"stages": 1, "ahead": True}, False),
+    ],
+)
+def test_step_is_idle_where_nobody_waits_for_it(num_tokens, engine, idle):
+    """Neither the model, nor another stage or replica, nor a scheduler that is a step ahead."""
     output = SchedulerOutput.make_empty()
     output.total_num_scheduled_tokens = num_tokens
-    assert scheduler().build_connector_meta(output).computes == bool(num_tokens)
+    assert scheduler(**engine).build_connector_meta(output).idle == idle
 
 
 def test_prefill_engine_that_does_not_read_back_computes():

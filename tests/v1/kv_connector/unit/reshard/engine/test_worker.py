@@ -367,9 +367,9 @@ def test_request_is_received_and_released(engines, prefill, decode):
         assert worker.take_stats().data["bytes_transferred"]
 
 
-@pytest.mark.parametrize(("computes", "patience_s"), [(True, 0.0), (False, PATIENCE_S)])
+@pytest.mark.parametrize(("idle", "patience_s"), [(False, 0.0), (True, PATIENCE_S)])
 def test_step_is_patient_where_the_engine_has_nothing_else_to_do(
-    engines, monkeypatch, computes, patience_s
+    engines, monkeypatch, idle, patience_s
 ):
     """What computes goes on at once, whatever is under way."""
     (worker,) = engines("decode").workers.values()
@@ -380,7 +380,7 @@ def test_step_is_patient_where_the_engine_has_nothing_else_to_do(
         return Report()
 
     monkeypatch.setattr(worker._thread, "collect", collect)
-    worker.start_load_kv(ReshardConnectorMetadata(computes=computes))
+    worker.start_load_kv(ReshardConnectorMetadata(idle=idle))
     worker.get_finished()
     assert seen == [patience_s]
 

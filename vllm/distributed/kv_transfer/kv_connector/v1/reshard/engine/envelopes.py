@@ -37,7 +37,8 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         offered_blocks: How many blocks each of these has, of all KV-cache groups.
         bindings: What each of these offers; of the same requests.
         heartbeats: Leases to renew.
-        computes: Whether the model computes anything in this step.
+        idle: Whether the engine has nothing to do in this step but to hear what has ended, and
+            rests after it.
     """
 
     receive: dict[RequestId, Receive] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     offered_blocks: dict[RequestId, int] = field(default_factory=dict)
     bindings: dict[RequestId, Binding] = field(default_factory=dict)
     heartbeats: list[Heartbeats] = field(default_factory=list)
-    computes: bool = True
+    idle: bool = False
 
     def __bool__(self) -> bool:
         """Whether anything is asked for."""

@@ -5,10 +5,10 @@
     hand_over(step)   ---- queue --->    turns of the exchange, as long as something is on its way
     collect()         <--- queue ----    reports
 
-The engine's thread does nothing but that. It waits for nothing where its step computes something,
-and where it does not for no longer than the engine itself rests then. The connector's owns
-everything else: NIXL's agents, the peers, the ledgers. It looks often while reads are in flight,
-ever less often while nothing moves, and sleeps until somebody calls or something is due otherwise.
+The engine's thread does nothing but that, and waits for nothing; only in a step after which the
+engine would rest, it waits for a moment for a report. The connector's owns everything else: NIXL's
+agents, the peers, the ledgers. It looks often while reads are in flight, ever less often while
+nothing moves, and sleeps until somebody calls or something is due otherwise.
 
 Both share the interpreter. A turn takes a fraction of a millisecond, and the interpreter is let go
 of after each; within one, as elsewhere in this process, whoever wants it waits `SWITCH_S` at most.
@@ -49,8 +49,9 @@ _MOMENT_S = 20e-6
 between two turns of a backlog."""
 
 PATIENCE_S = 1e-3
-"""For so long a step that computes nothing waits for what is about to end, and vLLM's engine after
-it. What ends in time is told a step sooner, and the interpreter is the other thread's meanwhile."""
+"""How long a step waits for a report where the engine has nothing else to do. vLLM's engine sleeps
+as long after such a step: what ends in time is told before that, and not after it. A request that
+comes in between waits for both."""
 
 _TICK_S = 0.2
 """As often the messages of others are heard though nothing is held for them."""
@@ -105,7 +106,7 @@ class ConnectorThread:
         """What has ended since the last call.
 
         Args:
-            patience_s: For so long it is waited for, where anything is under way.
+            patience_s: How long to wait for it, where anything is under way.
         """
         now_s = self._clock()
         if self._holds or now_s >= self._tick_at_s:
@@ -113,10 +114,8 @@ class ConnectorThread:
             self._tick_at_s = now_s + _TICK_S
             self.hand_over(Step())
         if patience_s > 0:
-            self._settled.clear()
-            if self._is_awaited():
-                self._settled.wait(patience_s)
-        elif self._is_awaited():
+            self._await_report(now_s + patience_s)
+        elif not self._reports and self._moves:
             time.sleep(_MOMENT_S)
         report = Report()
         while self._reports:
@@ -141,9 +140,15 @@ class ConnectorThread:
             return
         self._exchange.close(self._clock())
 
-    def _is_awaited(self) -> bool:
-        """Whether a report is about to come, and none is there."""
-        return not self._reports and (self._moves or bool(self._steps))
+    def _await_report(self, until_s: float) -> None:
+        """Wait until there is a report, or nothing is under way that could bring one."""
+        while True:
+            self._settled.clear()
+            left_s = until_s - self._clock()
+            if left_s <= 0 or self._reports or not (self._moves or self._steps):
+                return
+            # A turn that had begun before the last step was handed over ends this, too.
+            self._settled.wait(left_s)
 
     def _run(self) -> None:
         if self._prepare is not None:
@@ -151,7 +156,7 @@ class ConnectorThread:
         rest_s = _SHORTEST_REST_S
         while not self._stopped:
             self._news.clear()
-            # Before the steps are taken: somebody may wait for what becomes of them.
+            # Before the steps are taken: who waits for what becomes of them sees one or the other.
             self._moves = self._moves or bool(self._steps)
             steps = [self._steps.popleft() for _ in range(len(self._steps))]
             now_s = self._clock()

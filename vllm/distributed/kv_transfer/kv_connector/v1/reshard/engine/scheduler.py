@@ -70,6 +70,13 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._key = settings.channel_key()
         self._trusted = settings.trusted()
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        # Whether nobody waits for a step in which nothing is computed. A stage with a batch behind
+        # it would, a replica with the same experts, and a scheduler that is a step ahead.
+        self._nobody_waits = not vllm_config.scheduler_config.async_scheduling and (
+            vllm_config.parallel_config.pipeline_parallel_size
+            == vllm_config.parallel_config.data_parallel_size
+            == 1
+        )
         self._state_groups = state_groups(kv_cache_config)
         self._heartbeats = HeartbeatBook(settings.lease_s)
         self._offered_blocks: dict[str, int] = {}
@@ -201,7 +208,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             offered_blocks=self._offered_blocks,
             bindings=self._bindings,
             heartbeats=self._heartbeats.due(now_s),
-            computes=scheduler_output.total_num_scheduled_tokens > 0,
+            idle=self._nobody_waits and scheduler_output.total_num_scheduled_tokens == 0,
         )
         self._offered_blocks, self._bindings = {}, {}
         metadata.receive = {

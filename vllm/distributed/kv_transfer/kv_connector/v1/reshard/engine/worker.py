@@ -112,7 +112,7 @@ class ReshardWorker:
         self._thread = ConnectorThread(self._exchange, clock, self._prepare_thread)
         self._device: torch.device | None = None
         self._enquirer: Enquirer | None = None
-        self._computes = True
+        self._idle = False
         self._failed: dict[RequestId, frozenset[int]] = {}
         self._stats: ReshardStats | None = None
         # Known once the caches are registered.
@@ -165,7 +165,7 @@ class ReshardWorker:
 
     def start_load_kv(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over what the scheduler asks for in this step; blocks on nothing."""
-        self._computes = metadata.computes
+        self._idle = metadata.idle
         if metadata:
             self._thread.hand_over(Step(metadata, self._computed_before(metadata)))
 
@@ -175,9 +175,9 @@ class ReshardWorker:
         One that could not be read is told by `take_failed` first, and is among the received ones
         once nothing can write into its blocks any more: in the same call, or in a later one.
 
-        Where the step computes nothing, the engine has nothing to do but to wait for that.
+        Where the engine has nothing to do but to hear that, it is waited for.
         """
-        report: Report = self._thread.collect(0.0 if self._computes else PATIENCE_S)
+        report: Report = self._thread.collect(PATIENCE_S if self._idle else 0.0)
         self._failed |= report.failed
         if self._stats is None:
             self._stats = report.stats
