@@ -77,23 +77,25 @@ format: $(VENV)/.installed  ## Fix what the linter can fix
 PYTEST := $(BIN)/python -m pytest
 # Engines take all cores by themselves; what starts none is shared out, file by file.
 PYTEST_SHARED := $(PYTEST) --numprocesses $(TEST_PROCESSES) --dist loadfile
-# pytest's status where PYTEST_ARGS have chosen none of these.
-OR_NONE := || test $$? -eq 5
+DECIDES := not faults and not full
 
-# Of other bases than the default one, what depends on the release, and two real pairs.
+# Of other bases than the default one, what depends on the release, and two real pairs. Status 5 says
+# that PYTEST_ARGS have chosen no test: of one kind that may be, of both it is a mistake.
 ifeq ($(BASE),$(DEFAULT_BASE))
 test: setup  ## Run the tests that decide a change but test-faults', with real engines and a wheel
-	$(PYTEST_SHARED) -m "not e2e and not faults and not full" $(PYTEST_ARGS) $(OR_NONE)
-	$(PYTEST) -m "e2e and not faults and not full" $(PYTEST_ARGS) $(OR_NONE)
+	shared=0; $(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(PYTEST_ARGS) || shared=$$?; \
+	test $$shared -eq 0 -o $$shared -eq 5 || exit $$shared; \
+	$(PYTEST) -m "e2e and $(DECIDES)" $(PYTEST_ARGS) || \
+	  { engines=$$?; test $$engines -eq 5 -a $$shared -eq 0 || exit $$engines; }
 else
 test: setup
-	$(PYTEST_SHARED) -m "not e2e and not faults and not full" tests/distributed \
+	$(PYTEST_SHARED) -m "not e2e and $(DECIDES)" tests/distributed \
 	  tests/entrypoints tests/scripts tests/v1 $(PYTEST_ARGS)
 	$(BIN)/python -m tools.pdstack sweep --subset base --requests 16
 endif
 
 test-fast: setup  ## Run the tests that start no engine and build no real wheel
-	$(PYTEST_SHARED) -m "not e2e and not slow and not faults and not full" $(PYTEST_ARGS)
+	$(PYTEST_SHARED) -m "not e2e and not slow and $(DECIDES)" $(PYTEST_ARGS)
 
 test-faults: setup  ## Act out faults with real engines: peers that mismatch, vanish or restart
 	$(PYTEST) -m "faults and not full" $(PYTEST_ARGS)

@@ -329,7 +329,7 @@ _TABLES = {
     Part.PAUSES: _Table(("<case", *(f"<{lane}" for lane in _SHORT)), _pause_rows),
     Part.NETWORK: _Table(("<case", *(f"<{lane}" for lane in _NETWORK_LANES)), _network_rows),
     Part.END_TO_END: _Table(
-        (">requests/s", "<stack", ">TTFT", ">ITL", ">ITL, 99 in 100", ">tokens/s"),
+        (">requests/s", "<stack", ">TTFT", ">ITL", ">ITL, 99th percentile", ">tokens/s"),
         _end_to_end_rows,
     ),
 }

@@ -7,6 +7,7 @@ one after another, and each is measured several times while it is warm.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -35,7 +36,6 @@ from .results import Metric, Part, Result
 from .turns import Plan
 
 SINGLE = "one engine"
-_WARM_UPS = 2
 _LIMIT_S = 600.0
 _POLL_S = 0.3
 
@@ -100,7 +100,10 @@ def _serve(
     directory: Path,
     plan: Plan,
 ) -> None:
-    """Start a stack, and put it under each load in every round; the first one only warms it up."""
+    """Start a stack, warm it up, and put it under each load in every round.
+
+    Every time the prompts are others, the same for all stacks: none is in a prefix cache.
+    """
     plan.say(f"end to end: starting {lane}")
     with PDStack(model, directory) as stack:
         server: Server
@@ -112,20 +115,22 @@ def _serve(
                 EngineSpec("decode", kv_transfer=connector),
             )
             server = stack.start_router([prefill], [decode])
+        seeds = itertools.count()
         plan.say(f"end to end: {lane}, warming up")
-        _bench(stack, server, model, loads[-1], directory)
+        _bench(stack, server, model, loads[-1], next(seeds), directory)
         for number in range(rounds):
             for load, result in zip(loads, results, strict=True):
                 plan.say(f"end to end: {lane}, {load.name}, round {number + 1} of {rounds}")
-                result.add(lane, _bench(stack, server, model, load, directory))
+                result.add(lane, _bench(stack, server, model, load, next(seeds), directory))
 
 
 def _bench(
-    stack: PDStack, server: Server, model: ServedModel, load: Load, directory: Path
+    stack: PDStack, server: Server, model: ServedModel, load: Load, seed: int, directory: Path
 ) -> dict[Metric, float]:
     """Run `vllm bench serve`."""
-    name = f"bench-{load.rate:g}"
-    command = bench_command(find_script("vllm"), server.url, model, load, directory, name)
+    name = f"bench-{seed}"
+    vllm = find_script("vllm")
+    command = bench_command(vllm, server.url, model, load, seed, directory, name)
     client = ChildProcess(name, command, server_env(os.environ), directory)
     try:
         deadline_s = time.monotonic() + _LIMIT_S
@@ -143,16 +148,17 @@ def _bench(
 
 
 def bench_command(
-    vllm: str, url: str, model: ServedModel, load: Load, directory: Path, name: str
+    vllm: str, url: str, model: ServedModel, load: Load, seed: int, directory: Path, name: str
 ) -> list[str]:
-    """The command of a client, which writes `name`.json."""
+    """The command of a client, which writes `name`.json; each seed has prompts of its own."""
     return [
         *(vllm, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
         *("--base-url", url, "--model", model.name, "--tokenizer", str(model.directory)),
         *("--dataset-name", "random", "--random-input-len", str(load.input_tokens)),
         *("--random-output-len", str(load.output_tokens), "--ignore-eos", "--temperature", "0"),
         *("--num-prompts", str(load.num_requests), "--request-rate", f"{load.rate:g}"),
-        *("--num-warmups", str(_WARM_UPS), "--seed", "0", "--disable-tqdm"),
+        # The client's own warm-up asks for one of the prompts that it measures.
+        *("--num-warmups", "0", "--seed", str(seed), "--disable-tqdm"),
         *("--save-result", "--result-dir", str(directory), "--result-filename", f"{name}.json"),
     ]
 

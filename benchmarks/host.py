@@ -43,7 +43,7 @@ from .watching import ArrivalWatch, Pauses, Post, ThreadTimes, watch_posts
 
 _STEP_S = Watch().step_s
 _LIMIT_S = 540.0
-_HOLDING_STEPS = 200
+_HOLDING_STEPS = 500
 
 
 class ConnectorHost:
@@ -212,10 +212,7 @@ class ConnectorHost:
                 break
             if ended_s - began[0] > _LIMIT_S:
                 raise BenchmarkError(f"{len(awaited)} requests were not read in {_LIMIT_S:.0f} s")
-            if watch.in_python:
-                pauses.compute(watch.step_s)
-            else:
-                time.sleep(watch.step_s)
+            _act_out(watch, pauses)
         worker_cpu_s = time.process_time() - worker_at_first_s
         peak_bytes = 0 if memory is None else memory.risen_bytes()
         arrived_s = None if arrival is None else arrival.end()
@@ -241,21 +238,26 @@ class ConnectorHost:
             peak_bytes,
         )
 
-    def watch_holding(self, metadata: Sealed, others: Sealed, watch: Watch) -> PauseSummary:
-        """Hold requests for other engines, and go on for some steps in which nobody asks.
+    def watch_holding(self, idle: Sealed, watch: Watch) -> PauseSummary:
+        """Take steps in which nobody asks for what is held.
 
         Args:
-            metadata: What the worker is told in the first step.
-            others: The same in the others.
-            watch: How long a step is.
+            idle: What the worker is told in each.
+            watch: What is acted out between two of them.
         """
-        first, idle, pauses = pickle.loads(metadata), pickle.loads(others), Pauses()
-        for number in range(_HOLDING_STEPS):
+        metadata = pickle.loads(idle)
+        for _ in range(_HOLDING_STEPS):
+            # First for as long as it takes the connector to get to know what it holds.
+            self._step(metadata)
+            time.sleep(watch.step_s)
+        gc.collect()
+        pauses = Pauses()
+        for _ in range(_HOLDING_STEPS):
             pauses.begin_step()
             began_s = time.monotonic()
-            self._step(idle if number else first)
+            self._step(metadata)
             pauses.add(time.monotonic() - began_s)
-            pauses.compute(watch.step_s)
+            _act_out(watch, pauses)
         return pauses.summary()
 
     def idle(self, duration_s: float) -> float:
@@ -300,6 +302,14 @@ class ConnectorHost:
         found = results(self._worker)
         self._worker.clear_connector_metadata()
         return found.sent, found.received
+
+
+def _act_out(watch: Watch, pauses: Pauses) -> None:
+    """What an engine's thread does between two steps of the connector's."""
+    if watch.in_python:
+        pauses.compute(watch.step_s)
+    else:
+        time.sleep(watch.step_s)
 
 
 def _request(spec: RequestSpec, params: dict[str, Any]) -> Request:

@@ -204,13 +204,12 @@ class ConnectorPair(Pair):
         return readings
 
     def watch_holding(self, requests: Sequence[Tables], watch: Watch) -> list[PauseSummary]:
-        """Hold requests at the prefill engine, and see what that costs its ranks' steps."""
+        """Hold requests at the prefill engine, and see what that costs the steps of its ranks."""
         names = [f"request-{next(_NUMBERS)}" for _ in requests]
         specs = [_offered(name, each) for name, each in zip(names, requests, strict=True)]
         offer = _offer(self.prefill, specs, computes=watch.computes)
-        summaries: list[PauseSummary] = call_all(
-            self.prefill, "watch_holding", offer.metadata, offer.others, watch
-        )
+        call_all(self.prefill, "hold", offer.metadata)
+        summaries: list[PauseSummary] = call_all(self.prefill, "watch_holding", offer.others, watch)
         return summaries
 
     def _prefill_engines(self) -> list[list[Child]]:

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .cases import HoldingCase, PauseCase
-from .lanes import ConnectorPair, Pair, Tables, side_by_side
+from .errors import BenchmarkError
+from .lanes import ConnectorPair, Tables, side_by_side
 from .results import Metric, Part, Result
 from .specs import UPSTREAM, PauseSummary, Watch
 from .tables import pool_blocks
-from .turns import Plan, take_turns
+from .turns import Plan
 
 _WATCH = Watch(step_s=2e-3, computes=True, in_python=True)
 """Between two steps the engine's thread works in Python, which shows who takes the interpreter."""
@@ -51,8 +52,11 @@ def _reading(case: PauseCase, plan: Plan) -> Result:
         return [each.pauses for each in readings]
 
     pool = pool_blocks(case.num_requests * blocks)
-    pairs = [ConnectorPair(lane, case.shape, pool, plan.directory) for lane in lanes]
-    return _take_turns(pairs, plan, result, start, measure)
+    for lane in lanes:
+        _measure(
+            ConnectorPair(lane, case.shape, pool, plan.directory), plan, result, start, measure
+        )
+    return result
 
 
 def _holding(case: HoldingCase, plan: Plan) -> Result:
@@ -69,39 +73,31 @@ def _holding(case: HoldingCase, plan: Plan) -> Result:
         pair.end()
         return summaries
 
-    pairs = [
-        ConnectorPair(lane, case.shape, pool_blocks(1), plan.directory)
-        for lane in plan.connectors()
-    ]
-    return _take_turns(pairs, plan, result, start, measure)
+    for lane in plan.connectors():
+        pair = ConnectorPair(lane, case.shape, pool_blocks(1), plan.directory)
+        _measure(pair, plan, result, start, measure)
+    return result
 
 
-def _take_turns(
-    pairs: Sequence[ConnectorPair],
+def _measure(
+    pair: ConnectorPair,
     plan: Plan,
     result: Result,
     start: Callable[[ConnectorPair], None],
     measure: Callable[[ConnectorPair], Iterable[PauseSummary | None]],
-) -> Result:
-    """Start all pairs, and measure them in turns."""
-
-    def figures(pair: Pair, _: int) -> Mapping[Metric, float]:
-        assert isinstance(pair, ConnectorPair)
-        found = [each for each in measure(pair) if each is not None]
-        return {
-            Metric.LONGEST_PAUSE_S: max(each.longest_s for each in found),
-            Metric.PAUSE_P99_S: max(each.p99_s for each in found),
-        }
-
-    started: list[Pair] = []
+) -> None:
+    """Measure a lane; no other one is there meanwhile, as 64 engines take much memory."""
+    lane = pair.lane.name
     try:
-        for pair in pairs:
-            started.append(pair)
-            start(pair)
-            with pair.turn():
-                pass
-        take_turns(started, min(plan.repetitions, _REPETITIONS), result, figures)
+        start(pair)
+        for _ in range(min(plan.repetitions, _REPETITIONS)):
+            found = [each for each in measure(pair) if each is not None]
+            figures = {
+                Metric.LONGEST_PAUSE_S: max(each.longest_s for each in found),
+                Metric.PAUSE_P99_S: max(each.p99_s for each in found),
+            }
+            result.add(lane, figures)
+    except BenchmarkError as error:
+        result.give_up(lane, str(error))
     finally:
-        for each in started:
-            each.end()
-    return result
+        pair.end()

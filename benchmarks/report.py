@@ -23,7 +23,8 @@ FORMAT = 2
 
 NOTES = (
     "Values are medians of the repetitions, with the least and the greatest in brackets. Ratios "
-    "are of the two values of one repetition.",
+    "are of the two values of one repetition; end to end, of one round, whose prompts are the "
+    "same, while one stack is measured after another. Pauses are measured twice at most.",
     "upstream: the connector as it ships. On CPU it binds its process to the last core, and NIXL's "
     "threads spin. upstream at rest: the same with NIXL's threads resting as long as ours do, and "
     "bound to no core.",
@@ -38,7 +39,7 @@ _TITLES = {
     Part.TRANSFER: "Transfer",
     Part.REQUEST_PATH: "Request path: CPU time of a decode worker",
     Part.IDLE: "Idle: CPU time of the connector in a decode worker that has nothing to do",
-    Part.PAUSES: "Pauses: how long the engine's thread is kept from its own work, at most",
+    Part.PAUSES: "Pauses: how long the engine's thread is kept from its own work",
     Part.NETWORK: "Network: from the last byte to the report",
     Part.END_TO_END: "End to end: vllm bench serve",
 }
@@ -125,13 +126,13 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
             "whole worker, a request",
         ),
         Part.IDLE: ("share of a core",),
-        Part.PAUSES: ("longest pause", "of 99 steps in 100"),
+        Part.PAUSES: ("longest pause", "99th percentile of steps"),
         Part.NETWORK: ("asked to reported", "steps after the last byte"),
         Part.END_TO_END: (
             "time to first token",
             "of upstream's",
             "between tokens",
-            "99 in 100",
+            "99th percentile",
             "tokens/s",
         ),
     }

@@ -124,7 +124,9 @@ class Pauses:
 
     def summary(self) -> PauseSummary:
         """All steps so far; at least one."""
-        return PauseSummary(max(self._each_s), float(np.percentile(self._each_s, 99)))
+        return PauseSummary(
+            max(self._each_s), float(np.percentile(self._each_s, 99, method="inverted_cdf"))
+        )
 
     def compute(self, duration_s: float) -> None:
         """Act out a step in Python: what passes between two looks at the clock is a pause."""

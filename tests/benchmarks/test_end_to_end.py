@@ -26,13 +26,13 @@ WRITTEN = {
 def test_command_names_server_load_and_result():
     """The client is told where, how fast and how much to ask, and where to write."""
     model = ServedModel(Path("models/tiny"), "tiny")
-    command = bench_command("vllm", "http://127.0.0.1:1", model, LOAD, Path("logs"), "bench-0.5")
+    command = bench_command("vllm", "http://127.0.0.1:1", model, LOAD, 7, Path("logs"), "bench-7")
     options = dict(pairwise(command))
     assert command[:3] == ["vllm", "bench", "serve"]
     assert options["--base-url"] == "http://127.0.0.1:1"
     assert options["--request-rate"] == "0.5" and options["--num-prompts"] == "8"
     assert options["--tokenizer"] == "models/tiny" and options["--model"] == "tiny"
-    assert options["--result-filename"] == "bench-0.5.json"
+    assert options["--seed"] == "7" and options["--result-filename"] == "bench-7.json"
 
 
 def test_result_is_in_seconds():

@@ -87,11 +87,11 @@ def test_handshakes_and_requests_are_measured(plan):
 
 
 def test_idle_workers_pauses_and_late_bytes_are_measured(plan):
-    """Who has nothing to do, who waits for a handshake, and a report that follows the last byte."""
+    """Who has nothing to do, waits for a handshake, holds; and a report after the last byte."""
     plan = replace(plan, repetitions=1)
     (idle,) = measure_idle([IdleCase(SHAPE)], plan)
     pauses, held = measure_pauses(
-        [PauseCase(SHAPE, 4, 32, connected=True, num_peers=2), HoldingCase(SHAPE, 3)], plan
+        [PauseCase(SHAPE, 4, 32, connected=False, num_peers=2), HoldingCase(SHAPE, 3)], plan
     )
     (network,) = measure_networks([NetworkCase(SHAPE, 100, None, 1e-3)], plan)
     for result, metric in (
