@@ -10,7 +10,7 @@ from tools.soak.checker import Bounds, Invariant
 from tools.soak.faults import DESCRIPTIONS
 from tools.soak.fleet import POOL_BLOCKS, FleetSettings
 from tools.soak.runner import LULL_SLACK_S, SoakSettings
-from tools.soak.schedule import HELD_READ_LIMIT_S, SEATS
+from tools.soak.schedule import FAILED_READ_LIMIT_S, HELD_READ_LIMIT_S, LONGEST_HOLD_S, SEATS
 
 PAGE = (Path(__file__).parents[2] / "docs/soak.md").read_text(encoding="utf-8")
 
@@ -57,7 +57,9 @@ def test_limits_are_told():
         f"no more than {bounds.rss_bytes >> 20} MiB, {bounds.descriptors} descriptors and "
         f"{bounds.threads} threads",
         f"| {settings.deadline_s:g} s, and as long again",
-        f"has {HELD_READ_LIMIT_S:g} s whatever is stopped",
+        f"has {FAILED_READ_LIMIT_S:g} s whatever is stopped",
+        f"{HELD_READ_LIMIT_S:g} s where it is computed then",
+        f"stopped for {LONGEST_HOLD_S:g} s at most",
         f"limit of reads and {LULL_SLACK_S:g} s,",
         f"Leases last {fleet.lease_s:g} s, reads {fleet.read_timeout_s:g} s.",
         f"`UCX_TLS={fleet.ucx_tls}`",

@@ -27,6 +27,7 @@ from .fleet import FleetSettings
 from .runner import Soak, SoakSettings
 
 _OUTPUT = Path("build/soak")
+_TABLE_COLUMNS = 120
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -160,7 +161,9 @@ class _Invocation:
             history=history,
             violations=violations,
         )
-        self._console.print(report.table(report.outcomes(history, violations)))
+        # Not cut off where the output goes to a file.
+        wide = self._console if self._console.is_terminal else Console(width=_TABLE_COLUMNS)
+        wide.print(report.table(report.outcomes(history, violations)))
         if plot.can_draw():
             plot.draw(history, violations, self._output / "soak.svg")
             self.say(f"{path} has all that was seen, {self._output / 'soak.svg'} draws it")

@@ -213,6 +213,10 @@ class Fleet:
         """Return the names of all seats, or of those of a role."""
         return [name for name, place in self._places.items() if role in (None, place.seat.role)]
 
+    def computes(self, name: str) -> bool:
+        """Whether an engine computes what it cannot read, or fails the request."""
+        return self._places[name].recompute
+
     def server(self, name: str) -> Server:
         """Return how to ask an engine, or the router."""
         # Ports stay: whoever asks while nobody listens hears so.

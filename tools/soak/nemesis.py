@@ -15,7 +15,7 @@ from .fleet import Fleet
 from .forgery import Forgery, forge
 from .frames import Meddling, MeddlingChannel
 from .history import FaultSpan, Recorder, Request
-from .schedule import HELD_READ_LIMIT_S, Round
+from .schedule import FAILED_READ_LIMIT_S, HELD_READ_LIMIT_S, Round
 from .workload import Ask, Manner
 
 _MEDDLINGS = {
@@ -129,12 +129,12 @@ class Nemesis:
             for name in self._fleet.names(Role.DECODE)
             for ask in [self._new_ask(Manner.HELD_READ, rng)]
         ]
-        terms = Terms(HELD_READ_LIMIT_S, strict=True)
         with self._fleet.stopped(fault.target, fault.worker) as stopped:
-            asked = [
-                self._clients.ask(self._fleet.server(name), ask, terms, params)
-                for name, ask, params in reads
-            ]
+            asked = []
+            for name, ask, params in reads:
+                limit_s = HELD_READ_LIMIT_S if self._fleet.computes(name) else FAILED_READ_LIMIT_S
+                terms = Terms(limit_s, strict=True)
+                asked.append(self._clients.ask(self._fleet.server(name), ask, terms, params))
             self._wait(fault.hold_s, lambda: _all_done(asked))
         return stopped
 

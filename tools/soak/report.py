@@ -71,8 +71,7 @@ def outcomes(history: History, violations: Iterable[Violation]) -> dict[str, Out
 def table(found: Mapping[str, Outcome]) -> Table:
     """Return the table of faults, how often they struck, and what came of requests."""
     drawn = Table(box=box.SIMPLE_HEAD)
-    # Beginnings of names do not tell one kind from another.
-    drawn.add_column("fault", no_wrap=True, min_width=max(map(len, found), default=0))
+    drawn.add_column("fault")
     for column in fields(Outcome):
         drawn.add_column(column.name.replace("_", " "), justify="right")
     for name, outcome in found.items():

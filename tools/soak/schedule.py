@@ -27,13 +27,17 @@ from .faults import (
 from .forgery import Forgery
 
 HELD_READ_LIMIT_S = 60.0
-"""Within this time a request ends whose blocks are at an engine that does not answer: longer than
-the read's own deadline, by as much as a slow machine needs."""
+"""Within this time a request ends whose blocks are at an engine that does not answer, and that is
+then computed: longer than the read's own deadline, by as much as a slow machine needs."""
 
-LONGEST_HOLD_S = 25.0
+LONGEST_HOLD_S = 27.0
 """So long a worker is stopped that others read from: until their reads have run out of time, and
 not until they cut the connection where those keep too many blocks in doubt, 10 s later. Over that,
 UCX ends a worker that goes on."""
+
+FAILED_READ_LIMIT_S = LONGEST_HOLD_S - 1.0
+"""Within this time a request ends that fails: because of its deadline, and not because the worker
+goes on. One that is computed may have to wait for blocks until then."""
 
 _SHORT_HOLDS_S = (2.0, 15.0)
 _LEADS_S = (3.0, 8.0)

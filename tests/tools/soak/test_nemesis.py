@@ -18,7 +18,7 @@ from tools.soak.faults import Fault, FaultKind, Placement, Role
 from tools.soak.forgery import Forgery
 from tools.soak.history import Recorder
 from tools.soak.nemesis import Nemesis
-from tools.soak.schedule import HELD_READ_LIMIT_S, Round
+from tools.soak.schedule import FAILED_READ_LIMIT_S, HELD_READ_LIMIT_S, Round
 
 
 class FakeFleet:
@@ -30,6 +30,10 @@ class FakeFleet:
     def names(self, role: Role) -> list[str]:
         """Two of each role."""
         return [f"{role}-{number}" for number in (1, 2)]
+
+    def computes(self, name: str) -> bool:
+        """The second one does."""
+        return name == "decode-2"
 
     def server(self, name: str) -> Server:
         """Where nobody listens."""
@@ -183,8 +187,8 @@ def test_reads_are_asked_for_while_their_source_is_stopped(scene):
     ]
     assert done[-2] == ("wait", 7.0, True)
     for name, ask, terms, params in scene.clients.asked:
-        assert name in ("decode-1", "decode-2")
-        assert (terms.strict, terms.deadline_s) == (True, HELD_READ_LIMIT_S)
+        limits_s = {"decode-1": FAILED_READ_LIMIT_S, "decode-2": HELD_READ_LIMIT_S}
+        assert (terms.strict, terms.deadline_s) == (True, limits_s[name])
         assert params["remote_request_id"] == ask.salt
 
 

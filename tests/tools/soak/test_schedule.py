@@ -80,7 +80,8 @@ def test_stopped_worker_outlasts_those_who_read_from_it(seed):
     kinds = [FaultKind.STOP_PREFILL_WORKER]
     limit_s = FleetSettings().read_timeout_s
     for each in islice(plan(seed, kinds, SEATS), 5):
-        assert limit_s < each.fault.hold_s < limit_s + SLOW_PEER_GRACE_S
+        assert limit_s < schedule.FAILED_READ_LIMIT_S < each.fault.hold_s
+        assert each.fault.hold_s < limit_s + SLOW_PEER_GRACE_S
 
 
 def test_four_engines_have_four_layouts():
