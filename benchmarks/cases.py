@@ -318,10 +318,11 @@ def pause_cases(depth: Depth) -> list[PauseCase | HoldingCase]:
     if depth is Depth.QUICK:
         return []
     one, few, many = map(_small_shape, (1, 2, 8))
+    # Minutes go by until 64 engines have started.
+    crowds = (8, 64) if depth is Depth.FULL else (8,)
     return [
         PauseCase(few, 256, 128, connected=True),
-        PauseCase(one, 256, 128, connected=True, num_peers=8),
-        PauseCase(one, 256, 128, connected=True, num_peers=64),
+        *(PauseCase(one, 256, 128, connected=True, num_peers=count) for count in crowds),
         PauseCase(few, 1000, 32, connected=False),
         PauseCase(many, 1, 32, connected=False),
         HoldingCase(one, 10_000),
