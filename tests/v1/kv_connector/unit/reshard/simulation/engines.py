@@ -139,7 +139,7 @@ class Worker:
         self.agent = agent
         agent.register([(cache.address, cache.size_bytes, 0)])
         opener = Opener(
-            lambda name: world.wire.open("reader", self.memory.owner_at),
+            lambda name, *, divides: world.wire.open("reader", self.memory.owner_at),
             world.limits.hung_grace_s,
             lambda: world.now_s,
         )

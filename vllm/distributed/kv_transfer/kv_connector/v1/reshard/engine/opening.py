@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 from vllm.logger import init_logger
 
@@ -56,18 +56,30 @@ class Local:
     missing_drafts: Literal["refuse", "compute"] = "refuse"
 
 
+MOST_DIVIDING = 8
+"""Of so many connections at a time, agents have threads that divide large reads. Each such thread
+takes 20 ms to make and 5 MB: much for hundreds of engines, of each of which little is read."""
+
+
+class MakeAgent(Protocol):
+    """Makes an agent that reads, with nothing registered."""
+
+    def __call__(self, name: str, *, divides: bool) -> NixlAgent:
+        """Make one; it divides large reads among threads, or has none."""
+
+
 class Opener:
     """Opens generations for one worker.
 
     Args:
-        make_agent: Makes an agent that reads, with nothing registered.
+        make_agent: Makes the agents to read with.
         hung_grace_s: As in `Lifetime`.
         clock: Seconds that only grow.
     """
 
     def __init__(
         self,
-        make_agent: Callable[[str], NixlAgent],
+        make_agent: MakeAgent,
         hung_grace_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,6 +87,8 @@ class Opener:
         self._hung_grace_s = hung_grace_s
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-opener")
+        # Belongs to that thread.
+        self._dividing: list[NixlAgent] = []
         self._local: Local | None = None
         self._planner: Planner | None = None
         self._ask: Ask | None = None
@@ -144,7 +158,11 @@ class Opener:
                 address.engine_id,
                 layers_text(planned.missing),
             )
-        agent = self._make_agent(f"reader/{uuid.uuid4()}")
+        self._dividing = [each for each in self._dividing if each.is_open]
+        divides = len(self._dividing) < MOST_DIVIDING
+        agent = self._make_agent(f"reader/{uuid.uuid4()}", divides=divides)
+        if divides:
+            self._dividing.append(agent)
         try:
             agent.register(local.regions)
             if local.area is not None:

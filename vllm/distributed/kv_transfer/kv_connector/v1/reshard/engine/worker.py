@@ -251,8 +251,8 @@ class ReshardWorker:
         reader = self._make_agent(f"measure/{uuid.uuid4()}", polled=True)
         return reader, self._make_agent(f"stand-in/{uuid.uuid4()}", polled=False)
 
-    def _make_agent(self, name: str, *, polled: bool) -> NixlAgent:
-        num_threads = self._settings.num_threads
+    def _make_agent(self, name: str, *, polled: bool, divides: bool = True) -> NixlAgent:
+        num_threads = self._settings.num_threads if divides else 0
         if polled:
             # There is one for each connection: no more than can copy at the same time.
             num_threads = min(num_threads, len(self._cores or ()) or os.cpu_count() or 1)

@@ -134,6 +134,11 @@ class NixlAgent:
         self._reads: set[Transfer] = set()
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed; to other threads, a hint."""
+        return self._agent is not None
+
+    @property
     def num_lists(self) -> int:
         """Lists that are prepared."""
         return len(self._lists)
