@@ -53,9 +53,8 @@ def _reading(case: PauseCase, plan: Plan) -> Result:
 
     pool = pool_blocks(case.num_requests * blocks)
     for lane in lanes:
-        _measure(
-            ConnectorPair(lane, case.shape, pool, plan.directory), plan, result, start, measure
-        )
+        pair = ConnectorPair(lane, case.shape, pool, plan.directory)
+        _measure(pair, plan, result, start, measure)
     return result
 
 
