@@ -40,10 +40,9 @@ def _reading(case: PauseCase, plan: Plan) -> Result:
         lanes.remove(UPSTREAM)
         result.give_up(UPSTREAM.name, _SPINS)
 
-    def start(pair: ConnectorPair) -> None:
-        pair.start_prefill(case.num_peers)
-
     def measure(pair: ConnectorPair) -> Iterable[PauseSummary | None]:
+        if not pair.prefill:
+            pair.start_prefill(case.num_peers)
         pair.start_decode()
         if case.connected:
             pair.read(tables[: case.num_peers])
@@ -54,7 +53,7 @@ def _reading(case: PauseCase, plan: Plan) -> Result:
     pool = pool_blocks(case.num_requests * blocks)
     for lane in lanes:
         pair = ConnectorPair(lane, case.shape, pool, plan.directory)
-        _measure(pair, plan, result, start, measure)
+        _measure(pair, plan, result, measure)
     return result
 
 
@@ -62,9 +61,6 @@ def _holding(case: HoldingCase, plan: Plan) -> Result:
     """Pauses of a prefill engine."""
     result = Result(Part.PAUSES, case.name, {"requests": case.num_requests})
     tables = [Tables([1], [1], case.shape.block_tokens)] * case.num_requests
-
-    def start(pair: ConnectorPair) -> None:
-        """It is started for each repetition."""
 
     def measure(pair: ConnectorPair) -> Iterable[PauseSummary | None]:
         pair.start_prefill()
@@ -74,7 +70,7 @@ def _holding(case: HoldingCase, plan: Plan) -> Result:
 
     for lane in plan.connectors():
         pair = ConnectorPair(lane, case.shape, pool_blocks(1), plan.directory)
-        _measure(pair, plan, result, start, measure)
+        _measure(pair, plan, result, measure)
     return result
 
 
@@ -82,13 +78,11 @@ def _measure(
     pair: ConnectorPair,
     plan: Plan,
     result: Result,
-    start: Callable[[ConnectorPair], None],
     measure: Callable[[ConnectorPair], Iterable[PauseSummary | None]],
 ) -> None:
     """Measure a lane; no other one is there meanwhile, as 64 engines take much memory."""
     lane = pair.lane.name
     try:
-        start(pair)
         for _ in range(min(plan.repetitions, _REPETITIONS)):
             found = [each for each in measure(pair) if each is not None]
             figures = {

@@ -21,6 +21,7 @@ from .errors import PDStackError, ProcessDiedError
 
 _PLAIN_INTERVAL_S = 10.0
 _PROMPT_SHOWN = 160
+_FILE_COLUMNS = 160
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,11 @@ def summary_table(exchanges: Sequence[Exchange], layouts: str) -> Table:
 def yes_no(value: bool) -> Text:
     """Return the word, such that the bad one is seen."""
     return Text("yes", style="green") if value else Text("NO", style="bold red")
+
+
+def wide(console: Console) -> Console:
+    """Return a console for tables: they are not cut off where the output goes to a file."""
+    return console if console.is_terminal else Console(width=_FILE_COLUMNS)
 
 
 def print_error(console: Console, error: PDStackError, run_dir: Path | None) -> None:

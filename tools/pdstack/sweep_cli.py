@@ -21,8 +21,6 @@ from .layout import check_layout, parse_layout, read_model_shape
 from .model import cache_dir, default_model_path, given_model, prepare_default_model
 from .stack import PDStack, Router
 
-_TABLE_COLUMNS = 160
-
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``sweep``, which compares many pairs of layouts, and ``accuracy``, which compares one."""
@@ -187,9 +185,7 @@ def _listed(family: families.Family) -> str:
 
 
 def _print_results(console: Console, results: Sequence[sweep.Result], took_s: float) -> None:
-    # Not cut off where the output goes to a file.
-    wide = console if console.is_terminal else Console(width=_TABLE_COLUMNS)
-    wide.print(sweep.result_table(results))
+    report.wide(console).print(sweep.result_table(results))
     failed = [result for result in results if result.fault]
     for result in failed:
         console.print(Text(f"{result.family.name}: {result.fault}"), soft_wrap=True)

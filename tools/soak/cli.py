@@ -19,7 +19,7 @@ from rich.text import Text
 from tools.pdstack.errors import UsageError
 from tools.pdstack.invocation import StackProgress, add_options, check_options, invoke
 from tools.pdstack.process import TerminatedError, sigterm_raises
-from tools.pdstack.report import print_error
+from tools.pdstack.report import print_error, wide
 
 from . import excerpts, plot, report
 from .faults import DESCRIPTIONS, FaultKind, names_of, parse_kinds
@@ -27,7 +27,6 @@ from .fleet import FleetSettings
 from .runner import Soak, SoakSettings
 
 _OUTPUT = Path("build/soak")
-_TABLE_COLUMNS = 120
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -161,9 +160,7 @@ class _Invocation:
             history=history,
             violations=violations,
         )
-        # Not cut off where the output goes to a file.
-        wide = self._console if self._console.is_terminal else Console(width=_TABLE_COLUMNS)
-        wide.print(report.table(report.outcomes(history, violations)))
+        wide(self._console).print(report.table(report.outcomes(history, violations)))
         if plot.can_draw():
             plot.draw(history, violations, self._output / "soak.svg")
             self.say(f"{path} has all that was seen, {self._output / 'soak.svg'} draws it")

@@ -45,8 +45,8 @@ ms are as long as a step of a small model."""
 
 _MOMENT_S = 20e-6
 """For so long a thread leaves the interpreter to the other one, which would wait for all of
-`SWITCH_S` otherwise: the engine's where it steps with nothing to compute, and the connector's
-between two turns of a backlog."""
+`SWITCH_S` otherwise: the engine's while something is under way, and the connector's between two
+turns of a backlog."""
 
 PATIENCE_S = 1e-3
 """How long a step waits for a report where the engine has nothing else to do. vLLM's engine sleeps

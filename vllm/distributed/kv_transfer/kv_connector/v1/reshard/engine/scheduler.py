@@ -272,8 +272,10 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         Where it has not said so, as many of the prompt as it computes.
         """
-        num_tokens: int = source.remote_num_tokens or request.num_prompt_tokens
-        if source.remote_num_tokens or HOLDERS_KEEP_THE_LAST_WINDOW:
+        if source.remote_num_tokens:
+            return source.remote_num_tokens
+        num_tokens: int = request.num_prompt_tokens
+        if HOLDERS_KEEP_THE_LAST_WINDOW:
             return num_tokens
         return int(self._get_remote_prefill_token_count(num_tokens))
 
