@@ -48,6 +48,11 @@ class MemoryAgent:
         self._inbox: list[tuple[str, bytes]] = []
         self._agents[name] = self
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return self.name in self._agents
+
     def register(self, regions: Sequence[tuple[int, int, int]], memory: str | None = None) -> None:
         """Make memory known."""
         self._regions += [(address, address + size) for address, size, _ in regions]

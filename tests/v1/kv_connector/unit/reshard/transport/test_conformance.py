@@ -330,6 +330,20 @@ def test_lists_of_different_length_are_refused(agents):
         one.read(local, np.arange(2, dtype=np.int32), remote, np.arange(3, dtype=np.int32))
 
 
+def test_closed_agent_says_so(agents):
+    """Who holds it can see that it left; the other agent did not."""
+    one, other = agents
+    assert one.is_open and other.is_open
+    one.close()
+    assert not one.is_open and other.is_open
+
+
+def test_agent_of_the_tests_offers_what_nixls_does():
+    """What a caller may ask of one agent it may ask of the other, but for counts of what is held."""
+    public = {name for name in vars(NixlAgent) if not name.startswith("_")}
+    assert public - {"num_lists", "num_reads"} <= set(vars(MemoryAgent))
+
+
 def test_source_that_dies_during_a_read_is_noticed():
     """The read fails soon, instead of being in flight for ever, and so does the next one."""
     source, agent = SourceProcess(), make_nixl_agent()
