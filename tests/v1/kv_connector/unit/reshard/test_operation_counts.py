@@ -208,15 +208,28 @@ def test_what_many_ranks_have_in_common_is_found_once(monkeypatch):
     monkeypatch.setattr(remote, "overlap", match)
     monkeypatch.setattr(lowering, "count_merged", count)
     area = StagingArea(torch.empty(64 << 20, dtype=torch.uint8), Counting(), costs=DEFAULT_COSTS)
-    legs = [prepared(1, 2, 4096, area) for _ in range(128)]
-    blocks = [[*range(1, 65)]]
-    source = RemoteEngineAddress("engine", "p.example", 5600)
-    receive = Receive(source, "r", blocks, blocks, 64 * BLOCK_TOKENS, 64 * BLOCK_TOKENS)
-    request = RequestBlocks(receive, Reader(MeshRank(0, 0), cache(2, 4096), frozenset()))
+    legs = [prepared(1, 1, 4096, area) for _ in range(128)]
     transfers = Transfers(area)
-    parts = [part for leg in legs for part in transfers.cut(leg, request.select(leg.leg))]
-    assert {part.window is None for part in parts} == {True} and len(parts) == len(legs)
-    assert (match.call_count, count.call_count) == (1, 1)
+    # Of a long read it matters how it merges; of a short one it does not.
+    for num_blocks, num_counts in ((2048, 1), (16, 0)):
+        match.reset_mock()
+        count.reset_mock()
+        blocks, num_tokens = [[*range(1, 1 + num_blocks)]], num_blocks * BLOCK_TOKENS
+        source = RemoteEngineAddress("engine", "p.example", 5600)
+        receive = Receive(source, "r", blocks, blocks, num_tokens, num_tokens)
+        request = RequestBlocks(receive, Reader(MeshRank(0, 0), cache(1, 4096), frozenset()))
+        parts = [part for leg in legs for part in transfers.cut(leg, request.select(leg.leg))]
+        assert {part.window is None for part in parts} == {True} and len(parts) == len(legs)
+        assert (match.call_count, count.call_count) == (1, num_counts)
+
+
+def test_what_cannot_merge_is_not_compared(monkeypatch):
+    """Heads of which the other end has more lie apart there, wherever their blocks are."""
+    monkeypatch.setattr(lowering, "count_merged", count := Mock())
+    leg = prepared(1, 2, 4096, None).leg
+    blocks = [span(range(1, 1025))]
+    assert leg.num_merged(leg.select(blocks, blocks)) == 1024 * PLANES
+    assert count.call_count == 0
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])

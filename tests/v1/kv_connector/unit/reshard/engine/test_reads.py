@@ -8,13 +8,17 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import reads
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import RequestReads
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import (
+    LOOKUPS_APART_S,
+    RequestReads,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
@@ -128,6 +132,27 @@ def test_what_still_waits_is_read_with_the_next_connection(worker):
     assert worker.turn() == [] and len(worker.handshakes) == 2
     worker.answer()
     assert worker.turn() == ["b"]
+
+
+def test_reads_share_lookups_while_more_are_to_be_posted(worker):
+    """At most every few milliseconds; and at once where nothing else is to be posted."""
+    connection, leases = Connection(), MagicMock()
+    leases.__bool__.return_value = True
+    leases.advance.return_value = []
+    connection.leases = leases
+    worker.reads._looking[connection] = None
+    worker.ask(0, "a", "b", "c", "d")
+    worker.turn()
+    worker.answer()
+    for now_s, num_looks in ((1.0, 1), (1.001, 1), (1.0 + LOOKUPS_APART_S, 2)):
+        worker.turn(pieces(1)())
+        assert worker.reads.has_backlog
+        worker.reads.advance(now_s, UNLIMITED)
+        assert leases.advance.call_count == num_looks
+    worker.turn()
+    assert not worker.reads.has_backlog
+    worker.reads.advance(1.0 + LOOKUPS_APART_S, UNLIMITED)
+    assert leases.advance.call_count == 3
 
 
 def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, monkeypatch):

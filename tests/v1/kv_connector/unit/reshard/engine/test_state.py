@@ -503,7 +503,7 @@ def test_every_component_lands_where_its_rank_keeps_it(family, sizes, orders, sp
     plan = plan_reshard(*said, spread=spread)
     assert verify_plan(*said, plan) == []
     sources = {shard.rank: (cache, pages) for shard, cache, pages in src}
-    blocks = BlockSpan(np.array([3], np.int32), 0), BlockSpan(np.array([1], np.int32), 0)
+    blocks = BlockSpan(np.array([3]), 0), BlockSpan(np.array([1]), 0)
     for shard, cache, pages in dst:
         found = np.zeros_like(pages)
         for planned in plan.reads_of(shard.rank):

@@ -110,7 +110,7 @@ def transfer(legs, src: Memory, dst: Memory, src_blocks, dst_blocks) -> int:
 
 def span(block_ids, start_token: int = 0) -> BlockSpan:
     """Blocks of a request."""
-    return BlockSpan(np.asarray(block_ids, dtype=np.int32), start_token)
+    return BlockSpan(np.asarray(block_ids, dtype=np.int64), start_token)
 
 
 def read(num_heads: int, src_unit_offset: int = 0, dst_unit_offset: int = 0) -> Read:

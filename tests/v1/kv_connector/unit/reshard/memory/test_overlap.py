@@ -22,7 +22,7 @@ def spans(draw) -> tuple[BlockSpan, int]:
     block_tokens = draw(st.sampled_from([1, 2, 3, 4, 6]))
     block_ids = draw(st.lists(st.integers(0, 40), max_size=8, unique=True))
     start_token = block_tokens * draw(st.integers(0, 4))
-    return BlockSpan(np.asarray(block_ids, dtype=np.int32), start_token), block_tokens
+    return BlockSpan(np.asarray(block_ids, dtype=np.int64), start_token), block_tokens
 
 
 def tokens_of(span: BlockSpan, block_tokens: int) -> dict[int, int]:
@@ -83,7 +83,7 @@ def test_parts_of_an_overlap_are_all_of_it(src, dst, blocks_at_once):
 
 def test_numbers_are_computed_once():
     """For each key."""
-    span = BlockSpan(np.arange(4, dtype=np.int32), 0)
+    span = BlockSpan(np.arange(4), 0)
     common = overlap(span, span, 4, 4)
     asked: list[int] = []
     for key in (1, 2, 1, 2):

@@ -92,7 +92,7 @@ class Rank:
         """The blocks of the sequence: those of the last ids, the last one first."""
         form = self.forms[layer]
         count = math.ceil(NUM_TOKENS / form.block_tokens)
-        return np.arange(NUM_IDS * form.blocks_per_id, dtype=np.int32)[::-1][:count].copy()
+        return np.arange(NUM_IDS * form.blocks_per_id)[::-1][:count].copy()
 
     def expected(self, shard: Shard) -> np.ndarray:
         """All bytes once the sequence is here, for a rank that really holds `shard`."""
@@ -114,7 +114,7 @@ class Rank:
 
 def spans(rank: Rank, num_layers: int) -> list[BlockSpan]:
     """The blocks of the sequence in every group."""
-    nothing = BlockSpan(np.empty(0, np.int32), 0)
+    nothing = BlockSpan(np.empty(0, np.int64), 0)
     return [
         BlockSpan(rank.blocks(layer), 0) if layer in rank.shard.holdings else nothing
         for layer in range(num_layers)

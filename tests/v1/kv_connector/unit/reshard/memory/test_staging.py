@@ -20,9 +20,15 @@ from tests.v1.kv_connector.unit.reshard.memory.test_lowering import (
     transfer,
     transfers,
 )
+from tests.v1.kv_connector.unit.reshard.memory.test_strategy import costs
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import Run, lower_read
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
+    Run,
+    count_merged,
+    lower_read,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import StagedLeg, stage_leg
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Work
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import (
     DeviceScatterer,
     HostScatterer,
@@ -96,6 +102,42 @@ def test_descriptors_are_as_long_as_the_source_allows(src, num_heads, run, rows)
     staged = stage_leg(leg, memory.cache())
     assert staged.descriptor_bytes == run.num_heads * run.num_tokens * SLOT
     assert staged.rows_per_block == rows
+
+
+@settings(deadline=None)
+@given(case=transfers(), costs=costs, arena_bytes=st.integers(1, ARENA))
+def test_counting_is_left_out_only_where_it_would_not_matter(case, costs, arena_bytes):
+    """What is chosen is what is better by all counts, also of reads for which they are not made."""
+    (src, dst), planned, blocks = case
+    for leg in lower_read(planned, src.cache(), dst.cache()):
+        staged = stage_leg(leg, src.cache())
+        if not (selections := leg.select(*blocks)):
+            continue
+        num_chunks = sum(len(each.planes) * len(each.overlap.chunk_starts) for each in selections)
+        num_bytes = num_chunks * leg.num_heads * leg.chunk_tokens * SLOT
+        direct = Work(leg.num_merged(selections), num_bytes)
+        by_arena = Work(staged.num_merged(selections), staged.num_bytes(selections))
+        best = costs.choose(direct, by_arena, num_chunks, arena_bytes)
+        assert staged.choose(selections, costs, arena_bytes) is best
+
+
+@settings(deadline=None)
+@given(case=transfers())
+def test_descriptors_are_counted_as_they_merge(case):
+    """In each run of heads of each plane, those that follow and adjoin one another are one."""
+    (src, dst), planned, blocks = case
+    for leg in lower_read(planned, src.cache(), dst.cache()):
+        selections = leg.select(*blocks)
+        num_merged = num_descriptors = 0
+        for selection in selections:
+            ends = leg.indices([selection])
+            num_runs = len(selection.planes) * (leg.num_heads // leg.run.num_heads)
+            for run in zip(*(np.split(end, num_runs) for end in ends), strict=True):
+                places = leg.src.addresses(run[0]), leg.dst.addresses(run[1])
+                num_merged += count_merged(places, int(leg.src.rows[0, 1]))
+                num_descriptors += len(run[0])
+        assert leg.num_merged(selections) == num_merged
+        assert leg.num_descriptors(selections) == num_descriptors
 
 
 def legs_of(src_heads: int, dst_heads: int):

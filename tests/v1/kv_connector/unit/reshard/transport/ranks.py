@@ -149,7 +149,7 @@ def blocks_of(form: Format, *, seed: int) -> list[BlockSpan]:
     count = min(NUM_TOKENS // form.block_tokens, NUM_BLOCKS)
     spans = []
     for group in range(form.groups):
-        block_ids = random.permutation(NUM_BLOCKS)[:count].astype(np.int32)
+        block_ids = random.permutation(NUM_BLOCKS)[:count]
         skipped = count // 2 if group else 0
         spans.append(BlockSpan(block_ids[skipped:], skipped * form.block_tokens))
     return spans

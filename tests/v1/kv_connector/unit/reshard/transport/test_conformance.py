@@ -339,7 +339,7 @@ def test_closed_agent_says_so(agents):
 
 
 def test_agent_of_the_tests_offers_what_nixls_does():
-    """What a caller may ask of one agent it may ask of the other, but for counts of what is held."""
+    """What may be asked of one may be asked of the other, but for counts of what is held."""
     public = {name for name in vars(NixlAgent) if not name.startswith("_")}
     assert public - {"num_lists", "num_reads"} <= set(vars(MemoryAgent))
 

@@ -54,6 +54,11 @@ SLOW_PEER_GRACE_S = 10.0
 """Also then, one whose reads have just run out of time has so long to come back. Over TCP, UCX ends
 a worker that answers a reader which is gone: who is cut off while he is only slow is ended."""
 
+LOOKUPS_APART_S = 3e-3
+"""How long to wait between two turns that look leases up, as long as more reads are to be posted.
+Requests that were read meanwhile share a lookup, and what their holders are told; it is less than a
+step of the engine's takes, which has to come before their reports are heard."""
+
 
 @dataclass(slots=True)
 class _Reading:
@@ -109,6 +114,7 @@ class RequestReads:
         self._ready: dict[RemoteEngineAddress, Peer] = {}
         # Those with which leases are being looked up.
         self._looking: dict[Generation, None] = {}
+        self._look_up_at_s = 0.0
         self._reading: dict[RequestId, _Reading] = {}
         # In the order in which they are due.
         self._deadlines: deque[tuple[float, RequestId, int]] = deque()
@@ -219,14 +225,8 @@ class RequestReads:
                 self._stats.record_transfer(event.telemetry, event.strategy)
             if self._ledger.leg_quiet(event.request_id, event.key):
                 self._look_up(event.request_id, reading)
-        for generation in list(self._looking):
-            for verdict in generation.leases.advance():
-                self._judge(verdict)
-                if verdict.doubt is Doubt.PEER:
-                    # Also where its request has failed meanwhile: nobody else would tell.
-                    self._peers.break_off(generation, now_s)
-            if not generation.leases:
-                del self._looking[generation]
+        if not self.has_backlog or now_s >= self._look_up_at_s:
+            self._advance_lookups(now_s)
         while (due_at_s := self.next_due_s) is not None and due_at_s <= now_s:
             _, request_id, _ = self._deadlines.popleft()
             self._run_out_of_time(request_id, self._reading[request_id], now_s)
@@ -349,6 +349,18 @@ class RequestReads:
             generation.leases.want(
                 (request_id, reading.number), receive.remote_request_id, receive.binding, table
             )
+
+    def _advance_lookups(self, now_s: float) -> None:
+        """Look up the leases of what was read, and hear what was found."""
+        self._look_up_at_s = now_s + LOOKUPS_APART_S
+        for generation in list(self._looking):
+            for verdict in generation.leases.advance():
+                self._judge(verdict)
+                if verdict.doubt is Doubt.PEER:
+                    # Also where its request has failed meanwhile: nobody else would tell.
+                    self._peers.break_off(generation, now_s)
+            if not generation.leases:
+                del self._looking[generation]
 
     def _judge(self, verdict: Verdict[tuple[RequestId, int]]) -> None:
         request_id, number = verdict.key

@@ -83,6 +83,11 @@ class LegEnd:
         return len(self.rows) * self.num_blocks
 
     @property
+    def may_adjoin(self) -> bool:
+        """Whether runs of a block, or of two blocks, may adjoin."""
+        return self.runs_per_block > 1 or bool(self.rows[0, 3] == self.rows[0, 1])
+
+    @property
     def shape(self) -> Hashable:
         """How one run of heads lies in the blocks, wherever these are."""
         rows = self.rows[: self.runs_per_block].copy()
@@ -213,15 +218,22 @@ class Leg:
         Returns:
             Indices at the source and at the destination, of equal length.
         """
-        head_runs_per_plane = self.num_heads // self.run.num_heads
+        head_runs_per_plane = self._head_runs_per_plane
         src_parts: list[npt.NDArray[np.int64]] = []
         dst_parts: list[npt.NDArray[np.int64]] = []
         for each in selections:
-            head_runs = _spread(each.planes * head_runs_per_plane, head_runs_per_plane, 1)
+            head_runs = _spread(each.planes * head_runs_per_plane, head_runs_per_plane)
             src, dst = self._descriptors(each, head_runs)
             src_parts.append(src)
             dst_parts.append(dst)
         return _as_indices(src_parts), _as_indices(dst_parts)
+
+    def num_descriptors(self, selections: Sequence[Selection]) -> int:
+        """Descriptors that move what was selected, before any are merged."""
+        per_chunk = self._runs_per_chunk * self._head_runs_per_plane
+        return per_chunk * sum(
+            len(each.planes) * len(each.overlap.chunk_starts) for each in selections
+        )
 
     def num_merged(self, selections: Sequence[Selection]) -> int:
         """Descriptors that are left once those are merged that adjoin at both ends.
@@ -229,13 +241,22 @@ class Leg:
         NIXL merges those that follow one another. That is done here for the first run of heads
         only: the others lie in memory as it does.
         """
-        head_runs_per_plane = self.num_heads // self.run.num_heads
-        return sum(
-            each.overlap.count(self.shape, partial(self._num_merged, each))
-            * len(each.planes)
-            * head_runs_per_plane
+        if not (self.src.may_adjoin and self.dst.may_adjoin):
+            return self.num_descriptors(selections)
+        return self._head_runs_per_plane * sum(
+            each.overlap.count(self.shape, partial(self._num_merged, each)) * len(each.planes)
             for each in selections
         )
+
+    @property
+    def _runs_per_chunk(self) -> int:
+        """Runs of tokens in a chunk."""
+        return self.chunk_tokens // self.run.num_tokens
+
+    @property
+    def _head_runs_per_plane(self) -> int:
+        """Runs of heads that are read of each plane."""
+        return self.num_heads // self.run.num_heads
 
     def _num_merged(self, selection: Selection) -> int:
         """The same of the first run of heads."""
@@ -247,13 +268,29 @@ class Leg:
         self, selection: Selection, head_runs: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The descriptors of both ends for some runs of heads, by run of heads."""
-        num_runs = self.chunk_tokens // self.run.num_tokens
         common = selection.overlap
-        tokens = _spread(common.chunk_starts, num_runs, self.run.num_tokens)
         return (
-            _descriptors(self.src, common.src, tokens, self.run, head_runs),
-            _descriptors(self.dst, common.dst, tokens, self.run, head_runs),
+            self._descriptors_at(self.src, common.src, common.src_block_ids, common, head_runs),
+            self._descriptors_at(self.dst, common.dst, common.dst_block_ids, common, head_runs),
         )
+
+    def _descriptors_at(
+        self,
+        end: LegEnd,
+        span: BlockSpan,
+        block_ids: npt.NDArray[np.int64],
+        common: Overlap,
+        head_runs: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """The descriptors of one end; `block_ids` are those of the chunks there."""
+        rows = head_runs[:, np.newaxis] * end.runs_per_block
+        # Where a block is a single run, so is a chunk.
+        if end.runs_per_block > 1:
+            tokens = (common.chunk_starts - span.start_token) % end.block_tokens
+            rows = rows + _spread(tokens // self.run.num_tokens, self._runs_per_chunk)
+            block_ids = np.repeat(block_ids, self._runs_per_chunk)
+        descriptors: npt.NDArray[np.int64] = (rows * end.num_blocks + block_ids).ravel()
+        return descriptors
 
 
 def count_merged(addresses: Sequence[npt.NDArray[np.int64]], length_bytes: int) -> int:
@@ -265,7 +302,7 @@ def count_merged(addresses: Sequence[npt.NDArray[np.int64]], length_bytes: int) 
     """
     if not len(addresses[0]):
         return 0
-    adjoin = [np.diff(each) == length_bytes for each in addresses]
+    adjoin = [each[1:] - each[:-1] == length_bytes for each in addresses]
     return len(addresses[0]) - int(np.count_nonzero(np.logical_and.reduce(adjoin)))
 
 
@@ -446,25 +483,11 @@ def write_end(
     )
 
 
-def _descriptors(
-    end: LegEnd,
-    span: BlockSpan,
-    tokens: npt.NDArray[np.int64],
-    run: Run,
-    head_runs: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int64]:
-    """The descriptors of one end for the runs that begin at the given tokens, by head run."""
-    block, token = np.divmod(tokens - span.start_token, end.block_tokens)
-    row_in_head_run = token // run.num_tokens
-    block_ids = span.block_ids.astype(np.int64)[block]
-    rows = head_runs[:, np.newaxis] * end.runs_per_block + row_in_head_run
-    descriptors: npt.NDArray[np.int64] = (rows * end.num_blocks + block_ids).ravel()
-    return descriptors
-
-
-def _spread(starts: npt.NDArray[np.int64], count: int, step: int) -> npt.NDArray[np.int64]:
-    """For each start so many numbers that begin there, in steps."""
-    spread: npt.NDArray[np.int64] = (starts[:, np.newaxis] + step * np.arange(count)).ravel()
+def _spread(starts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """For each start so many numbers in a row that begin there."""
+    if count == 1:
+        return starts
+    spread: npt.NDArray[np.int64] = (starts[:, np.newaxis] + np.arange(count)).ravel()
     return spread
 
 

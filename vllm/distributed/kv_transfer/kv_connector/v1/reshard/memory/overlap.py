@@ -20,11 +20,11 @@ class BlockSpan:
     """The blocks that hold a stretch of a sequence at one end, in one KV-cache group.
 
     Attributes:
-        block_ids: Shape (blocks,), int32, in the order of the sequence.
+        block_ids: Shape (blocks,), int64, in the order of the sequence.
         start_token: Position in the sequence of the first token of the first block.
     """
 
-    block_ids: npt.NDArray[np.int32]
+    block_ids: npt.NDArray[np.int64]
     start_token: int
 
 
@@ -41,6 +41,7 @@ class Overlap:
             They are in the order of the source's memory, so that adjoining blocks are adjoining
             chunks.
         src_block_ids: The source's block of each chunk, ascending; shape (chunks,), int64.
+        dst_block_ids: The destination's block of each chunk; shape (chunks,), int64.
         src_blocks: The same blocks, each once; shape (blocks,), int64.
         first_chunks: Which chunk is the first of each of them; shape (blocks,), int64.
     """
@@ -49,6 +50,7 @@ class Overlap:
     dst: BlockSpan
     chunk_starts: npt.NDArray[np.int64]
     src_block_ids: npt.NDArray[np.int64]
+    dst_block_ids: npt.NDArray[np.int64]
     src_blocks: npt.NDArray[np.int64]
     first_chunks: npt.NDArray[np.int64]
     _counts: dict[Hashable, int] = field(default_factory=dict, repr=False)
@@ -63,7 +65,7 @@ class Overlap:
     def num_src_runs(self) -> int:
         """Runs of blocks that adjoin at the source."""
         return self.count(
-            "source's runs", lambda: 1 + int(np.count_nonzero(np.diff(self.src_blocks) != 1))
+            "source's runs", lambda: 1 + int(np.count_nonzero(_steps(self.src_blocks) != 1))
         )
 
     def part(self, first: int, stop: int) -> Overlap:
@@ -80,6 +82,7 @@ class Overlap:
             self,
             chunk_starts=self.chunk_starts[chunks],
             src_block_ids=self.src_block_ids[chunks],
+            dst_block_ids=self.dst_block_ids[chunks],
             src_blocks=self.src_blocks[first:stop],
             first_chunks=self.first_chunks[first:stop] - edges[0],
             _counts={},
@@ -106,11 +109,34 @@ def overlap(
         return None
     chunk_tokens = math.gcd(src_block_tokens, dst_block_tokens)
     chunk_starts = np.arange(start, stop, chunk_tokens, dtype=np.int64)
-    ids = src.block_ids[(chunk_starts - src.start_token) // src_block_tokens].astype(np.int64)
-    steps = np.diff(ids, prepend=-1)
-    if (steps < 0).any():
-        order = np.argsort(ids, kind="stable")
-        chunk_starts, ids = chunk_starts[order], ids[order]
-        steps = np.diff(ids, prepend=-1)
-    first_chunks = np.flatnonzero(steps)
-    return Overlap(src, dst, chunk_starts, ids, ids[first_chunks], first_chunks)
+    src_ids = _blocks_of(src, src_block_tokens, chunk_starts, chunk_tokens)
+    dst_ids = _blocks_of(dst, dst_block_tokens, chunk_starts, chunk_tokens)
+    least_step = int(_steps(src_ids).min(initial=1))
+    if least_step < 0:
+        order = np.argsort(src_ids, kind="stable")
+        chunk_starts, src_ids, dst_ids = chunk_starts[order], src_ids[order], dst_ids[order]
+        least_step = int(_steps(src_ids).min())
+    if least_step > 0:
+        # Each chunk has a block of its own.
+        first_chunks = np.arange(len(src_ids))
+        return Overlap(src, dst, chunk_starts, src_ids, dst_ids, src_ids, first_chunks)
+    first_chunks = np.flatnonzero(np.concatenate(([1], _steps(src_ids))))
+    src_blocks = src_ids[first_chunks]
+    return Overlap(src, dst, chunk_starts, src_ids, dst_ids, src_blocks, first_chunks)
+
+
+def _blocks_of(
+    span: BlockSpan, block_tokens: int, chunk_starts: npt.NDArray[np.int64], chunk_tokens: int
+) -> npt.NDArray[np.int64]:
+    """The block of each chunk, which are in the order of the sequence."""
+    if block_tokens == chunk_tokens:
+        first = (int(chunk_starts[0]) - span.start_token) // block_tokens
+        return span.block_ids[first : first + len(chunk_starts)]
+    found: npt.NDArray[np.int64] = span.block_ids[(chunk_starts - span.start_token) // block_tokens]
+    return found
+
+
+def _steps(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """From each to the next; shape (ids - 1,)."""
+    steps: npt.NDArray[np.int64] = ids[1:] - ids[:-1]
+    return steps

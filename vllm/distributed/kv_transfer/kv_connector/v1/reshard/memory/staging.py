@@ -28,7 +28,6 @@ import numpy.typing as npt
 from .arena import Span
 from .cache import Order, Plane, RankCache
 from .lowering import Indices, Leg, LegEnd, Run, Selection, write_end
-from .overlap import BlockSpan
 from .strategy import CostModel, Strategy, Work
 
 
@@ -141,9 +140,8 @@ class StagedLeg:
         selection, leg, src, dst = window.selection, self.leg, self.slice, self.leg.pairs[0].dst
         common = selection.overlap
         src_block = np.searchsorted(common.src_blocks, common.src_block_ids)
-        _, src_token = _located(common.chunk_starts, common.src, leg.src.block_tokens)
-        position, dst_token = _located(common.chunk_starts, common.dst, leg.dst.block_tokens)
-        dst_block = common.dst.block_ids[position].astype(np.int64)
+        src_token = (common.chunk_starts - common.src.start_token) % leg.src.block_tokens
+        dst_token = (common.chunk_starts - common.dst.start_token) % leg.dst.block_tokens
         src_token_bytes, dst_token_bytes = (
             0 if plane.packed else plane.token_stride_bytes for plane in (src, dst)
         )
@@ -160,7 +158,7 @@ class StagedLeg:
             (
                 dst_planes[:, np.newaxis]
                 + dst.offset_bytes(leg.dst_head_offset, 0)
-                + dst_block * dst.block_stride_bytes
+                + common.dst_block_ids * dst.block_stride_bytes
                 + dst_token * dst_token_bytes
             ).ravel(),
             leg.num_heads,
@@ -203,14 +201,26 @@ class StagedLeg:
             costs: What either way takes.
             arena_bytes: Size of the arena.
         """
-        num_direct, num_staged = self.leg.num_merged(selections), self.num_merged(selections)
-        # Most reads merge as well as they can, and need no more than these counts.
-        if num_staged >= num_direct:
-            return Strategy.DIRECT
+        num_planes = sum(len(each.planes) for each in selections)
         num_chunks = sum(len(each.planes) * len(each.overlap.chunk_starts) for each in selections)
         chunk_bytes = self.slice_bytes // self.leg.src.block_tokens * self.leg.chunk_tokens
+        num_bytes = num_chunks * chunk_bytes
+        # If a short read gains nothing even where nothing merges direct, and all does staged, it
+        # needs no counting.
+        choice = costs.choose(
+            Work(self.leg.num_descriptors(selections), num_bytes),
+            Work(num_planes, num_bytes),
+            num_chunks,
+            arena_bytes,
+        )
+        if choice is Strategy.DIRECT:
+            return choice
+        num_direct, num_staged = self.leg.num_merged(selections), self.num_merged(selections)
+        # Most others merge as well as they can.
+        if num_staged >= num_direct:
+            return Strategy.DIRECT
         return costs.choose(
-            Work(num_direct, num_chunks * chunk_bytes),
+            Work(num_direct, num_bytes),
             Work(num_staged, self.num_bytes(selections)),
             num_chunks,
             arena_bytes,
@@ -247,14 +257,6 @@ def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
             packed=plane.packed,
         ),
     )
-
-
-def _located(
-    tokens: npt.NDArray[np.int64], span: BlockSpan, block_tokens: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The position of each token's block in a span, and of the token in that block."""
-    block, token = np.divmod(tokens - span.start_token, block_tokens)
-    return block, token
 
 
 def _source_run(plane: Plane, num_heads: int) -> tuple[Run, bool]:

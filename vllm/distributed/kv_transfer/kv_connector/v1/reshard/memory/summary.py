@@ -369,5 +369,5 @@ def _span(window_tokens: int, num_tokens: int, block_tokens: int) -> BlockSpan:
     """The blocks of a prompt that hold what its last token attends to; a window of 0 is all."""
     first_token = max(0, num_tokens - window_tokens) if window_tokens else 0
     first_block = first_token // block_tokens
-    block_ids = np.arange(first_block, -(-num_tokens // block_tokens), dtype=np.int32)
+    block_ids = np.arange(first_block, -(-num_tokens // block_tokens), dtype=np.int64)
     return BlockSpan(block_ids, first_block * block_tokens)

@@ -28,8 +28,6 @@ from .staging_area import StagingArea
 
 logger = init_logger(__name__)
 
-_MAX_BLOCK = int(np.iinfo(np.int32).max)
-
 
 @dataclass(frozen=True, slots=True)
 class Reader:
@@ -261,11 +259,11 @@ def _check(
     That is all of the tokens of every local block, also those before a window: once a block is
     full, requests with other windows find it in the prefix cache.
     """
-    if len(span.block_ids) and not (
-        span.block_ids.min() >= 0 and span.block_ids.max() < end.num_blocks
-    ):
+    ids = span.block_ids
+    lowest, highest = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+    if not (lowest >= 0 and highest < end.num_blocks):
         raise RemoteLayoutError(
-            f"request {receive.remote_request_id} names block {span.block_ids.max()} but "
+            f"request {receive.remote_request_id} names block {highest} but "
             f"{receive.source.engine_id} has {end.num_blocks} blocks: the router must "
             "pass remote_block_ids on unchanged"
         )
@@ -278,10 +276,12 @@ def _check(
     if not len(dst.block_ids):
         return
     # Where a window has moved on, the null block stands in for what was freed.
-    null = np.flatnonzero(span.block_ids < end.blocks_per_id)
-    num_gone = int(null[-1]) + 1 if len(null) else 0
+    num_gone = 0
+    if lowest < end.blocks_per_id:
+        null = np.flatnonzero(ids < end.blocks_per_id)
+        num_gone = int(null[-1]) + 1 if len(null) else 0
     start = span.start_token + num_gone * end.block_tokens
-    stop = span.start_token + len(span.block_ids) * end.block_tokens
+    stop = span.start_token + len(ids) * end.block_tokens
     if start > dst.start_token or stop < local_tokens:
         raise RemoteLayoutError(
             f"request {receive.remote_request_id} needs tokens [{dst.start_token}, "
@@ -306,10 +306,10 @@ def _span(block_ids: Sequence[int], num_tokens: int, end: LegEnd) -> BlockSpan:
     )
 
 
-def _expand(block_ids: Sequence[int], blocks_per_id: int) -> npt.NDArray[np.int32]:
-    """Replace each block id by the ids of the blocks that it stands for."""
+def _expand(block_ids: Sequence[int], blocks_per_id: int) -> npt.NDArray[np.int64]:
+    """Replace each block id, below 2**31, by the ids of the blocks that it stands for."""
     ids = np.asarray(block_ids, dtype=np.int64)
-    blocks = ids[:, np.newaxis] * blocks_per_id + np.arange(blocks_per_id)
-    # Ids that no cache can have stay out of range when they are narrowed.
-    expanded: npt.NDArray[np.int32] = blocks.ravel().clip(-1, _MAX_BLOCK).astype(np.int32)
-    return expanded
+    if blocks_per_id == 1:
+        return ids
+    blocks: npt.NDArray[np.int64] = ids[:, np.newaxis] * blocks_per_id + np.arange(blocks_per_id)
+    return blocks.ravel()
