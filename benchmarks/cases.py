@@ -216,6 +216,24 @@ class HoldingCase:
 
 
 @dataclass(frozen=True)
+class AnswersCase:
+    """Engines of one layout that a decode engine hears of, one after another; none is connected.
+
+    Attributes:
+        shape: The model and both layouts.
+        num_engines: Prefill engines.
+    """
+
+    shape: Shape
+    num_engines: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables, and unique among all cases."""
+        return f"{self.shape.layouts}, {self.num_engines} engines answer"
+
+
+@dataclass(frozen=True)
 class NetworkCase:
     """A request that is read over TCP.
 
@@ -313,11 +331,12 @@ def idle_cases() -> list[IdleCase]:
     return [IdleCase(_small_shape(2))]
 
 
-def pause_cases(depth: Depth) -> list[PauseCase | HoldingCase]:
+def pause_cases(depth: Depth) -> list[PauseCase | HoldingCase | AnswersCase]:
     """What could keep the engine's thread: many posts, many that wait, many ranks, many peers."""
     if depth is Depth.QUICK:
         return []
     one, few, many = map(_small_shape, (1, 2, 8))
+    vast = Shape(*_layouts("pp8tp16 pp8tp16"), 80, 8, 128, 32)
     # Minutes go by until 64 engines have started.
     crowds = (8, 64) if depth is Depth.FULL else (8,)
     return [
@@ -325,6 +344,7 @@ def pause_cases(depth: Depth) -> list[PauseCase | HoldingCase]:
         *(PauseCase(one, 256, 128, connected=True, num_peers=count) for count in crowds),
         PauseCase(few, 1000, 32, connected=False),
         PauseCase(many, 1, 32, connected=False),
+        AnswersCase(vast, 200),
         HoldingCase(one, 10_000),
     ]
 
@@ -334,7 +354,7 @@ def network_cases(depth: Depth) -> list[NetworkCase]:
     if depth is Depth.QUICK:
         return []
     shape = _small_shape(2)
-    links = (None, Link(1), Link(10, 0.1), Link(1, 1.0))
+    links = (None, Link(1), Link(10), Link(10, 0.1), Link(1, 1.0))
     return [
         NetworkCase(shape, 1024, link, step_s)
         for link, step_s in itertools.product(links, (1e-3, 10e-3, 50e-3))

@@ -234,6 +234,7 @@ def _end_to_end_rows(results: Sequence[Result]) -> list[list[str]]:
     }
     return [
         [
+            _link(result) or "shared memory",
             f"{result.sizes['rate']:g}",
             lane,
             *(
@@ -241,9 +242,15 @@ def _end_to_end_rows(results: Sequence[Result]) -> list[list[str]]:
                 for metric, show in shown.items()
             ),
         ]
-        for result in sorted(results, key=lambda result: result.sizes["rate"])
+        for result in sorted(results, key=lambda each: (_link(each), each.sizes["rate"]))
         for lane in _STACKS
+        if not _link(result) or lane in (*result.samples, *result.missing)
     ]
+
+
+def _link(result: Result) -> str:
+    """What lay between two engines; empty for the memory of one machine."""
+    return result.case.partition(" requests/s, ")[2]
 
 
 def _idle_rows(results: Sequence[Result]) -> list[list[str]]:
@@ -329,7 +336,15 @@ _TABLES = {
     Part.PAUSES: _Table(("<case", *(f"<{lane}" for lane in _SHORT)), _pause_rows),
     Part.NETWORK: _Table(("<case", *(f"<{lane}" for lane in _NETWORK_LANES)), _network_rows),
     Part.END_TO_END: _Table(
-        (">requests/s", "<stack", ">TTFT", ">ITL", ">ITL, 99th percentile", ">tokens/s"),
+        (
+            "<between",
+            ">requests/s",
+            "<stack",
+            ">TTFT",
+            ">ITL",
+            ">ITL, 99th percentile",
+            ">tokens/s",
+        ),
         _end_to_end_rows,
     ),
 }

@@ -3,6 +3,10 @@
 
 Engines need cores that two pairs of them do not have on a small machine, so that pairs are started
 one after another, and each is measured several times while it is warm.
+
+The two engines of a pair share memory, as vLLM's engines on one machine do. Where two connectors
+leave the cores to others, they are compared once more with a link between the engines, as between
+two machines; router and clients are where the decode engine is.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +36,16 @@ from tools.pdstack.process import ChildProcess
 from tools.pdstack.stack import PDStack, Server
 
 from . import specs
-from .errors import BenchmarkError
+from .errors import BenchmarkError, NetworkError
+from .network import HERE, Link, Site, sites, visiting
 from .results import Metric, Part, Result
 from .turns import Plan
 
 SINGLE = "one engine"
+LINKS = (Link(10, 0.1), Link(10))
+"""What lies between two machines. The first that this machine can have is taken."""
+
+_ENGINES = "prefill", "decode"
 _LIMIT_S = 600.0
 _POLL_S = 0.3
 
@@ -61,6 +71,11 @@ class Load:
         """What it is called in tables."""
         return f"{self.input_tokens}+{self.output_tokens} tokens, {self.rate:g} requests/s"
 
+    def result(self, link: Link | None) -> Result:
+        """What is still to be filled, with such a link between the engines."""
+        case = self.name if link is None else f"{self.name}, {link}"
+        return Result(Part.END_TO_END, case, {"rate": self.rate})
+
 
 def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterator[Result]:
     """Measure all loads with all stacks, so many times each.
@@ -72,79 +87,119 @@ def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterat
     Raises:
         BenchmarkError: A server or a client failed.
     """
-    results = [Result(Part.END_TO_END, load.name, {"rate": load.rate}) for load in loads]
-    yield from results
-    stacks: dict[str, KVTransfer | None] = {
-        specs.OURS.name: KVTransfer(),
-        specs.UPSTREAM.name: UPSTREAM,
-        specs.UPSTREAM_AT_REST.name: UPSTREAM_AT_REST,
-        SINGLE: None,
+    ours, at_rest = (specs.OURS.name, KVTransfer()), (specs.UPSTREAM_AT_REST.name, UPSTREAM_AT_REST)
+    stacks: dict[Link | None, list[tuple[str, KVTransfer | None]]] = {
+        None: [ours, (specs.UPSTREAM.name, UPSTREAM), at_rest, (SINGLE, None)]
     }
+    results: dict[Link | None, list[Result]] = {None: [load.result(None) for load in loads]}
+    for far in LINKS:
+        results[far] = [load.result(far) for load in loads]
+        if reason := _why_not(far):
+            for result in results[far]:
+                result.missing.update({ours[0]: reason, at_rest[0]: reason})
+            continue
+        stacks[far] = [ours, at_rest]
+        break
+    for group in results.values():
+        yield from group
     try:
-        model = prepare_default_model(cache_dir(), plan.directory)
-        for lane, connector in stacks.items():
-            directory = plan.directory / lane.replace(" ", "-")
-            directory.mkdir()
-            _serve(lane, connector, model, loads, rounds, results, directory, plan)
+        bench = _Bench(prepare_default_model(cache_dir(), plan.directory), loads, rounds, plan)
+        for link, connectors in stacks.items():
+            for lane, connector in connectors:
+                bench.measure(lane, connector, link, results[link])
     except PDStackError as error:
         raise BenchmarkError(str(error)) from error
 
 
-def _serve(
-    lane: str,
-    connector: KVTransfer | None,
-    model: ServedModel,
-    loads: Sequence[Load],
-    rounds: int,
-    results: Sequence[Result],
-    directory: Path,
-    plan: Plan,
-) -> None:
-    """Start a stack, warm it up, and put it under each load in every round.
-
-    Every time the prompts are others, the same for all stacks: none is in a prefix cache.
-    """
-    plan.say(f"end to end: starting {lane}")
-    with PDStack(model, directory) as stack:
-        server: Server
-        if connector is None:
-            (server,) = stack.start_engines(EngineSpec("single", kv_transfer=None))
-        else:
-            prefill, decode = stack.start_engines(
-                EngineSpec("prefill", kv_transfer=connector),
-                EngineSpec("decode", kv_transfer=connector),
-            )
-            server = stack.start_router([prefill], [decode])
-        seeds = itertools.count()
-        plan.say(f"end to end: {lane}, warming up")
-        _bench(stack, server, model, loads[-1], next(seeds), directory)
-        for number in range(rounds):
-            for load, result in zip(loads, results, strict=True):
-                plan.say(f"end to end: {lane}, {load.name}, round {number + 1} of {rounds}")
-                result.add(lane, _bench(stack, server, model, load, next(seeds), directory))
-
-
-def _bench(
-    stack: PDStack, server: Server, model: ServedModel, load: Load, seed: int, directory: Path
-) -> dict[Metric, float]:
-    """Run `vllm bench serve`."""
-    name = f"bench-{seed}"
-    vllm = find_script("vllm")
-    command = bench_command(vllm, server.url, model, load, seed, directory, name)
-    client = ChildProcess(name, command, server_env(os.environ), directory)
+def _why_not(link: Link) -> str:
+    """Why this machine cannot have a link; empty where it can."""
     try:
-        deadline_s = time.monotonic() + _LIMIT_S
-        while client.exit_status is None:
-            stack.check()
-            if time.monotonic() > deadline_s:
-                raise BenchmarkError(f"{name} did not end in {_LIMIT_S:.0f} s")
-            time.sleep(_POLL_S)
-        if client.exit_status != 0:
-            client.check()
-    finally:
-        client.stop()
-    path = directory / f"{name}.json"
-    return read_result(json.loads(path.read_text(encoding="utf-8")), load)
+        with sites(link):
+            return ""
+    except NetworkError as error:
+        return str(error)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What all stacks are measured with.
+
+    Attributes:
+        model: What they serve.
+        loads: What they are put under.
+        rounds: How often.
+        plan: Where logs go, and who is told of progress.
+    """
+
+    model: ServedModel
+    loads: Sequence[Load]
+    rounds: int
+    plan: Plan
+
+    def measure(
+        self, lane: str, connector: KVTransfer | None, link: Link | None, results: Sequence[Result]
+    ) -> None:
+        """Start a stack, warm it up, and put it under each load in every round.
+
+        Every time the prompts are others, the same for all stacks: none is in a prefix cache.
+        """
+        name = lane if link is None else f"{lane}, {link}"
+        directory = self.plan.directory / "-".join(name.replace("/", " ").split())
+        directory.mkdir()
+        self.plan.say(f"end to end: starting {name}")
+        with ExitStack() as acquired:
+            ends = (HERE, HERE) if link is None else acquired.enter_context(sites(link))
+            acquired.enter_context(visiting(ends[1]))
+            stack = acquired.enter_context(PDStack(self.model, directory))
+            server = _start(stack, connector, ends)
+            seeds = itertools.count()
+            self.plan.say(f"end to end: {name}, warming up")
+            self._run(stack, server, self.loads[-1], next(seeds))
+            for number in range(self.rounds):
+                for load, result in zip(self.loads, results, strict=True):
+                    round_ = f"round {number + 1} of {self.rounds}"
+                    self.plan.say(f"end to end: {name}, {load.name}, {round_}")
+                    result.add(lane, self._run(stack, server, load, next(seeds)))
+
+    def _run(self, stack: PDStack, server: Server, load: Load, seed: int) -> dict[Metric, float]:
+        """Run `vllm bench serve`."""
+        name, directory = f"bench-{seed}", stack.run_dir
+        vllm = find_script("vllm")
+        command = bench_command(vllm, server.url, self.model, load, seed, directory, name)
+        client = ChildProcess(name, command, server_env(os.environ), directory)
+        try:
+            deadline_s = time.monotonic() + _LIMIT_S
+            while client.exit_status is None:
+                stack.check()
+                if time.monotonic() > deadline_s:
+                    raise BenchmarkError(f"{name} did not end in {_LIMIT_S:.0f} s")
+                time.sleep(_POLL_S)
+            if client.exit_status != 0:
+                client.check()
+        finally:
+            client.stop()
+        path = directory / f"{name}.json"
+        return read_result(json.loads(path.read_text(encoding="utf-8")), load)
+
+
+def _start(stack: PDStack, connector: KVTransfer | None, ends: tuple[Site, Site]) -> Server:
+    """Start what clients ask: a router before two engines, or one engine."""
+    if connector is None:
+        (single,) = stack.start_engines(EngineSpec("single", kv_transfer=None))
+        return single
+    prefill, decode = stack.start_engines(
+        *(engine_spec(name, connector, site) for name, site in zip(_ENGINES, ends, strict=True))
+    )
+    return stack.start_router([prefill], [decode])
+
+
+def engine_spec(name: str, connector: KVTransfer, site: Site) -> EngineSpec:
+    """An engine at a site."""
+    ucx = {"UCX_TLS": site.transports, "UCX_NET_DEVICES": site.device}
+    env = {variable: value for variable, value in ucx.items() if value is not None}
+    return EngineSpec(
+        name, kv_transfer=connector, host=site.host, namespace=site.namespace, env=env
+    )
 
 
 def bench_command(

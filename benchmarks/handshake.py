@@ -15,6 +15,8 @@ from .results import Metric, Part, Result
 from .specs import Lane, Watch
 from .turns import Plan, take_turns
 
+NO_STAGES = "upstream's connector does not support pipeline parallelism"
+
 _LIST_BYTES = 170
 """Of each descriptor in a list of tuples; measured."""
 _ARRAY_BYTES = 24
@@ -91,7 +93,7 @@ def refuse_upstream(lane: Lane, case: HandshakeCase, available_bytes: int) -> No
         return
     shape = case.shape
     if max(shape.prefill.pp_size, shape.decode.pp_size) > 1:
-        raise BenchmarkError("upstream's connector does not support pipeline parallelism")
+        raise BenchmarkError(NO_STAGES)
     needed_bytes = case.descriptors * _upstream_bytes(shape.prefill.tp_size, shape.decode.tp_size)
     if needed_bytes > _MARGIN * available_bytes:
         raise NotEnoughMemoryError(

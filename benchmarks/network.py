@@ -78,24 +78,58 @@ def move_to(site: Site) -> None:
         _enter(site.namespace)
 
 
+@contextmanager
+def visiting(site: Site) -> Iterator[None]:
+    """Have the calling thread, and what it starts, meet others where an engine runs.
+
+    Raises:
+        NetworkError: It is not there, or not allowed.
+    """
+    if site.namespace is None:
+        yield
+        return
+    with ExitStack() as stack:
+        before, there = (
+            _open_namespace(stack, path)
+            for path in (Path("/proc/thread-self/ns/net"), _NAMESPACES / site.namespace)
+        )
+        _set_network(there, site.namespace)
+        stack.callback(_set_network, before, "of before")
+        yield
+
+
+def _open_namespace(stack: ExitStack, path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise NetworkError(f"no network namespace {path.name}: {error.strerror}") from error
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _set_network(descriptor: int, name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        raise NetworkError(_cannot_enter(name))
+
+
+def _cannot_enter(namespace: str) -> str:
+    reason = os.strerror(ctypes.get_errno())
+    return f"cannot enter the network namespace {namespace}: {reason}"
+
+
 def _enter(namespace: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     with ExitStack() as stack:
-        try:
-            descriptor = os.open(_NAMESPACES / namespace, os.O_RDONLY)
-        except OSError as error:
-            raise NetworkError(f"no network namespace {namespace}: {error.strerror}") from error
-        stack.callback(os.close, descriptor)
+        _set_network(_open_namespace(stack, _NAMESPACES / namespace), namespace)
         # UCX finds devices in /sys, which shows those of the namespace that it was mounted in.
         entered = (
-            libc.setns(descriptor, _CLONE_NEWNET) == 0
-            and libc.unshare(_CLONE_NEWNS) == 0
+            libc.unshare(_CLONE_NEWNS) == 0
             and libc.mount(None, b"/", None, _MS_SLAVE | _MS_REC, None) == 0
             and libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None) == 0
         )
         if not entered:
-            reason = os.strerror(ctypes.get_errno())
-            raise NetworkError(f"cannot enter the network namespace {namespace}: {reason}")
+            raise NetworkError(_cannot_enter(namespace))
 
 
 @contextmanager

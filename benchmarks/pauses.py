@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .cases import HoldingCase, PauseCase
+from .cases import AnswersCase, HoldingCase, PauseCase
+from .children import Child, call_all, end_all
 from .errors import BenchmarkError
+from .handshake import NO_STAGES
 from .lanes import ConnectorPair, Tables, side_by_side
 from .results import Metric, Part, Result
 from .specs import UPSTREAM, PauseSummary, Watch
@@ -22,11 +24,21 @@ _REPETITIONS = 2
 _SPINS = "the threads of many engines spin on the core that all bind themselves to"
 
 
-def measure_pauses(cases: Sequence[PauseCase | HoldingCase], plan: Plan) -> Iterator[Result]:
+_ANSWERS_HOST = "benchmarks.answers:AnswersHost"
+
+
+def measure_pauses(
+    cases: Sequence[PauseCase | HoldingCase | AnswersCase], plan: Plan
+) -> Iterator[Result]:
     """Measure the longest pauses of each case, with an engine that was started for it."""
     for case in cases:
         plan.say(f"pauses: {case.name}")
-        yield _reading(case, plan) if isinstance(case, PauseCase) else _holding(case, plan)
+        if isinstance(case, PauseCase):
+            yield _reading(case, plan)
+        elif isinstance(case, HoldingCase):
+            yield _holding(case, plan)
+        else:
+            yield _answers(case, plan)
 
 
 def _reading(case: PauseCase, plan: Plan) -> Result:
@@ -74,6 +86,24 @@ def _holding(case: HoldingCase, plan: Plan) -> Result:
     return result
 
 
+def _answers(case: AnswersCase, plan: Plan) -> Result:
+    """Pauses of a decode engine that plans."""
+    result = Result(Part.PAUSES, case.name, {"engines": case.num_engines})
+    for lane in plan.connectors():
+        if lane.connector == "upstream":
+            result.give_up(lane.name, NO_STAGES)
+            continue
+        for _ in range(min(plan.repetitions, _REPETITIONS)):
+            child = Child("answers", plan.directory, _ANSWERS_HOST, case.shape)
+            try:
+                child.result()
+                summaries = call_all([child], "read_answers", case.num_engines, _WATCH)
+            finally:
+                end_all([child])
+            result.add(lane.name, _figures(summaries))
+    return result
+
+
 def _measure(
     pair: ConnectorPair,
     plan: Plan,
@@ -84,13 +114,17 @@ def _measure(
     lane = pair.lane.name
     try:
         for _ in range(min(plan.repetitions, _REPETITIONS)):
-            found = [each for each in measure(pair) if each is not None]
-            figures = {
-                Metric.LONGEST_PAUSE_S: max(each.longest_s for each in found),
-                Metric.PAUSE_P99_S: max(each.p99_s for each in found),
-            }
-            result.add(lane, figures)
+            result.add(lane, _figures(each for each in measure(pair) if each is not None))
     except BenchmarkError as error:
         result.give_up(lane, str(error))
     finally:
         pair.end()
+
+
+def _figures(summaries: Iterable[PauseSummary]) -> dict[Metric, float]:
+    """The worst of all ranks."""
+    found = list(summaries)
+    return {
+        Metric.LONGEST_PAUSE_S: max(each.longest_s for each in found),
+        Metric.PAUSE_P99_S: max(each.p99_s for each in found),
+    }

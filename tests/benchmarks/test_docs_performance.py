@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 
 import pytest
 
@@ -117,11 +118,14 @@ def network() -> Result:
     return made
 
 
-def end_to_end(rate: float) -> Result:
+STACKS = {"one engine": 0.25, "upstream": 0.4, "upstream at rest": 0.5, "ours": 0.3}
+
+
+def end_to_end(rate: float, link: str = "", stacks: Collection[str] = STACKS) -> Result:
     """A request rate."""
-    made = Result(Part.END_TO_END, f"512+32 tokens, {rate:g} requests/s", {"rate": rate})
-    stacks = {"ours": 0.3, "upstream": 0.4, "upstream at rest": 0.5, "one engine": 0.25}
-    for lane, value in stacks.items():
+    made = Result(Part.END_TO_END, f"512+32 tokens, {rate:g} requests/s{link}", {"rate": rate})
+    for lane in stacks:
+        value = STACKS[lane]
         made.add(
             lane,
             {
@@ -219,7 +223,7 @@ def test_shares_pauses_and_steps_have_their_units(results):
 def test_end_to_end_has_a_row_for_each_rate_and_stack(results):
     """Times and tokens a second are those of one engine, both of upstream's, and ours."""
     assert table(rewrite(page_of("end-to-end"), results), "end-to-end") == [
-        f"| {rate} | {figures} |"
+        f"| shared memory | {rate} | {figures} |"
         for rate in ("0.25", "0.5")
         for figures in (
             "one engine | 250 ms | 25 ms | 50 ms | 20.0",
@@ -227,6 +231,19 @@ def test_end_to_end_has_a_row_for_each_rate_and_stack(results):
             "upstream at rest | 500 ms | 50 ms | 100 ms | 10.0",
             "ours | 300 ms | 30 ms | 60 ms | 16.7",
         )
+    ]
+
+
+def test_link_has_rows_for_what_was_to_be_measured_over_it():
+    """Two connectors, one after the other; also where a link could not be had."""
+    over, missing = end_to_end(0.5, ", TCP, 10 Gbit/s", ("ours",)), end_to_end(0.5, ", a wire", ())
+    over.missing["upstream at rest"] = missing.missing["ours"] = "no such device"
+    results = [over, missing]
+    assert table(rewrite(page_of("end-to-end"), results), "end-to-end") == [
+        "| TCP, 10 Gbit/s | 0.5 | upstream at rest | not measured | not measured | not measured "
+        "| not measured |",
+        "| TCP, 10 Gbit/s | 0.5 | ours | 300 ms | 30 ms | 60 ms | 16.7 |",
+        "| a wire | 0.5 | ours | not measured | not measured | not measured | not measured |",
     ]
 
 

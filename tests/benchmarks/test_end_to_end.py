@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client of end-to-end measurements: its command, and what it writes."""
+"""End-to-end measurements: where engines are, their client's command, and what it writes."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from benchmarks.end_to_end import Load, bench_command, read_result
-from benchmarks.errors import BenchmarkError
+from benchmarks import end_to_end
+from benchmarks.end_to_end import (
+    LINKS,
+    Load,
+    bench_command,
+    engine_spec,
+    measure_end_to_end,
+    read_result,
+)
+from benchmarks.errors import BenchmarkError, NetworkError
+from benchmarks.network import HERE, Site
 from benchmarks.results import Metric
-from tools.pdstack.engine import ServedModel
+from benchmarks.turns import Plan
+from tools.pdstack.engine import UPSTREAM_AT_REST, KVTransfer, ServedModel
 
 LOAD = Load(rate=0.5, num_requests=8)
 WRITTEN = {
@@ -33,6 +44,48 @@ def test_command_names_server_load_and_result():
     assert options["--request-rate"] == "0.5" and options["--num-prompts"] == "8"
     assert options["--tokenizer"] == "models/tiny" and options["--model"] == "tiny"
     assert options["--seed"] == "7" and options["--result-filename"] == "bench-7.json"
+
+
+def test_engines_go_to_their_sites():
+    """Each end of a link has its namespace and its device; on one machine, none has."""
+    far = engine_spec("prefill", UPSTREAM_AT_REST, Site("198.18.51.1", "far", "tcp", "link0"))
+    assert (far.host, far.namespace, far.kv_transfer) == ("198.18.51.1", "far", UPSTREAM_AT_REST)
+    assert far.env == {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "link0"}
+    near = engine_spec("decode", KVTransfer(), HERE)
+    assert (near.host, near.namespace, near.env) == ("127.0.0.1", None, {})
+
+
+@pytest.mark.parametrize("num_refused", range(len(LINKS) + 1))
+def test_first_link_that_can_be_had_is_measured(monkeypatch, tmp_path, num_refused):
+    """Those before it are missing, with the reason; those after it are not asked for."""
+    started = []
+
+    @contextmanager
+    def sites(link):
+        if link in LINKS[:num_refused]:
+            raise NetworkError(f"no {link}")
+        yield HERE, HERE
+
+    def measure(bench, lane, connector, link, results):
+        started.append((lane, link))
+        results[0].add(lane, {Metric.TTFT_S: 1.0})
+
+    monkeypatch.setattr(end_to_end, "sites", sites)
+    monkeypatch.setattr(end_to_end, "prepare_default_model", lambda *_: None)
+    monkeypatch.setattr(end_to_end._Bench, "measure", measure)
+    plan = Plan([], 1, tmp_path, print)
+    near, *over = measure_end_to_end([LOAD], 1, plan)
+    compared = ["ours", "upstream at rest"]
+    used = LINKS[num_refused : num_refused + 1]
+    stacks = ["ours", "upstream", "upstream at rest", "one engine"]
+    assert started == [(lane, None) for lane in stacks] + [
+        (lane, link) for link in used for lane in compared
+    ]
+    assert list(near.samples) == stacks
+    assert [result.missing for result in over[:num_refused]] == [
+        dict.fromkeys(compared, f"no {link}") for link in LINKS[:num_refused]
+    ]
+    assert [list(result.samples) for result in over[num_refused:]] == [compared] * len(used)
 
 
 def test_result_is_in_seconds():

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.answers import AnswersHost
 from benchmarks.asynchronous import measure_networks
 from benchmarks.cases import (
+    AnswersCase,
     HandshakeCase,
     HoldingCase,
     IdleCase,
@@ -19,14 +22,14 @@ from benchmarks.cases import (
     TransferCase,
 )
 from benchmarks.errors import BenchmarkError, NotEnoughMemoryError
-from benchmarks.handshake import measure_handshakes, refuse_upstream
+from benchmarks.handshake import NO_STAGES, measure_handshakes, refuse_upstream
 from benchmarks.idle import measure_idle
 from benchmarks.lanes import ConnectorPair, RawPair, Tables
 from benchmarks.network import Link
 from benchmarks.pauses import measure_pauses
 from benchmarks.request_path import measure_request_paths
 from benchmarks.results import Metric
-from benchmarks.specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
+from benchmarks.specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST, Watch
 from benchmarks.tables import TableOrder
 from benchmarks.transfer import measure_transfers
 from benchmarks.turns import Plan
@@ -103,6 +106,24 @@ def test_idle_workers_pauses_and_late_bytes_are_measured(plan):
         assert result.missing == {} and len(result.samples) >= 2
         assert all(samples[metric][0] > 0 for samples in result.samples.values())
     assert all(each[Metric.STEPS_AFTER_ARRIVAL][0] >= 0 for each in network.samples.values())
+
+
+def test_answers_of_engines_with_stages_are_read(plan):
+    """By ours; upstream's is not asked for what it cannot do."""
+    vast = replace(SHAPE, prefill=Layout(4, 2), decode=Layout(2, 2))
+    (result,) = measure_pauses([AnswersCase(vast, 3)], replace(plan, repetitions=1))
+    assert list(result.samples) == [OURS.name]
+    assert result.samples[OURS.name][Metric.PAUSE_P99_S][0] > 0
+    assert set(result.missing.values()) == {NO_STAGES}
+
+
+def test_answers_that_nothing_is_read_for_are_an_error(monkeypatch):
+    """Nobody has measured a handshake then."""
+    host = AnswersHost(SHAPE)
+    nothing = SimpleNamespace(plan=SimpleNamespace(reads_of=lambda _: ()))
+    monkeypatch.setattr(host._planner, "plan", lambda _: nothing)
+    with pytest.raises(BenchmarkError, match="2 engines are read from with 0 legs"):
+        host.read_answers(2, Watch())
 
 
 def test_network_that_cannot_be_made_is_a_reason(plan, monkeypatch, tmp_path):

@@ -214,6 +214,9 @@ class EngineSpec:
         port: where it serves HTTP; ``None`` for a free port.
         side_channel_port: where it serves handshakes; ``None`` for a free port.
         speculation: how it drafts; ``None`` where it does not.
+        host: where it can be reached.
+        namespace: the network namespace that it runs in, for which one has to be root; by default
+            the launcher's.
     """
 
     name: str
@@ -226,6 +229,8 @@ class EngineSpec:
     port: int | None = None
     side_channel_port: int | None = None
     speculation: Speculation | None = None
+    host: str = HOST
+    namespace: str | None = None
 
 
 def engine_command(
@@ -237,8 +242,10 @@ def engine_command(
         port: where it serves HTTP.
         vllm: path of the ``vllm`` script.
     """
-    command = [vllm, "serve", str(model.directory)]
-    command += ["--served-model-name", model.name, "--host", HOST, "--port", str(port)]
+    # It becomes the engine, and /sys shows the devices of that namespace then.
+    command = ["ip", "netns", "exec", spec.namespace] if spec.namespace is not None else []
+    command += [vllm, "serve", str(model.directory)]
+    command += ["--served-model-name", model.name, "--host", spec.host, "--port", str(port)]
     command += ["--tensor-parallel-size", str(spec.layout.tp_size)]
     command += ["--pipeline-parallel-size", str(spec.layout.pp_size)]
     # float32: answers are compared token by token, and bfloat16 differs between layouts.
@@ -272,10 +279,10 @@ def engine_env(
         side_channel_port: first port of the connector's handshake.
         cores: one CPU core for each worker; ignored on CUDA.
     """
-    env = server_env(inherited)
+    env = server_env(inherited, spec.host)
     env |= {
-        "VLLM_HOST_IP": HOST,
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+        "VLLM_HOST_IP": spec.host,
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": spec.host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -293,12 +300,18 @@ def engine_env(
     return env | dict(spec.env)
 
 
-def server_env(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of the environment that engines and router have in common."""
+def server_env(inherited: Mapping[str, str], *hosts: str) -> dict[str, str]:
+    """Return the part of the environment that engines, router and clients have in common.
+
+    Args:
+        inherited: the launcher's own environment.
+        hosts: where engines are.
+    """
     env = dict(inherited)
-    # Everything here talks over the loopback; a proxy cannot reach it.
+    # Everything here is on this machine; a proxy cannot reach it.
+    near = [_LOOPBACK, *(host for host in hosts if host != HOST)]
     for name in ("no_proxy", "NO_PROXY"):
-        env[name] = ",".join(filter(None, (env.get(name), _LOOPBACK)))
+        env[name] = ",".join(filter(None, (env.get(name), *near)))
     env["PYTHONUNBUFFERED"] = "1"
     env["NO_COLOR"] = "1"
     return env

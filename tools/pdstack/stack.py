@@ -68,6 +68,7 @@ class Server:
 
     Attributes:
         start: starts its process, with new ports, and returns it and its port.
+        host: where it can be reached.
         movable: whether it may be started again with other ports, where its own were lost.
         ready_after_s: how long its start-up took; ``None`` while it is not ready.
         failed_at: when its log was seen to say that it cannot start; ``None`` while it does not.
@@ -77,6 +78,7 @@ class Server:
     start: Callable[[], tuple[ChildProcess, int]]
     child: ChildProcess
     port: int
+    host: str = HOST
     movable: bool = True
     ready_after_s: float | None = None
     failed_at: float | None = None
@@ -85,7 +87,7 @@ class Server:
     @property
     def url(self) -> str:
         """Base URL, without a path."""
-        return f"http://{HOST}:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def phase(self) -> str:
@@ -243,7 +245,8 @@ class PDStack:
 
         child, port = start()
         movable = spec.port is None and spec.side_channel_port is None
-        return self._remember(Engine(spec.name, start, child, port, movable, spec=spec))
+        engine = Engine(spec.name, start, child, port, spec.host, movable, spec=spec)
+        return self._remember(engine)
 
     def _new_router(
         self, prefill: Sequence[Engine], decode: Sequence[Engine], spec: RouterSpec
@@ -261,10 +264,12 @@ class PDStack:
                 prefill_urls=[engine.url for engine in prefill],
                 decode_urls=[engine.url for engine in decode],
             )
-            return ChildProcess(spec.name, command, server_env(os.environ), self.run_dir), port
+            env = server_env(os.environ, *(engine.host for engine in (*prefill, *decode)))
+            return ChildProcess(spec.name, command, env, self.run_dir), port
 
         child, port = start()
-        return self._remember(Router(spec.name, start, child, port, spec.port is None, spec=spec))
+        movable = spec.port is None
+        return self._remember(Router(spec.name, start, child, port, movable=movable, spec=spec))
 
     def _remember(self, server: _AnyServer) -> _AnyServer:
         self._servers.append(server)

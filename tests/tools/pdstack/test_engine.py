@@ -114,6 +114,16 @@ def test_the_environment_binds_everything_to_loopback_and_cores() -> None:
     assert env["HF_HUB_OFFLINE"] == env["VLLM_NO_USAGE_STATS"] == env["DO_NOT_TRACK"] == "1"
 
 
+def test_an_engine_may_be_at_the_other_end_of_a_link() -> None:
+    """It serves, and shakes hands, at its own address in its own namespace, past all proxies."""
+    spec = EngineSpec("e", host="198.18.51.1", namespace="far")
+    command, env = _command(spec), _env(spec)
+    assert command[:6] == ["ip", "netns", "exec", "far", "/bin/vllm", "serve"]
+    assert _value(command, "--host") == "198.18.51.1"
+    assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == env["VLLM_HOST_IP"] == "198.18.51.1"
+    assert env["no_proxy"] == "127.0.0.1,localhost,198.18.51.1"
+
+
 def test_the_environment_of_a_spec_wins() -> None:
     """What a spec sets is laid over everything else."""
     assert _env(EngineSpec("e", env={"OMP_NUM_THREADS": "4"}))["OMP_NUM_THREADS"] == "4"
