@@ -198,7 +198,7 @@ def _measure(
         yield from measure_networks(links, plan)
     if Part.END_TO_END in parts:
         loads = [Load(rate) for rate in args.rate or (0.25, 0.5, 1.0)]
-        yield from measure_end_to_end(loads, args.rounds, plan)
+        yield from measure_end_to_end(loads, args.rounds, plan, wanted)
 
 
 def _finish(

@@ -15,11 +15,11 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tools.pdstack.engine import (
     UPSTREAM,
@@ -45,6 +45,12 @@ SINGLE = "one engine"
 LINKS = (Link(10, 0.1), Link(10))
 """What lies between two machines. The first that this machine can have is taken."""
 
+_COMPARED = {specs.OURS.name: KVTransfer(), specs.UPSTREAM_AT_REST.name: UPSTREAM_AT_REST}
+_ALL: Mapping[str, KVTransfer | None] = {
+    **_COMPARED,
+    specs.UPSTREAM.name: UPSTREAM,
+    SINGLE: None,
+}
 _ENGINES = "prefill", "decode"
 _LIMIT_S = 600.0
 _POLL_S = 0.3
@@ -77,8 +83,19 @@ class Load:
         return Result(Part.END_TO_END, case, {"rate": self.rate})
 
 
-def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterator[Result]:
+_Case: TypeAlias = tuple[Load, Result]
+
+
+def measure_end_to_end(
+    loads: Sequence[Load], rounds: int, plan: Plan, wanted: Callable[[str], bool] = lambda _: True
+) -> Iterator[Result]:
     """Measure all loads with all stacks, so many times each.
+
+    Args:
+        loads: What clients ask for.
+        rounds: How often.
+        plan: Where logs go, and who is told of progress.
+        wanted: Whether to measure a case, by its name.
 
     Yields:
         Results that are still to be filled: what comes after them takes many minutes, and is worth
@@ -87,37 +104,35 @@ def measure_end_to_end(loads: Sequence[Load], rounds: int, plan: Plan) -> Iterat
     Raises:
         BenchmarkError: A server or a client failed.
     """
-    ours, at_rest = (specs.OURS.name, KVTransfer()), (specs.UPSTREAM_AT_REST.name, UPSTREAM_AT_REST)
-    stacks: dict[Link | None, list[tuple[str, KVTransfer | None]]] = {
-        None: [ours, (specs.UPSTREAM.name, UPSTREAM), at_rest, (SINGLE, None)]
+    given, refused = _links()
+    cases = {
+        link: [(load, result) for load in loads if wanted((result := load.result(link)).case)]
+        for link in (*refused, *given)
     }
-    results: dict[Link | None, list[Result]] = {None: [load.result(None) for load in loads]}
-    for far in LINKS:
-        results[far] = [load.result(far) for load in loads]
-        if reason := _why_not(far):
-            for result in results[far]:
-                result.missing.update({ours[0]: reason, at_rest[0]: reason})
-            continue
-        stacks[far] = [ours, at_rest]
-        break
-    for group in results.values():
-        yield from group
+    for link, reason in refused.items():
+        for _, result in cases[link]:
+            result.missing.update(dict.fromkeys(_COMPARED, reason))
+    yield from (result for alike in cases.values() for _, result in alike)
     try:
-        bench = _Bench(prepare_default_model(cache_dir(), plan.directory), loads, rounds, plan)
-        for link, connectors in stacks.items():
-            for lane, connector in connectors:
-                bench.measure(lane, connector, link, results[link])
+        bench = _Bench(prepare_default_model(cache_dir(), plan.directory), rounds, plan)
+        for link in given:
+            stacks = _ALL if link is None else _COMPARED
+            for lane, connector in stacks.items() if cases[link] else ():
+                bench.measure(lane, connector, link, cases[link])
     except PDStackError as error:
         raise BenchmarkError(str(error)) from error
 
 
-def _why_not(link: Link) -> str:
-    """Why this machine cannot have a link; empty where it can."""
-    try:
-        with sites(link):
-            return ""
-    except NetworkError as error:
-        return str(error)
+def _links() -> tuple[list[Link | None], dict[Link | None, str]]:
+    """No link and the first that this machine can have, and why it cannot have those before."""
+    refused: dict[Link | None, str] = {}
+    for link in LINKS:
+        try:
+            with sites(link):
+                return [None, link], refused
+        except NetworkError as error:
+            refused[link] = str(error)
+    return [None], refused
 
 
 @dataclass(frozen=True)
@@ -126,18 +141,16 @@ class _Bench:
 
     Attributes:
         model: What they serve.
-        loads: What they are put under.
         rounds: How often.
         plan: Where logs go, and who is told of progress.
     """
 
     model: ServedModel
-    loads: Sequence[Load]
     rounds: int
     plan: Plan
 
     def measure(
-        self, lane: str, connector: KVTransfer | None, link: Link | None, results: Sequence[Result]
+        self, lane: str, connector: KVTransfer | None, link: Link | None, cases: Sequence[_Case]
     ) -> None:
         """Start a stack, warm it up, and put it under each load in every round.
 
@@ -154,9 +167,9 @@ class _Bench:
             server = _start(stack, connector, ends)
             seeds = itertools.count()
             self.plan.say(f"end to end: {name}, warming up")
-            self._run(stack, server, self.loads[-1], next(seeds))
+            self._run(stack, server, cases[-1][0], next(seeds))
             for number in range(self.rounds):
-                for load, result in zip(self.loads, results, strict=True):
+                for load, result in cases:
                     round_ = f"round {number + 1} of {self.rounds}"
                     self.plan.say(f"end to end: {name}, {load.name}, {round_}")
                     result.add(lane, self._run(stack, server, load, next(seeds)))

@@ -55,6 +55,11 @@ def test_engines_go_to_their_sites():
     assert (near.host, near.namespace, near.env) == ("127.0.0.1", None, {})
 
 
+def far(name: str) -> bool:
+    """Whether a case has a link."""
+    return "Gbit/s" in name
+
+
 @pytest.mark.parametrize("num_refused", range(len(LINKS) + 1))
 def test_first_link_that_can_be_had_is_measured(monkeypatch, tmp_path, num_refused):
     """Those before it are missing, with the reason; those after it are not asked for."""
@@ -66,26 +71,29 @@ def test_first_link_that_can_be_had_is_measured(monkeypatch, tmp_path, num_refus
             raise NetworkError(f"no {link}")
         yield HERE, HERE
 
-    def measure(bench, lane, connector, link, results):
+    def measure(bench, lane, connector, link, cases):
         started.append((lane, link))
-        results[0].add(lane, {Metric.TTFT_S: 1.0})
+        for _, result in cases:
+            result.add(lane, {Metric.TTFT_S: 1.0})
 
     monkeypatch.setattr(end_to_end, "sites", sites)
     monkeypatch.setattr(end_to_end, "prepare_default_model", lambda *_: None)
     monkeypatch.setattr(end_to_end._Bench, "measure", measure)
     plan = Plan([], 1, tmp_path, print)
-    near, *over = measure_end_to_end([LOAD], 1, plan)
+    results = {result.case: result for result in measure_end_to_end([LOAD], 1, plan)}
+    refused, used = LINKS[:num_refused], LINKS[num_refused : num_refused + 1]
+    assert list(results) == [LOAD.result(link).case for link in (*refused, None, *used)]
     compared = ["ours", "upstream at rest"]
-    used = LINKS[num_refused : num_refused + 1]
-    stacks = ["ours", "upstream", "upstream at rest", "one engine"]
-    assert started == [(lane, None) for lane in stacks] + [
-        (lane, link) for link in used for lane in compared
-    ]
-    assert list(near.samples) == stacks
-    assert [result.missing for result in over[:num_refused]] == [
-        dict.fromkeys(compared, f"no {link}") for link in LINKS[:num_refused]
-    ]
-    assert [list(result.samples) for result in over[num_refused:]] == [compared] * len(used)
+    everything = [*compared, "upstream", "one engine"]
+    for link in refused:
+        result = results[LOAD.result(link).case]
+        assert (result.samples, result.missing) == ({}, dict.fromkeys(compared, f"no {link}"))
+    assert list(results[LOAD.name].samples) == everything
+    over = [(lane, link) for link in used for lane in compared]
+    assert started == [(lane, None) for lane in everything] + over
+    started.clear()
+    assert all("Gbit" in result.case for result in measure_end_to_end([LOAD], 1, plan, far))
+    assert started == over
 
 
 def test_result_is_in_seconds():
