@@ -127,7 +127,8 @@ class Reading:
         began_s: When the first method was called.
         ended_s: When the last request was reported.
         posted_s: When the first read was posted.
-        start_cpu_s: CPU time in `start_load_kv`, of the calling thread, in all steps.
+        start_cpu_s: CPU time in `bind_connector_metadata` and `start_load_kv`, of the calling
+            thread, in all steps.
         finished_cpu_s: The same in `get_finished`.
         nixl_cpu_s: The part of both that this thread spent in NIXL's `transfer`.
         worker_cpu_s: CPU time of all threads of the process.

@@ -53,7 +53,7 @@ class Played:
         self.failed: dict[str, frozenset[int]] = {}
         self.quiet: set[str] = set()
 
-    def start_load_kv(self, metadata: ReshardConnectorMetadata) -> None:
+    def take_up(self, metadata: ReshardConnectorMetadata) -> None:
         """Read what there is to read."""
         for request_id, receive in metadata.receive.items():
             if any(receive.local_block_ids):

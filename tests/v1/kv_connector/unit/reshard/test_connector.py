@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -256,7 +257,6 @@ def test_multi_connector_reports_what_ours_reports(make_config, connectors, monk
                 (ReshardConnectorMetadata(receive=wanted), KVConnectorMetadata())
             )
         )
-        multi.start_load_kv(None)
         failed, received = [], Counter()
         # One that could not be read is reported once more, when nothing writes for it.
         expected = Counter({"d-a": 1, "d-b": 2 if FAILED_READS_ARE_NAMED else 1})
@@ -275,6 +275,22 @@ def test_multi_connector_reports_what_ours_reports(make_config, connectors, monk
             engine.close()
 
 
+def test_what_is_asked_for_is_taken_up_before_the_model_computes(make_config, monkeypatch):
+    """Others wait to hear what is held here, for which a step with a prompt would be too long."""
+    worker = Mock()
+    monkeypatch.setattr(connector_module, "ReshardWorker", lambda *_: worker)
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
+    connector = KVConnectorFactory.create_connector(
+        make_config("NixlConnector"), KVConnectorRole.WORKER, cache
+    )
+    metadata = ReshardConnectorMetadata(withdrawn={"p-a"})
+    connector.bind_connector_metadata(metadata)
+    worker.take_up.assert_called_once_with(metadata)
+    # As vLLM calls it before or after the model has computed.
+    connector.start_load_kv(None)
+    worker.take_up.assert_called_once_with(metadata)
+
+
 def report(connector, failed):
     """What a connector has received in a step; failed reads are put into a list.
 
@@ -287,5 +303,4 @@ def report(connector, failed):
     if news is not None:
         told = ReshardConnectorMetadata(failed=set(news.metadata[0].request_ids))
         connector.bind_connector_metadata(MultiKVConnectorMetadata((told, KVConnectorMetadata())))
-        connector.start_load_kv(None)
     return received

@@ -2,7 +2,7 @@
 """Whole engines of workers in one process: real NIXL, real side channels, no model.
 
 Every worker has its own KV cache, agent and ledgers; what vLLM's engine would do, calling
-`start_load_kv` and `get_finished` in every step, the test does.
+`take_up` and `get_finished` in every step, the test does.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Engine:
     def start(self, **metadata) -> None:
         """Tell all workers what the scheduler asks for in this step."""
         for worker in self.workers.values():
-            worker.start_load_kv(ReshardConnectorMetadata(**metadata))
+            worker.take_up(ReshardConnectorMetadata(**metadata))
 
     def offer(self, *request_ids: str, lease_s: float = 30.0) -> None:
         """Compute requests, and hold their blocks."""
@@ -380,7 +380,7 @@ def test_step_is_patient_where_the_engine_has_nothing_else_to_do(
         return Report()
 
     monkeypatch.setattr(worker._thread, "collect", collect)
-    worker.start_load_kv(ReshardConnectorMetadata(idle=idle))
+    worker.take_up(ReshardConnectorMetadata(idle=idle))
     worker.get_finished()
     assert seen == [patience_s]
 

@@ -19,6 +19,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as upstream
@@ -158,14 +159,23 @@ class NixlConnector(UpstreamConnector):
     def set_host_xfer_buffer_ops(self, copy_operation: object) -> None:
         """There is no host buffer to copy from or to."""
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Take up what the scheduler asks for."""
-        assert isinstance(self._connector_metadata, ReshardConnectorMetadata)
-        metadata = self._connector_metadata
-        self._worker.start_load_kv(metadata)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take up what the scheduler asks for, before the model computes.
+
+        Not in `start_load_kv`, which later bases call when the model has computed, so that its cost
+        is not in the way. Here it has none; and what others wait for would come a step later, which
+        takes as long as a prompt on a prefill engine: whether their requests are held.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, ReshardConnectorMetadata)
+        self._worker.take_up(connector_metadata)
         if FAILED_READS_ARE_NAMED:
-            begun = (name for name, each in metadata.receive.items() if any(each.local_block_ids))
-            self._reports.take_up(begun, metadata.failed)
+            receive = connector_metadata.receive.items()
+            begun = (name for name, each in receive if any(each.local_block_ids))
+            self._reports.take_up(begun, connector_metadata.failed)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Reads have begun when the metadata was bound."""
 
     def wait_for_save(self) -> None:
         """Blocks are read from where the model writes them: there is nothing to save."""

@@ -15,7 +15,7 @@ from packaging.version import Version
 from vllm import __version__ as _vllm_version
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, KVTransferConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import CacheConfig, SpeculativeConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _IS_0_22 = Version(_vllm_version).release < (0, 32)
@@ -94,15 +94,6 @@ def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> An
     return KVConnectorTransferResults(sent, received, failed)
 
 
-def steps_in_flight_keep_blocks(transfer_config: KVTransferConfig) -> bool:
-    """Whether the scheduler keeps blocks from others while a step that may write them is in flight.
-
-    That of 0.22.1 gives them back at once. Later ones keep them where an engine's role is to
-    consume, and not on a producer, which reads as well where transfer goes both ways.
-    """
-    return not _IS_0_22 and transfer_config.is_kv_consumer
-
-
 def tokens_per_slot(spec: Any) -> float:
     """How many tokens of a sequence a slot of an attention cache stands for.
 
@@ -166,7 +157,6 @@ __all__ = [
     "keeps_groups_back",
     "makes_own_scales",
     "prefill_lookahead_tokens",
-    "steps_in_flight_keep_blocks",
     "tokens_per_slot",
     "transfer_results",
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's side of the connector: reads blocks from other engines, and serves its own.
 
-The engine's thread calls everything here, `start_load_kv` and `get_finished` in every step. It
+The engine's thread calls everything here, `take_up` and `get_finished` in every step. It
 registers the caches, hands over what the scheduler asks for and collects what has ended; the
 connector's thread, of `loop`, does all the rest.
 """
@@ -32,7 +32,7 @@ from ..transport.generation import Generation
 from ..transport.remote import Reader
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
-from .compat import REQUEST_NUMBERS, steps_in_flight_keep_blocks
+from .compat import REQUEST_NUMBERS
 from .drafts import draft_identities
 from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .exchange import Event, Exchange, Report, Step
@@ -163,7 +163,7 @@ class ReshardWorker:
         self._device = next(iter(kv_caches.values())).device
         self._thread.start()
 
-    def start_load_kv(self, metadata: ReshardConnectorMetadata) -> None:
+    def take_up(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over what the scheduler asks for in this step; blocks on nothing."""
         self._idle = metadata.idle
         if metadata:
@@ -209,10 +209,12 @@ class ReshardWorker:
         return opening
 
     def _computed_before(self, metadata: ReshardConnectorMetadata) -> Event | None:
-        """What the device computes now, and may write into blocks that this step reads into."""
-        transfer_config = self._vllm_config.kv_transfer_config
-        assert transfer_config is not None
-        if self._on_cpu or not metadata.receive or steps_in_flight_keep_blocks(transfer_config):
+        """What the device has still to do, and may write into blocks that this step reads into.
+
+        That is an earlier step, where the scheduler does not keep its blocks until it is over, and
+        what is put into new blocks before this one computes: zeros, and copies of shared blocks.
+        """
+        if self._on_cpu or not metadata.receive:
             return None
         event = torch.cuda.Event()
         event.record()
