@@ -8,6 +8,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     Progress,
@@ -19,6 +20,9 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
 )
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Wire
 from tests.v1.kv_connector.unit.reshard.test_operation_counts import calls
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+    ReshardConnectorMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import (
     Exchange,
     Report,
@@ -73,6 +77,22 @@ def test_nothing_is_read_into_what_a_step_in_flight_writes(engines, monkeypatch)
     event.over = True
     progress.until(d, received="d-a")
     assert_received(d, [3, 4, 1], whole)
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
+def test_reads_wait_for_the_device_in_any_role(engines, monkeypatch, role):
+    """New blocks may be zeroed, or copied into, at the start of the step that reads into them."""
+    (worker,) = engines("decode").workers.values()
+    worker._vllm_config.kv_transfer_config.kv_role = role
+    recorded = []
+    event = SimpleNamespace(record=lambda: recorded.append("now"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    address = RemoteEngineAddress("prefill", "p.example", 5600)
+    reading = ReshardConnectorMetadata(receive={"d-a": receive(address, [3], [5])})
+    assert worker._computed_before(reading) is None
+    monkeypatch.setattr(worker, "_on_cpu", False)
+    assert worker._computed_before(reading) is event and recorded == ["now"]
+    assert worker._computed_before(ReshardConnectorMetadata()) is None
 
 
 class Connection:
