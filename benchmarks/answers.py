@@ -8,6 +8,7 @@ machine; what they say does.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 
@@ -55,6 +56,9 @@ class AnswersHost:
         self._rank, self._cache = shards[0].rank, _cache(shape, shards[0])
         self._bounds = ReplyBounds.of(shards)
         self._planner = Planner(shards, 0, "refuse")
+        # As vLLM's engines do once they have started: what is there by then is garbage to nobody.
+        gc.collect()
+        gc.freeze()
         # As the connector does when it begins.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
 

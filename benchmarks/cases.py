@@ -336,7 +336,7 @@ def pause_cases(depth: Depth) -> list[PauseCase | HoldingCase | AnswersCase]:
     if depth is Depth.QUICK:
         return []
     one, few, many = map(_small_shape, (1, 2, 8))
-    vast = Shape(*_layouts("pp8tp16 pp8tp16"), 80, 8, 128, 32)
+    vast = Shape(*_layouts("tp16pp8 tp16pp8"), 80, 8, 128, 32)
     # Minutes go by until 64 engines have started.
     crowds = (8, 64) if depth is Depth.FULL else (8,)
     return [
