@@ -17,7 +17,7 @@ import pytest
 from tests.examples.parsers import parse_ray_start, parse_vllm_router, parse_vllm_serve
 from tests.examples.stubs import Call, Stubs
 from tests.examples.test_scripts import EXAMPLES, check_kv_transfer
-from tests.tools.pdstack.helpers import living_in, read_until, wait_until
+from tests.tools.pdstack.helpers import living_in, read_until, wait_until, words_of
 from tools.pdstack.logs import tail
 from tools.pdstack.ports import PortAllocator, can_bind
 
@@ -328,7 +328,7 @@ def test_a_server_that_dies_later_ends_the_rest(
             each
             for each in living_in(tmp_path)
             # The server, not its worker.
-            if env["DECODE_PORT"] in each.cmdline() and os.getpgid(each.pid) == each.pid
+            if env["DECODE_PORT"] in words_of(each) and os.getpgid(each.pid) == each.pid
         )
         assert os.getsid(decode.pid) == os.getsid(process.pid)
         decode.kill()

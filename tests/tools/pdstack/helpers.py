@@ -51,10 +51,18 @@ def living_in(directory: Path) -> list[psutil.Process]:
     return found
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; an empty one where it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def server_on(port: str, processes: list[psutil.Process]) -> psutil.Process:
     """Return the server that listens on a port, by its command line; its keeper does not count."""
     for process in processes:
-        words = process.cmdline()
+        words = words_of(process)
         is_keeper = any(word.endswith("keeper.py") for word in words)
         if ("--port", port) in itertools.pairwise(words) and not is_keeper:
             return process

@@ -56,8 +56,8 @@ a worker that answers a reader which is gone: who is cut off while he is only sl
 
 LOOKUPS_APART_S = 3e-3
 """How long to wait between two turns that look leases up, as long as more reads are to be posted.
-Requests that were read meanwhile share a lookup, and what their holders are told; it is less than a
-step of the engine's takes, which has to come before their reports are heard."""
+Requests that were read meanwhile share a lookup, and what their holders are told. Reports are heard
+in the engine's next step, which most often is further away."""
 
 
 @dataclass(slots=True)
