@@ -22,8 +22,6 @@ _REPETITIONS = 2
 """Engines are started anew for each, which takes longer than all that is measured."""
 
 _SPINS = "the threads of many engines spin on the core that all bind themselves to"
-
-
 _ANSWERS_HOST = "benchmarks.answers:AnswersHost"
 
 

@@ -230,10 +230,7 @@ class Leg:
 
     def num_descriptors(self, selections: Sequence[Selection]) -> int:
         """Descriptors that move what was selected, before any are merged."""
-        per_chunk = self._runs_per_chunk * self._head_runs_per_plane
-        return per_chunk * sum(
-            len(each.planes) * len(each.overlap.chunk_starts) for each in selections
-        )
+        return self._runs_per_chunk * self._head_runs_per_plane * count_chunks(selections)
 
     def num_merged(self, selections: Sequence[Selection]) -> int:
         """Descriptors that are left once those are merged that adjoin at both ends.
@@ -291,6 +288,11 @@ class Leg:
             block_ids = np.repeat(block_ids, self._runs_per_chunk)
         descriptors: npt.NDArray[np.int64] = (rows * end.num_blocks + block_ids).ravel()
         return descriptors
+
+
+def count_chunks(selections: Sequence[Selection]) -> int:
+    """How many chunks were selected, in all planes."""
+    return sum(len(each.planes) * len(each.overlap.chunk_starts) for each in selections)
 
 
 def count_merged(addresses: Sequence[npt.NDArray[np.int64]], length_bytes: int) -> int:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from .arena import Span
 from .cache import Order, Plane, RankCache
-from .lowering import Indices, Leg, LegEnd, Run, Selection, write_end
+from .lowering import Indices, Leg, LegEnd, Run, Selection, count_chunks, write_end
 from .strategy import CostModel, Strategy, Work
 
 
@@ -202,7 +202,7 @@ class StagedLeg:
             arena_bytes: Size of the arena.
         """
         num_planes = sum(len(each.planes) for each in selections)
-        num_chunks = sum(len(each.planes) * len(each.overlap.chunk_starts) for each in selections)
+        num_chunks = count_chunks(selections)
         chunk_bytes = self.slice_bytes // self.leg.src.block_tokens * self.leg.chunk_tokens
         num_bytes = num_chunks * chunk_bytes
         # If a short read gains nothing even where nothing merges direct, and all does staged, it
