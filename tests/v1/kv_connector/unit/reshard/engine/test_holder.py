@@ -12,11 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.holder import H
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import (
+    Held,
     LeaseTable,
     entry_of,
     look_up,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Announcement,
     Release,
     releases,
     renewals,
@@ -53,11 +55,14 @@ class Desk:
         """What the scheduler asks for in a step."""
         self.holder.take_up(ReshardConnectorMetadata(**metadata), now_s)
 
-    def offer(self, *request_ids: str, num_blocks: int = 3, now_s: float = 0.0) -> None:
+    def offer(
+        self, *request_ids: str, num_blocks: int = 3, now_s: float = 0.0, num_offers: int = 0
+    ) -> None:
         """Requests were computed."""
         self.tell(now_s, admitted=set(request_ids))
         self.tell(
             now_s,
+            num_offers=num_offers,
             offered=dict.fromkeys(request_ids, LEASE_S),
             offered_blocks=dict.fromkeys(request_ids, num_blocks),
             bindings=dict.fromkeys(request_ids, OFFER),
@@ -70,11 +75,15 @@ class Desk:
         entries = [Release.of(request_id, of, binding) for request_id in request_ids]
         self.agent.arrived += [("peer", message) for message in releases(notifier, entries)]
 
-    def is_entered(self, request_id: str) -> bool:
-        """Whether readers see that the request is held."""
+    def seen(self, request_id: str) -> Held:
+        """What readers see of a request."""
         table: LeaseTable = self.holder._table
         bucket, name = entry_of(request_id, table.address.num_buckets)
-        return look_up(table._entries[bucket].ravel(), name).entered
+        return look_up(table._entries[bucket].ravel(), name)
+
+    def is_entered(self, request_id: str) -> bool:
+        """Whether readers see that the request is held."""
+        return self.seen(request_id).entered
 
 
 def test_one_notification_releases_many_requests():
@@ -123,6 +132,50 @@ def test_reader_may_be_faster_than_the_offer():
     desk.offer("a")
     assert desk.holder.let_go(2.0) == {"a"}
     assert desk.stats.data["held_blocks"] == []
+
+
+def test_offer_is_seen_before_its_step():
+    """Readers believe what they read; but nobody is through with it before that step."""
+    desk = Desk()
+    desk.tell(admitted={"a", "b"}, num_offers=1)
+    desk.holder.hear_ahead(Announcement(2, "a", OFFER))
+    assert desk.seen("a") == Held(True, OFFER)
+    assert desk.seen("b") == Held(True, None)
+    desk.hear("a")
+    assert desk.holder.let_go(1.0) == set()
+    assert desk.seen("a") == Held(True, OFFER)
+    desk.offer("a")
+    assert desk.holder.let_go(2.0) == {"a"}
+    assert not desk.is_entered("a")
+
+
+def test_lease_does_not_run_before_its_step():
+    """What was announced expires no sooner than what was not."""
+    desk = Desk()
+    desk.tell(admitted={"a"})
+    desk.holder.hear_ahead(Announcement(1, "a", OFFER))
+    assert desk.holder.let_go(10 * LEASE_S) == set()
+    desk.offer("a", now_s=10 * LEASE_S)
+    assert desk.holder.let_go(10.5 * LEASE_S) == set()
+    assert desk.holder.let_go(12 * LEASE_S) == {"a"}
+
+
+def test_announcement_that_comes_late_is_none():
+    """After its step the name may be another request's, whose blocks are others."""
+    desk = Desk()
+    desk.offer("a", num_offers=1)
+    desk.hear("a")
+    assert desk.holder.let_go(1.0) == {"a"}
+    desk.tell(admitted={"a"}, num_offers=1)
+    desk.holder.hear_ahead(Announcement(1, "a", OFFER))
+    assert desk.seen("a") == Held(True, None)
+
+
+def test_nothing_is_announced_of_what_is_not_held():
+    """Where the table had no room, readers see as little as before."""
+    desk = Desk()
+    desk.holder.hear_ahead(Announcement(1, "a", OFFER))
+    assert desk.seen("a") == Held(False, None)
 
 
 def test_late_readers_are_told_of_in_one_line(caplog_vllm):

@@ -18,17 +18,29 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
+from tests.v1.kv_connector.unit.reshard.transport.channels import (
+    FACTORS,
+    WORKERS,
+    wait_until,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+    ReshardHandshakeMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import (
     ReshardScheduler,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Announcement,
     Heartbeats,
     Receive,
     RemoteEngineAddress,
+    decode_announcement,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import encode_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sound
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Listener
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -150,6 +162,7 @@ def scheduler(
     stages: int = 3,
     replicas: int = 1,
     ahead: bool = False,
+    role: str = "kv_both",
 ) -> ReshardScheduler:
     """A scheduler of an engine with one KV-cache group."""
     spec = FullAttentionSpec(
@@ -163,11 +176,13 @@ def scheduler(
             pipeline_parallel_size=stages,
             data_parallel_size=replicas,
             decode_context_parallel_size=1,
+            distributed_executor_backend="mp",
+            nnodes_within_dp=1,
         ),
         num_prefill_lookahead_tokens=0,
         kv_transfer_config=KVTransferConfig(
             kv_connector="NixlConnector",
-            kv_role="kv_both",
+            kv_role=role,
             kv_connector_extra_config={"bidirectional_kv_xfer": bidirectional},
         ),
         scheduler_config=SimpleNamespace(
@@ -177,6 +192,13 @@ def scheduler(
     return ReshardScheduler(
         config, "engine", KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)])
     )
+
+
+def serve(owner: ReshardScheduler) -> None:
+    """Have a scheduler answer others, and tell its workers."""
+    owner.side_channel_host, owner.side_channel_port = "127.0.0.2", 0
+    described = (ReshardHandshakeMetadata(FACTORS, encode_worker(each)) for each in WORKERS)
+    owner.serve_handshake({(0, number): each for number, each in enumerate(described)})
 
 
 def arrive(owner: ReshardScheduler, params, num_prompt_tokens: int = 40):
@@ -230,6 +252,71 @@ def test_step_is_idle_where_nobody_waits_for_it(num_tokens, engine, idle):
     output = SchedulerOutput.make_empty()
     output.total_num_scheduled_tokens = num_tokens
     assert scheduler(**engine).build_connector_meta(output).idle == idle
+
+
+@pytest.mark.parametrize(
+    ("engine", "announces"),
+    [
+        ({"stages": 1}, False),
+        ({"stages": 2}, True),
+        ({"stages": 1, "ahead": True}, True),
+        ({"stages": 2, "role": "kv_consumer"}, False),
+        ({"stages": 2, "role": "kv_consumer", "bidirectional": True}, True),
+    ],
+)
+def test_offers_are_announced_where_steps_are_scheduled_ahead(engine, announces):
+    """By engines that offer anything, to workers that are told in the first step."""
+    owner = scheduler(**engine)
+    serve(owner)
+    try:
+        first, second = (owner.build_connector_meta(SchedulerOutput.make_empty()) for _ in range(2))
+        assert (first.announcer is not None) == announces
+        assert second.announcer is None
+    finally:
+        owner.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("workers", "host"),
+    [
+        ({"distributed_executor_backend": "mp"}, "127.0.0.1"),
+        ({"distributed_executor_backend": "mp", "nnodes_within_dp": 2}, "127.0.0.2"),
+        ({"distributed_executor_backend": "ray"}, "127.0.0.2"),
+    ],
+)
+def test_announcer_is_where_all_workers_reach_it(workers, host):
+    """On one machine nobody else does."""
+    owner = scheduler()
+    vars(owner.vllm_config.parallel_config).update(workers)
+    serve(owner)
+    try:
+        announcer = owner.build_connector_meta(SchedulerOutput.make_empty()).announcer
+        assert announcer.host == host
+    finally:
+        owner.shutdown()
+
+
+def test_offer_is_announced_when_its_request_ends():
+    """With the binding that the next step tells of."""
+    owner = scheduler()
+    serve(owner)
+    try:
+        heard: list[Announcement] = []
+        told = owner.build_connector_meta(SchedulerOutput.make_empty())
+        listener = Listener(told.announcer, lambda data: heard.append(decode_announcement(data)))
+        bindings = []
+
+        def is_heard() -> bool:
+            name = f"p-{len(bindings)}"
+            bindings.append(offer(owner, request({"do_remote_decode": True}, 40, name))[1])
+            return bool(heard)
+
+        wait_until(is_heard)
+        listener.close()
+        number = heard[0].number
+        assert heard[0] == Announcement(number, f"p-{number - 1}", bindings[number - 1])
+    finally:
+        owner.shutdown()
 
 
 def test_prefill_engine_that_does_not_read_back_computes():

@@ -41,14 +41,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshR
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Announcement,
     Heartbeats,
     Receive,
     RemoteEngineAddress,
+    encode_announcement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
     decode_worker,
     encode_reply,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Announcer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
     HandshakeServer,
@@ -853,3 +856,29 @@ def test_reader_that_is_faster_than_its_holder_waits_for_the_offer(engines):
     progress.until(d, received="d-a")
     assert not lost_blocks(reader)
     assert_received(d, [3, 4, 1], whole)
+
+
+def test_reader_need_not_wait_for_the_step_with_the_offer(engines):
+    """All workers of a holder hear of it from their scheduler while they compute another step."""
+    p, d = engines("prefill", tp=2), engines("decode")
+    address = p.serve()
+    whole = fill(p, [5, 2, 9])
+    announcer = Announcer("127.0.0.1")
+    p.start(announcer=announcer.address)
+    p.start(admitted={"p-a"})
+    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    progress = Progress(p, d)
+    announcement = encode_announcement(Announcement(1, "p-a", OFFER))
+
+    def step() -> None:
+        # Nobody hears it who is not connected yet.
+        announcer.tell(announcement)
+        progress.step()
+
+    wait_until(lambda: progress.received[d.engine_id, MeshRank(0, 0)], step)
+    assert_received(d, [3, 4, 1], whole)
+    # They hold it until the step has told them so.
+    assert not any(progress.sent[p.engine_id, rank] for rank in p.workers)
+    p.start(num_offers=1, offered={"p-a": 30.0}, bindings={"p-a": OFFER})
+    progress.until(p, sent="p-a")
+    announcer.close()

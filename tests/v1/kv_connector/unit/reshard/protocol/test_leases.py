@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,6 +71,17 @@ def test_name_that_is_used_again_is_not_bound_yet():
     table.strike("a")
     table.enter("a")
     assert seen(table, "a") == Held(True, None)
+
+
+def test_what_is_said_again_is_not_written_again():
+    """A reader that looks at that moment finds it bound."""
+    table = LeaseTable(4)
+    table.enter("a")
+    table.bind("a", Binding(3, 1, 1 << 63))
+    table._entries.flags.writeable = False
+    table.bind("a", Binding(3, 1, 1 << 63))
+    with pytest.raises(ValueError, match="read-only"):
+        table.bind("a", Binding(4, 1, 1 << 63))
 
 
 def test_address_is_where_the_words_are():

@@ -12,10 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteLa
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     MAX_NOTIFICATION_BYTES,
+    Announcement,
     Done,
     Release,
     Renew,
+    decode_announcement,
     decode_notification,
+    encode_announcement,
     encode_notification,
     releases,
     renewals,
@@ -35,6 +38,12 @@ RELEASES = st.builds(Release.of, IDS, st.integers(1, 1 << 16), BINDINGS)
 def test_notification_survives_the_wire(notification):
     """What is read is what was written."""
     assert decode_notification(encode_notification(notification)) == notification
+
+
+@given(st.builds(Announcement, st.integers(0, 1 << 62), IDS, BINDINGS))
+def test_announcement_survives_the_wire(announcement):
+    """Workers show readers the very words that the scheduler computed."""
+    assert decode_announcement(encode_announcement(announcement)) == announcement
 
 
 @given(request_id=IDS, num_notifiers=st.integers(1, 1 << 16), binding=BINDINGS)

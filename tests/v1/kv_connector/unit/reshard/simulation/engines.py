@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import Re
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Announcement,
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
@@ -115,6 +116,8 @@ class Worker:
 
     Attributes:
         steps: What its engine's thread has handed over, and it has not taken up.
+        scheduled: Steps that its engine's thread has not come to.
+        announced: Offers on their way past these.
     """
 
     def __init__(self, world: World, engine: Engine, shard: Shard) -> None:
@@ -131,6 +134,8 @@ class Worker:
             cache, engine.arena_bytes, random, lambda block: engine.owners[block]
         )
         self.steps: list[Step] = []
+        self.scheduled: deque[Step] = deque()
+        self.announced: deque[Announcement] = deque()
         self.jobs = Later()
         self._woken = False
         # In pieces of work, one for each time that somebody asks.
@@ -193,6 +198,14 @@ class Worker:
         self.engine.hear(self, report)
         return report
 
+    def begin_step(self) -> None:
+        """Its engine's thread comes to the next step."""
+        self.steps.append(self.scheduled.popleft())
+
+    def hear_ahead(self) -> None:
+        """The next announcement arrives."""
+        self.steps.append(Step(announcement=self.announced.popleft()))
+
     @property
     def is_awake(self) -> bool:
         """Whether the connector's thread takes another turn by itself."""
@@ -238,6 +251,8 @@ class Worker:
         exchange, area = self.exchange, self.memory.area
         return (
             not self.steps
+            and not self.scheduled
+            and not self.announced
             and not len(exchange.holder)
             and not len(exchange.reads)
             and not len(exchange.transfers)
@@ -261,6 +276,9 @@ class Worker:
 class Engine:
     """An engine: its workers and its pool of blocks. What it serves, subclasses tell.
 
+    Attributes:
+        is_ahead: Whether steps are scheduled while earlier ones are computed.
+
     Args:
         world: Where it is.
         address: Where it listens, and who it is.
@@ -268,6 +286,8 @@ class Engine:
         num_blocks: Size of its pool.
         arena_bytes: Size of its workers' arenas; 0 for none.
     """
+
+    is_ahead = False
 
     def __init__(
         self,
@@ -314,7 +334,7 @@ class Engine:
         metadata = ReshardConnectorMetadata(**asked)
         step = Step(metadata)
         for worker in self.workers:
-            worker.steps.append(step)
+            (worker.scheduled if self.is_ahead else worker.steps).append(step)
         return step
 
     def die(self) -> None:

@@ -13,6 +13,7 @@ from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report, Step
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Announcement,
     Done,
     RemoteEngineAddress,
     Renew,
@@ -76,6 +77,8 @@ class PrefillEngine(Engine):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
+        self.is_ahead = self.world.random.random() < 0.5
+        self._num_offers = 0
         self.offers: dict[str, Offer] = {}
         # Who was heard by a worker, for what, and of how many.
         self._heard: dict[tuple[str, str, Binding], dict[str, int]] = {}
@@ -94,7 +97,7 @@ class PrefillEngine(Engine):
         ticket = Ticket(self.address, request_id, tuple(blocks), num_tokens, content)
         offer = Offer(ticket, ticket.binding(tokens_of(content)))
         self.offers[request_id] = offer
-        self.hand_over(admitted={request_id})
+        self.hand_over(num_offers=self._num_offers, admitted={request_id})
         for worker in self.workers:
             worker.memory.cache.compute(content, blocks)
         return offer
@@ -102,14 +105,19 @@ class PrefillEngine(Engine):
     def withdraw(self, offer: Offer) -> None:
         """Abort a request that was not offered: its blocks are free at once."""
         request_id = offer.ticket.request_id
-        self.hand_over(withdrawn={request_id})
+        self.hand_over(num_offers=self._num_offers, withdrawn={request_id})
         self._end(offer)
 
     def offer(self, offer: Offer) -> Ticket:
         """Hold a request's blocks for readers; returns what the router hears."""
         request_id = offer.ticket.request_id
         offer.offered = True
+        self._num_offers += 1
+        if self.is_ahead:
+            for worker in self.workers:
+                worker.announced.append(Announcement(self._num_offers, request_id, offer.binding))
         self.hand_over(
+            num_offers=self._num_offers,
             offered={request_id: self.world.limits.lease_s},
             offered_blocks={request_id: len(offer.ticket.blocks)},
             bindings={request_id: offer.binding},

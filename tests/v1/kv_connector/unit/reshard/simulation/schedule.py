@@ -188,6 +188,20 @@ class Simulation:
             self._note(f"{engine.engine_id} offers {offer.ticket.request_id}")
             self.tickets.append(engine.offer(offer))
 
+    def begin_step(self) -> None:
+        """A worker's engine comes to a step that was scheduled ahead."""
+        worker = self._any([worker for worker in self._workers(hung=False) if worker.scheduled])
+        if worker is not None:
+            self._note(f"{worker.name} begins a step")
+            worker.begin_step()
+
+    def hear_ahead(self) -> None:
+        """A worker hears of an offer before the step that says so, or too late."""
+        worker = self._any([worker for worker in self._workers(hung=False) if worker.announced])
+        if worker is not None:
+            self._note(f"{worker.name} hears of {worker.announced[0].request_id}")
+            worker.hear_ahead()
+
     def read(self) -> None:
         """A request is read, as the router has told or otherwise."""
         engine, ticket = self._any(self._decodes()), self._any(self.tickets[-6:])
@@ -311,6 +325,8 @@ class Simulation:
             self.connect: 6.0,
             self.prefill: 5.0,
             self.offer: 6.0,
+            self.begin_step: 12.0,
+            self.hear_ahead: random.choice((0.5, 6.0)),
             self.read: 4.5,
             self.compute: 2.0,
             self.finish: 3.0,
@@ -416,6 +432,10 @@ class Simulation:
             for request in list(engine.running):
                 engine.finish(request)
         for worker in self._workers():
+            while worker.announced:
+                worker.hear_ahead()
+            while worker.scheduled:
+                worker.begin_step()
             while worker.jobs.jobs:
                 worker.jobs.jobs.popleft()()
             if worker.memory.copies is not None:
@@ -442,7 +462,8 @@ class Simulation:
         num_blocks = self.random.randrange(6, 13)
         engine = PrefillEngine(self.world, address, self.random.choice(LAYOUTS), num_blocks)
         self.engines.append(engine)
-        self._note(f"starts {engine.engine_id} {engine.layout} of {num_blocks} blocks")
+        ahead = " ahead of its workers" * engine.is_ahead
+        self._note(f"starts {engine.engine_id} {engine.layout} of {num_blocks} blocks{ahead}")
 
     def _start_decode(self, host: str) -> None:
         address = RemoteEngineAddress(self.world.wire.name("decode"), host, 5600)

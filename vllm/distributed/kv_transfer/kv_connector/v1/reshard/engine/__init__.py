@@ -12,6 +12,7 @@ failed_reads                how a request ends whose blocks may still be written
 loop, exchange              the connector's thread, and what it does in each turn
 peers, opening              engines that are known, and how they are connected
 reads, holder               requests that are read, and what is held for others
+offers                      what is held, on its way from scheduler to workers
 notifier, heartbeats        what they are told
 content, digests            what a prompt's KV depends on, hashed while it is computed
 worker, scheduler           the two halves of the connector

@@ -15,6 +15,7 @@ from ..protocol.binding import Binding
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import Heartbeats, Receive
 from ..protocol.metadata import WorkerHandshake
+from ..transport.announcements import AnnouncerAddress
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             now: a duration, because workers on other hosts have other clocks.
         offered_blocks: How many blocks each of these has, of all KV-cache groups.
         bindings: What each of these offers; of the same requests.
+        num_offers: How many offers the engine has made up to this step. What is announced of them
+            is older than the step.
+        announcer: Where to hear of offers before the step that says so; None where that does not
+            help, or was said before.
         heartbeats: Leases to renew.
         idle: Whether the engine has nothing to do in this step but to hear what has ended, and
             rests after it.
@@ -48,6 +53,8 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     offered: dict[RequestId, float] = field(default_factory=dict)
     offered_blocks: dict[RequestId, int] = field(default_factory=dict)
     bindings: dict[RequestId, Binding] = field(default_factory=dict)
+    num_offers: int = 0
+    announcer: AnnouncerAddress | None = None
     heartbeats: list[Heartbeats] = field(default_factory=list)
     idle: bool = False
 

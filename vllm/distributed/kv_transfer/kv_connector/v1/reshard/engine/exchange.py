@@ -17,7 +17,7 @@ from typing import Protocol
 from vllm.logger import init_logger
 
 from ..protocol.ledgers import RequestId
-from ..protocol.messages import Heartbeats
+from ..protocol.messages import Announcement, Heartbeats
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
 from ..transport.transfers import Transfers
@@ -46,16 +46,18 @@ class Event(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """What the engine's thread hands over.
+    """What the engine's thread hands over, and the one that hears of offers.
 
     Attributes:
         metadata: What the scheduler asks for; None where it only asks what has ended.
         before: What the device computes before: it may write into the blocks that are to be read
             into. None where nothing is under way.
+        announcement: An offer that a later step's metadata has; None where there is none.
     """
 
     metadata: ReshardConnectorMetadata | None = None
     before: Event | None = None
+    announcement: Announcement | None = None
 
 
 @dataclass(slots=True)
@@ -207,6 +209,8 @@ class Exchange:
         self.agent.close()
 
     def _take_up(self, step: Step, now_s: float) -> None:
+        if step.announcement is not None:
+            self.holder.hear_ahead(step.announcement)
         metadata = step.metadata
         if metadata is None:
             return

@@ -12,7 +12,7 @@ from ..errors import ReshardError
 from ..protocol.compatibility import quote
 from ..protocol.leases import LeaseTable, LeaseTableAddress
 from ..protocol.ledgers import Notice, ProducerLedger, Receipt, RequestId
-from ..protocol.messages import Done, Renew, decode_notification
+from ..protocol.messages import Announcement, Done, Renew, decode_notification
 from ..transport.agent import NixlAgent
 from .envelopes import ReshardConnectorMetadata
 from .stats import ReshardStats
@@ -40,6 +40,7 @@ class Holder:
         self._num_blocks: dict[RequestId, int] = {}
         self._held_blocks = 0
         self._counted_blocks = 0
+        self._num_offers = 0
 
     def __len__(self) -> int:
         """Requests that are, or may be, held."""
@@ -64,11 +65,21 @@ class Holder:
                     "Request %s will not be read: too many requests are held for other engines.",
                     request_id,
                 )
+        self._num_offers = metadata.num_offers
         for request_id, lease_s in metadata.offered.items():
             binding = metadata.bindings[request_id]
             self._table.bind(request_id, binding)
             if self._ledger.offer(request_id, now_s + lease_s, binding):
                 self._hold(request_id, metadata.offered_blocks.get(request_id, 0))
+
+    def hear_ahead(self, announcement: Announcement) -> None:
+        """Show readers what is offered, before the step that says so.
+
+        That step does the rest: until then nobody can be through with it, and no lease runs. When
+        it has been taken up, the name may be another request's.
+        """
+        if announcement.number > self._num_offers:
+            self._table.bind(announcement.request_id, announcement.binding)
 
     def let_go(self, now_s: float) -> set[RequestId]:
         """Requests whose blocks may be used for something else, and are held no more."""

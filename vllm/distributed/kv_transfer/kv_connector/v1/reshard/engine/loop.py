@@ -62,8 +62,8 @@ _CLOSE_LIMIT_S = 10.0
 class ConnectorThread:
     """Runs an exchange.
 
-    `hand_over`, `collect` and `close` belong to the engine's thread, and `wake` to anybody. The
-    exchange belongs to the thread that is started here, until `close` has returned.
+    `collect` and `close` belong to the engine's thread; `hand_over` and `wake` are for any thread.
+    The exchange belongs to the thread that is started here, until `close` has returned.
 
     Args:
         exchange: What to run.

@@ -42,6 +42,7 @@ from .envelopes import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMe
 from .failed_reads import ReadBook
 from .geometry import state_groups, window_groups
 from .heartbeats import HeartbeatBook
+from .offers import OfferBook
 from .settings import read_settings, remarks
 
 if TYPE_CHECKING:
@@ -70,17 +71,18 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._key = settings.channel_key()
         self._trusted = settings.trusted()
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        # Whether nobody waits for a step in which nothing is computed. A stage with a batch behind
-        # it would, a replica with the same experts, and a scheduler that is a step ahead.
-        self._nobody_waits = not vllm_config.scheduler_config.async_scheduling and (
-            vllm_config.parallel_config.pipeline_parallel_size
-            == vllm_config.parallel_config.data_parallel_size
-            == 1
+        parallel_config = vllm_config.parallel_config
+        # Whether steps are scheduled before the output of earlier ones is known.
+        self._is_ahead = (
+            vllm_config.scheduler_config.async_scheduling
+            or parallel_config.pipeline_parallel_size > 1
         )
+        # Whether nobody waits for a step in which nothing is computed. One that was scheduled ahead
+        # would, and a replica with the same experts.
+        self._nobody_waits = not self._is_ahead and parallel_config.data_parallel_size == 1
         self._state_groups = state_groups(kv_cache_config)
         self._heartbeats = HeartbeatBook(settings.lease_s)
-        self._offered_blocks: dict[str, int] = {}
-        self._bindings: dict[str, Binding] = {}
+        self._offers = OfferBook()
         self._offered_digests = PromptDigests()
         self._wanted_digests = PromptDigests()
         # Which request reads the blocks of another engine's request.
@@ -106,6 +108,12 @@ class ReshardScheduler(NixlConnectorScheduler):
             self.side_channel_host, self.side_channel_port, encode_reply(handshakes), self._key
         )
         self._server.start()
+        transfer_config = self.vllm_config.kv_transfer_config
+        assert transfer_config is not None
+        if self._is_ahead and (
+            transfer_config.is_kv_producer or self.is_bidirectional_kv_xfer_enabled
+        ):
+            self._offers.announce_from(self._host_for_workers())
 
     def bind(self, manager: KVCacheManager) -> None:
         """Get to know who has the blocks."""
@@ -205,12 +213,10 @@ class ReshardScheduler(NixlConnectorScheduler):
                 request_id: max(expires_at_s - now_s, 0.0)
                 for request_id, expires_at_s in upstream.reqs_to_send.items()
             },
-            offered_blocks=self._offered_blocks,
-            bindings=self._bindings,
             heartbeats=self._heartbeats.due(now_s),
             idle=self._nobody_waits and scheduler_output.total_num_scheduled_tokens == 0,
         )
-        self._offered_blocks, self._bindings = {}, {}
+        self._offers.write_to(metadata)
         metadata.receive = {
             request_id: self._receive(request, block_ids)
             for request_id, (request, block_ids) in wanted.items()
@@ -307,19 +313,24 @@ class ReshardScheduler(NixlConnectorScheduler):
             params = None
         if delay_free:
             assert params is not None
-            self._offered_blocks[request.request_id] = sum(map(len, block_ids))
             params["remote_num_tokens"] = num_tokens
-            self._bindings[request.request_id] = _bind(
-                request,
-                num_tokens,
-                params["remote_block_ids"],
-                self._offered_digests.take(request.request_id),
-            )
+            hashed = self._offered_digests.take(request.request_id)
+            binding = _bind(request, num_tokens, params["remote_block_ids"], hashed)
+            self._offers.offer(request.request_id, sum(map(len, block_ids)), binding)
         else:
             self._offered_digests.forget(request.request_id)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
+
+    def _host_for_workers(self) -> str:
+        """Where this engine's workers reach its scheduler; on one machine nobody else does."""
+        parallel_config = self.vllm_config.parallel_config
+        is_local = (
+            parallel_config.distributed_executor_backend in ("mp", "uni")
+            and parallel_config.nnodes_within_dp == 1
+        )
+        return "127.0.0.1" if is_local else self.side_channel_host
 
     def _blocks_of(self, num_tokens: int, block_ids: BlockIds) -> BlockIds:
         """Those of a request's blocks that hold its first tokens.
@@ -338,9 +349,10 @@ class ReshardScheduler(NixlConnectorScheduler):
         super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:
-        """Stop answering handshakes, and hashing prompts."""
+        """Stop answering handshakes, announcing, and hashing prompts."""
         self._offered_digests.close()
         self._wanted_digests.close()
+        self._offers.close()
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -24,9 +24,10 @@ from ..plan.mesh import MeshRank
 from ..plan.shards import Shard
 from ..protocol.bounds import ReplyBounds
 from ..protocol.ledgers import RequestId
-from ..protocol.messages import EngineId, RemoteEngineAddress
+from ..protocol.messages import EngineId, RemoteEngineAddress, decode_announcement
 from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent
+from ..transport.announcements import Listener
 from ..transport.enquiries import Enquirer
 from ..transport.generation import Generation
 from ..transport.remote import Reader
@@ -112,6 +113,7 @@ class ReshardWorker:
         self._thread = ConnectorThread(self._exchange, clock, self._prepare_thread)
         self._device: torch.device | None = None
         self._enquirer: Enquirer | None = None
+        self._listener: Listener | None = None
         self._idle = False
         self._failed: dict[RequestId, frozenset[int]] = {}
         self._stats: ReshardStats | None = None
@@ -166,6 +168,10 @@ class ReshardWorker:
     def take_up(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over what the scheduler asks for in this step; blocks on nothing."""
         self._idle = metadata.idle
+        if metadata.announcer is not None:
+            self._listener = Listener(
+                metadata.announcer, self._hear_ahead, lambda: on_cores(self._helpers_cores())
+            )
         if metadata:
             self._thread.hand_over(Step(metadata, self._computed_before(metadata)))
 
@@ -197,10 +203,16 @@ class ReshardWorker:
 
     def close(self) -> None:
         """Give everything back to NIXL."""
+        if self._listener is not None:
+            self._listener.close()
         if self._enquirer is not None:
             self._enquirer.close()
         self._opener.close()
         self._thread.close()
+
+    def _hear_ahead(self, message: bytes) -> None:
+        """Hand over an offer that a later step tells of. Called by the listener's thread."""
+        self._thread.hand_over(Step(announcement=decode_announcement(message)))
 
     def _open(self, address: RemoteEngineAddress) -> Future[Generation]:
         """Connect with an engine. Called by the connector's thread, which is woken at the end."""

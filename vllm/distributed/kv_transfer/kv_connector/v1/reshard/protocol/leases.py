@@ -31,7 +31,7 @@ looks again.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -119,7 +119,7 @@ def look_up(bucket: npt.NDArray[np.uint64], name: int) -> Held:
 
 
 class LeaseTable:
-    """The requests that a worker holds, for peers to look at. Belongs to the engine's thread.
+    """The requests that a worker holds, for peers to look at. Belongs to the connector's thread.
 
     Args:
         num_buckets: Size of the table, in buckets.
@@ -149,9 +149,14 @@ class LeaseTable:
         return True
 
     def bind(self, request_id: RequestId, binding: Binding) -> None:
-        """Say what is offered under the name of a request that was entered."""
+        """Say what is offered under the name of a request that was entered.
+
+        Saying it again changes nothing, at no moment.
+        """
         bucket, name = self._bucket(request_id)
         for place in np.flatnonzero(bucket[:, _NAME] == name):
+            if tuple(bucket[place, _TOKENS:].tolist()) == astuple(binding):
+                continue
             bucket[place, _TOKENS] = 0
             bucket[place, _CONTENT:] = binding.content, binding.blocks
             bucket[place, _TOKENS] = binding.num_tokens

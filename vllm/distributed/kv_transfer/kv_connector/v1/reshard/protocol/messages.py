@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers are asked to read, and what they tell the workers of another engine."""
+"""What workers are told by their scheduler, and what they tell the workers of another engine."""
 
 from __future__ import annotations
 
@@ -81,6 +81,20 @@ class Heartbeats:
     request_ids: frozenset[RequestId]
 
 
+class Announcement(msgspec.Struct, frozen=True, array_like=True):
+    """A request that is offered, as workers hear of it before the step that says so.
+
+    Attributes:
+        number: Its offer's, among all of this engine's.
+        request_id: The request.
+        binding: What is offered.
+    """
+
+    number: int
+    request_id: RequestId
+    binding: Binding
+
+
 class Release(msgspec.Struct, frozen=True, array_like=True):
     """A request whose blocks a reader is through with.
 
@@ -146,6 +160,7 @@ _NUMBERS_BYTES = 1 + 3 + 2 * 5 + 2 * 9
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
+_ANNOUNCEMENT_DECODER = msgspec.msgpack.Decoder(Announcement)
 
 
 def encode_notification(notification: Notification) -> bytes:
@@ -168,6 +183,16 @@ def decode_notification(data: bytes) -> Notification:
             "version of the connector on both engines"
         ) from error
     return notification
+
+
+def encode_announcement(announcement: Announcement) -> bytes:
+    """Write an announcement, for workers of the same engine."""
+    return _ENCODER.encode(announcement)
+
+
+def decode_announcement(data: bytes) -> Announcement:
+    """Read what this engine's own scheduler has written."""
+    return _ANNOUNCEMENT_DECODER.decode(data)
 
 
 def releases(notifier: str, entries: Iterable[Release]) -> list[bytes]:

@@ -5,7 +5,8 @@ agent                       NIXL
 side_channel                where other engines ask what this one is
 enquiries, lookups          asking other engines, all of them in one thread
 authentication              the key that engines know one another by
-waking                      how a thread that polls is woken
+announcements               what an engine's scheduler tells its workers between two steps
+sockets, waking             how one listens, and how a thread that polls is woken
 generation, remote          a connection with an engine, and what is prepared for it
 transfers                   reads in flight
 staging_area, scatter       the arena's memory, and copies out of it

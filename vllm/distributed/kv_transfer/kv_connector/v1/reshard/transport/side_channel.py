@@ -34,13 +34,13 @@ from enum import Enum, auto
 import msgspec
 import zmq
 from vllm.logger import init_logger
-from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import LocalChannelError
 from ..protocol.compatibility import quote
 from ..protocol.metadata import OUR_VERB, encode_refusal, encode_refusal_for_upstream
 from .authentication import ChannelKey, Gate
+from .sockets import listen
 from .waking import Waker
 
 logger = init_logger(__name__)
@@ -193,14 +193,9 @@ class HandshakeServer:
         return _Sockets(context, listener, gate, monitor)
 
     def _bind(self, listener: zmq.Socket[bytes]) -> None:
-        listener.linger = 0
-        listener.ipv6 = is_valid_ipv6_address(self._host)
-        listener.maxmsgsize = MAX_REQUEST_BYTES
         listener.sndhwm = listener.rcvhwm = _QUEUED_MESSAGES
-        # Peers that vanish without a word do not stay connected for ever.
-        listener.tcp_keepalive = 1
         try:
-            listener.bind(make_zmq_path("tcp", self._host, self._port))
+            self._port = listen(listener, self._host, self._port, MAX_REQUEST_BYTES)
         except zmq.ZMQError as error:
             # The engine ends with this error, and ZeroMQ's, which it quotes, would stand before it.
             raise LocalChannelError(
@@ -208,9 +203,6 @@ class HandshakeServer:
                 "VLLM_NIXL_SIDE_CHANNEL_PORT to a free port, another one for every engine on a "
                 "machine, and VLLM_NIXL_SIDE_CHANNEL_HOST to a numeric address of this machine"
             ) from None
-        endpoint = listener.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self._port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])
 
     def _run(self, sockets: _Sockets | None, running: _Running) -> None:
         """The thread: answer until stopped, on other sockets where these break down."""

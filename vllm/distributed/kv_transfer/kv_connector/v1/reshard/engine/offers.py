@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler offers to other engines, on its way to the workers.
+
+Each offer goes with the next step's metadata. Where steps are scheduled before the output of
+earlier ones is known, some have left when an offer is made, and the next one is taken up when they
+are computed: with a prompt in each, a reader waits for other clients' prompts. There an offer is
+announced as well, and a worker shows it at once.
+"""
+
+from __future__ import annotations
+
+from ..protocol.binding import Binding
+from ..protocol.ledgers import RequestId
+from ..protocol.messages import Announcement, encode_announcement
+from ..transport.announcements import Announcer, AnnouncerAddress, open_announcer
+from .envelopes import ReshardConnectorMetadata
+
+
+class OfferBook:
+    """Offers that no step has told the workers of. Belongs to the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._num_blocks: dict[RequestId, int] = {}
+        self._bindings: dict[RequestId, Binding] = {}
+        self._num_offers = 0
+        self._announcer: Announcer | None = None
+        # As long as workers were not told.
+        self._address: AnnouncerAddress | None = None
+
+    def announce_from(self, host: str) -> None:
+        """Announce all further offers, where that can be.
+
+        Args:
+            host: Address of this machine that all workers reach.
+        """
+        self._announcer = open_announcer(host)
+        if self._announcer is not None:
+            self._address = self._announcer.address
+
+    def offer(self, request_id: RequestId, num_blocks: int, binding: Binding) -> None:
+        """Offer a request's blocks, which all workers have computed."""
+        self._num_blocks[request_id] = num_blocks
+        self._bindings[request_id] = binding
+        self._num_offers += 1
+        if self._announcer is not None:
+            announcement = Announcement(self._num_offers, request_id, binding)
+            self._announcer.tell(encode_announcement(announcement))
+
+    def write_to(self, metadata: ReshardConnectorMetadata) -> None:
+        """Have a step tell what is offered since the last one."""
+        metadata.offered_blocks, self._num_blocks = self._num_blocks, {}
+        metadata.bindings, self._bindings = self._bindings, {}
+        metadata.num_offers = self._num_offers
+        metadata.announcer, self._address = self._address, None
+
+    def close(self) -> None:
+        """Announce nothing any more; may be called repeatedly."""
+        if self._announcer is not None:
+            self._announcer.close()
+            self._announcer = None
