@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -20,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.loop import (
     SWITCH_S,
     ConnectorThread,
-    on_cores,
 )
 
 DEADLINE_S = 60.0
@@ -249,18 +247,3 @@ def test_thread_that_never_began_is_closed(exchange):
     """An engine may fail before its caches are registered."""
     ConnectorThread(exchange).close()
     assert exchange.closed_by is not None
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity")
-def test_thread_runs_where_it_is_told():
-    """And the calling thread keeps its own cores."""
-    own, seen = os.sched_getaffinity(0), []
-
-    def run() -> None:
-        on_cores({min(own)})
-        seen.append(os.sched_getaffinity(0))
-
-    other = threading.Thread(target=run)
-    other.start()
-    other.join()
-    assert seen == [{min(own)}] and os.sched_getaffinity(0) == own

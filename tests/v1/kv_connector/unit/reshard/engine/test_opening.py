@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from tests.v1.kv_connector.unit.reshard.simulation.engines import Later
+from tests.v1.kv_connector.unit.reshard.transport.channels import DEADLINE_S, wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import opening
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.opening import Opener
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
@@ -23,28 +29,84 @@ class Agent:
     def __init__(self, divides: bool) -> None:
         self.divides = divides
         self.is_open = True
+        self.registered: list[object] = []
 
     def register(self, regions: object) -> None:
-        """Do nothing."""
+        """Take note."""
+        self.registered.append(regions)
 
     def close(self) -> None:
         """It has no threads any more."""
         self.is_open = False
 
 
+class Agents:
+    """Makes agents, unless told otherwise.
+
+    Attributes:
+        made: All of them.
+        num_asked: How many were asked for.
+        goes_on: Clear while none is to be made.
+        fault: Why none can be made; None where it can.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[Agent] = []
+        self.num_asked = 0
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.fault: Exception | None = None
+
+    def __call__(self, name: str, *, divides: bool) -> Agent:
+        """Make one."""
+        self.num_asked += 1
+        assert self.goes_on.wait(DEADLINE_S)
+        if self.fault is not None:
+            raise self.fault
+        self.made.append(Agent(divides))
+        return self.made[-1]
+
+
 @pytest.fixture
-def opener(monkeypatch) -> Opener:
-    """One whose generations are their agents."""
+def agents(monkeypatch) -> Agents:
+    """What generations are, in this module: their agents."""
     monkeypatch.setattr(opening, "MOST_DIVIDING", 2)
     monkeypatch.setattr(opening, "RemoteEngine", lambda *_: None)
     monkeypatch.setattr(opening, "Generation", lambda agent, *_: agent)
     monkeypatch.setattr(opening, "describe_reads", lambda *_: "reads nothing")
-    made = Opener(lambda name, *, divides: Agent(divides), 1.0)
-    made._local = SimpleNamespace(
-        regions=[], area=None, reader=SimpleNamespace(rank=MeshRank(0, 0))
+    return Agents()
+
+
+@pytest.fixture
+def opener(agents) -> Opener:
+    """One that makes agents when they are needed."""
+    return begun(Opener(agents, 1.0), stays_ready=False)
+
+
+@pytest.fixture
+def ready(agents) -> Iterator[Opener]:
+    """One that has an agent ready."""
+    made = begun(Opener(agents, 1.0), stays_ready=True)
+    yield made
+    made.close()
+
+
+def begun(opener: Opener, *, stays_ready: bool) -> Opener:
+    """One that knows what to connect, and is asked by nobody."""
+    reader = SimpleNamespace(rank=MeshRank(0, 0))
+    local = SimpleNamespace(
+        regions=["cache"], area=None, reader=reader, shards=(), spread=0, missing_drafts="refuse"
     )
-    made._planner = SimpleNamespace(plan=lambda _: SimpleNamespace(plan=None, missing=()))
-    return made
+    opener.begin(local, answer, stays_ready=stays_ready)
+    opener._planner = SimpleNamespace(plan=lambda _: SimpleNamespace(plan=None, missing=()))
+    return opener
+
+
+def answer(_: RemoteEngineAddress) -> Future:
+    """An engine without workers."""
+    asked: Future = Future()
+    asked.set_result(())
+    return asked
 
 
 def test_first_connections_have_threads(opener):
@@ -68,3 +130,65 @@ def test_agent_of_a_failed_opening_does_not_count(opener, monkeypatch):
             with pytest.raises(ValueError, match="do not fit"):
                 opener._prepare(ADDRESS, (), 0.0)
     assert opener._prepare(ADDRESS, (), 0.0).divides
+
+
+def test_agent_is_ready_before_an_engine_is_asked_for(ready, agents):
+    """With the cache registered; and another one afterwards."""
+    (first,) = agents.made
+    assert first.registered == [["cache"]]
+    assert ready.open(ADDRESS).result(DEADLINE_S) is first
+    wait_until(lambda: ready._ready)
+    assert len(agents.made) == 2
+    assert ready.open(ADDRESS).result(DEADLINE_S) is agents.made[1]
+
+
+def test_who_is_asked_first_waits_for_nobody_elses_agent(ready, agents):
+    """Agents to be ready are made when all engines that have answered are connected."""
+    with mock.patch.object(ready, "_thread", Later()) as later:
+        openings = [ready.open(ADDRESS) for _ in range(2)]
+        for _ in openings:
+            later.jobs.popleft()()
+        assert [each.result(0) for each in openings] == agents.made
+        assert not ready._ready
+        while later.jobs:
+            later.jobs.popleft()()
+    assert list(ready._ready) == agents.made[2:]
+    assert len(agents.made) == 3
+
+
+def test_who_reads_nothing_makes_none(opener, agents):
+    """Neither before nor after it was asked, as for a heartbeat."""
+    assert not agents.made
+    opener.open(ADDRESS).result(DEADLINE_S)
+    opener._thread.shutdown()
+    assert len(agents.made) == 1
+
+
+def test_agent_that_cannot_be_made_is_told_of_when_it_is_needed(ready, agents):
+    """By whoever needs it; and the next one may be made again."""
+    agents.fault = ValueError("no more endpoints")
+    ready.open(ADDRESS).result(DEADLINE_S)
+    with pytest.raises(ValueError, match="no more endpoints"):
+        ready.open(ADDRESS).result(DEADLINE_S)
+    agents.fault = None
+    assert ready.open(ADDRESS).result(DEADLINE_S).is_open
+
+
+def test_ready_agents_are_closed(ready, agents):
+    """Also one that is being made meanwhile."""
+    agents.goes_on.clear()
+    taken = ready.open(ADDRESS).result(DEADLINE_S)
+    wait_until(lambda: agents.num_asked == 2)
+    ready.close()
+    agents.goes_on.set()
+    ready._thread.shutdown()
+    assert [each.is_open for each in agents.made] == [True, False]
+    assert agents.made[0] is taken
+
+
+def test_ready_agent_counts_among_those_with_threads(ready):
+    """Two of them: one is in use, and one is ready."""
+    taken = [ready.open(ADDRESS).result(DEADLINE_S) for _ in range(2)]
+    assert [agent.divides for agent in taken] == [True, True]
+    wait_until(lambda: ready._ready)
+    assert not ready._ready[0].divides

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -22,6 +23,9 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     FACTORS,
     WORKERS,
     wait_until,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
+    scheduler as scheduler_module,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
     ReshardHandshakeMetadata,
@@ -259,12 +263,12 @@ def test_step_is_idle_where_nobody_waits_for_it(num_tokens, engine, idle):
     [
         ({"stages": 1}, False),
         ({"stages": 2}, True),
-        ({"stages": 1, "ahead": True}, True),
+        ({"stages": 1, "ahead": True}, False),
         ({"stages": 2, "role": "kv_consumer"}, False),
         ({"stages": 2, "role": "kv_consumer", "bidirectional": True}, True),
     ],
 )
-def test_offers_are_announced_where_steps_are_scheduled_ahead(engine, announces):
+def test_offers_are_announced_where_steps_queue_up(engine, announces):
     """By engines that offer anything, to workers that are told in the first step."""
     owner = scheduler(**engine)
     serve(owner)
@@ -300,23 +304,42 @@ def test_offer_is_announced_when_its_request_ends():
     """With the binding that the next step tells of."""
     owner = scheduler()
     serve(owner)
-    try:
-        heard: list[Announcement] = []
+    heard: list[Announcement] = []
+    bindings: list[Binding] = []
+
+    def is_heard() -> bool:
+        name = f"p-{len(bindings)}"
+        bindings.append(offer(owner, request({"do_remote_decode": True}, 40, name))[1])
+        return bool(heard)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(owner.shutdown)
         told = owner.build_connector_meta(SchedulerOutput.make_empty())
         listener = Listener(told.announcer, lambda data: heard.append(decode_announcement(data)))
-        bindings = []
-
-        def is_heard() -> bool:
-            name = f"p-{len(bindings)}"
-            bindings.append(offer(owner, request({"do_remote_decode": True}, 40, name))[1])
-            return bool(heard)
-
+        stack.callback(listener.close)
         wait_until(is_heard)
-        listener.close()
-        number = heard[0].number
-        assert heard[0] == Announcement(number, f"p-{number - 1}", bindings[number - 1])
-    finally:
-        owner.shutdown()
+    number = heard[0].number
+    assert heard[0] == Announcement(number, f"p-{number - 1}", bindings[number - 1])
+
+
+@pytest.mark.parametrize(
+    ("stages", "outlive", "num_preemptions", "offers"),
+    [(3, True, 1, False), (3, True, 0, True), (1, True, 1, True), (3, False, 1, True)],
+)
+def test_blocks_that_may_be_being_filled_are_not_offered(
+    stages, outlive, num_preemptions, offers, monkeypatch
+):
+    """A request that began anew was ended by the output of a step from before that."""
+    monkeypatch.setattr(scheduler_module, "OUTPUTS_OUTLIVE_PREEMPTION", outlive)
+    owner = scheduler(stages=stages)
+    prefilled = arrive(owner, {"do_remote_decode": True})
+    prefilled.append_output_token_ids(7)
+    prefilled.num_preemptions = num_preemptions
+    prefilled.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    delay_free, params = owner.request_finished(prefilled, ([5, 2, 9],))
+    assert (delay_free, params is not None) == (offers, offers)
+    told = owner.build_connector_meta(SchedulerOutput.make_empty())
+    assert (prefilled.request_id in told.withdrawn) == (not offers)
 
 
 def test_prefill_engine_that_does_not_read_back_computes():

@@ -11,6 +11,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -863,22 +864,21 @@ def test_reader_need_not_wait_for_the_step_with_the_offer(engines):
     p, d = engines("prefill", tp=2), engines("decode")
     address = p.serve()
     whole = fill(p, [5, 2, 9])
-    announcer = Announcer("127.0.0.1")
-    p.start(announcer=announcer.address)
-    p.start(admitted={"p-a"})
-    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
     progress = Progress(p, d)
     announcement = encode_announcement(Announcement(1, "p-a", OFFER))
+    with closing(Announcer("127.0.0.1")) as announcer:
+        p.start(announcer=announcer.address)
+        p.start(admitted={"p-a"})
+        d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
 
-    def step() -> None:
-        # Nobody hears it who is not connected yet.
-        announcer.tell(announcement)
-        progress.step()
+        def step() -> None:
+            # Nobody hears it who is not connected yet.
+            announcer.tell(announcement)
+            progress.step()
 
-    wait_until(lambda: progress.received[d.engine_id, MeshRank(0, 0)], step)
+        wait_until(lambda: progress.received[d.engine_id, MeshRank(0, 0)], step)
     assert_received(d, [3, 4, 1], whole)
     # They hold it until the step has told them so.
     assert not any(progress.sent[p.engine_id, rank] for rank in p.workers)
     p.start(num_offers=1, offered={"p-a": 30.0}, bindings={"p-a": OFFER})
     progress.until(p, sent="p-a")
-    announcer.close()

@@ -164,6 +164,7 @@ class Worker:
         opener.begin(
             Local(reader, engine.layout.shards, [(cache.address, cache.size_bytes, 0)], area, 0),
             self._ask,
+            stays_ready=False,
         )
         holder = Holder(agent, world.limits.lease_s, stats)
         self.exchange = Exchange(

@@ -74,6 +74,13 @@ The scheduler of 0.22.1 is patched to. Later ones are not: a prefill engine stop
 and what it holds is the window of the next.
 """
 
+OUTPUTS_OUTLIVE_PREEMPTION = _IS_0_22
+"""Whether a request that was preempted, and began anew, can be ended by the output of a step from
+before that, so that it is over while its new blocks are being computed.
+
+The scheduler of 0.22.1 takes such an output for the new one's; later ones know it for stale.
+"""
+
 UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
 """Whether upstream's statistics count handshakes that failed and notifications that came late,
 which those of 0.22.1 have no name for."""
@@ -145,6 +152,7 @@ __all__ = [
     "CONTEXT_PARALLELISM_IS_UPSTREAMS",
     "FAILED_READS_ARE_NAMED",
     "HOLDERS_KEEP_THE_LAST_WINDOW",
+    "OUTPUTS_OUTLIVE_PREEMPTION",
     "RECOMPUTES_IN_OTHER_BLOCKS",
     "REQUEST_NUMBERS",
     "STATE_IS_UPSTREAMS",

@@ -16,12 +16,11 @@ of after each; within one, as elsewhere in this process, whoever wants it waits 
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from vllm.logger import init_logger
 
@@ -187,9 +186,3 @@ class ConnectorThread:
                 due_s = self._exchange.next_due_s(now_s)
                 rests_s = None if due_s is None else max(due_s - self._clock(), _SHORTEST_REST_S)
                 self._news.wait(rests_s)
-
-
-def on_cores(cores: Collection[int] | None) -> None:
-    """Let the calling thread run on some cores; on any where none are named."""
-    if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)

@@ -4,14 +4,19 @@
 None of this takes the engine's thread or the connector's. One thread asks all engines; another
 prepares a generation for each that has answered, out of values that never change, and hands over
 what nobody else has seen.
+
+Most of that would be the agent: it is made, and all memory of the cache registered with it, before
+an engine is asked for, and the next one when it was taken.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -87,16 +92,32 @@ class Opener:
         self._hung_grace_s = hung_grace_s
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-opener")
-        # Belongs to that thread.
+        # Belongs to that thread, from `begin` on.
         self._dividing: list[NixlAgent] = []
+        # One, or none. Also `close` takes it from there.
+        self._ready: deque[NixlAgent] = deque()
+        self._stays_ready = False
+        self._closed = False
         self._local: Local | None = None
         self._planner: Planner | None = None
         self._ask: Ask | None = None
 
-    def begin(self, local: Local, ask: Ask) -> None:
-        """What to connect and how to ask, known once the caches are registered."""
+    def begin(self, local: Local, ask: Ask, *, stays_ready: bool) -> None:
+        """What to connect and how to ask, known once the caches are registered.
+
+        Args:
+            local: What to connect.
+            ask: How to ask.
+            stays_ready: Whether to have an agent ready for the next engine, as suits who reads.
+
+        Raises:
+            LocalLayoutError: NIXL is not installed.
+        """
         self._local, self._ask = local, ask
         self._planner = Planner(local.shards, local.spread, local.missing_drafts)
+        self._stays_ready = stays_ready
+        if stays_ready:
+            self._ready.append(self._new_agent())
 
     def open(self, address: RemoteEngineAddress) -> Future[Generation]:
         """Shake hands with an engine and prepare all lists; waits for nothing.
@@ -113,7 +134,9 @@ class Opener:
 
     def close(self) -> None:
         """Open nothing more."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._close_ready()
 
     def _answered(
         self,
@@ -143,6 +166,48 @@ class Opener:
             opened.set_result(self._prepare(address, descriptions, began_s))
         except BaseException as error:
             opened.set_exception(error)
+        if self._stays_ready and not self._ready:
+            # Behind all engines that have answered; not any more, where this is closed.
+            with suppress(RuntimeError):
+                self._thread.submit(self._make_ready)
+
+    def _make_ready(self) -> None:
+        """Have an agent ready for the next engine."""
+        if self._ready:
+            return
+        # Where it cannot be made, whoever needs it next is told.
+        with suppress(Exception):
+            self._ready.append(self._new_agent())
+        if self._closed:
+            self._close_ready()
+
+    def _close_ready(self) -> None:
+        with suppress(IndexError):
+            self._ready.pop().close()
+
+    def _take_agent(self) -> NixlAgent:
+        try:
+            return self._ready.pop()
+        except IndexError:
+            return self._new_agent()
+
+    def _new_agent(self) -> NixlAgent:
+        """An agent with which all memory is registered that is read into."""
+        local = self._local
+        assert local is not None
+        self._dividing = [each for each in self._dividing if each.is_open]
+        divides = len(self._dividing) < MOST_DIVIDING
+        agent = self._make_agent(f"reader/{uuid.uuid4()}", divides=divides)
+        try:
+            agent.register(local.regions)
+            if local.area is not None:
+                agent.register([local.area.region])
+        except BaseException:
+            agent.close()
+            raise
+        if divides:
+            self._dividing.append(agent)
+        return agent
 
     def _prepare(
         self, address: RemoteEngineAddress, descriptions: Answer, began_s: float
@@ -158,15 +223,8 @@ class Opener:
                 address.engine_id,
                 layers_text(planned.missing),
             )
-        self._dividing = [each for each in self._dividing if each.is_open]
-        divides = len(self._dividing) < MOST_DIVIDING
-        agent = self._make_agent(f"reader/{uuid.uuid4()}", divides=divides)
-        if divides:
-            self._dividing.append(agent)
+        agent = self._take_agent()
         try:
-            agent.register(local.regions)
-            if local.area is not None:
-                agent.register([local.area.region])
             by_rank = {description.shard.rank: description for description in descriptions}
             engine = RemoteEngine(agent, by_rank, plan, local.reader, local.area)
             generation = Generation(agent, engine, self._hung_grace_s, self._clock)

@@ -35,7 +35,7 @@ from ..protocol.params import (
     without_source,
 )
 from ..transport.side_channel import HandshakeServer
-from .compat import HOLDERS_KEEP_THE_LAST_WINDOW
+from .compat import HOLDERS_KEEP_THE_LAST_WINDOW, OUTPUTS_OUTLIVE_PREEMPTION
 from .content import content_keys
 from .digests import PromptDigests
 from .envelopes import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
@@ -72,14 +72,14 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._trusted = settings.trusted()
         super().__init__(vllm_config, engine_id, kv_cache_config)
         parallel_config = vllm_config.parallel_config
-        # Whether steps are scheduled before the output of earlier ones is known.
-        self._is_ahead = (
-            vllm_config.scheduler_config.async_scheduling
-            or parallel_config.pipeline_parallel_size > 1
+        self._has_stages = parallel_config.pipeline_parallel_size > 1
+        # Whether nobody waits for a step in which nothing is computed. A stage with a batch behind
+        # it would, a replica with the same experts, and a scheduler that is a step ahead.
+        self._nobody_waits = (
+            not self._has_stages
+            and not vllm_config.scheduler_config.async_scheduling
+            and parallel_config.data_parallel_size == 1
         )
-        # Whether nobody waits for a step in which nothing is computed. One that was scheduled ahead
-        # would, and a replica with the same experts.
-        self._nobody_waits = not self._is_ahead and parallel_config.data_parallel_size == 1
         self._state_groups = state_groups(kv_cache_config)
         self._heartbeats = HeartbeatBook(settings.lease_s)
         self._offers = OfferBook()
@@ -110,7 +110,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._server.start()
         transfer_config = self.vllm_config.kv_transfer_config
         assert transfer_config is not None
-        if self._is_ahead and (
+        if self._has_stages and (
             transfer_config.is_kv_producer or self.is_bidirectional_kv_xfer_enabled
         ):
             self._offers.announce_from(self._host_for_workers())
@@ -292,7 +292,9 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         Blocks and tokens beyond the answer, as those of drafts, are none of the next engine's. Nor
         are those of a request that no engine was asked about: workers would never report them as
-        sent. State that has taken in tokens beyond the answer is nobody's.
+        sent. State that has taken in tokens beyond the answer is nobody's, and nor are blocks that
+        a step in flight may be filling: those of a request that began anew, where the output of
+        the step before that can still end it.
         """
         self._wanted_digests.forget(request.request_id)
         if not concerns_us(request.kv_transfer_params):
@@ -304,11 +306,13 @@ class ReshardScheduler(NixlConnectorScheduler):
         # in flight, or of drafts behind the one that ended the answer.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         went_on = bool(self._state_groups) and request.num_computed_tokens > num_tokens
+        began_anew = OUTPUTS_OUTLIVE_PREEMPTION and self._has_stages and request.num_preemptions > 0
+        is_nobodys = went_on or began_anew
         block_ids = (
-            tuple([] for _ in block_ids) if went_on else self._blocks_of(num_tokens, block_ids)
+            tuple([] for _ in block_ids) if is_nobodys else self._blocks_of(num_tokens, block_ids)
         )
         delay_free, params = super().request_finished(request, block_ids)
-        if went_on and params is not None:
+        if is_nobodys and params is not None:
             self._reqs_not_processed.add(request.request_id)
             params = None
         if delay_free:

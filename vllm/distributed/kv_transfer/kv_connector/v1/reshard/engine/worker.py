@@ -27,7 +27,8 @@ from ..protocol.ledgers import RequestId
 from ..protocol.messages import EngineId, RemoteEngineAddress, decode_announcement
 from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent
-from ..transport.announcements import Listener
+from ..transport.announcements import Listener, listen_to
+from ..transport.cores import run_on
 from ..transport.enquiries import Enquirer
 from ..transport.generation import Generation
 from ..transport.remote import Reader
@@ -46,7 +47,7 @@ from .geometry import (
     window_groups,
 )
 from .holder import Holder
-from .loop import PATIENCE_S, ConnectorThread, on_cores
+from .loop import PATIENCE_S, ConnectorThread
 from .notifier import Notifier
 from .opening import Local, Opener
 from .ownership import refuse_shared_names, shard_of_worker
@@ -84,6 +85,8 @@ class ReshardWorker:
         self._kv_cache_config = kv_cache_config
         self._engine_id = engine_id
         self._settings = read_settings(transfer_config)
+        # Whether it reads at all.
+        self._reads = transfer_config.is_kv_consumer or self._settings.bidirectional_kv_xfer
         self._key = self._settings.channel_key()
         self._rank = MeshRank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
@@ -153,6 +156,7 @@ class ReshardWorker:
         self._opener.begin(
             Local(reader, shards, regions, area, spread, policy),
             lambda address: enquirer.ask(address, required),
+            stays_ready=self._reads,
         )
         description = WorkerDescription(
             self._engine_id,
@@ -169,9 +173,7 @@ class ReshardWorker:
         """Hand over what the scheduler asks for in this step; blocks on nothing."""
         self._idle = metadata.idle
         if metadata.announcer is not None:
-            self._listener = Listener(
-                metadata.announcer, self._hear_ahead, lambda: on_cores(self._helpers_cores())
-            )
+            self._listener = listen_to(metadata.announcer, self._hear_ahead, self._helpers_cores())
         if metadata:
             self._thread.hand_over(Step(metadata, self._computed_before(metadata)))
 
@@ -235,7 +237,7 @@ class ReshardWorker:
 
     def _prepare_thread(self) -> None:
         """Make the calling thread the connector's."""
-        on_cores(self._helpers_cores())
+        run_on(self._helpers_cores())
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
@@ -246,11 +248,7 @@ class ReshardWorker:
     def _open_area(self, caches: Iterable[torch.Tensor]) -> StagingArea | None:
         """Where staged reads stop over, if any are to."""
         strategy = self._settings.transfer_strategy
-        transfer_config = self._vllm_config.kv_transfer_config
-        assert transfer_config is not None
-        if strategy == "direct" or not (
-            transfer_config.is_kv_consumer or self._settings.bidirectional_kv_xfer
-        ):
+        if strategy == "direct" or not self._reads:
             return None
         return open_area(
             caches,

@@ -14,7 +14,6 @@ is done, and there is no way to forget a peer: its agent is closed.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -28,6 +27,7 @@ from vllm.logger import init_logger
 
 from ..errors import InDoubtError, LocalLayoutError, TransferError
 from ..memory.lowering import Indices, Rows
+from .cores import running_on
 
 logger = init_logger(__name__)
 
@@ -126,7 +126,7 @@ class NixlAgent:
         )
         # One that reads is made for each connection, which the connector tells of by itself.
         told = _quietly() if polled else nullcontext()
-        with _MAKING, progress_delay(progress_delay_us), _running_on(cores), told:
+        with _MAKING, progress_delay(progress_delay_us), running_on(cores), told:
             self._agent = NixlWrapper(name, config)
         self._cores = cores
         self._registered: list[Any] = []
@@ -176,7 +176,7 @@ class NixlAgent:
         try:
             # NIXL may yield in a loop until the peer has answered. Where two workers that share a
             # core do so, neither lets the other's threads run.
-            with _running_on(self._cores):
+            with running_on(self._cores):
                 peer = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise TransferError(f"NIXL does not accept a peer's metadata: {error}") from error
@@ -370,17 +370,3 @@ def _quietly() -> Iterator[None]:
         yield
     finally:
         nixl.setLevel(level)
-
-
-@contextmanager
-def _running_on(cores: Collection[int] | None) -> Iterator[None]:
-    """Let this thread, and threads that it starts within, run on some cores."""
-    if cores is None or not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, own)

@@ -16,19 +16,24 @@ the secret one, so that a worker hears nobody else.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import zmq
 from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
 
+from .cores import running_on
 from .sockets import listen
 
 logger = init_logger(__name__)
 
 _MAX_REQUEST_BYTES = 1 << 10
 """Subscriptions are all that an announcer is sent."""
+
+_QUEUED_MESSAGES = 1000
+"""What is kept for a worker that does not read; it loses what is said then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class Announcer:
         self._context = zmq.Context()
         try:
             self._socket = self._context.socket(zmq.PUB)
+            self._socket.sndhwm = _QUEUED_MESSAGES
             self._socket.curve_server = True
             self._socket.curve_secretkey = secret_key
             port = listen(self._socket, host, 0, _MAX_REQUEST_BYTES)
@@ -73,7 +79,7 @@ class Announcer:
         self.address = AnnouncerAddress(host, port, public_key)
 
     def tell(self, message: bytes) -> None:
-        """Tell all workers that listen; one that does not read loses what is said."""
+        """Tell all workers that listen; waits for none."""
         self._socket.send(message, zmq.NOBLOCK)
 
     def close(self) -> None:
@@ -84,26 +90,37 @@ class Announcer:
 class Listener:
     """Hears what one announcer tells, in a thread of its own.
 
-    The socket belongs to that thread. `close` may be called by any other.
+    The socket belongs to that thread once it runs. `close` may be called by any other.
 
     Args:
         address: The announcer's.
         hear: Called by the thread with each message.
-        prepare: Called by the thread before everything else.
+        cores: Where it and ZeroMQ's threads may run; None for where the calling thread may.
+
+    Raises:
+        ZMQError: There are no more sockets, or ZeroMQ was built without CURVE.
     """
 
     def __init__(
         self,
         address: AnnouncerAddress,
         hear: Callable[[bytes], None],
-        prepare: Callable[[], None] = lambda: None,
+        cores: Collection[int] | None = None,
     ) -> None:
-        self._address = address
         self._hear = hear
-        self._prepare = prepare
         self._context = zmq.Context()
-        self._thread = threading.Thread(target=self._run, name="reshard-listener", daemon=True)
-        self._thread.start()
+        try:
+            with running_on(cores):
+                # ZeroMQ's threads begin with the first socket.
+                socket = self._context.socket(zmq.SUB)
+                self._thread = threading.Thread(
+                    target=self._run, args=(socket,), name="reshard-listener", daemon=True
+                )
+                _connect(socket, address)
+                self._thread.start()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
 
     def close(self) -> None:
         """Hear nothing any more; may be called repeatedly."""
@@ -111,21 +128,21 @@ class Listener:
         self._context.term()
         self._thread.join()
 
-    def _run(self) -> None:
-        address = self._address
-        try:
-            with self._context.socket(zmq.SUB) as socket:
-                self._prepare()
-                socket.linger = 0
-                socket.ipv6 = is_valid_ipv6_address(address.host)
-                socket.curve_serverkey = address.public_key
-                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-                socket.subscribe(b"")
-                socket.connect(make_zmq_path("tcp", address.host, address.port))
-                while True:
-                    self._hear(socket.recv())
-        except zmq.ContextTerminated:
-            pass
+    def _run(self, socket: zmq.Socket[bytes]) -> None:
+        with suppress(zmq.ContextTerminated), socket:
+            while True:
+                self._hear(socket.recv())
+
+
+def _connect(socket: zmq.Socket[bytes], address: AnnouncerAddress) -> None:
+    """Subscribe to all that an announcer tells."""
+    socket.linger = 0
+    socket.ipv6 = is_valid_ipv6_address(address.host)
+    socket.curve_serverkey = address.public_key
+    # Who knows the other key is let in with any of his own.
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.subscribe(b"")
+    socket.connect(make_zmq_path("tcp", address.host, address.port))
 
 
 def open_announcer(host: str) -> Announcer | None:
@@ -133,10 +150,25 @@ def open_announcer(host: str) -> Announcer | None:
     try:
         return Announcer(host)
     except zmq.ZMQError as error:
-        logger.warning(
-            "Workers hear of what is offered with the next step only, as nothing can be announced "
-            "to them at %s (%s): decode engines may wait for that step.",
-            host,
-            error,
-        )
+        _do_without(host, error)
         return None
+
+
+def listen_to(
+    address: AnnouncerAddress, hear: Callable[[bytes], None], cores: Collection[int] | None
+) -> Listener | None:
+    """A listener, or a line in the log and None: a worker can do without."""
+    try:
+        return Listener(address, hear, cores)
+    except zmq.ZMQError as error:
+        _do_without(address.host, error)
+        return None
+
+
+def _do_without(host: str, error: zmq.ZMQError) -> None:
+    logger.warning(
+        "Workers hear of what is offered with the next step only, as nothing can be announced to "
+        "them at %s (%s): decode engines may wait for that step.",
+        host,
+        error,
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from ..memory.staging import Scatter
+from .cores import run_on
 
 _WORDS = {
     16: torch.complex128,
@@ -272,5 +272,4 @@ def _be_modest(cores: Collection[int] | None) -> None:
     openmp = ctypes.CDLL(None)
     if hasattr(openmp, "omp_set_num_threads"):
         openmp.omp_set_num_threads(1)
-    if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
+    run_on(cores)

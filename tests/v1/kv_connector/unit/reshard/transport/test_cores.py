@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads run where they are told, and nobody else moves."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.cores import run_on, running_on
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity"
+)
+
+
+def test_thread_runs_where_it_is_told():
+    """And the calling thread keeps its own cores."""
+    own, seen = os.sched_getaffinity(0), []
+
+    def run() -> None:
+        run_on({min(own)})
+        seen.append(os.sched_getaffinity(0))
+
+    other = threading.Thread(target=run)
+    other.start()
+    other.join()
+    assert seen == [{min(own)}]
+    assert os.sched_getaffinity(0) == own
+
+
+def test_threads_that_are_started_within_run_there():
+    """Afterwards the calling thread is where it was, whatever has happened."""
+    own, seen = os.sched_getaffinity(0), []
+    with pytest.raises(ValueError, match="no more"), running_on({min(own)}):
+        other = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        other.start()
+        other.join()
+        raise ValueError("no more")
+    assert seen == [{min(own)}]
+    assert os.sched_getaffinity(0) == own
+
+
+@pytest.mark.parametrize("cores", [None, set()])
+def test_nothing_changes_where_no_cores_are_named(cores):
+    """As on systems that have no such thing."""
+    own = os.sched_getaffinity(0)
+    run_on(cores)
+    with running_on(cores):
+        assert os.sched_getaffinity(0) == own
