@@ -91,15 +91,22 @@ def _answers(case: AnswersCase, plan: Plan) -> Result:
         if lane.connector == "upstream":
             result.give_up(lane.name, NO_STAGES)
             continue
-        for _ in range(min(plan.repetitions, _REPETITIONS)):
-            child = Child("answers", plan.directory, _ANSWERS_HOST, case.shape)
-            try:
-                child.result()
-                summaries = call_all([child], "read_answers", case.num_engines, _WATCH)
-            finally:
-                end_all([child])
-            result.add(lane.name, _figures(summaries))
+        try:
+            for _ in range(min(plan.repetitions, _REPETITIONS)):
+                result.add(lane.name, _figures(_pauses_of_planning(case, plan)))
+        except BenchmarkError as error:
+            result.give_up(lane.name, str(error))
     return result
+
+
+def _pauses_of_planning(case: AnswersCase, plan: Plan) -> Iterable[PauseSummary]:
+    """Start a decode engine's worker, and have all engines answer it."""
+    child = Child("answers", plan.directory, _ANSWERS_HOST, case.shape)
+    try:
+        child.result()
+        return call_all([child], "read_answers", case.num_engines, _WATCH)
+    finally:
+        end_all([child])
 
 
 def _measure(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import pauses
 from benchmarks.answers import AnswersHost
 from benchmarks.asynchronous import measure_networks
 from benchmarks.cases import (
@@ -93,13 +94,13 @@ def test_idle_workers_pauses_and_late_bytes_are_measured(plan):
     """Who has nothing to do, waits for a handshake, holds; and a report after the last byte."""
     plan = replace(plan, repetitions=1)
     (idle,) = measure_idle([IdleCase(SHAPE)], plan)
-    pauses, held = measure_pauses(
+    read, held = measure_pauses(
         [PauseCase(SHAPE, 4, 32, connected=False, num_peers=2), HoldingCase(SHAPE, 3)], plan
     )
     (network,) = measure_networks([NetworkCase(SHAPE, 100, None, 1e-3)], plan)
     for result, metric in (
         (idle, Metric.IDLE_CPU),
-        (pauses, Metric.LONGEST_PAUSE_S),
+        (read, Metric.LONGEST_PAUSE_S),
         (held, Metric.PAUSE_P99_S),
         (network, Metric.SECONDS),
     ):
@@ -115,6 +116,14 @@ def test_answers_of_engines_with_stages_are_read(plan):
     assert list(result.samples) == [OURS.name]
     assert result.samples[OURS.name][Metric.PAUSE_P99_S][0] > 0
     assert set(result.missing.values()) == {NO_STAGES}
+
+
+def test_answers_that_cannot_be_read_are_a_reason(plan, monkeypatch, tmp_path):
+    """That lane is missing and says why, and the bench goes on."""
+    monkeypatch.setattr(pauses, "_ANSWERS_HOST", tmp_path / "nothing.py")
+    (result,) = measure_pauses([AnswersCase(SHAPE, 3)], plan)
+    assert result.samples == {}
+    assert result.missing[OURS.name] != NO_STAGES
 
 
 def test_answers_that_nothing_is_read_for_are_an_error(monkeypatch):

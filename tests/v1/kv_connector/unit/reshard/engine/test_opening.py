@@ -142,8 +142,9 @@ def test_agent_is_ready_before_an_engine_is_asked_for(ready, agents):
     assert ready.open(ADDRESS).result(DEADLINE_S) is agents.made[1]
 
 
-def test_who_is_asked_first_waits_for_nobody_elses_agent(ready, agents):
+def test_who_is_asked_first_waits_for_nobody_elses_agent(ready, agents, monkeypatch):
     """Agents to be ready are made when all engines that have answered are connected."""
+    monkeypatch.setattr(opening, "MOST_DIVIDING", 3)
     with mock.patch.object(ready, "_thread", Later()) as later:
         openings = [ready.open(ADDRESS) for _ in range(2)]
         for _ in openings:
@@ -174,8 +175,14 @@ def test_agent_that_cannot_be_made_is_told_of_when_it_is_needed(ready, agents):
     assert ready.open(ADDRESS).result(DEADLINE_S).is_open
 
 
-def test_ready_agents_are_closed(ready, agents):
-    """Also one that is being made meanwhile."""
+def test_ready_agent_is_closed(ready, agents):
+    """Nobody has asked for an engine, and nobody will."""
+    ready.close()
+    assert [each.is_open for each in agents.made] == [False]
+
+
+def test_agent_that_is_made_while_its_opener_is_closed_is_closed(ready, agents):
+    """What was handed over before is its taker's."""
     agents.goes_on.clear()
     taken = ready.open(ADDRESS).result(DEADLINE_S)
     wait_until(lambda: agents.num_asked == 2)
@@ -186,9 +193,9 @@ def test_ready_agents_are_closed(ready, agents):
     assert agents.made[0] is taken
 
 
-def test_ready_agent_counts_among_those_with_threads(ready):
-    """Two of them: one is in use, and one is ready."""
-    taken = [ready.open(ADDRESS).result(DEADLINE_S) for _ in range(2)]
-    assert [agent.divides for agent in taken] == [True, True]
-    wait_until(lambda: ready._ready)
-    assert not ready._ready[0].divides
+def test_ready_agent_has_threads(ready):
+    """Where there are as many as there may be, none is made that could not have them later."""
+    taken = [ready.open(ADDRESS).result(DEADLINE_S) for _ in range(3)]
+    assert [agent.divides for agent in taken] == [True, True, False]
+    taken[0].close()
+    assert ready.open(ADDRESS).result(DEADLINE_S).divides

@@ -263,12 +263,12 @@ def test_step_is_idle_where_nobody_waits_for_it(num_tokens, engine, idle):
     [
         ({"stages": 1}, False),
         ({"stages": 2}, True),
-        ({"stages": 1, "ahead": True}, False),
+        ({"stages": 1, "ahead": True}, True),
         ({"stages": 2, "role": "kv_consumer"}, False),
         ({"stages": 2, "role": "kv_consumer", "bidirectional": True}, True),
     ],
 )
-def test_offers_are_announced_where_steps_queue_up(engine, announces):
+def test_offers_are_announced_where_steps_are_scheduled_ahead(engine, announces):
     """By engines that offer anything, to workers that are told in the first step."""
     owner = scheduler(**engine)
     serve(owner)

@@ -201,6 +201,15 @@ def test_engine_does_without_an_address(lines):
     assert "nothing can be announced to them at 192.0.2.1 (" in line
 
 
+def test_worker_does_without_cores_that_are_gone(announcer, lines):
+    """Also where it is the system that refuses."""
+    before = psutil.Process().num_fds()
+    assert listen_to(announcer.address, lambda _: None, {1 << 14}) is None
+    assert psutil.Process().num_fds() == before
+    (line,) = lines
+    assert "decode engines may wait for that step" in line
+
+
 def test_engine_and_worker_do_without_curve(announcer, lines, monkeypatch):
     """The same line at each, and nothing is left open."""
     monkeypatch.setattr(zmq, "curve_keypair", refuse)

@@ -10,7 +10,7 @@ It is read as plain JSON: no code of the model is run, and nothing is loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,27 +158,31 @@ def _sizes(whole: object) -> ModelSizes:
         raise ValueError("neither head_dim nor hidden_size is given: give --head-size and no model")
     head_size = _slot_elements(head_size, _size(config, "v_head_dim", default=head_size))
     common = LayerSizes(num_kv_heads, head_size)
+    kinds = layer_kinds(config, num_layers)
     layers = {
         layer: sizes
         for layer in range(num_layers)
-        if (sizes := _layer_sizes(config, layer, common, layer in windows)) is not None
+        if (sizes := _layer_sizes(config, kinds, layer, common, layer in windows)) is not None
     }
     if set(layers.values()) == {common} and len(layers) == num_layers:
         layers = {}
-    state = read_state(config, layer_kinds(config, num_layers) or ())
+    state = read_state(config, kinds or ())
     return ModelSizes(
         num_layers, num_kv_heads, head_size, False, dtype, windows, is_chunked, layers, state
     )
 
 
 def _layer_sizes(
-    config: Mapping[str, Any], layer: int, common: LayerSizes, is_windowed: bool
+    config: Mapping[str, Any],
+    kinds: Sequence[str] | None,
+    layer: int,
+    common: LayerSizes,
+    is_windowed: bool,
 ) -> LayerSizes | None:
     """What one layer keeps; None if it has no attention, or shares another layer's cache."""
     num_layers = _size(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     if layer >= num_layers - int(config.get("num_kv_shared_layers") or 0):
         return None
-    kinds = layer_kinds(config, num_layers)
     if kinds is not None and kinds[layer] in STATE_ONLY | NOTHING_KEPT:
         return None
     # Where transformers 5 has written the configuration: whatever the family.

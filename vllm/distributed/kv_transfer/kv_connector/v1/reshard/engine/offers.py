@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler offers to other engines, on its way to the workers.
 
-Each offer goes with the next step's metadata. Pipeline stages are given steps before the output of
-earlier ones is known: some have left when an offer is made, and the next one is taken up when they
-are computed. With a prompt in each, a reader waits for other clients' prompts. There an offer is
-announced as well, and a worker shows it at once.
+Each offer goes with the next step's metadata. Where steps are scheduled before the output of
+earlier ones is known, some have left when an offer is made, and the next one may be taken up when
+they are computed: with a prompt in each, a reader waits for other clients' prompts. There an offer
+is announced as well, and a worker shows it at once.
 """
 
 from __future__ import annotations

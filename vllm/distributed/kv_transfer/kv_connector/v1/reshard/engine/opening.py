@@ -62,8 +62,9 @@ class Local:
 
 
 MOST_DIVIDING = 8
-"""Of so many connections at a time, agents have threads that divide large reads. Each such thread
-takes 20 ms to make and 5 MB: much for hundreds of engines, of each of which little is read."""
+"""So many agents at a time have threads that divide large reads, one that is ready among them. Each
+such thread takes 20 ms to make and 5 MB: much for hundreds of engines, of each of which little is
+read."""
 
 
 class MakeAgent(Protocol):
@@ -109,15 +110,12 @@ class Opener:
             local: What to connect.
             ask: How to ask.
             stays_ready: Whether to have an agent ready for the next engine, as suits who reads.
-
-        Raises:
-            LocalLayoutError: NIXL is not installed.
         """
         self._local, self._ask = local, ask
         self._planner = Planner(local.shards, local.spread, local.missing_drafts)
         self._stays_ready = stays_ready
         if stays_ready:
-            self._ready.append(self._new_agent())
+            self._make_ready()
 
     def open(self, address: RemoteEngineAddress) -> Future[Generation]:
         """Shake hands with an engine and prepare all lists; waits for nothing.
@@ -172,8 +170,11 @@ class Opener:
                 self._thread.submit(self._make_ready)
 
     def _make_ready(self) -> None:
-        """Have an agent ready for the next engine."""
-        if self._ready:
+        """Have an agent ready for the next engine.
+
+        Not where it would have no threads: when it is taken, others may have ended theirs.
+        """
+        if self._ready or not self._may_divide():
             return
         # Where it cannot be made, whoever needs it next is told.
         with suppress(Exception):
@@ -195,8 +196,7 @@ class Opener:
         """An agent with which all memory is registered that is read into."""
         local = self._local
         assert local is not None
-        self._dividing = [each for each in self._dividing if each.is_open]
-        divides = len(self._dividing) < MOST_DIVIDING
+        divides = self._may_divide()
         agent = self._make_agent(f"reader/{uuid.uuid4()}", divides=divides)
         try:
             agent.register(local.regions)
@@ -208,6 +208,10 @@ class Opener:
         if divides:
             self._dividing.append(agent)
         return agent
+
+    def _may_divide(self) -> bool:
+        self._dividing = [each for each in self._dividing if each.is_open]
+        return len(self._dividing) < MOST_DIVIDING
 
     def _prepare(
         self, address: RemoteEngineAddress, descriptions: Answer, began_s: float

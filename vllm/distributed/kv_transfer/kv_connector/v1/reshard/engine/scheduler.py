@@ -72,14 +72,14 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._trusted = settings.trusted()
         super().__init__(vllm_config, engine_id, kv_cache_config)
         parallel_config = vllm_config.parallel_config
-        self._has_stages = parallel_config.pipeline_parallel_size > 1
-        # Whether nobody waits for a step in which nothing is computed. A stage with a batch behind
-        # it would, a replica with the same experts, and a scheduler that is a step ahead.
-        self._nobody_waits = (
-            not self._has_stages
-            and not vllm_config.scheduler_config.async_scheduling
-            and parallel_config.data_parallel_size == 1
+        # Whether steps are scheduled before the output of earlier ones is known.
+        self._is_ahead = (
+            vllm_config.scheduler_config.async_scheduling
+            or parallel_config.pipeline_parallel_size > 1
         )
+        # Whether nobody waits for a step in which nothing is computed. One that was scheduled ahead
+        # would, and a replica with the same experts.
+        self._nobody_waits = not self._is_ahead and parallel_config.data_parallel_size == 1
         self._state_groups = state_groups(kv_cache_config)
         self._heartbeats = HeartbeatBook(settings.lease_s)
         self._offers = OfferBook()
@@ -110,7 +110,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._server.start()
         transfer_config = self.vllm_config.kv_transfer_config
         assert transfer_config is not None
-        if self._has_stages and (
+        if self._is_ahead and (
             transfer_config.is_kv_producer or self.is_bidirectional_kv_xfer_enabled
         ):
             self._offers.announce_from(self._host_for_workers())
@@ -306,7 +306,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         # in flight, or of drafts behind the one that ended the answer.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         went_on = bool(self._state_groups) and request.num_computed_tokens > num_tokens
-        began_anew = OUTPUTS_OUTLIVE_PREEMPTION and self._has_stages and request.num_preemptions > 0
+        began_anew = OUTPUTS_OUTLIVE_PREEMPTION and self._is_ahead and request.num_preemptions > 0
         is_nobodys = went_on or began_anew
         block_ids = (
             tuple([] for _ in block_ids) if is_nobodys else self._blocks_of(num_tokens, block_ids)

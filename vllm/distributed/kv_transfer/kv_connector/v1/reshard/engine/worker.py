@@ -26,7 +26,7 @@ from ..protocol.bounds import ReplyBounds
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import EngineId, RemoteEngineAddress, decode_announcement
 from ..protocol.metadata import WorkerDescription, encode_worker
-from ..transport.agent import NixlAgent
+from ..transport.agent import NixlAgent, can_be_polled
 from ..transport.announcements import Listener, listen_to
 from ..transport.cores import run_on
 from ..transport.enquiries import Enquirer
@@ -156,7 +156,8 @@ class ReshardWorker:
         self._opener.begin(
             Local(reader, shards, regions, area, spread, policy),
             lambda address: enquirer.ask(address, required),
-            stays_ready=self._reads,
+            # One that waits with a thread that does not rest would cost a core.
+            stays_ready=self._reads and can_be_polled(self._settings.backends),
         )
         description = WorkerDescription(
             self._engine_id,

@@ -118,8 +118,7 @@ class NixlAgent:
         self._memory = memory
         self._backends = list(backends)
         config = nixl_agent_config(
-            # Of the other backends nobody has seen how they advance without.
-            enable_prog_thread=not polled or self._backends != ["UCX"],
+            enable_prog_thread=not polled or not can_be_polled(backends),
             num_threads=num_threads,
             backends=self._backends,
             capture_telemetry=True,
@@ -324,6 +323,14 @@ class NixlAgent:
             function(handle)
         except Exception as error:
             logger.warning("NIXL cannot release %s: %s", what, error)
+
+
+def can_be_polled(backends: Sequence[str]) -> bool:
+    """Whether an agent with these backends advances without a progress thread.
+
+    UCX's was seen to do so. Of the others nobody has seen how they do.
+    """
+    return list(backends) == ["UCX"]
 
 
 def _cannot_read(local_indices: Indices, remote: Prepared) -> str:

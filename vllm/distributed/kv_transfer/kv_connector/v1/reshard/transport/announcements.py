@@ -160,12 +160,13 @@ def listen_to(
     """A listener, or a line in the log and None: a worker can do without."""
     try:
         return Listener(address, hear, cores)
-    except zmq.ZMQError as error:
+    except (zmq.ZMQError, OSError, RuntimeError) as error:
+        # There may be no thread to be had, or not on these cores.
         _do_without(address.host, error)
         return None
 
 
-def _do_without(host: str, error: zmq.ZMQError) -> None:
+def _do_without(host: str, error: Exception) -> None:
     logger.warning(
         "Workers hear of what is offered with the next step only, as nothing can be announced to "
         "them at %s (%s): decode engines may wait for that step.",
