@@ -91,11 +91,7 @@ def _answers(case: AnswersCase, plan: Plan) -> Result:
         if lane.connector == "upstream":
             result.give_up(lane.name, NO_STAGES)
             continue
-        try:
-            for _ in range(min(plan.repetitions, _REPETITIONS)):
-                result.add(lane.name, _figures(_pauses_of_planning(case, plan)))
-        except BenchmarkError as error:
-            result.give_up(lane.name, str(error))
+        _repeat(lane.name, plan, result, lambda: _pauses_of_planning(case, plan))
     return result
 
 
@@ -116,14 +112,21 @@ def _measure(
     measure: Callable[[ConnectorPair], Iterable[PauseSummary | None]],
 ) -> None:
     """Measure a lane; no other one is there meanwhile, as 64 engines take much memory."""
-    lane = pair.lane.name
     try:
-        for _ in range(min(plan.repetitions, _REPETITIONS)):
-            result.add(lane, _figures(each for each in measure(pair) if each is not None))
-    except BenchmarkError as error:
-        result.give_up(lane, str(error))
+        _repeat(pair.lane.name, plan, result, lambda: measure(pair))
     finally:
         pair.end()
+
+
+def _repeat(
+    lane: str, plan: Plan, result: Result, measure: Callable[[], Iterable[PauseSummary | None]]
+) -> None:
+    """Measure a lane some times, and give it up where that fails."""
+    try:
+        for _ in range(min(plan.repetitions, _REPETITIONS)):
+            result.add(lane, _figures(each for each in measure() if each is not None))
+    except BenchmarkError as error:
+        result.give_up(lane, str(error))
 
 
 def _figures(summaries: Iterable[PauseSummary]) -> dict[Metric, float]:

@@ -20,7 +20,6 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     open_socket,
     wait_until,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import announcements
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import (
     Announcer,
     AnnouncerAddress,
@@ -129,7 +128,9 @@ def test_who_does_not_listen_holds_up_nobody(announcer):
             for number in range(num_messages):
                 # More than the system keeps of a connection.
                 announcer.tell(number.to_bytes(1 << 15, "little"))
-                wait_until(lambda number=number: len(heard) > number)
+                if number % 100 == 0:
+                    # Who reads is not so far behind that it would miss something.
+                    wait_until(lambda number=number: len(heard) > number)
             assert len(late) == 1
             goes_on.set()
 
@@ -179,43 +180,34 @@ def test_keys_are_not_told_to_logs(announcer):
     assert announcer.address.public_key.decode() not in repr(announcer.address)
 
 
-@pytest.fixture
-def lines(monkeypatch) -> list[str]:
-    """Warnings in the log."""
-    logged: list[str] = []
-    monkeypatch.setattr(
-        announcements.logger, "warning", lambda text, *values: logged.append(text % values)
-    )
-    return logged
-
-
 def refuse() -> None:
     """As ZeroMQ does that was built without CURVE."""
     raise zmq.ZMQError(zmq.ENOTSUP)
 
 
-def test_engine_does_without_an_address(lines):
+def test_engine_does_without_an_address(caplog_vllm):
     """A line says what that costs."""
     assert open_announcer("192.0.2.1") is None
-    (line,) = lines
+    (line,) = caplog_vllm.messages
     assert "nothing can be announced to them at 192.0.2.1 (" in line
 
 
-def test_worker_does_without_cores_that_are_gone(announcer, lines):
+def test_worker_does_without_cores_that_are_gone(announcer, caplog_vllm):
     """Also where it is the system that refuses."""
     before = psutil.Process().num_fds()
     assert listen_to(announcer.address, lambda _: None, {1 << 14}) is None
     assert psutil.Process().num_fds() == before
-    (line,) = lines
+    (line,) = caplog_vllm.messages
     assert "decode engines may wait for that step" in line
 
 
-def test_engine_and_worker_do_without_curve(announcer, lines, monkeypatch):
+def test_engine_and_worker_do_without_curve(announcer, caplog_vllm, monkeypatch):
     """The same line at each, and nothing is left open."""
     monkeypatch.setattr(zmq, "curve_keypair", refuse)
     before = psutil.Process().num_fds()
     assert open_announcer(HOST) is None
     assert listen_to(announcer.address, lambda _: None, None) is None
     assert psutil.Process().num_fds() == before
+    lines = caplog_vllm.messages
     assert len(lines) == 2
     assert all(f"nothing can be announced to them at {HOST} (" in line for line in lines)

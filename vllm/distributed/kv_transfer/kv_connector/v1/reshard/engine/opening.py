@@ -164,7 +164,7 @@ class Opener:
             opened.set_result(self._prepare(address, descriptions, began_s))
         except BaseException as error:
             opened.set_exception(error)
-        if self._stays_ready and not self._ready:
+        if self._stays_ready:
             # Behind all engines that have answered; not any more, where this is closed.
             with suppress(RuntimeError):
                 self._thread.submit(self._make_ready)

@@ -9,7 +9,7 @@ reaches it while it computes. It may come late or not at all, and says nothing t
 does not say as well: who misses it is where he would be without.
 
 Workers learn from a step where the announcer is, and its public key, without which nobody connects:
-ZeroMQ's CURVE sends neither that key nor anything else in the clear. Nobody but the announcer has
+ZeroMQ's CURVE sends neither that key nor what is told in the clear. Nobody but the announcer has
 the secret one, so that a worker hears nobody else.
 """
 
@@ -99,6 +99,8 @@ class Listener:
 
     Raises:
         ZMQError: There are no more sockets, or ZeroMQ was built without CURVE.
+        OSError: The cores are not this process's any more.
+        RuntimeError: There are no more threads.
     """
 
     def __init__(
@@ -161,7 +163,6 @@ def listen_to(
     try:
         return Listener(address, hear, cores)
     except (zmq.ZMQError, OSError, RuntimeError) as error:
-        # There may be no thread to be had, or not on these cores.
         _do_without(address.host, error)
         return None
 
