@@ -17,9 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes impor
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report, Step
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.loop import (
+    PATIENCE_S,
     SWITCH_S,
     ConnectorThread,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 
 DEADLINE_S = 60.0
 
@@ -33,10 +35,13 @@ class Exchange:
         self.threads: set[int] = set()
         self.holder: list[str] = []
         self.is_moving = self.is_talking = self.has_backlog = self.has_moved = False
+        self.is_ending = False
         self.due_s: float | None = None
         self.fault: Exception | None = None
-        self.may_turn = threading.Event()
+        self.may_turn, self.may_tell = threading.Event(), threading.Event()
         self.may_turn.set()
+        self.may_tell.set()
+        self.stats: ReshardStats | None = None
         self.closed_by: int | None = None
 
     def turn(self, steps: list[Step], now_s: float) -> Report:
@@ -50,7 +55,11 @@ class Exchange:
             fault, self.fault = self.fault, None
             raise fault
         ended = {request for step in steps if step.metadata for request in step.metadata.admitted}
-        return Report(received=ended)
+        return Report(received=ended, stats=self.stats)
+
+    def tell_holders(self, now_s: float) -> None:
+        """Tell them, once the test allows it."""
+        assert self.may_tell.wait(DEADLINE_S)
 
     def next_due_s(self, now_s: float) -> float | None:
         """What the test says."""
@@ -154,6 +163,52 @@ def test_patient_step_is_told_what_is_about_to_end(thread, exchange):
     thread._settled = News(exchange.may_turn.set)
     ask(thread, "r")
     assert thread.collect(DEADLINE_S).received == {"r"}
+
+
+def test_engine_is_told_before_those_who_held_what_was_read(thread, exchange):
+    """They do not wait for the next token."""
+    exchange.may_tell.clear()
+    ask(thread, "r")
+    try:
+        assert thread.collect(DEADLINE_S).received == {"r"}
+    finally:
+        exchange.may_tell.set()
+
+
+def test_figures_are_not_what_a_patient_step_waits_for(thread, exchange):
+    """Those of an earlier request are told with whatever ends next."""
+    exchange.stats = ReshardStats()
+    thread.wake()
+    wait_until(lambda: thread._reports)
+    exchange.may_turn.clear()
+    thread._settled = News(exchange.may_turn.set)
+    ask(thread, "r")
+    assert thread.collect(DEADLINE_S).received == {"r"}
+
+
+def test_patience_is_longer_while_a_turn_goes_on(thread, exchange, monkeypatch):
+    """NIXL may read within it; the step after the engine's rest would hear of that too late."""
+    monkeypatch.setattr(loop, "_LONGEST_PATIENCE_S", DEADLINE_S)
+    exchange.may_turn.clear()
+    ask(thread, "r")
+    wait_until(lambda: exchange.begun)
+    settled = thread._settled = News()
+    settled.before = lambda: len(settled.waited_s) == 3 and exchange.may_turn.set()
+    assert thread.collect(PATIENCE_S).received == {"r"}
+    assert settled.came[:2] == [False, False]
+
+
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_patience_is_longer_while_something_ends(thread, exchange, monkeypatch, is_ending):
+    """What has arrived is known soon; what has not may take for ever."""
+    monkeypatch.setattr(loop, "_LONGEST_PATIENCE_S", 10 * PATIENCE_S)
+    exchange.is_moving, exchange.is_ending = True, is_ending
+    thread.wake()
+    wait_until(lambda: exchange.turns > 1)
+    began_s = time.monotonic()
+    assert not thread.collect(PATIENCE_S)
+    waited_s = time.monotonic() - began_s
+    assert waited_s >= (10 * PATIENCE_S if is_ending else PATIENCE_S)
 
 
 def test_turn_that_began_before_a_step_does_not_end_its_patience(thread, exchange):

@@ -197,6 +197,7 @@ class Worker:
         self._woken = False
         report = self.exchange.turn(steps, self.world.now_s)
         self.engine.hear(self, report)
+        self.exchange.tell_holders(self.world.now_s)
         return report
 
     def begin_step(self) -> None:

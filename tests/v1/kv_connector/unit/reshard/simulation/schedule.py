@@ -308,7 +308,11 @@ class Simulation:
             return weight * random.random() if random.random() < 0.5 else 0.0
 
         self.world.wire.faults = Faults(
-            refusal=some(0.05), doubt=some(0.05), loss=some(0.5), repetition=some(0.5)
+            at_once=some(1.0),
+            refusal=some(0.05),
+            doubt=some(0.05),
+            loss=some(0.5),
+            repetition=some(0.5),
         )
         self.copy_failures, self.confusion = some(0.2), some(0.5)
         self.handshake_failures = some(0.5)

@@ -123,15 +123,17 @@ class Message:
 
 @dataclass(slots=True)
 class Faults:
-    """How often the wire misbehaves, each between 0 and 1.
+    """How often the wire misbehaves, or is faster than others, each between 0 and 1.
 
     Attributes:
+        at_once: A read is over when it was posted.
         refusal: A read is refused before it has begun.
         doubt: A read is refused after it has begun.
         loss: A notification is lost.
         repetition: A notification arrives, and arrives again.
     """
 
+    at_once: float = 0.0
     refusal: float = 0.0
     doubt: float = 0.0
     loss: float = 0.0
@@ -299,7 +301,9 @@ class SimulatedAgent:
         wire.reads.append(read)
         if random.random() < faults.doubt:
             raise InDoubtError(f"began to read from {remote.peer}, and failed")
-        return Transfer(remote.peer, read)
+        if random.random() < faults.at_once:
+            wire.move(read, len(pieces))
+        return Transfer(remote.peer, read, ended_at_once=read.is_over)
 
     def poll(self, transfer: Transfer) -> TransferState:
         """Look at a posted read."""

@@ -49,13 +49,16 @@ class Connection:
         self.states: dict[int, TransferState] = {}
         self.released: list[int] = []
         self.refusal: TransferError | None = None
+        self.ends_at_once = False
 
     def read(self, *lists) -> Transfer:
         """Remember a read."""
         if self.refusal is not None:
             raise self.refusal
         self.posted.append(lists)
-        return Transfer("peer", len(self.posted) - 1)
+        if self.ends_at_once:
+            self.states[len(self.posted) - 1] = TransferState.DONE
+        return Transfer("peer", len(self.posted) - 1, self.ends_at_once)
 
     def poll(self, transfer: Transfer) -> TransferState:
         """What the test has said."""
@@ -159,6 +162,20 @@ def test_staged_part_ends_once_it_is_scattered(one_window_parts):
     assert transfers.advance(0.0) == [PartQuiet("r", 2, Strategy.STAGED, "telemetry 2")]
     assert transfers.area.spans.free_bytes == PLANE_BYTES
     assert len(transfers) == 3
+
+
+@pytest.mark.parametrize("planes_in_arena", [0, 4], ids=["direct", "staged"])
+def test_read_that_ends_at_once_needs_no_look(one_window_parts, planes_in_arena):
+    """What NIXL reads while it posts is over, or being scattered, before the next is posted."""
+    transfers, agent, copies = make(planes_in_arena)
+    agent.ends_at_once = True
+    transfers.start("r", one_window_parts, agent, 0.0)
+    assert agent.released == [0, 1, 2, 3] and not transfers.is_lingering
+    assert transfers.is_ending == bool(planes_in_arena)
+    for copy in copies.made:
+        copy.made = True
+    assert quiet(transfers.advance(0.0)) == [("r", key) for key in range(4)]
+    assert len(transfers) == 0 and not transfers.is_ending
 
 
 def test_what_arrives_is_told_for_as_long_as_that_is_news(one_window_parts):
@@ -355,14 +372,6 @@ def test_close_waits_for_copies(one_window_parts):
     transfers.start("r", one_window_parts, agent, 0.0)
     transfers.close()
     assert not agent.released and copies.closed and len(transfers) == 0
-
-
-def test_what_was_read_while_it_was_posted_is_scattered_at_once(one_window_parts):
-    """On one machine NIXL reads in the call that posts: nobody waits for the engine's next step."""
-    transfers, agent, copies = make(4)
-    agent.states = dict.fromkeys(range(4), TransferState.DONE)
-    transfers.start("r", one_window_parts, agent, 0.0)
-    assert len(copies.made) == 4 and agent.released == [0, 1, 2, 3]
 
 
 def test_copy_that_cannot_begin_fails_its_part_only(one_window_parts):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that a worker exchanges with other engines, turn by turn: what it reads, and what it holds.
 
-    the engine's steps  ->  turn  ->  what has ended
+    the engine's steps  ->  turn  ->  what has ended  ->  tell_holders
 
 It has no thread and waits for nothing: `loop` runs its turns. All of it belongs to the thread that
 does.
@@ -78,7 +78,12 @@ class Report:
     stats: ReshardStats | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.sent or self.received or self.failed or self.stats is not None)
+        return self.is_awaited or self.stats is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it says anything that somebody waits for: nobody does for figures."""
+        return bool(self.sent or self.received or self.failed)
 
     def add(self, later: Report) -> None:
         """Take in what has ended since."""
@@ -131,7 +136,7 @@ class Exchange:
         self._steps: list[Step] = []
         # What has ended in a turn that has failed is told by the next one.
         self._report = Report()
-        # What the last turn has ended is told by the next one.
+        # Connections were closed: what that has ended is told by the next turn.
         self._has_ended = False
         self._closed = False
 
@@ -154,13 +159,6 @@ class Exchange:
         report = self._report
         report.failed |= self.reads.take_failed()
         report.received |= self.reads.take_received()
-        # Before a connection is closed that the holders are told over.
-        self._notifier.flush()
-        self._notifier.advance(now_s)
-        ended = self.peers.take_due(now_s)
-        for generation in ended:
-            self.reads.end(generation)
-        self._has_ended = bool(ended)
         if steps:
             report.sent |= self.holder.let_go(now_s)
         # Figures alone are no reason to have the engine's thread collect them.
@@ -168,6 +166,19 @@ class Exchange:
             report.stats = self._stats.clone_and_reset()
         self._report = Report()
         return report
+
+    def tell_holders(self, now_s: float) -> None:
+        """Tell those who hold what was read, and close connections that nothing is read with.
+
+        To be called after each turn: the engine need not wait for it.
+        """
+        # Before a connection is closed that the holders are told over.
+        self._notifier.flush()
+        self._notifier.advance(now_s)
+        ended = self.peers.take_due(now_s)
+        for generation in ended:
+            self.reads.end(generation)
+        self._has_ended = bool(ended)
 
     @property
     def has_backlog(self) -> bool:
@@ -183,6 +194,11 @@ class Exchange:
     def is_moving(self) -> bool:
         """Whether another turn soon may tell something that somebody waits for."""
         return bool(self._steps or self._has_ended or self.reads.is_moving)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether one of the next turns tells how something ends."""
+        return self.reads.is_ending
 
     @property
     def is_talking(self) -> bool:

@@ -52,6 +52,10 @@ PATIENCE_S = 1e-3
 as long after such a step: what ends in time is told before that, and not after it. A request that
 comes in between waits for both."""
 
+_LONGEST_PATIENCE_S = 5e-3
+"""The same where a report is near: as long as a turn goes on, in which NIXL may read all that it is
+asked for, and while what has arrived is looked up."""
+
 _TICK_S = 0.2
 """As often the messages of others are heard though nothing is held for them."""
 
@@ -82,11 +86,12 @@ class ConnectorThread:
         self._steps: deque[Step] = deque()
         self._reports: deque[Report] = deque()
         self._news = threading.Event()
-        # Set where there is a report, or none is to be waited for.
+        # Set where there is a report that somebody waits for, or none is to be waited for.
         self._settled = threading.Event()
         self._stopped = False
         # Hints for the engine's thread, which the other one writes.
         self._moves = False
+        self._ends = False
         self._holds = False
         self._tick_at_s = 0.0
         self._thread = threading.Thread(target=self._run, name="reshard-connector", daemon=True)
@@ -113,7 +118,7 @@ class ConnectorThread:
             self._tick_at_s = now_s + _TICK_S
             self.hand_over(Step())
         if patience_s > 0:
-            self._await_report(now_s + patience_s)
+            self._await_report(now_s, patience_s)
         elif not self._reports and self._moves:
             time.sleep(_MOMENT_S)
         report = Report()
@@ -139,15 +144,19 @@ class ConnectorThread:
             return
         self._exchange.close(self._clock())
 
-    def _await_report(self, until_s: float) -> None:
+    def _await_report(self, began_s: float, patience_s: float) -> None:
         """Wait until there is a report, or nothing is under way that could bring one."""
         while True:
             self._settled.clear()
-            left_s = until_s - self._clock()
-            if left_s <= 0 or self._reports or not (self._moves or self._steps):
+            longest_s = max(patience_s, _LONGEST_PATIENCE_S) if self._ends else patience_s
+            left_s = began_s + longest_s - self._clock()
+            if left_s <= 0 or not (self._moves or self._steps):
                 return
-            # A turn that had begun before the last step was handed over ends this, too.
-            self._settled.wait(left_s)
+            if any(report.is_awaited for report in tuple(self._reports)):
+                return
+            # A turn that had begun before the last step was handed over ends this, too; and what
+            # was near may be so no more.
+            self._settled.wait(min(left_s, patience_s))
 
     def _run(self) -> None:
         if self._prepare is not None:
@@ -159,19 +168,24 @@ class ConnectorThread:
             self._moves = self._moves or bool(self._steps)
             steps = [self._steps.popleft() for _ in range(len(self._steps))]
             now_s = self._clock()
+            self._ends = True
             try:
                 report = self._exchange.turn(steps, now_s)
+                if report:
+                    self._reports.append(report)
+                if report.is_awaited:
+                    self._settled.set()
+                self._exchange.tell_holders(now_s)
             except Exception:
                 # What nobody thought of ends neither the engine nor other requests.
                 logger.exception("A turn of the connector's thread has failed, and the next begins")
                 time.sleep(_AFTER_FAULT_S)
                 # What has ended in this one is told by the next.
                 continue
-            if report:
-                self._reports.append(report)
+            self._ends = self._exchange.is_ending
             self._moves = self._exchange.is_moving
             self._holds = len(self._exchange.holder) > 0
-            if report or not self._moves:
+            if not self._moves:
                 self._settled.set()
             if report or steps or self._exchange.has_moved:
                 rest_s = _SHORTEST_REST_S

@@ -137,6 +137,11 @@ class RequestReads:
         return bool(self.has_backlog or self._transfers.is_moving or self._looking or self._hung)
 
     @property
+    def is_ending(self) -> bool:
+        """Whether all of some request has arrived, so that it is known soon how it ends."""
+        return bool(self._looking) or self._transfers.is_ending
+
+    @property
     def next_due_s(self) -> float | None:
         """When the next request fails that is not received before; None without one.
 

@@ -265,15 +265,11 @@ class ReshardWorker:
         return reader, self._make_agent(f"stand-in/{uuid.uuid4()}", polled=False)
 
     def _make_agent(self, name: str, *, polled: bool, divides: bool = True) -> NixlAgent:
-        num_threads = self._settings.num_threads if divides else 0
-        if polled:
-            # There is one for each connection: no more than can copy at the same time.
-            num_threads = min(num_threads, len(self._cores or ()) or os.cpu_count() or 1)
         return NixlAgent(
             f"{self._name}/{name}",
             memory="DRAM" if self._on_cpu else "VRAM",
             backends=self._settings.backends,
-            num_threads=num_threads,
+            num_threads=self._settings.num_threads if divides else 0,
             polled=polled,
             progress_delay_us=self._settings.progress_delay_us(on_cpu=self._on_cpu),
             cores=self._cores,

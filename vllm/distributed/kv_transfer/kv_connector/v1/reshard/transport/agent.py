@@ -68,10 +68,13 @@ class Transfer:
     Attributes:
         peer: The agent that is read from.
         handle: NIXL's handle; None once it is released.
+        ended_at_once: It was over when it had been posted, as between processes of one machine,
+            where NIXL reads few descriptors while it posts them.
     """
 
     peer: str
     handle: Any
+    ended_at_once: bool = False
 
 
 class NixlAgent:
@@ -243,6 +246,7 @@ class NixlAgent:
             raise InDoubtError(f"{_cannot_read(local_indices, remote)}: {error}") from error
         if state == "ERR":
             raise InDoubtError(_cannot_read(local_indices, remote))
+        transfer.ended_at_once = state == "DONE"
         return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:
@@ -250,6 +254,8 @@ class NixlAgent:
 
         One that is done is to be released. One that has failed may still write.
         """
+        if transfer.ended_at_once:
+            return TransferState.DONE
         try:
             state = self._agent.check_xfer_state(transfer.handle)
         except Exception:

@@ -158,6 +158,11 @@ class Transfers:
         )
 
     @property
+    def is_ending(self) -> bool:
+        """Whether all that is on its way has landed, and is being copied to where it belongs."""
+        return bool(self._landed) and not (self._posted or self._queue or self._direct)
+
+    @property
     def has_backlog(self) -> bool:
         """Whether more is to be posted than a turn's budget has allowed."""
         return bool(self._direct) or self._is_cut_short
@@ -210,7 +215,7 @@ class Transfers:
     def post(self, now_s: float, budget: Budget) -> None:
         """Post what is queued, as far as there are spans and the budget goes."""
         while self._direct:
-            self._post_direct(self._direct.popleft())
+            self._post_direct(self._direct.popleft(), now_s)
             if budget.is_spent:
                 break
         self._serve_queue(now_s, budget)
@@ -279,7 +284,7 @@ class Transfers:
                 return
             self._queue.popleft()
             if span is None:
-                self._post_direct(first)
+                self._post_direct(first, now_s)
             else:
                 self._post_window(first, span, now_s)
             if budget.is_spent:
@@ -292,20 +297,17 @@ class Transfers:
         self._moved_at_s = now_s
         running.span, running.staged = span, True
         remote_indices, arena_indices = staging.leg.indices(window, span)
-        self._post(running, staging.arena, arena_indices, staging.remote, remote_indices)
-        # On one machine NIXL reads while it posts: then this one is scattered during the next.
-        if running.transfer is not None and self._has_left_nixl(running, now_s):
-            self._posted.remove(running)
+        self._post(running, now_s, staging.arena, arena_indices, staging.remote, remote_indices)
 
-    def _post_direct(self, running: _Running) -> None:
+    def _post_direct(self, running: _Running, now_s: float) -> None:
         leg = running.part.leg
         remote_indices, local_indices = leg.leg.indices(running.part.selections)
-        self._post(running, leg.local, local_indices, leg.remote, remote_indices)
+        self._post(running, now_s, leg.local, local_indices, leg.remote, remote_indices)
 
-    def _post(self, running: _Running, *read: Any) -> None:
-        """Post a read."""
+    def _post(self, running: _Running, now_s: float, *read: Any) -> None:
+        """Post a read. What has landed with that is not left for a later look."""
         try:
-            running.transfer = running.generation.read(*read)
+            running.transfer = transfer = running.generation.read(*read)
         except InDoubtError as error:
             self._events.append(PartFailed(running.request_id, str(error)))
             self._in_doubt.append(running)
@@ -313,7 +315,8 @@ class Transfers:
             self._free(running)
             self._events += [PartFailed(running.request_id, str(error)), running.quiet()]
         else:
-            self._posted.append(running)
+            if not (transfer.ended_at_once and self._has_left_nixl(running, now_s)):
+                self._posted.append(running)
 
     def _has_left_nixl(self, running: _Running, now_s: float) -> bool:
         """Look at a posted read; once it is over, take the next step."""
