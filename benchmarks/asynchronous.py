@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .cases import NetworkCase
-from .errors import NetworkError
+from .errors import BenchmarkError
 from .lanes import ConnectorPair, Pair, Tables, duration_s, started_pairs
 from .network import sites
 from .results import Metric, Part, Result
@@ -39,7 +39,8 @@ def measure_networks(cases: Sequence[NetworkCase], plan: Plan) -> Iterator[Resul
                 for case in alike:
                     plan.say(f"network: {case.name}")
                     yield _measure(case, pairs, plan.repetitions)
-        except NetworkError as error:
+        except BenchmarkError as error:
+            # No such link, or no engines over it: that is the end of these cases only.
             for case in alike:
                 missing = {lane.name: str(error) for lane in lanes}
                 yield Result(Part.NETWORK, case.name, missing=missing)

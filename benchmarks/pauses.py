@@ -54,6 +54,8 @@ def _reading(case: PauseCase, plan: Plan) -> Result:
         if not pair.prefill:
             pair.start_prefill(case.num_peers)
         pair.start_decode()
+        # What is written for the first time is backed by memory then, which may take milliseconds.
+        pair.call_decode("clear")
         if case.connected:
             pair.read(tables[: case.num_peers])
         readings = pair.read(tables, _WATCH)

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.loop import (
     ConnectorThread,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.waking import Bell
 
 DEADLINE_S = 60.0
 
@@ -140,7 +141,7 @@ def test_exchange_with_more_to_do_is_turned_by_itself(thread, exchange, more):
     wait_until(lambda: exchange.turns >= 50)
 
 
-class News(threading.Event):
+class News(Bell):
     """Notes how long is waited for it, and calls somebody first."""
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
@@ -149,11 +150,11 @@ class News(threading.Event):
         self.waited_s: list[float | None] = []
         self.came: list[bool] = []
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         """Wait."""
-        self.waited_s.append(timeout)
+        self.waited_s.append(timeout_s)
         self.before()
-        self.came.append(super().wait(timeout))
+        self.came.append(super().wait(timeout_s))
         return self.came[-1]
 
 
@@ -280,6 +281,33 @@ def test_thread_sleeps_until_something_is_due(thread, exchange):
     wait_until(lambda: bool(exchange.turned_s) and exchange.turned_s[-1] >= due_s)
     before = [turned_s for turned_s in exchange.turned_s if turned_s < due_s]
     assert len(before) <= 3
+
+
+def test_quiet_is_told_once_each_time(exchange):
+    """Not while something is under way, nor in the pauses of somebody who reads on."""
+    now_s, told = [0.0], []
+    thread = ConnectorThread(exchange, lambda: now_s[0], quiet=lambda: told.append(now_s[0]))
+
+    def turn_at(at_s: float, *, moves: bool) -> None:
+        now_s[0], exchange.is_moving = at_s, moves
+        # One of these had begun before, and the last one begins once it is known how things are.
+        for _ in range(3):
+            thread.wake()
+            wait_until(lambda before=exchange.turns: exchange.turns > before)
+
+    thread.start()
+    try:
+        for begun_s in (0.0, 10.0):
+            turn_at(begun_s, moves=True)
+            turn_at(begun_s + 5.0, moves=True)
+            turn_at(begun_s + 5.0, moves=False)
+            turn_at(begun_s + 5.9, moves=False)
+            assert all(at_s < begun_s for at_s in told)
+            turn_at(begun_s + 6.0, moves=False)
+            turn_at(begun_s + 9.0, moves=False)
+    finally:
+        thread.close()
+    assert told == [6.0, 16.0]
 
 
 def test_interpreter_is_let_go_of_sooner_than_by_default(thread):

@@ -133,24 +133,28 @@ def test_agent_of_a_failed_opening_does_not_count(opener, monkeypatch):
 
 
 def test_agent_is_ready_before_an_engine_is_asked_for(ready, agents):
-    """With the cache registered; and another one afterwards."""
+    """With the cache registered; and another one once nothing is being read."""
     (first,) = agents.made
     assert first.registered == [["cache"]]
     assert ready.open(ADDRESS).result(DEADLINE_S) is first
+    wait_until(lambda: ready._lacks_agent)
+    for _ in range(3):
+        ready.quiet()
     wait_until(lambda: ready._ready)
     assert len(agents.made) == 2
     assert ready.open(ADDRESS).result(DEADLINE_S) is agents.made[1]
 
 
-def test_who_is_asked_first_waits_for_nobody_elses_agent(ready, agents, monkeypatch):
-    """Agents to be ready are made when all engines that have answered are connected."""
+def test_first_read_has_the_cores(ready, agents, monkeypatch):
+    """An agent to be ready is made for nobody who waits, and takes a core for long."""
     monkeypatch.setattr(opening, "MOST_DIVIDING", 3)
     with mock.patch.object(ready, "_thread", Later()) as later:
         openings = [ready.open(ADDRESS) for _ in range(2)]
-        for _ in openings:
+        while later.jobs:
             later.jobs.popleft()()
         assert [each.result(0) for each in openings] == agents.made
         assert not ready._ready
+        ready.quiet()
         while later.jobs:
             later.jobs.popleft()()
     assert list(ready._ready) == agents.made[2:]
@@ -161,6 +165,7 @@ def test_who_reads_nothing_makes_none(opener, agents):
     """Neither before nor after it was asked, as for a heartbeat."""
     assert not agents.made
     opener.open(ADDRESS).result(DEADLINE_S)
+    opener.quiet()
     opener._thread.shutdown()
     assert len(agents.made) == 1
 
@@ -185,6 +190,8 @@ def test_agent_that_is_made_while_its_opener_is_closed_is_closed(ready, agents):
     """What was handed over before is its taker's."""
     agents.goes_on.clear()
     taken = ready.open(ADDRESS).result(DEADLINE_S)
+    wait_until(lambda: ready._lacks_agent)
+    ready.quiet()
     wait_until(lambda: agents.num_asked == 2)
     ready.close()
     agents.goes_on.set()

@@ -1,11 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that polls is woken."""
+"""A thread that waits for a bell is woken, and one that polls."""
 
 from __future__ import annotations
 
+import threading
+
 import zmq
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.waking import Waker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.waking import Bell, Waker
+
+
+def test_any_number_of_rings_is_one():
+    """They are kept for who waits next, and gone once he has or was calmed."""
+    bell = Bell()
+    assert not bell.wait(0)
+    for _ in range(2):
+        for _ in range(1_000):
+            bell.ring()
+        assert bell.wait(0) and not bell.wait(0)
+    bell.ring()
+    bell.calm()
+    assert not bell.wait(0)
+
+
+def test_who_waits_for_a_bell_is_woken():
+    """By any thread, however long he would have waited."""
+    there, back = Bell(), Bell()
+
+    def answer() -> None:
+        for _ in range(100):
+            assert there.wait(60.0)
+            back.ring()
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    for _ in range(100):
+        there.ring()
+        assert back.wait(60.0)
+    answering.join()
 
 
 def test_any_number_of_wakes_is_one():

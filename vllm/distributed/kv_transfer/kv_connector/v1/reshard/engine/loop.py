@@ -16,6 +16,7 @@ of after each; within one, as elsewhere in this process, whoever wants it waits 
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from collections.abc import Callable
 
 from vllm.logger import init_logger
 
+from ..transport.waking import Bell
 from .exchange import Exchange, Report, Step
 
 logger = init_logger(__name__)
@@ -38,9 +40,10 @@ _LONGEST_TALK_REST_S = 10e-3
 _AFTER_FAULT_S = 0.05
 """After a turn that has failed: if they all do, the log is not to be full of it."""
 
-SWITCH_S = 0.25e-3
+SWITCH_S = 0.1e-3
 """How long a thread that computes keeps the interpreter where another one wants it. Python's own 5
-ms are as long as a step of a small model."""
+ms are as long as a step of a small model. It begins anew whenever the interpreter was let go of for
+a moment, as calls of NIXL do: who waits for it may do so for some of these times."""
 
 _MOMENT_S = 20e-6
 """For so long a thread leaves the interpreter to the other one, which would wait for all of
@@ -55,6 +58,9 @@ comes in between waits for both."""
 _LONGEST_PATIENCE_S = 5e-3
 """The same where a report is near: as long as a turn goes on, in which NIXL may read all that it is
 asked for, and while what has arrived is looked up."""
+
+_QUIET_S = 1.0
+"""After so long without anything under way there is time for what nobody waits for."""
 
 _TICK_S = 0.2
 """As often the messages of others are heard though nothing is held for them."""
@@ -72,6 +78,8 @@ class ConnectorThread:
         exchange: What to run.
         clock: Seconds that only grow.
         prepare: Called by the thread before everything else.
+        quiet: Called by the thread when nothing has been under way for a while, once each time;
+            waits for nothing.
     """
 
     def __init__(
@@ -79,15 +87,19 @@ class ConnectorThread:
         exchange: Exchange,
         clock: Callable[[], float] = time.monotonic,
         prepare: Callable[[], None] | None = None,
+        quiet: Callable[[], None] | None = None,
     ) -> None:
         self._exchange = exchange
         self._clock = clock
         self._prepare = prepare
+        self._quiet = quiet
+        # When to call that; None while something is under way.
+        self._quiet_at_s: float | None = None
         self._steps: deque[Step] = deque()
         self._reports: deque[Report] = deque()
-        self._news = threading.Event()
-        # Set where there is a report that somebody waits for, or none is to be waited for.
-        self._settled = threading.Event()
+        self._news = Bell()
+        # Rung where there is a report that somebody waits for, or none is to be waited for.
+        self._settled = Bell()
         self._stopped = False
         # Hints for the engine's thread, which the other one writes.
         self._moves = False
@@ -104,7 +116,7 @@ class ConnectorThread:
     def hand_over(self, step: Step) -> None:
         """Ask for something."""
         self._steps.append(step)
-        self._news.set()
+        self._news.ring()
 
     def collect(self, patience_s: float = 0.0) -> Report:
         """What has ended since the last call.
@@ -128,12 +140,12 @@ class ConnectorThread:
 
     def wake(self) -> None:
         """There is something to look at."""
-        self._news.set()
+        self._news.ring()
 
     def close(self) -> None:
         """End the thread, and then the exchange."""
         self._stopped = True
-        self._news.set()
+        self._news.ring()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_LIMIT_S)
         if self._thread.is_alive():
@@ -147,7 +159,7 @@ class ConnectorThread:
     def _await_report(self, began_s: float, patience_s: float) -> None:
         """Wait until there is a report, or nothing is under way that could bring one."""
         while True:
-            self._settled.clear()
+            self._settled.calm()
             longest_s = max(patience_s, _LONGEST_PATIENCE_S) if self._ends else patience_s
             left_s = began_s + longest_s - self._clock()
             if left_s <= 0 or not (self._moves or self._steps):
@@ -163,7 +175,7 @@ class ConnectorThread:
             self._prepare()
         rest_s = _SHORTEST_REST_S
         while not self._stopped:
-            self._news.clear()
+            self._news.calm()
             # Before the steps are taken: who waits for what becomes of them sees one or the other.
             self._moves = self._moves or bool(self._steps)
             steps = [self._steps.popleft() for _ in range(len(self._steps))]
@@ -174,7 +186,7 @@ class ConnectorThread:
                 if report:
                     self._reports.append(report)
                 if report.is_awaited:
-                    self._settled.set()
+                    self._settled.ring()
                 self._exchange.tell_holders(now_s)
             except Exception:
                 # What nobody thought of ends neither the engine nor other requests.
@@ -186,17 +198,29 @@ class ConnectorThread:
             self._moves = self._exchange.is_moving
             self._holds = len(self._exchange.holder) > 0
             if not self._moves:
-                self._settled.set()
+                self._settled.ring()
             if report or steps or self._exchange.has_moved:
                 rest_s = _SHORTEST_REST_S
             if self._exchange.has_backlog:
                 # To wait for news would not let go of the interpreter where there are some.
                 time.sleep(_MOMENT_S)
             elif self._moves or self._exchange.is_talking:
+                self._quiet_at_s = None
                 self._news.wait(rest_s)
                 longest_s = _LONGEST_REST_S if self._moves else _LONGEST_TALK_REST_S
                 rest_s = min(2 * rest_s, longest_s)
             else:
-                due_s = self._exchange.next_due_s(now_s)
+                due_s = self._next_due_s(now_s)
                 rests_s = None if due_s is None else max(due_s - self._clock(), _SHORTEST_REST_S)
                 self._news.wait(rests_s)
+
+    def _next_due_s(self, now_s: float) -> float | None:
+        """Nothing is under way: when to look again though nobody calls; None for never."""
+        if self._quiet_at_s is None:
+            self._quiet_at_s = now_s + _QUIET_S
+        if self._quiet is not None and now_s >= self._quiet_at_s:
+            self._quiet_at_s = math.inf
+            self._quiet()
+        due_s = self._exchange.next_due_s(now_s)
+        soonest_s = min(self._quiet_at_s, math.inf if due_s is None else due_s)
+        return None if soonest_s == math.inf else soonest_s

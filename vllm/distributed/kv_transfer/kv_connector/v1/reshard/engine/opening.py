@@ -6,7 +6,7 @@ prepares a generation for each that has answered, out of values that never chang
 what nobody else has seen.
 
 Most of that would be the agent: it is made, and all memory of the cache registered with it, before
-an engine is asked for, and the next one when it was taken.
+an engine is asked for, and the next one once nothing is being read, which it would take cores from.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class Opener:
         self._dividing: list[NixlAgent] = []
         # One, or none. Also `close` takes it from there.
         self._ready: deque[NixlAgent] = deque()
+        # An agent was taken, and another one is to be made. Both threads write it.
+        self._lacks_agent = False
         self._stays_ready = False
         self._closed = False
         self._local: Local | None = None
@@ -129,6 +131,14 @@ class Opener:
         asked = self._ask(address)
         asked.add_done_callback(partial(self._answered, address, opened, began_s))
         return opened
+
+    def quiet(self) -> None:
+        """Nothing is being read: have an agent ready for the next engine. Waits for nothing."""
+        if self._lacks_agent:
+            self._lacks_agent = False
+            # Not any more, where this is closed.
+            with suppress(RuntimeError):
+                self._thread.submit(self._make_ready)
 
     def close(self) -> None:
         """Open nothing more."""
@@ -164,10 +174,7 @@ class Opener:
             opened.set_result(self._prepare(address, descriptions, began_s))
         except BaseException as error:
             opened.set_exception(error)
-        if self._stays_ready:
-            # Behind all engines that have answered; not any more, where this is closed.
-            with suppress(RuntimeError):
-                self._thread.submit(self._make_ready)
+        self._lacks_agent = self._stays_ready
 
     def _make_ready(self) -> None:
         """Have an agent ready for the next engine.

@@ -113,7 +113,9 @@ class ReshardWorker:
             notifier,
             stats,
         )
-        self._thread = ConnectorThread(self._exchange, clock, self._prepare_thread)
+        self._thread = ConnectorThread(
+            self._exchange, clock, self._prepare_thread, self._opener.quiet
+        )
         self._device: torch.device | None = None
         self._enquirer: Enquirer | None = None
         self._listener: Listener | None = None

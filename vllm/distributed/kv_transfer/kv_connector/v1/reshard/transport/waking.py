@@ -1,10 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How other threads wake one that waits in a ZeroMQ poller."""
+"""How threads wake one that waits: for a bell, or in a ZeroMQ poller."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+from queue import Empty, SimpleQueue
+
+
+class Bell:
+    """What one thread waits for and others ring.
+
+    Who rings waits for nothing. `threading.Event` has a lock for that, and a thread that has lost
+    its core while it held it keeps all others waiting: 18 ms were seen.
+
+    `ring` may be called by any thread; everything else belongs to the one that waits.
+    """
+
+    def __init__(self) -> None:
+        self._rung: SimpleQueue[None] = SimpleQueue()
+
+    def ring(self) -> None:
+        """Wake who waits, or who does so next."""
+        if self._rung.empty():
+            self._rung.put(None)
+
+    def calm(self) -> None:
+        """Wait for the next ring from now on."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._rung.get_nowait()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it rings; returns whether it has, in time.
+
+        Args:
+            timeout_s: For so long at most; None for ever.
+        """
+        try:
+            self._rung.get(timeout=timeout_s)
+        except Empty:
+            return False
+        return True
 
 
 class Waker:
