@@ -192,7 +192,8 @@ def _measure(
     if Part.IDLE in parts:
         yield from measure_idle([each for each in idle_cases() if wanted(each.name)], plan)
     if Part.PAUSES in parts:
-        yield from measure_pauses([each for each in pause_cases(depth) if wanted(each.name)], plan)
+        pauses = [each for each in pause_cases(depth) if wanted(each.name)]
+        yield from measure_pauses(pauses, plan, thorough=depth is Depth.FULL)
     if Part.NETWORK in parts:
         links = [case for case in network_cases(depth) if wanted(case.name)]
         yield from measure_networks(links, plan)

@@ -16,6 +16,7 @@ from .specs import Lane, Watch
 from .turns import Plan, take_turns
 
 NO_STAGES = "upstream's connector does not support pipeline parallelism"
+TAKES_MINUTES = "left out, because it takes minutes: --full"
 
 _LIST_BYTES = 170
 """Of each descriptor in a list of tuples; measured."""
@@ -54,7 +55,7 @@ def _measure(case: HandshakeCase, plan: Plan, thorough: bool) -> Result:
     try:
         for lane in plan.connectors():
             if lane.at_rest and not thorough and case.descriptors > _MANY_DESCRIPTORS:
-                result.give_up(lane.name, "left out, because it takes minutes: --full")
+                result.give_up(lane.name, TAKES_MINUTES)
                 continue
             try:
                 pairs.append(_started(lane, case, plan))

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from .cases import AnswersCase, HoldingCase, PauseCase
 from .children import Child, call_all, end_all
 from .errors import BenchmarkError
-from .handshake import NO_STAGES
+from .handshake import NO_STAGES, TAKES_MINUTES
 from .lanes import ConnectorPair, Tables, side_by_side
 from .results import Metric, Part, Result
-from .specs import UPSTREAM, PauseSummary, Watch
+from .specs import UPSTREAM, UPSTREAM_AT_REST, PauseSummary, Watch
 from .tables import pool_blocks
 from .turns import Plan
 
@@ -26,20 +26,25 @@ _ANSWERS_HOST = "benchmarks.answers:AnswersHost"
 
 
 def measure_pauses(
-    cases: Sequence[PauseCase | HoldingCase | AnswersCase], plan: Plan
+    cases: Sequence[PauseCase | HoldingCase | AnswersCase], plan: Plan, *, thorough: bool = True
 ) -> Iterator[Result]:
-    """Measure the longest pauses of each case, with an engine that was started for it."""
+    """Measure the longest pauses of each case, with an engine that was started for it.
+
+    Args:
+        thorough: Measure upstream's at rest also where that takes minutes: it shakes hands in a
+            thread that gets the interpreter from one that computes every 5 ms.
+    """
     for case in cases:
         plan.say(f"pauses: {case.name}")
         if isinstance(case, PauseCase):
-            yield _reading(case, plan)
+            yield _reading(case, plan, thorough)
         elif isinstance(case, HoldingCase):
             yield _holding(case, plan)
         else:
             yield _answers(case, plan)
 
 
-def _reading(case: PauseCase, plan: Plan) -> Result:
+def _reading(case: PauseCase, plan: Plan, thorough: bool) -> Result:
     """Pauses of a decode engine."""
     sizes = {"requests": case.num_requests, "tokens": case.tokens, "peers": case.num_peers}
     result = Result(Part.PAUSES, case.name, sizes)
@@ -49,6 +54,9 @@ def _reading(case: PauseCase, plan: Plan) -> Result:
     if case.num_peers > 1 and UPSTREAM in lanes:
         lanes.remove(UPSTREAM)
         result.give_up(UPSTREAM.name, _SPINS)
+    if UPSTREAM_AT_REST in lanes and not (case.connected or thorough):
+        lanes.remove(UPSTREAM_AT_REST)
+        result.give_up(UPSTREAM_AT_REST.name, TAKES_MINUTES)
 
     def measure(pair: ConnectorPair) -> Iterable[PauseSummary | None]:
         if not pair.prefill:
