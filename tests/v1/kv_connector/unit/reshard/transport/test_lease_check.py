@@ -178,7 +178,10 @@ def test_holder_that_has_not_offered_yet_is_looked_at_again(reader):
     holder.table.enter("a")
     checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
     checker.want("our a", "a", OFFER, holder.seen_by(reader))
+    assert checker.is_looking
     until_put_off(checker)
+    # When it is offered nobody knows, and no step waits for that.
+    assert not checker.is_looking
     holder.table.bind("a", OFFER)
     now_s[0] = 1.0
     assert verdicts(checker, 1) == [Verdict("our a")]

@@ -201,11 +201,13 @@ class ConnectorThread:
                 self._settled.ring()
             if report or steps or self._exchange.has_moved:
                 rest_s = _SHORTEST_REST_S
+            is_busy = self._moves or self._exchange.is_talking
+            if is_busy:
+                self._quiet_at_s = None
             if self._exchange.has_backlog:
                 # To wait for news would not let go of the interpreter where there are some.
                 time.sleep(_MOMENT_S)
-            elif self._moves or self._exchange.is_talking:
-                self._quiet_at_s = None
+            elif is_busy:
                 self._news.wait(rest_s)
                 longest_s = _LONGEST_REST_S if self._moves else _LONGEST_TALK_REST_S
                 rest_s = min(2 * rest_s, longest_s)

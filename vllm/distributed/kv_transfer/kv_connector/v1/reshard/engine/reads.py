@@ -139,7 +139,8 @@ class RequestReads:
     @property
     def is_ending(self) -> bool:
         """Whether all of some request has arrived, so that it is known soon how it ends."""
-        return bool(self._looking) or self._transfers.is_ending
+        is_looking = any(generation.leases.is_looking for generation in self._looking)
+        return is_looking or self._transfers.is_ending
 
     @property
     def next_due_s(self) -> float | None:

@@ -179,6 +179,11 @@ class LeaseChecker(Generic[Key]):
         waiting = sum(map(len, self._wanted.values())) + len(self._early)
         return waiting + sum(len(lookup.wanted) for lookup in self._lookups)
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether a table is being read, or is to be; not where its holder has still to write."""
+        return bool(self._wanted or self._lookups)
+
     def want(
         self, key: Key, remote_request_id: RequestId, binding: Binding, at: PreparedTable
     ) -> None:
