@@ -78,7 +78,10 @@ class AnswersHost:
         pauses = Pauses()
         thread = threading.Thread(target=read, name="opener")
         thread.start()
-        while thread.is_alive():
+        reads = True
+        while reads:
+            # Also where all was over before this thread had the interpreter back.
+            reads = thread.is_alive()
             pauses.begin_step()
             pauses.compute(watch.step_s)
         if num_legs < num_engines:
