@@ -310,6 +310,19 @@ def test_quiet_is_told_once_each_time(exchange):
     assert told == [6.0, 16.0]
 
 
+def test_thread_that_nobody_wants_quiet_of_sleeps_all_the_same(exchange, monkeypatch):
+    """Also after that time nothing is due."""
+    monkeypatch.setattr(loop, "_QUIET_S", 0.0)
+    thread = ConnectorThread(exchange)
+    news = thread._news = News()
+    thread.start()
+    try:
+        wait_until(lambda: news.waited_s)
+        assert news.waited_s == [None]
+    finally:
+        thread.close()
+
+
 def test_interpreter_is_let_go_of_sooner_than_by_default(thread):
     """Whoever computes in this process keeps the engine's thread waiting for so long at most."""
     assert sys.getswitchinterval() <= SWITCH_S

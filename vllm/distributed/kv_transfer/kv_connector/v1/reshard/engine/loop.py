@@ -87,7 +87,7 @@ class ConnectorThread:
         exchange: Exchange,
         clock: Callable[[], float] = time.monotonic,
         prepare: Callable[[], None] | None = None,
-        quiet: Callable[[], None] | None = None,
+        quiet: Callable[[], None] = lambda: None,
     ) -> None:
         self._exchange = exchange
         self._clock = clock
@@ -220,7 +220,7 @@ class ConnectorThread:
         """Nothing is under way: when to look again though nobody calls; None for never."""
         if self._quiet_at_s is None:
             self._quiet_at_s = now_s + _QUIET_S
-        if self._quiet is not None and now_s >= self._quiet_at_s:
+        if now_s >= self._quiet_at_s:
             self._quiet_at_s = math.inf
             self._quiet()
         due_s = self._exchange.next_due_s(now_s)
