@@ -8,9 +8,10 @@ machine; what they say does.
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
+
+from vllm.utils.gc_utils import freeze_gc_heap
 
 from tools.pdstack.layout import Layout
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.loop import SWITCH_S
@@ -57,8 +58,7 @@ class AnswersHost:
         self._bounds = ReplyBounds.of(shards)
         self._planner = Planner(shards, 0, "refuse")
         # As vLLM's engines do once they have started: what is there by then is garbage to nobody.
-        gc.collect()
-        gc.freeze()
+        freeze_gc_heap()
         # As the connector does when it begins.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
 

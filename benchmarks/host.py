@@ -24,6 +24,7 @@ from vllm.distributed.parallel_state import (
     set_custom_all_reduce,
 )
 from vllm.sampling_params import SamplingParams
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -92,8 +93,7 @@ class ConnectorHost:
         watch_posts(self._posts)
         # As vLLM's engines do once they have started: what is there by then is garbage to nobody.
         # Without it, ranks collect it before they read, and begin up to 100 ms apart.
-        gc.collect()
-        gc.freeze()
+        freeze_gc_heap()
 
     def describe(self) -> tuple[tuple[int, int], Sealed]:
         """This rank, and what it says of itself in handshakes."""

@@ -15,8 +15,8 @@ from .tables import block_table, pool_blocks
 from .turns import Plan, take_turns
 
 _READS = 3
-"""In each turn, of which the median counts: a process that was stopped until then finds nothing of
-its own in the processor's caches, as no engine's is."""
+"""In each turn, of which the median counts: a process that was stopped until then, as no engine's
+is, finds nothing of its own in the processor's caches."""
 
 
 def measure_transfers(cases: Sequence[TransferCase], plan: Plan) -> Iterator[Result]:

@@ -137,7 +137,6 @@ def test_agent_is_ready_before_an_engine_is_asked_for(ready, agents):
     (first,) = agents.made
     assert first.registered == [["cache"]]
     assert ready.open(ADDRESS).result(DEADLINE_S) is first
-    wait_until(lambda: ready._lacks_agent)
     for _ in range(3):
         ready.quiet()
     wait_until(lambda: ready._ready)
@@ -190,7 +189,6 @@ def test_agent_that_is_made_while_its_opener_is_closed_is_closed(ready, agents):
     """What was handed over before is its taker's."""
     agents.goes_on.clear()
     taken = ready.open(ADDRESS).result(DEADLINE_S)
-    wait_until(lambda: ready._lacks_agent)
     ready.quiet()
     wait_until(lambda: agents.num_asked == 2)
     ready.close()

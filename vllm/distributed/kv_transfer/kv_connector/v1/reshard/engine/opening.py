@@ -97,8 +97,6 @@ class Opener:
         self._dividing: list[NixlAgent] = []
         # One, or none. Also `close` takes it from there.
         self._ready: deque[NixlAgent] = deque()
-        # An agent was taken, and another one is to be made. Both threads write it.
-        self._lacks_agent = False
         self._stays_ready = False
         self._closed = False
         self._local: Local | None = None
@@ -134,8 +132,7 @@ class Opener:
 
     def quiet(self) -> None:
         """Nothing is being read: have an agent ready for the next engine. Waits for nothing."""
-        if self._lacks_agent:
-            self._lacks_agent = False
+        if self._stays_ready and not self._ready:
             # Not any more, where this is closed.
             with suppress(RuntimeError):
                 self._thread.submit(self._make_ready)
@@ -174,7 +171,6 @@ class Opener:
             opened.set_result(self._prepare(address, descriptions, began_s))
         except BaseException as error:
             opened.set_exception(error)
-        self._lacks_agent = self._stays_ready
 
     def _make_ready(self) -> None:
         """Have an agent ready for the next engine.

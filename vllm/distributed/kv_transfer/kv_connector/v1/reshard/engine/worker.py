@@ -263,8 +263,9 @@ class ReshardWorker:
 
     def _make_agents(self) -> tuple[NixlAgent, NixlAgent]:
         """One that reads, and one that is read from."""
-        reader = self._make_agent(f"measure/{uuid.uuid4()}", polled=True)
-        return reader, self._make_agent(f"stand-in/{uuid.uuid4()}", polled=False)
+        # Nothing that is measured has descriptors enough to be divided among threads.
+        reader = self._make_agent(f"measure/{uuid.uuid4()}", polled=True, divides=False)
+        return reader, self._make_agent(f"stand-in/{uuid.uuid4()}", polled=False, divides=False)
 
     def _make_agent(self, name: str, *, polled: bool, divides: bool = True) -> NixlAgent:
         return NixlAgent(

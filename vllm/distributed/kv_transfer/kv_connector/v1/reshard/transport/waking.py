@@ -27,9 +27,9 @@ class Bell:
 
     def calm(self) -> None:
         """Wait for the next ring from now on."""
-        with contextlib.suppress(Empty):
-            while True:
-                self._rung.get_nowait()
+        # Nobody else takes from it.
+        while not self._rung.empty():
+            self._rung.get_nowait()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it rings; returns whether it has, in time.
