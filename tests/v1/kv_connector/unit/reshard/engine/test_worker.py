@@ -783,6 +783,8 @@ def test_what_happened_is_counted(engines):
     for request_id in ("whole", "expired"):
         progress.until(d, received=request_id)
     progress.until(p, sent="p-a")
+    # The holders hear of it before it is counted that they were told.
+    wait_until(lambda: reader._stats.data["notifications_sent"], progress.step)
     counted = reader.take_stats().data
     assert len(counted["handshake_seconds"]) == 1
     assert counted["read_failures"] == ["lease"]
