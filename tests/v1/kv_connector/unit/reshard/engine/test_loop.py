@@ -292,8 +292,9 @@ def test_quiet_is_told_once_each_time(exchange):
         now_s[0], exchange.is_moving = at_s, moves
         # One of these had begun before, and the last one begins once it is known how things are.
         for _ in range(3):
+            before = exchange.turns
             thread.wake()
-            wait_until(lambda before=exchange.turns: exchange.turns > before)
+            wait_until(lambda before=before: exchange.turns > before)
 
     thread.start()
     try:
