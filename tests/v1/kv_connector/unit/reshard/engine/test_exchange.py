@@ -69,7 +69,7 @@ def test_nothing_is_read_into_what_a_step_in_flight_writes(engines, monkeypatch)
     p.offer("p-a")
     progress = Progress(p, d)
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
-    wait_until(lambda: worker._exchange._steps, progress.step)
+    wait_until(lambda: worker._exchange._incoming, progress.step)
     for _ in range(20):
         progress.step()
     assert len(worker._transfers) == len(worker._exchange.reads) == 0

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes impor
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import (
     Exchange,
+    Incoming,
     Report,
     Step,
 )
@@ -133,7 +134,7 @@ class Worker:
         self.memory = WorkerMemory(
             cache, engine.arena_bytes, random, lambda block: engine.owners[block]
         )
-        self.steps: list[Step] = []
+        self.incoming: list[Incoming] = []
         self.scheduled: deque[Step] = deque()
         self.announced: deque[Announcement] = deque()
         self.jobs = Later()
@@ -190,29 +191,29 @@ class Worker:
 
     def turn(self, *, ticks: bool) -> Report:
         """One turn of the connector's thread."""
-        steps, self.steps = self.steps, []
-        if ticks and not steps:
-            steps = [Step()]
-        self.engine.taken_up(self, steps)
+        incoming, self.incoming = self.incoming, []
+        if ticks and not incoming:
+            incoming = [Step()]
+        self.engine.taken_up(self, [each for each in incoming if isinstance(each, Step)])
         self._woken = False
-        report = self.exchange.turn(steps, self.world.now_s)
+        report = self.exchange.turn(incoming, self.world.now_s)
         self.engine.hear(self, report)
         self.exchange.tell_holders(self.world.now_s)
         return report
 
     def begin_step(self) -> None:
         """Its engine's thread comes to the next step."""
-        self.steps.append(self.scheduled.popleft())
+        self.incoming.append(self.scheduled.popleft())
 
     def hear_ahead(self) -> None:
         """The next announcement arrives."""
-        self.steps.append(Step(announcement=self.announced.popleft()))
+        self.incoming.append(self.announced.popleft())
 
     @property
     def is_awake(self) -> bool:
         """Whether the connector's thread takes another turn by itself."""
         exchange = self.exchange
-        if self._woken or self.steps or exchange.has_backlog:
+        if self._woken or self.incoming or exchange.has_backlog:
             return True
         if exchange.is_moving or exchange.is_talking:
             return True
@@ -252,7 +253,7 @@ class Worker:
         """Whether it has nothing of anybody's, and remembers nobody."""
         exchange, area = self.exchange, self.memory.area
         return (
-            not self.steps
+            not self.incoming
             and not self.scheduled
             and not self.announced
             and not len(exchange.holder)
@@ -336,7 +337,7 @@ class Engine:
         metadata = ReshardConnectorMetadata(**asked)
         step = Step(metadata)
         for worker in self.workers:
-            (worker.scheduled if self.is_ahead else worker.steps).append(step)
+            (worker.scheduled if self.is_ahead else worker.incoming).append(step)
         return step
 
     def die(self) -> None:

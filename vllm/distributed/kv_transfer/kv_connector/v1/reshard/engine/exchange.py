@@ -46,18 +46,21 @@ class Event(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """What the engine's thread hands over, and the one that hears of offers.
+    """What the engine's thread hands over.
 
     Attributes:
         metadata: What the scheduler asks for; None where it only asks what has ended.
         before: What the device computes before: it may write into the blocks that are to be read
             into. None where nothing is under way.
-        announcement: An offer that a later step's metadata has; None where there is none.
     """
 
     metadata: ReshardConnectorMetadata | None = None
     before: Event | None = None
-    announcement: Announcement | None = None
+
+
+Incoming = Step | Announcement
+"""What a turn takes up. An announcement is of an offer that a later step has; another thread than
+the engine's hears of it."""
 
 
 @dataclass(slots=True)
@@ -133,24 +136,25 @@ class Exchange:
         self._notifier = notifier
         self._stats = stats
         self._budget = budget
-        self._steps: list[Step] = []
+        # What was not taken up yet, in order.
+        self._incoming: list[Incoming] = []
         # What has ended in a turn that has failed is told by the next one.
         self._report = Report()
         # Connections were closed: what that has ended is told by the next turn.
         self._has_ended = False
         self._closed = False
 
-    def turn(self, steps: Sequence[Step], now_s: float) -> Report:
+    def turn(self, incoming: Sequence[Incoming], now_s: float) -> Report:
         """Take up what is asked for, look at what is on its way, and say what has ended.
 
         What goes beyond the budget is for the next turn: see `has_backlog`.
         """
-        self._steps += steps
+        self._incoming += incoming
         # An idle engine takes no steps: a handshake that has failed since the last one, however
         # long ago, fails nobody who asks now.
         self._advance_peers(now_s)
-        while self._steps and _may_begin(self._steps[0]):
-            self._take_up(self._steps.pop(0), now_s)
+        while self._incoming and _may_begin(self._incoming[0]):
+            self._take_up(self._incoming.pop(0), now_s)
         self._advance_peers(now_s)
         self.reads.begin(now_s, self._budget())
         self.reads.advance(now_s, self._budget())
@@ -159,7 +163,7 @@ class Exchange:
         report = self._report
         report.failed |= self.reads.take_failed()
         report.received |= self.reads.take_received()
-        if steps:
+        if incoming:
             report.sent |= self.holder.let_go(now_s)
         # Figures alone are no reason to have the engine's thread collect them.
         if (report or not self.is_moving) and not self._stats.is_empty():
@@ -193,7 +197,7 @@ class Exchange:
     @property
     def is_moving(self) -> bool:
         """Whether another turn soon may tell something that somebody waits for."""
-        return bool(self._steps or self._has_ended or self.reads.is_moving)
+        return bool(self._incoming or self._has_ended or self.reads.is_moving)
 
     @property
     def is_ending(self) -> bool:
@@ -224,10 +228,11 @@ class Exchange:
         self.transfers.close()
         self.agent.close()
 
-    def _take_up(self, step: Step, now_s: float) -> None:
-        if step.announcement is not None:
-            self.holder.hear_ahead(step.announcement)
-        metadata = step.metadata
+    def _take_up(self, incoming: Incoming, now_s: float) -> None:
+        if isinstance(incoming, Announcement):
+            self.holder.hear_ahead(incoming)
+            return
+        metadata = incoming.metadata
         if metadata is None:
             return
         self.holder.take_up(metadata, now_s)
@@ -268,6 +273,6 @@ class Exchange:
             self._notifier.renew(heartbeats.request_ids, peer.generation)
 
 
-def _may_begin(step: Step) -> bool:
+def _may_begin(incoming: Incoming) -> bool:
     """Whether nobody writes into the blocks that a step reads into."""
-    return step.before is None or step.before.query()
+    return isinstance(incoming, Announcement) or incoming.before is None or incoming.before.query()

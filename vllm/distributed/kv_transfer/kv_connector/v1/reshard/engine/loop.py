@@ -26,7 +26,7 @@ from collections.abc import Callable
 from vllm.logger import init_logger
 
 from ..transport.waking import Bell
-from .exchange import Exchange, Report, Step
+from .exchange import Exchange, Incoming, Report, Step
 
 logger = init_logger(__name__)
 
@@ -95,7 +95,7 @@ class ConnectorThread:
         self._quiet = quiet
         # When to call that; None while something is under way.
         self._quiet_at_s: float | None = None
-        self._steps: deque[Step] = deque()
+        self._incoming: deque[Incoming] = deque()
         self._reports: deque[Report] = deque()
         self._news = Bell()
         # Rung where there is a report that somebody waits for, or none is to be waited for.
@@ -113,9 +113,9 @@ class ConnectorThread:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread.start()
 
-    def hand_over(self, step: Step) -> None:
-        """Ask for something."""
-        self._steps.append(step)
+    def hand_over(self, incoming: Incoming) -> None:
+        """Ask for something, or tell of an offer."""
+        self._incoming.append(incoming)
         self._news.ring()
 
     def collect(self, patience_s: float = 0.0) -> Report:
@@ -162,7 +162,7 @@ class ConnectorThread:
             self._settled.calm()
             longest_s = max(patience_s, _LONGEST_PATIENCE_S) if self._ends else patience_s
             left_s = began_s + longest_s - self._clock()
-            if left_s <= 0 or not (self._moves or self._steps):
+            if left_s <= 0 or not (self._moves or self._incoming):
                 return
             if any(report.is_awaited for report in tuple(self._reports)):
                 return
@@ -176,13 +176,13 @@ class ConnectorThread:
         rest_s = _SHORTEST_REST_S
         while not self._stopped:
             self._news.calm()
-            # Before the steps are taken: who waits for what becomes of them sees one or the other.
-            self._moves = self._moves or bool(self._steps)
-            steps = [self._steps.popleft() for _ in range(len(self._steps))]
+            # Before they are taken: who waits for what becomes of them sees one or the other.
+            self._moves = self._moves or bool(self._incoming)
+            incoming = [self._incoming.popleft() for _ in range(len(self._incoming))]
             now_s = self._clock()
             self._ends = True
             try:
-                report = self._exchange.turn(steps, now_s)
+                report = self._exchange.turn(incoming, now_s)
                 if report:
                     self._reports.append(report)
                 if report.is_awaited:
@@ -199,7 +199,7 @@ class ConnectorThread:
             self._holds = len(self._exchange.holder) > 0
             if not self._moves:
                 self._settled.ring()
-            if report or steps or self._exchange.has_moved:
+            if report or incoming or self._exchange.has_moved:
                 rest_s = _SHORTEST_REST_S
             is_busy = self._moves or self._exchange.is_talking
             if is_busy:

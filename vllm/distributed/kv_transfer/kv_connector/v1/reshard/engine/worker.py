@@ -217,7 +217,7 @@ class ReshardWorker:
 
     def _hear_ahead(self, message: bytes) -> None:
         """Hand over an offer that a later step tells of. Called by the listener's thread."""
-        self._thread.hand_over(Step(announcement=decode_announcement(message)))
+        self._thread.hand_over(decode_announcement(message))
 
     def _open(self, address: RemoteEngineAddress) -> Future[Generation]:
         """Connect with an engine. Called by the connector's thread, which is woken at the end."""
