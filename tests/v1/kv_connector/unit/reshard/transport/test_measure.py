@@ -7,6 +7,7 @@ import math
 import uuid
 from dataclasses import astuple
 
+import numpy as np
 import torch
 
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
@@ -14,7 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import Transfer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import DEFAULT_COSTS
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.measure import (
-    SCRATCH_BYTES,
+    LEAST_SCRATCH_BYTES,
+    MOST_SCRATCH_BYTES,
     measure_costs,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import (
@@ -22,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area
 )
 
 
-def measured(make_agents, arena_bytes: int = SCRATCH_BYTES):
+def measured(make_agents, arena_bytes: int = LEAST_SCRATCH_BYTES):
     """Measure between two agents in this process."""
     arena = torch.zeros(arena_bytes, dtype=torch.uint8)
     return measure_costs(make_agents, arena, lambda to: make_scatterer(arena, [to]))
@@ -44,6 +46,20 @@ def test_costs_are_those_of_this_machine():
     costs = measured(real_agents)
     assert all(math.isfinite(each) and each > 0 for each in astuple(costs))
     assert costs != DEFAULT_COSTS
+
+
+def test_nothing_is_read_twice():
+    """What has been read is in a cache of the processor's, where no KV cache is."""
+    seen: list[tuple[object, int]] = []
+
+    class Watched(MemoryAgent):
+        def read(self, local, local_indices, remote, remote_indices):
+            seen.extend((local, index) for index in local_indices.tolist())
+            assert np.array_equal(local_indices, remote_indices)
+            return super().read(local, local_indices, remote, remote_indices)
+
+    assert measured(lambda: two(Watched), MOST_SCRATCH_BYTES) != DEFAULT_COSTS
+    assert seen and len(set(seen)) == len(seen)
 
 
 def test_arena_too_small_to_measure_with():

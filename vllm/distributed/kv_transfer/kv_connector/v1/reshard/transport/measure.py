@@ -24,13 +24,14 @@ from .scatter import Scatterer
 
 logger = init_logger(__name__)
 
-SCRATCH_BYTES = 4 << 20
-"""What measuring needs of the arena, and once more at the stand-in."""
+LEAST_SCRATCH_BYTES, MOST_SCRATCH_BYTES = 4 << 20, 64 << 20
+"""What measuring needs of the arena, and once more at the stand-in. With the most, nothing is read
+or copied twice: a KV cache is larger than what a processor has at hand, and half as fast."""
 
 _PIECE_BYTES = 2048
-_FEW, _MANY = 64, 512
-_SMALL_BYTES, _LARGE_BYTES = SCRATCH_BYTES >> 4, SCRATCH_BYTES >> 1
-_ROUNDS = 3
+_FEW, _MANY, _MANY_COPIED = 64, 512, 2048
+_SMALL_BYTES, _LARGE_BYTES = 256 << 10, 2 << 20
+_ROUNDS = 5
 _DEADLINE_S = 2.0
 _LEAST_S = 1e-12
 
@@ -48,10 +49,10 @@ def measure_costs(
         make_agents: Makes an agent that reads and one that is read from, with nothing registered.
             Both are closed at the end, so that nothing writes to the arena any more, however this
             ends.
-        arena: The arena; its first `SCRATCH_BYTES` are written to.
+        arena: The arena; its first `MOST_SCRATCH_BYTES`, or all of it, are written to.
         make_scatterer: Makes what copies from the arena to a tensor.
     """
-    if arena.nbytes < SCRATCH_BYTES:
+    if arena.nbytes < LEAST_SCRATCH_BYTES:
         return DEFAULT_COSTS
     try:
         return _measure(make_agents, arena, make_scatterer)
@@ -67,7 +68,7 @@ def _measure(
     make_scatterer: Callable[[torch.Tensor], Scatterer],
 ) -> CostModel:
     with ExitStack() as acquired:
-        scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=arena.device)
+        scratch = torch.empty_like(arena[:MOST_SCRATCH_BYTES])
         device_id = max(arena.get_device(), 0)
         scatterer = make_scatterer(scratch)
         acquired.callback(scatterer.close)
@@ -77,20 +78,23 @@ def _measure(
         acquired.callback(agent.close)
         stand_in.register([(scratch.data_ptr(), scratch.nbytes, device_id)])
         agent.register([(arena.data_ptr(), arena.nbytes, device_id)])
+        # The system backs memory when it is first written.
+        scratch.zero_()
+        arena[: scratch.nbytes].zero_()
         peer = agent.connect(stand_in.metadata())
 
-        def prepare(
-            memory: torch.Tensor, piece_bytes: int, count: int, whose: str | None
-        ) -> Prepared:
+        def prepare(memory: torch.Tensor, piece_bytes: int, whose: str | None) -> Prepared:
             # Two pieces never adjoin, so that none are merged.
+            count = scratch.nbytes // (2 * piece_bytes)
             row = [memory.data_ptr(), piece_bytes, device_id, 2 * piece_bytes, count]
             return agent.prepare(np.array([row], dtype=np.uint64), whose)
 
         def read_s(piece_bytes: int, count: int) -> float:
-            local = prepare(arena, piece_bytes, count, None)
-            remote = prepare(scratch, piece_bytes, count, peer)
-            indices = np.arange(count, dtype=np.int32)
-            return _least_s(lambda: _read(agent, local, remote, indices))
+            local = prepare(arena, piece_bytes, None)
+            remote = prepare(scratch, piece_bytes, peer)
+            return _least_s(
+                lambda turn: _read(agent, local, remote, _pieces(scratch, piece_bytes, count, turn))
+            )
 
         few, many = ((count, read_s(_PIECE_BYTES, count)) for count in (_FEW, _MANY))
         small, large = ((size, read_s(size, 1)) for size in (_SMALL_BYTES, _LARGE_BYTES))
@@ -98,10 +102,13 @@ def _measure(
         _, piece_s = fit_line(few, many, least=_LEAST_S)
 
         def copy_s(count: int) -> float:
-            return _least_s(lambda: _copy(scatterer, scratch, count))
+            return _least_s(
+                lambda turn: _copy(scatterer, scratch, _pieces(scratch, _PIECE_BYTES, count, turn))
+            )
 
+        many = min(_MANY_COPIED, scratch.nbytes // (2 * _PIECE_BYTES))
         stop_s, copied_piece_s = fit_line(
-            (_FEW, copy_s(_FEW)), (_MANY, copy_s(_MANY)), least=_LEAST_S
+            (_FEW, copy_s(_FEW)), (many, copy_s(many)), least=_LEAST_S
         )
     # Of a chunk's cost, half is taken for that of its bytes.
     return CostModel(
@@ -113,15 +120,26 @@ def _measure(
     )
 
 
-def _least_s(function: Callable[[], None]) -> float:
-    """How long something takes when nobody is in the way; a first time does not count."""
-    function()
+def _least_s(function: Callable[[int], None]) -> float:
+    """How long something takes when nobody is in the way; a first time does not count.
+
+    Args:
+        function: Called with the number of the time, counted from 0.
+    """
+    function(0)
     times = []
-    for _ in range(_ROUNDS):
+    for turn in range(1, _ROUNDS + 1):
         began = time.perf_counter()
-        function()
+        function(turn)
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+def _pieces(scratch: torch.Tensor, piece_bytes: int, count: int, turn: int) -> Indices:
+    """So many pieces, every other one left out, and others each time while there are some."""
+    first = turn * count
+    pieces = np.arange(first, first + count, dtype=np.int32)
+    return pieces % np.int32(scratch.nbytes // (2 * piece_bytes))
 
 
 def _read(agent: NixlAgent, local: Prepared, remote: Prepared, indices: Indices) -> None:
@@ -136,13 +154,13 @@ def _read(agent: NixlAgent, local: Prepared, remote: Prepared, indices: Indices)
     agent.release(transfer)
 
 
-def _copy(scatterer: Scatterer, scratch: torch.Tensor, count: int) -> None:
-    """Copy so many pieces, side by side in the arena, to where every other one is left out."""
-    pieces = np.arange(count) * _PIECE_BYTES
+def _copy(scatterer: Scatterer, scratch: torch.Tensor, pieces: Indices) -> None:
+    """Copy pieces, side by side in the arena, to where every other one is left out."""
+    offsets = pieces.astype(np.int64) * _PIECE_BYTES
     copy = scatterer.submit(
         Scatter(
-            src_offsets=pieces,
-            dst_addresses=scratch.data_ptr() + 2 * pieces,
+            src_offsets=offsets,
+            dst_addresses=scratch.data_ptr() + 2 * offsets,
             num_heads=1,
             num_tokens=1,
             slot_bytes=_PIECE_BYTES,
