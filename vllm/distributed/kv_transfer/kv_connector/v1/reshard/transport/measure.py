@@ -29,9 +29,9 @@ LEAST_SCRATCH_BYTES, MOST_SCRATCH_BYTES = 4 << 20, 64 << 20
 or copied twice: a KV cache is larger than what a processor has at hand, and half as fast."""
 
 _PIECE_BYTES = 2048
-_FEW, _MANY = 64, 4096
+_FEW, _MANY = 64, 2048
 _SMALL_BYTES, _LARGE_BYTES = 256 << 10, 2 << 20
-_ROUNDS = 3
+_ROUNDS = 7
 _SEEING_S = 0.5e-3
 """What a stop takes beside its copy: what has landed is seen in one turn of the thread that reads,
 and that it was copied in another. That of requests of 4 MiB, which took 0.8 ms longer."""
