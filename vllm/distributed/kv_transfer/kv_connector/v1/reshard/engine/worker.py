@@ -263,7 +263,7 @@ class ReshardWorker:
 
     def _make_agents(self) -> tuple[NixlAgent, NixlAgent]:
         """One that reads, and one that is read from."""
-        # Nothing that is measured has descriptors enough to be divided among threads.
+        # Threads would divide the larger of the reads that are measured, and not the smaller.
         reader = self._make_agent(f"measure/{uuid.uuid4()}", polled=True, divides=False)
         return reader, self._make_agent(f"stand-in/{uuid.uuid4()}", polled=False, divides=False)
 

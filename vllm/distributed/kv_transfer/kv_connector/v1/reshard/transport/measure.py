@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import torch
@@ -72,7 +73,8 @@ def _measure(
     make_scatterer: Callable[[torch.Tensor], Scatterer],
 ) -> CostModel:
     with ExitStack() as acquired:
-        scratch = torch.empty_like(arena[:MOST_SCRATCH_BYTES])
+        size_bytes: int = min(arena.nbytes, MOST_SCRATCH_BYTES)
+        scratch = torch.empty_like(arena[:size_bytes])
         device_id = max(arena.get_device(), 0)
         scatterer = make_scatterer(scratch)
         acquired.callback(scatterer.close)
@@ -84,32 +86,33 @@ def _measure(
         agent.register([(arena.data_ptr(), arena.nbytes, device_id)])
         # The system backs memory when it is first written.
         scratch.zero_()
-        arena[: scratch.nbytes].zero_()
+        arena[:size_bytes].zero_()
         peer = agent.connect(stand_in.metadata())
 
-        def prepare(memory: torch.Tensor, piece_bytes: int, whose: str | None) -> Prepared:
+        def num_pieces(piece_bytes: int) -> int:
             # Two pieces never adjoin, so that none are merged.
-            count = scratch.nbytes // (2 * piece_bytes)
+            return size_bytes // (2 * piece_bytes)
+
+        def prepare(memory: torch.Tensor, piece_bytes: int, whose: str | None) -> Prepared:
+            count = num_pieces(piece_bytes)
             row = [memory.data_ptr(), piece_bytes, device_id, 2 * piece_bytes, count]
             return agent.prepare(np.array([row], dtype=np.uint64), whose)
 
         def read_s(piece_bytes: int, count: int) -> float:
             local = prepare(arena, piece_bytes, None)
             remote = prepare(scratch, piece_bytes, peer)
-            return _least_s(
-                lambda turn: _read(agent, local, remote, _pieces(scratch, piece_bytes, count, turn))
-            )
+            read = partial(_read, agent, local, remote)
+            return _least_s(read, count, num_pieces(piece_bytes))
 
-        counts = _FEW, min(_MANY, scratch.nbytes // (2 * _PIECE_BYTES))
+        counts = _FEW, min(_MANY, num_pieces(_PIECE_BYTES))
         few, many = ((count, read_s(_PIECE_BYTES, count)) for count in counts)
         small, large = ((size, read_s(size, 1)) for size in (_SMALL_BYTES, _LARGE_BYTES))
         _, byte_s = fit_line(small, large, least=_LEAST_S)
         _, piece_s = fit_line(few, many, least=_LEAST_S)
 
         def copy_s(count: int) -> float:
-            return _least_s(
-                lambda turn: _copy(scatterer, scratch, _pieces(scratch, _PIECE_BYTES, count, turn))
-            )
+            copy = partial(_copy, scatterer, scratch)
+            return _least_s(copy, count, num_pieces(_PIECE_BYTES))
 
         few, many = ((count, copy_s(count)) for count in counts)
         stop_s, copied_piece_s = fit_line(few, many, least=_LEAST_S)
@@ -123,27 +126,22 @@ def _measure(
     )
 
 
-def _least_s(function: Callable[[int], None]) -> float:
-    """How long something takes when nobody is in the way; a first time does not count.
+def _least_s(move: Callable[[Indices], None], count: int, num_pieces: int) -> float:
+    """How long pieces take to be moved when nobody is in the way; a first time does not count.
 
     Args:
-        function: Called with the number of the time, counted from 0.
+        move: Called with the pieces to move: others each time, while there are some.
+        count: How many at a time.
+        num_pieces: How many there are.
     """
-    function(0)
     times = []
-    for turn in range(1, _ROUNDS + 1):
+    for first in range(0, (_ROUNDS + 1) * count, count):
+        pieces: Indices = np.arange(first, first + count, dtype=np.int32)
+        pieces %= num_pieces
         began = time.perf_counter()
-        function(turn)
+        move(pieces)
         times.append(time.perf_counter() - began)
-    return min(times)
-
-
-def _pieces(scratch: torch.Tensor, piece_bytes: int, count: int, turn: int) -> Indices:
-    """So many pieces, every other one left out, and others each time while there are some."""
-    first = turn * count
-    pieces: Indices = np.arange(first, first + count, dtype=np.int32)
-    pieces %= scratch.nbytes // (2 * piece_bytes)
-    return pieces
+    return min(times[1:])
 
 
 def _read(agent: NixlAgent, local: Prepared, remote: Prepared, indices: Indices) -> None:
