@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from .connector import NixlConnector as ForkConnector
-from .engine.envelopes import ReshardHandshakeMetadata
+from .engine.metadata import ReshardHandshakeMetadata
 from .errors import LocalLayoutError
 from .installed import DISTRIBUTION
 from .limits import Needs, limits_of

@@ -18,7 +18,7 @@ from tools.soak.faults import (
 )
 from tools.soak.fleet import FleetSettings
 from tools.soak.schedule import PLACEMENTS, SEATS, plan
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import SLOW_PEER_GRACE_S
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import SLOW_PEER_GRACE_S
 
 seeds = st.integers(0, 1 << 32)
 some_kinds = st.lists(st.sampled_from(FaultKind), min_size=1, unique=True)

@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     FAILED_READS_ARE_NAMED,
     RECOMPUTES_IN_OTHER_BLOCKS,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
 
@@ -53,7 +53,7 @@ class Played:
         self.failed: dict[str, frozenset[int]] = {}
         self.quiet: set[str] = set()
 
-    def take_up(self, metadata: ReshardConnectorMetadata) -> None:
+    def submit(self, metadata: ReshardConnectorMetadata) -> None:
         """Read what there is to read."""
         for request_id, receive in metadata.receive.items():
             if any(receive.local_block_ids):
@@ -269,7 +269,7 @@ def test_reads_end_while_the_request_is_computed(decoding):
 def test_request_waits_where_nobody_hands_its_blocks_over(decoding):
     """It is computed when nothing writes into them any more, and not before."""
     d = decoding("recompute")
-    d.serving.scheduler.connector.connector_scheduler.bind(None)
+    d.serving.scheduler.connector.connector_scheduler.set_kv_cache_manager(None)
     d.begin_read()
     d.workers[0].fail("d-a")
     d.workers[1].end("d-a")
@@ -391,7 +391,7 @@ def test_heartbeats_end_when_a_read_has_failed(decoding, policy):
 
 
 def test_request_that_no_worker_hears_of_leaves_nothing(decoding):
-    """It is aborted before a step: the holder is told, and no books are kept."""
+    """It is aborted before a step: the producer is told, and no books are kept."""
     d = decoding()
     d.serving.add("d-a", from_prefill())
     d.serving.abort("d-a")

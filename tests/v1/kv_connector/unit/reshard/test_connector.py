@@ -37,7 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlC
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     FAILED_READS_ARE_NAMED,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
@@ -285,10 +285,10 @@ def test_what_is_asked_for_is_taken_up_before_the_model_computes(make_config, mo
     )
     metadata = ReshardConnectorMetadata(withdrawn={"p-a"})
     connector.bind_connector_metadata(metadata)
-    worker.take_up.assert_called_once_with(metadata)
+    worker.submit.assert_called_once_with(metadata)
     # As vLLM calls it before or after the model has computed.
     connector.start_load_kv(None)
-    worker.take_up.assert_called_once_with(metadata)
+    worker.submit.assert_called_once_with(metadata)
 
 
 def report(connector, failed):

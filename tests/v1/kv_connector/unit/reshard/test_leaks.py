@@ -14,8 +14,8 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
-from tests.v1.kv_connector.unit.reshard.engine.test_holder import LEASE_S, OFFER, Desk
 from tests.v1.kv_connector.unit.reshard.engine.test_notifier import Holders
+from tests.v1.kv_connector.unit.reshard.engine.test_producer import LEASE_S, OFFER, Desk
 from tests.v1.kv_connector.unit.reshard.engine.test_scheduler import PARAMS, request, scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.heartbeats import HeartbeatBook
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
@@ -77,19 +77,19 @@ def test_counting_sees_what_grows():
     assert sizes(growing) == {**before, "Growing.names": 1, "Growing.names['a']": 1}
 
 
-def test_holder_forgets_what_it_held():
+def test_producer_forgets_what_it_held():
     """However requests end: read, read early, by lease, withdrawn, or named by strangers."""
     desk = Desk()
-    desk.holder.let_go(0.0)
-    before = sizes(desk.holder)
+    desk.producer.collect_released(0.0)
+    before = sizes(desk.producer)
     for number in range(NUM_REQUESTS):
         now_s, name = float(number), str(number)
         way = number % 6
         if way == 1:
             desk.tell(now_s, admitted={name})
             desk.hear(name)
-            desk.hear(name, binding=OFFER.__class__(1, 1, 1), notifier="stranger")
-            desk.holder.let_go(now_s)
+            desk.hear(name, fingerprint=OFFER.__class__(1, 1, 1), notifier="stranger")
+            desk.producer.collect_released(now_s)
         if way == 2:
             desk.tell(now_s, admitted={name})
             desk.tell(now_s, withdrawn={name})
@@ -98,13 +98,13 @@ def test_holder_forgets_what_it_held():
         if way in (0, 3):
             desk.hear(name, "never seen")
         if way == 4:
-            desk.hear(name, binding=OFFER.__class__(1, 1, 1))
-        desk.holder.let_go(now_s)
+            desk.hear(name, fingerprint=OFFER.__class__(1, 1, 1))
+        desk.producer.collect_released(now_s)
         desk.stats.reset()
-    desk.holder.let_go(NUM_REQUESTS + LEASE_S)
+    desk.producer.collect_released(NUM_REQUESTS + LEASE_S)
     desk.stats.reset()
-    assert sizes(desk.holder) == before
-    assert not desk.holder._table._entries.any()
+    assert sizes(desk.producer) == before
+    assert not desk.producer._table._entries.any()
 
 
 def test_notifier_forgets_what_it_has_told():
@@ -114,9 +114,9 @@ def test_notifier_forgets_what_it_has_told():
     before = sizes(notifier)
     for number in range(NUM_REQUESTS):
         peers = [(f"p{number % 2 * number}", 1), ("p0", 2)]
-        holders = Holders("p0", engine=SimpleNamespace(releases=peers))
-        notifier.release(str(number), OFFER, holders, known_as_broken=True)
-        notifier.renew([str(number)], holders)
+        producers = Holders("p0", engine=SimpleNamespace(releases=peers))
+        notifier.release(str(number), OFFER, producers, known_as_broken=True)
+        notifier.renew([str(number)], producers)
         notifier.flush()
         notifier.advance(float(number))
         stats.reset()
@@ -129,18 +129,18 @@ def test_reader_forgets_what_it_has_read():
     before = sizes(ledger)
     for number in range(NUM_REQUESTS):
         ledger.begin(str(number))
-        ledger.post(str(number), range(3), following_steps=1)
+        ledger.post(str(number), range(3), pending_checks=1)
         if number % 2:
             ledger.fail(str(number), "lost")
         for leg in range(3):
-            ledger.leg_quiet(str(number), leg)
-        ledger.step_done(str(number))
+            ledger.part_drained(str(number), leg)
+        ledger.check_done(str(number))
         ledger.take_failed()
         ledger.take_ended()
     assert sizes(ledger) == before
 
 
-def test_ledger_of_a_holder_in_use_stays_as_large_as_what_it_holds():
+def test_ledger_of_a_producer_in_use_stays_as_large_as_what_it_holds():
     """Leases of requests that were read are forgotten before they run out."""
     ledger = ProducerLedger()
     for number in range(NUM_REQUESTS):

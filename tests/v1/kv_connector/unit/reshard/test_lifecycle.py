@@ -44,7 +44,7 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     split,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
 
@@ -337,7 +337,7 @@ def test_cached_prefix_is_not_read(serving):
     assert d.is_through()
 
 
-def test_wholly_cached_prompt_is_not_read_and_its_holder_is_told(serving):
+def test_wholly_cached_prompt_is_not_read_and_its_producer_is_told(serving):
     """A prompt that is all there runs at once, and the other engine may free its blocks."""
     p = serving(bidirectional_kv_xfer=True, kv_recompute_threshold=0)
     p.add("before", num_tokens=2 * BLOCK_TOKENS)
@@ -350,7 +350,7 @@ def test_wholly_cached_prompt_is_not_read_and_its_holder_is_told(serving):
     assert receive.source.engine_id == "prefill"
 
 
-def test_decode_aborted_before_it_was_scheduled_tells_the_holder(serving):
+def test_decode_aborted_before_it_was_scheduled_tells_the_producer(serving):
     """A read of nothing releases the blocks there; the engine has a step to do for it."""
     d = serving()
     d.add("d-a", from_prefill())
@@ -598,8 +598,8 @@ def test_blocks_that_a_step_in_flight_writes_are_not_read_into(serving, role, en
         third = d.begin()
     else:
         d.end(second)
-    (read_into,) = d.told.receive["d-a"].local_block_ids
-    assert written & set(read_into)
+    (set_local_cache,) = d.told.receive["d-a"].local_block_ids
+    assert written & set(set_local_cache)
     d.end(third, received=["d-a"])
     for _ in range(3):
         d.step()
@@ -731,7 +731,7 @@ def test_request_passes_from_engine_to_engine(wholes, prefill, decode):
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_aborted_reader_releases_the_holder(wholes, caplog_vllm, scheduled):
+def test_aborted_reader_releases_the_producer(wholes, caplog_vllm, scheduled):
     """Before it is scheduled and while it is read: blocks there are freed, and not by a lease."""
     p, d = wholes("prefill", dict(tp=2)), wholes("decode", dict(pp=2))
     p.serving.add("p-a", {"do_remote_decode": True})

@@ -40,9 +40,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
+    LocalCache,
     PreparedLeg,
     PreparedStaging,
-    Reader,
     RequestBlocks,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import Copy
@@ -217,7 +217,7 @@ def test_what_many_ranks_have_in_common_is_found_once(monkeypatch):
         blocks, num_tokens = [[*range(1, 1 + num_blocks)]], num_blocks * BLOCK_TOKENS
         source = RemoteEngineAddress("engine", "p.example", 5600)
         receive = Receive(source, "r", blocks, blocks, num_tokens, num_tokens)
-        request = RequestBlocks(receive, Reader(MeshRank(0, 0), cache(1, 4096), frozenset()))
+        request = RequestBlocks(receive, LocalCache(MeshRank(0, 0), cache(1, 4096), frozenset()))
         parts = [part for leg in legs for part in transfers.cut(leg, request.select(leg.leg))]
         assert {part.window is None for part in parts} == {True} and len(parts) == len(legs)
         assert (match.call_count, count.call_count) == (1, num_counts)

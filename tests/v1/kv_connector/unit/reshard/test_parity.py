@@ -135,18 +135,18 @@ def test_engines_read_from_each_other(engines):
         name = f"turn {turn}"
         for engine in (one, other):
             engine.offer(name)
-        for reader, holder in ((one, other), (other, one)):
+        for reader, producer in ((one, other), (other, one)):
             request = receive(
-                addresses[holder.engine_id], [3, 4, 1], [5, 2, 9], remote_request_id=name
+                addresses[producer.engine_id], [3, 4, 1], [5, 2, 9], remote_request_id=name
             )
             reader.start(receive={f"{name} read": request})
-        for reader, holder in ((one, other), (other, one)):
+        for reader, producer in ((one, other), (other, one)):
             progress.until(reader, received=f"{name} read")
-            progress.until(holder, sent=name)
-            assert_received(reader, [3, 4, 1], wholes[holder.engine_id])
+            progress.until(producer, sent=name)
+            assert_received(reader, [3, 4, 1], wholes[producer.engine_id])
 
 
-def test_data_parallel_replicas_share_the_holders(engines):
+def test_data_parallel_replicas_share_the_producers(engines):
     """Decode engines of one group read what all prefill ranks hold, each from another rank."""
     p = engines("prefill", tp=4, mla=True)
     address = p.serve()
@@ -163,7 +163,7 @@ def test_data_parallel_replicas_share_the_holders(engines):
         progress.until(p, sent=request)
         assert_received(d, [3, 4, 1], whole)
         (peer,) = peers_of(d.workers[MeshRank(0, 0)])
-        names += peer.generation.engine.lease_tables
+        names += peer.connection.engine.lease_tables
     assert len(set(names)) == 4
 
 

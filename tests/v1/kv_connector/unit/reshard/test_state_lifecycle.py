@@ -66,7 +66,7 @@ def test_prefill_leaves_the_last_token_and_offers_one_state(serving, mode):
     assert (len(full), len(state)) == (3, 1)
     assert 0 not in state
     p.step()
-    assert p.told.bindings["p-a"].num_tokens == HELD
+    assert p.told.fingerprints["p-a"].num_tokens == HELD
     p.step(sent=["p-a"])
     assert p.is_through()
 
@@ -82,7 +82,7 @@ def test_decode_reads_the_state_and_computes_the_last_token(serving, mode):
     assert [len(ids) for ids in receive.local_block_ids] == [3, 1]
     assert 0 not in receive.local_block_ids[1]
     assert (receive.local_tokens, receive.remote_tokens) == (HELD, HELD)
-    assert receive.binding.num_tokens == HELD
+    assert receive.fingerprint.num_tokens == HELD
     d.step(received=["d-a"])
     assert d.step() == {"d-a": 1}
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_decode_reads_the_state_and_computes_the_last_token(serving, mode):
 @every_mode
 @pytest.mark.parametrize("held", [PROMPT_TOKENS, PROMPT_TOKENS + 8])
 def test_state_of_more_tokens_is_not_read(serving, mode, held):
-    """Keys and values of more tokens would do; all is computed, and the holder is told."""
+    """Keys and values of more tokens would do; all is computed, and the producer is told."""
     d = serving(state=STATES[mode])
     d.add("d-a", from_prefill(**{**REMOTE, "remote_num_tokens": held}))
     computed = sum(d.step().values())

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.digests import 
     MIN_TOKENS,
     PromptDigests,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import bind
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import fingerprint
 
 BLOCKS = [[5, 2, 9]]
 
@@ -42,7 +42,7 @@ class Watched(Sequence[int]):
 
 @pytest.mark.parametrize("num_more", [0, 1, 5000])
 def test_digest_goes_on_with_the_answer(digests, num_more):
-    """The prompt is hashed elsewhere, what has come to it here; the binding is that of both."""
+    """The prompt is hashed elsewhere, what has come to it here; the fingerprint is that of both."""
     tokens = Watched(list(range(3 * MIN_TOKENS)))
     digests.begin("a", tokens, len(tokens))
     hashed = digests.take("a")
@@ -50,8 +50,8 @@ def test_digest_goes_on_with_the_answer(digests, num_more):
     assert threading.get_ident() not in tokens.readers
     tokens.token_ids.extend(range(num_more))
     whole = list(tokens.token_ids)
-    expected = bind(whole, len(whole), "salt", BLOCKS)
-    assert bind(tokens, len(whole), "salt", BLOCKS, hashed) == expected
+    expected = fingerprint(whole, len(whole), "salt", BLOCKS)
+    assert fingerprint(tokens, len(whole), "salt", BLOCKS, hashed) == expected
     assert len(digests) == 0
 
 
@@ -60,7 +60,7 @@ def test_more_than_was_computed_is_not_bound(digests):
     tokens = list(range(2 * MIN_TOKENS))
     digests.begin("a", tokens, len(tokens))
     hashed = digests.take("a")
-    assert bind(tokens, 100, None, BLOCKS, hashed) == bind(tokens, 100, None, BLOCKS)
+    assert fingerprint(tokens, 100, None, BLOCKS, hashed) == fingerprint(tokens, 100, None, BLOCKS)
 
 
 def test_nobody_waits_for_the_prompts_of_others(digests):
@@ -84,13 +84,13 @@ def test_nobody_waits_for_the_prompts_of_others(digests):
 
 @pytest.mark.parametrize("num_tokens", [MIN_TOKENS, MIN_TOKENS + 7, 9 * MIN_TOKENS])
 def test_no_more_is_hashed_than_is_wanted(digests, num_tokens):
-    """A prompt may have grown since it was prefilled, or may be shorter than its holder says."""
+    """A prompt may have grown since it was prefilled, or may be shorter than its producer says."""
     tokens = list(range(2 * MIN_TOKENS))
     digests.begin("a", tokens, num_tokens)
     hashed = digests.take("a")
     assert hashed.num_tokens == min(num_tokens, len(tokens))
-    expected = bind(tokens, num_tokens, None, BLOCKS)
-    assert bind(tokens, num_tokens, None, BLOCKS, hashed) == expected
+    expected = fingerprint(tokens, num_tokens, None, BLOCKS)
+    assert fingerprint(tokens, num_tokens, None, BLOCKS, hashed) == expected
 
 
 def test_short_prompts_wake_nobody(digests):

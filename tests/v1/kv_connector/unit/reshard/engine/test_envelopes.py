@@ -7,7 +7,7 @@ import pickle
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardHandshakeMetadata,
 )
 

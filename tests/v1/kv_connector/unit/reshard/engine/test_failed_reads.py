@@ -15,11 +15,11 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     FAILED_READS_ARE_NAMED,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import FailedReads
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.failed_reads import (
     ReadBook,
     ReadReports,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import FailedReads
 
 pytestmark = pytest.mark.skipif(
     not FAILED_READS_ARE_NAMED, reason="the scheduler of this base is told of blocks, at once"
@@ -42,14 +42,14 @@ class Manager:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> dict:
-    """When the workers of an engine fail and are quiet, for some requests, in steps."""
+    """When the workers of an engine fail and are drained, for some requests, in steps."""
     num_workers, num_requests = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     step = st.integers(0, 6)
     reads = {}
     for request in range(num_requests):
         for worker in range(num_workers):
-            quiet = draw(step)
-            reads[f"r{request}", worker] = draw(st.none() | st.integers(0, quiet)), quiet
+            drained = draw(step)
+            reads[f"r{request}", worker] = draw(st.none() | st.integers(0, drained)), drained
     ended = {f"r{request}" for request in range(num_requests) if draw(st.booleans())}
     return dict(num_workers=num_workers, reads=reads, ended=ended, depth=draw(st.integers(1, 3)))
 
@@ -82,11 +82,11 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
         now = step - schedule["depth"] + 1
         outputs = []
         for number, worker in enumerate(workers):
-            worker.take_up(begun, told)
+            worker.note_started(begun, told)
             mine = {name: each for (name, owner), each in reads.items() if owner == number}
             received, failed = worker.advance(
                 {name for name, (fails, _) in mine.items() if fails == now},
-                {name for name, (_, quiet) in mine.items() if quiet == now},
+                {name for name, (_, drained) in mine.items() if drained == now},
             )
             news = worker.take_news()
             output = KVConnectorOutput(
@@ -101,7 +101,7 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
         if heard.kv_connector_worker_meta is not None:
             book.hear(heard.kv_connector_worker_meta.request_ids)
         passed.update(book.settle(heard.finished_recving or set()))
-        may_be_written = {name for (name, _), (_, quiet) in reads.items() if quiet > now}
+        may_be_written = {name for (name, _), (_, drained) in reads.items() if drained > now}
         assert may_be_written.isdisjoint(manager.given_back)
         assert may_be_written.isdisjoint(passed.keys() - set(manager.taken))
     fails = {

@@ -335,7 +335,7 @@ def test_layer_that_shares_a_cache_is_not_read_twice(engines):
     """It has none of its own: nobody says that he holds it."""
     engine = engines("engine", MODELS["gemma4"])
     (worker,) = engine.workers.values()
-    (shard,) = worker._opener._local.shards
+    (shard,) = worker._dialer._local.shards
     assert sorted(int(name.split(".")[2]) for name in shard.holdings) == [0, 1, 2, 3, 4, 5]
 
 

@@ -13,15 +13,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import Transfer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Done,
-    Release,
+    DoneEntry,
     Renew,
     decode_notification,
 )
 
-OFFER = Binding(48, 1, 2)
+OFFER = OfferFingerprint(48, 1, 2)
 ENGINE = SimpleNamespace(releases=[("p0", 1), ("p1", 3)])
 
 
@@ -45,86 +47,86 @@ class Holders:
         self.sent.append((peer, decode_notification(message)))
 
 
-def test_every_holder_is_told_how_many_it_must_hear():
-    """The number is the plan's for each holder, and the name is this worker's."""
-    holders, stats = Holders(), ReshardStats()
+def test_every_producer_is_told_how_many_it_must_hear():
+    """The number is the plan's for each producer, and the name is this worker's."""
+    producers, stats = Holders(), ReshardStats()
     notifier = Notifier("d0", stats)
-    notifier.release("p-a", OFFER, holders)
-    assert holders.sent == []
+    notifier.release("p-a", OFFER, producers)
+    assert producers.sent == []
     notifier.flush()
-    assert holders.sent == [
-        ("p0", Done("d0", [Release.of("p-a", 1, OFFER)])),
-        ("p1", Done("d0", [Release.of("p-a", 3, OFFER)])),
+    assert producers.sent == [
+        ("p0", Done("d0", [DoneEntry.of("p-a", 1, OFFER)])),
+        ("p1", Done("d0", [DoneEntry.of("p-a", 3, OFFER)])),
     ]
     assert stats.data["notifications_sent"] == [2]
 
 
 def test_what_was_sent_is_not_sent_again():
     """A turn in which nothing ends costs nothing."""
-    holders = Holders()
+    producers = Holders()
     notifier = Notifier("d0", ReshardStats())
-    notifier.release("p-a", OFFER, holders)
+    notifier.release("p-a", OFFER, producers)
     notifier.flush()
-    holders.sent.clear()
+    producers.sent.clear()
     notifier.flush()
-    assert holders.sent == []
+    assert producers.sent == []
 
 
 def test_requests_of_one_turn_share_a_notification():
-    """128 holders and ten requests: 128 notifications, where each took as many before."""
+    """128 producers and ten requests: 128 notifications, where each took as many before."""
     src = shard_model(ParallelMesh(8, 16), 16, 16)
     dst = shard_model(ParallelMesh(1, 1), 16, 16)
     counts = [(str(each.src_rank), len(each.notifiers)) for each in plan_reshard(src, dst).releases]
-    holders = Holders(engine=SimpleNamespace(releases=counts))
+    producers = Holders(engine=SimpleNamespace(releases=counts))
     notifier = Notifier("d0", ReshardStats())
     for number in range(10):
-        notifier.release(f"p-{number}", OFFER, holders)
+        notifier.release(f"p-{number}", OFFER, producers)
     notifier.flush()
-    assert len(holders.sent) == len({peer for peer, _ in holders.sent}) == 128
-    for _, done in holders.sent:
+    assert len(producers.sent) == len({peer for peer, _ in producers.sent}) == 128
+    for _, done in producers.sent:
         assert [release.request_id for release in done.releases] == [f"p-{n}" for n in range(10)]
 
 
-def test_every_holder_is_asked_to_hold_on():
+def test_every_producer_is_asked_to_hold_on():
     """One notification to each, whatever the number of requests."""
-    holders = Holders()
-    Notifier("d0", ReshardStats()).renew(["b", "a"], holders)
-    assert holders.sent == [("p0", Renew(["a", "b"])), ("p1", Renew(["a", "b"]))]
+    producers = Holders()
+    Notifier("d0", ReshardStats()).renew(["b", "a"], producers)
+    assert producers.sent == [("p0", Renew(["a", "b"])), ("p1", Renew(["a", "b"]))]
 
 
 @pytest.mark.parametrize("known", [(True, True), (True, False), (False, False)])
-def test_holder_that_cannot_be_told_costs_the_others_nothing(known, caplog_vllm):
+def test_producer_that_cannot_be_told_costs_the_others_nothing(known, caplog_vllm):
     """It is counted, and told in the log once, unless it is no news for any of the requests."""
-    holders, stats = Holders("p0"), ReshardStats()
+    producers, stats = Holders("p0"), ReshardStats()
     notifier = Notifier("d0", stats)
     for number, known_as_broken in enumerate(known):
-        notifier.release(f"p-{number}", OFFER, holders, known_as_broken=known_as_broken)
+        notifier.release(f"p-{number}", OFFER, producers, known_as_broken=known_as_broken)
     notifier.flush()
-    assert [peer for peer, _ in holders.sent] == ["p1"]
+    assert [peer for peer, _ in producers.sent] == ["p1"]
     assert stats.data["num_failed_notifications"] == [1.0]
     assert caplog_vllm.text.count("p0 cannot be told") == (not all(known))
 
 
-def test_holder_that_cannot_be_told_is_tried_once_a_turn():
+def test_producer_that_cannot_be_told_is_tried_once_a_turn():
     """What would take several notifications is given up with the first of them."""
-    holders, stats = Holders("p0", "p1"), ReshardStats()
+    producers, stats = Holders("p0", "p1"), ReshardStats()
     notifier = Notifier("d0", stats)
     for number in range(1000):
-        notifier.release(f"p-{number}", OFFER, holders)
+        notifier.release(f"p-{number}", OFFER, producers)
     notifier.flush()
     assert stats.data["num_failed_notifications"] == [1.0, 1.0]
 
 
 def test_connection_is_looked_after_while_it_may_be_talking():
     """What was sent has to leave, which takes no thread of NIXL's; then it costs nothing."""
-    holders, other = Holders(), Holders()
+    producers, other = Holders(), Holders()
     notifier = Notifier("d0", ReshardStats())
     assert not notifier.is_talking
-    notifier.renew(["p-a"], holders)
+    notifier.renew(["p-a"], producers)
     notifier.renew(["p-b"], other)
-    holders.talks_until_s = other.talks_until_s = 5.0
+    producers.talks_until_s = other.talks_until_s = 5.0
     other.is_connected = False
     notifier.advance(4.9)
-    assert (holders.looks, other.looks) == (1, 0) and notifier.is_talking
+    assert (producers.looks, other.looks) == (1, 0) and notifier.is_talking
     notifier.advance(5.0)
-    assert holders.looks == 1 and not notifier.is_talking
+    assert producers.looks == 1 and not notifier.is_talking

@@ -9,18 +9,20 @@ import pytest
 
 from tests.v1.kv_connector.unit.reshard.transport.channels import HOST, wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import offers
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.offers import OfferBook
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
     decode_announcement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Listener
 
-OFFER = Binding(48, 1, 2)
+OFFER = OfferFingerprint(48, 1, 2)
 
 
 @pytest.fixture
@@ -43,8 +45,11 @@ def test_offer_goes_with_one_step(book):
     book.offer("a", 3, OFFER)
     book.offer("b", 5, OFFER)
     first, second = next_step(book), next_step(book)
-    assert (first.offered_blocks, first.bindings) == ({"a": 3, "b": 5}, {"a": OFFER, "b": OFFER})
-    assert (second.offered_blocks, second.bindings) == ({}, {})
+    assert (first.offered_blocks, first.fingerprints) == (
+        {"a": 3, "b": 5},
+        {"a": OFFER, "b": OFFER},
+    )
+    assert (second.offered_blocks, second.fingerprints) == ({}, {})
     assert first.num_offers == second.num_offers == 2
     assert first.announcer is None
 
@@ -65,7 +70,7 @@ def test_workers_hear_of_offers_before_the_step(book):
 
         wait_until(is_heard)
         announced = heard[0]
-        assert (announced.request_id, announced.binding) == ("a", OFFER)
+        assert (announced.request_id, announced.fingerprint) == ("a", OFFER)
         assert later.num_offers < announced.number <= next_step(book).num_offers
     finally:
         listener.close()
@@ -77,4 +82,4 @@ def test_offers_go_with_steps_where_nothing_can_be_announced(book, monkeypatch):
     book.announce_from(HOST)
     book.offer("a", 3, OFFER)
     step = next_step(book)
-    assert (step.announcer, step.bindings) == (None, {"a": OFFER})
+    assert (step.announcer, step.fingerprints) == (None, {"a": OFFER})

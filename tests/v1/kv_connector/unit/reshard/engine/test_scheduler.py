@@ -27,13 +27,16 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
     scheduler as scheduler_module,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardHandshakeMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import (
     ReshardScheduler,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+    fingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
     Heartbeats,
@@ -42,7 +45,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     decode_announcement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import encode_worker
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sound
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sanitize_params
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Listener
 
@@ -113,7 +116,7 @@ def test_tokens_are_counted_at_each_end(remote, local, expected):
 )
 def test_malformed_parameters_are_a_fault_of_the_request(change):
     """The request fails with a readable line; the engine lives on."""
-    params, _ = sound(PARAMS | change, reads_back=False)
+    params, _ = sanitize_params(PARAMS | change, reads_back=False)
     receive = scheduler()._receive(request(params), ([3, 4, 1],))
     assert "the router must pass on unchanged" in receive.fault
     assert "\n" not in receive.fault
@@ -127,7 +130,7 @@ def test_malformed_parameters_are_a_fault_of_the_request(change):
 def test_hosts_outside_of_the_trusted_networks_are_a_fault_of_the_request(host, fault):
     """A name is not: who looks it up sees whether its address is among them."""
     trusted = TrustedPeers.parse(["10.0.0.0/8"])
-    params, _ = sound(PARAMS | {"remote_host": host}, reads_back=False, trusted=trusted)
+    params, _ = sanitize_params(PARAMS | {"remote_host": host}, reads_back=False, trusted=trusted)
     receive = scheduler()._receive(request(params), ([3, 4, 1],))
     if fault is None:
         assert (receive.fault, receive.source.host) == (None, host)
@@ -135,7 +138,7 @@ def test_hosts_outside_of_the_trusted_networks_are_a_fault_of_the_request(host, 
         assert f"its kv_transfer_params are not followed: host {fault}" in receive.fault
     # What need not be read is computed instead, and says why.
     again = {name: value for name, value in PARAMS.items() if name != "do_remote_prefill"}
-    _, why = sound(again | {"remote_host": host}, reads_back=True, trusted=trusted)
+    _, why = sanitize_params(again | {"remote_host": host}, reads_back=True, trusted=trusted)
     assert (why is None) is (fault is None)
 
 
@@ -154,7 +157,7 @@ def test_hosts_outside_of_the_trusted_networks_are_a_fault_of_the_request(host, 
 )
 def test_nothing_that_json_can_say_raises(params):
     """Whatever a router makes of the parameters, the scheduler's step goes on."""
-    params, _ = sound((params or {}) | {"do_remote_prefill": True}, reads_back=False)
+    params, _ = sanitize_params((params or {}) | {"do_remote_prefill": True}, reads_back=False)
     receive = scheduler()._receive(request(params), ([3],))
     assert receive.fault is not None or receive.source.port > 0
 
@@ -301,15 +304,15 @@ def test_announcer_is_where_all_workers_reach_it(workers, host):
 
 
 def test_offer_is_announced_when_its_request_ends():
-    """With the binding that the next step tells of."""
+    """With the fingerprint that the next step tells of."""
     owner = scheduler()
     serve(owner)
     heard: list[Announcement] = []
-    bindings: list[Binding] = []
+    fingerprints: list[OfferFingerprint] = []
 
     def is_heard() -> bool:
-        name = f"p-{len(bindings)}"
-        bindings.append(offer(owner, request({"do_remote_decode": True}, 40, name))[1])
+        name = f"p-{len(fingerprints)}"
+        fingerprints.append(offer(owner, request({"do_remote_decode": True}, 40, name))[1])
         return bool(heard)
 
     with contextlib.ExitStack() as stack:
@@ -319,7 +322,7 @@ def test_offer_is_announced_when_its_request_ends():
         stack.callback(listener.close)
         wait_until(is_heard)
     number = heard[0].number
-    assert heard[0] == Announcement(number, f"p-{number - 1}", bindings[number - 1])
+    assert heard[0] == Announcement(number, f"p-{number - 1}", fingerprints[number - 1])
 
 
 @pytest.mark.parametrize(
@@ -414,16 +417,16 @@ def test_sibling_on_a_prefill_engine_is_still_held():
 
 def offer(
     owner: ReshardScheduler, prefilled: Request, block_ids=([5, 2, 9],)
-) -> tuple[dict, Binding]:
+) -> tuple[dict, OfferFingerprint]:
     """A request's end on a prefill engine: what the next engine is told, and what is offered."""
     owner.on_new_request(prefilled)
     prefilled.append_output_token_ids(7)
     prefilled.status = RequestStatus.FINISHED_LENGTH_CAPPED
     _, params = owner.request_finished(prefilled, block_ids)
     offered = owner.build_connector_meta(SchedulerOutput.make_empty())
-    assert offered.bindings.keys() == offered.offered.keys() == {prefilled.request_id}
+    assert offered.fingerprints.keys() == offered.offered.keys() == {prefilled.request_id}
     # By way of a router.
-    return json.loads(json.dumps(params)), offered.bindings[prefilled.request_id]
+    return json.loads(json.dumps(params)), offered.fingerprints[prefilled.request_id]
 
 
 @pytest.mark.parametrize(
@@ -462,7 +465,7 @@ def test_reader_wants_what_was_offered(change, message):
     )
     params |= change.get("params", {})
     asked.kv_transfer_params = params
-    difference = offered.difference(scheduler()._receive(asked, ([3, 4, 1],)).binding)
+    difference = offered.difference(scheduler()._receive(asked, ([3, 4, 1],)).fingerprint)
     assert difference is None if message is None else message in difference
 
 
@@ -484,11 +487,11 @@ def test_rejected_drafts_are_not_offered():
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (32, ([7, 3],))
 
 
-def test_holder_is_told_of_a_full_hit_what_it_offers():
-    """Nothing is read of a prompt that is wholly cached, and its holder lets go all the same."""
+def test_producer_is_told_of_a_full_hit_what_it_offers():
+    """Nothing is read of a prompt that is wholly cached, and its producer lets go all the same."""
     prefilled = request({"do_remote_decode": True}, request_id="p-a")
     params, offered = offer(scheduler(), prefilled)
-    assert scheduler()._receive(request(params), ([], [])).binding == offered
+    assert scheduler()._receive(request(params), ([], [])).fingerprint == offered
 
 
 def test_long_prompt_is_hashed_while_it_is_computed():
@@ -496,7 +499,7 @@ def test_long_prompt_is_hashed_while_it_is_computed():
     owner = scheduler(block_size=16)
     long = request({"do_remote_decode": True}, 5000, request_id="p-a")
     _, offered = offer(owner, long, (list(range(313)),))
-    assert offered == bind(range(5000), 5000, [], [list(range(313))])
+    assert offered == fingerprint(range(5000), 5000, [], [list(range(313))])
     aborted = request({"do_remote_decode": True}, 5000, request_id="p-b")
     owner.on_new_request(aborted)
     assert len(owner._offered_digests) == 1
@@ -517,7 +520,7 @@ def test_long_prompt_is_hashed_before_it_is_read(also_offered):
         assert len(owner._wanted_digests) == 1
         if name == "read":
             receive = allocate(owner, new, list(range(313)))
-            assert receive.binding == bind(range(5003), 5000, [], [[5, 2, 9]])
+            assert receive.fingerprint == fingerprint(range(5003), 5000, [], [[5, 2, 9]])
             assert len(owner._wanted_digests) == 0
         new.status = RequestStatus.FINISHED_ABORTED
         owner.request_finished(new, (list(range(313)),))
@@ -525,7 +528,7 @@ def test_long_prompt_is_hashed_before_it_is_read(also_offered):
     owner.shutdown()
 
 
-def test_holder_is_told_nothing_where_the_prompt_is_not_known():
+def test_producer_is_told_nothing_where_the_prompt_is_not_known():
     """As where vLLM makes up a prompt to give back what a refused request named."""
     made_up = request(PARAMS | {"remote_num_tokens": 40}, 1)
-    assert scheduler()._receive(made_up, ([], [])).binding is None
+    assert scheduler()._receive(made_up, ([], [])).fingerprint is None

@@ -2,7 +2,7 @@
 """Whole engines of workers in one process: real NIXL, real side channels, no model.
 
 Every worker has its own KV cache, agent and ledgers; what vLLM's engine would do, calling
-`take_up` and `get_finished` in every step, the test does.
+`submit` and `get_finished` in every step, the test does.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ from vllm.v1.kv_cache_interface import (
 from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connector_thread import PATIENCE_S
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.loop import PATIENCE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import Report
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
     Heartbeats,
@@ -59,7 +61,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel
 )
 
 NUM_LAYERS, NUM_BLOCKS, HEAD_SIZE = 4, 16, 8
-OFFER = Binding(48, 1, 2)
+OFFER = OfferFingerprint(48, 1, 2)
 """What schedulers say is offered, and what they say is wanted."""
 DEADLINE_S = 120.0
 
@@ -191,13 +193,14 @@ class Engine:
     def start(self, **metadata) -> None:
         """Tell all workers what the scheduler asks for in this step."""
         for worker in self.workers.values():
-            worker.take_up(ReshardConnectorMetadata(**metadata))
+            worker.submit(ReshardConnectorMetadata(**metadata))
 
     def offer(self, *request_ids: str, lease_s: float = 30.0) -> None:
         """Compute requests, and hold their blocks."""
         self.start(admitted=set(request_ids))
         self.start(
-            offered=dict.fromkeys(request_ids, lease_s), bindings=dict.fromkeys(request_ids, OFFER)
+            offered=dict.fromkeys(request_ids, lease_s),
+            fingerprints=dict.fromkeys(request_ids, OFFER),
         )
 
     def blocks(self, rank: MeshRank, layer: str, block_ids) -> np.ndarray:
@@ -283,7 +286,7 @@ class Progress:
 
 def peers_of(worker: ReshardWorker) -> list[Peer]:
     """The engines that a worker knows."""
-    return list(worker._exchange.peers._peers.values())
+    return list(worker._transfer_engine.peers._peers.values())
 
 
 def wait_until(condition: Callable[[], object], step: Callable[[], None] = lambda: None) -> None:
@@ -384,7 +387,7 @@ def test_step_is_patient_where_the_engine_has_nothing_else_to_do(
         return Report()
 
     monkeypatch.setattr(worker._thread, "collect", collect)
-    worker.take_up(ReshardConnectorMetadata(idle=idle))
+    worker.submit(ReshardConnectorMetadata(idle=idle))
     worker.get_finished()
     assert seen == [patience_s]
 
@@ -454,21 +457,21 @@ def test_full_cache_hit_releases_without_a_word(engines):
     assert not any(progress.received.values())
 
 
-@pytest.mark.parametrize("binding", [None, replace(OFFER, content=9)])
-def test_empty_read_does_not_take_somebody_elses_blocks(engines, caplog_vllm, binding):
+@pytest.mark.parametrize("fingerprint", [None, replace(OFFER, content=9)])
+def test_empty_read_does_not_take_somebody_elses_blocks(engines, caplog_vllm, fingerprint):
     """Who knows a request's name and not its tokens is not believed, or says nothing."""
     p, d = engines("prefill", tp=2), engines("decode")
     address = p.serve()
     whole = fill(p, [5, 2, 9])
     p.offer("p-a", "p-b")
-    empty = replace(receive(address, [], [5, 2, 9]), binding=binding)
+    empty = replace(receive(address, [], [5, 2, 9]), fingerprint=fingerprint)
     d.start(receive={"thief": empty})
     progress = Progress(p, d)
-    # What a holder hears after that, it hears after that.
+    # What a producer hears after that, it hears after that.
     other = receive(address, [], [5, 2, 9], remote_request_id="p-b")
     d.start(receive={"d-b": other})
     progress.until(p, sent="p-b")
-    assert ("p-a is held on" in caplog_vllm.text) is (binding is not None)
+    assert ("p-a is held on" in caplog_vllm.text) is (fingerprint is not None)
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
     progress.until(d, received="d-a")
     assert not lost_blocks(d.workers[MeshRank(0, 0)])
@@ -521,15 +524,15 @@ def test_idle_engines_leave_nothing_behind(engines):
         progress.until(p, sent="p-a")
         assert_received(d, [3, 4, 1], whole)
         (peer,) = peers_of(worker)
-        generation = peer.generation
-        assert generation.is_connected
+        connection = peer.connection
+        assert connection.is_connected
         now_s += 59.0
         worker._thread.wake()
         assert peers_of(worker) == [peer]
         now_s += 2.0
         wait_until(lambda: not peers_of(worker))
-        wait_until(lambda generation=generation: not generation.is_connected)
-        assert not worker._exchange.peers.retired
+        wait_until(lambda connection=connection: not connection.is_connected)
+        assert not worker._transfer_engine.peers.retired
 
 
 def test_handshake_is_told_in_one_line(engines, caplog_vllm):
@@ -614,7 +617,7 @@ def test_blocks_that_cannot_be_are_refused(engines, caplog_vllm, remote, tokens,
     p, d = engines("prefill"), engines("decode")
     address = p.serve()
     fill(p, [5, 2, 9])
-    # The holder is not told: it holds them for the lease.
+    # The producer is not told: it holds them for the lease.
     p.offer("p-a", lease_s=0.5)
     d.start(receive={"d-a": receive(address, [3, 4, 1], remote, tokens=tokens)})
     progress = Progress(p, d)
@@ -695,7 +698,7 @@ def test_heartbeats_keep_a_request_alive(engines):
         d.start(heartbeats=[heartbeat])
         progress.step()
 
-    wait_until(lambda: any(peer.generation for peer in peers_of(reader)), beat)
+    wait_until(lambda: any(peer.connection for peer in peers_of(reader)), beat)
     p.offer("p-a", lease_s=10.0)
     wait_until(lambda: all(map(lease_end, p.workers.values())), progress.step)
     for _ in range(3):
@@ -717,8 +720,8 @@ def test_heartbeats_keep_a_request_alive(engines):
 
 def lease_end(worker: ReshardWorker) -> float:
     """When a worker would let go of the request; 0 while it is not offered."""
-    held = worker._exchange.holder._ledger._held.get("p-a")
-    return held.expires_at_s if held and held.binding is not None else 0.0
+    held = worker._transfer_engine.producer._ledger._held.get("p-a")
+    return held.expires_at_s if held and held.fingerprint is not None else 0.0
 
 
 def test_late_reader_fails(engines, caplog_vllm):
@@ -741,19 +744,19 @@ def test_late_reader_fails(engines, caplog_vllm):
 
 @pytest.mark.parametrize("source_rank", [0, 1])
 def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, source_rank):
-    """Bytes may be another request's where one of the holders let go before all was read."""
+    """Bytes may be another request's where one of the producers let go before all was read."""
     p, d = engines("prefill", tp=2), engines("decode")
     address = p.serve()
     fill(p, [5, 2, 9])
     p.offer("p-a", "p-b")
-    want = LeaseChecker.want
+    check_later = LeaseChecker.check_later
 
-    def want_after_expiry(self, key, remote_request_id, binding, at):
+    def check_after_expiry(self, key, remote_request_id, fingerprint, at):
         if remote_request_id == "p-a":
-            p.workers[MeshRank(0, source_rank)]._exchange.holder._table.strike("p-a")
-        want(self, key, remote_request_id, binding, at)
+            p.workers[MeshRank(0, source_rank)]._transfer_engine.producer._table.remove("p-a")
+        check_later(self, key, remote_request_id, fingerprint, at)
 
-    monkeypatch.setattr(LeaseChecker, "want", want_after_expiry)
+    monkeypatch.setattr(LeaseChecker, "check_later", check_after_expiry)
     other = receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b")
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9]), "d-b": other})
     progress = Progress(p, d)
@@ -768,12 +771,12 @@ def test_what_happened_is_counted(engines):
     address = p.serve()
     fill(p, [5, 2, 9])
     p.start(admitted={"p-a"})
-    p.start(offered={"p-a": 30.0}, offered_blocks={"p-a": 3}, bindings={"p-a": OFFER})
+    p.start(offered={"p-a": 30.0}, offered_blocks={"p-a": 3}, fingerprints={"p-a": OFFER})
     progress = Progress(p, d)
     (reader,) = d.workers.values()
-    for holder in p.workers.values():
-        wait_until(lambda holder=holder: holder._stats, progress.step)
-        assert holder.take_stats().data["held_blocks"] == [3]
+    for producer in p.workers.values():
+        wait_until(lambda producer=producer: producer._stats, progress.step)
+        assert producer.take_stats().data["held_blocks"] == [3]
     d.start(
         receive={
             "whole": receive(address, [3, 4, 1], [5, 2, 9]),
@@ -783,31 +786,31 @@ def test_what_happened_is_counted(engines):
     for request_id in ("whole", "expired"):
         progress.until(d, received=request_id)
     progress.until(p, sent="p-a")
-    # The holders hear of it before it is counted that they were told.
+    # The producers hear of it before it is counted that they were told.
     wait_until(lambda: reader._stats.data["notifications_sent"], progress.step)
     counted = reader.take_stats().data
     assert len(counted["handshake_seconds"]) == 1
     assert counted["read_failures"] == ["lease"]
     assert counted["read_strategies"] == ["direct"] * 4
-    # Each of two holders is told of both requests, together where they ended in one turn.
+    # Each of two producers is told of both requests, together where they ended in one turn.
     assert sum(counted["notifications_sent"]) in (2, 4)
-    for holder in p.workers.values():
-        assert holder.take_stats().data["held_blocks"] == [0]
-        assert holder.take_stats() is None
+    for producer in p.workers.values():
+        assert producer.take_stats().data["held_blocks"] == [0]
+        assert producer.take_stats() is None
 
 
 def test_running_request_is_nobodys_to_release(engines):
-    """Who says that he has read what is still being computed does not make its holder free it."""
+    """Who says that he has read what is still being computed does not make its producer free it."""
     p, d = engines("prefill"), engines("decode")
     address = p.serve()
     p.start(admitted={"p-a"})
     progress = Progress(p, d)
     d.start(receive={"d-a": receive(address, [], [])})
-    (holder,) = p.workers.values()
-    held = holder._exchange.holder._ledger._held
+    (producer,) = p.workers.values()
+    held = producer._transfer_engine.producer._ledger._held
     wait_until(lambda: "p-a" in held and held["p-a"].early, progress.step)
     assert not any(progress.sent.values())
-    p.start(offered={"p-a": 30.0}, bindings={"p-a": OFFER})
+    p.start(offered={"p-a": 30.0}, fingerprints={"p-a": OFFER})
     progress.until(p, sent="p-a")
 
 
@@ -820,13 +823,13 @@ def test_running_request_is_nobodys_to_release(engines):
     ],
 )
 def test_bytes_of_another_prompt_are_not_used(engines, caplog_vllm, held, message):
-    """A holder that offers something else under the request's name costs that request alone."""
+    """A producer that offers something else under the request's name costs that request alone."""
     p, d = engines("prefill", tp=2), engines("decode")
     address = p.serve()
     fill(p, [5, 2, 9])
     p.offer("p-b")
     p.start(admitted={"p-a"})
-    p.start(offered={"p-a": 30.0}, bindings={"p-a": held})
+    p.start(offered={"p-a": 30.0}, fingerprints={"p-a": held})
     other = receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b")
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9]), "d-b": other})
     progress = Progress(p, d)
@@ -834,15 +837,15 @@ def test_bytes_of_another_prompt_are_not_used(engines, caplog_vllm, held, messag
     progress.until(d, received="d-b")
     (reader,) = d.workers.values()
     assert lost_blocks(reader) == {1, 3, 4}
-    assert reader.take_stats().data["read_failures"] == ["binding"]
+    assert reader.take_stats().data["read_failures"] == ["fingerprint"]
     assert message in caplog_vllm.text
-    # The holder is told of the other one only: this may be somebody else's.
+    # The producer is told of the other one only: this may be somebody else's.
     progress.until(p, sent="p-b")
     assert not any("p-a" in sent for sent in progress.sent.values())
 
 
-def test_reader_that_is_faster_than_its_holder_waits_for_the_offer(engines):
-    """A holder answers a step before its workers hear of it."""
+def test_reader_that_is_faster_than_its_producer_waits_for_the_offer(engines):
+    """A producer answers a step before its workers hear of it."""
     p, d = engines("prefill", tp=2), engines("decode")
     address = p.serve()
     whole = fill(p, [5, 2, 9])
@@ -851,18 +854,18 @@ def test_reader_that_is_faster_than_its_holder_waits_for_the_offer(engines):
     progress = Progress(p, d)
     (reader,) = d.workers.values()
     wait_until(
-        lambda: any(each.generation and each.generation.leases._early for each in peers_of(reader)),
+        lambda: any(each.connection and each.connection.leases._early for each in peers_of(reader)),
         progress.step,
     )
     assert not progress.received[d.engine_id, MeshRank(0, 0)]
-    p.start(offered={"p-a": 30.0}, bindings={"p-a": OFFER})
+    p.start(offered={"p-a": 30.0}, fingerprints={"p-a": OFFER})
     progress.until(d, received="d-a")
     assert not lost_blocks(reader)
     assert_received(d, [3, 4, 1], whole)
 
 
 def test_reader_need_not_wait_for_the_step_with_the_offer(engines):
-    """All workers of a holder hear of it from their scheduler while they compute another step."""
+    """All workers of a producer hear of it from their scheduler while they compute another step."""
     p, d = engines("prefill", tp=2), engines("decode")
     address = p.serve()
     whole = fill(p, [5, 2, 9])
@@ -882,5 +885,5 @@ def test_reader_need_not_wait_for_the_step_with_the_offer(engines):
     assert_received(d, [3, 4, 1], whole)
     # They hold it until the step has told them so.
     assert not any(progress.sent[p.engine_id, rank] for rank in p.workers)
-    p.start(num_offers=1, offered={"p-a": 30.0}, bindings={"p-a": OFFER})
+    p.start(num_offers=1, offered={"p-a": 30.0}, fingerprints={"p-a": OFFER})
     progress.until(p, sent="p-a")

@@ -8,7 +8,10 @@ from dataclasses import replace
 import pytest
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Release, plan_reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import (
+    ReleaseQuorum,
+    plan_reshard,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Holding,
     Shard,
@@ -92,7 +95,7 @@ def test_right_plan_has_no_faults():
         (replace(PLAN, releases=PLAN.releases[1:]), "source pp0tp0 has 0 release entries, not one"),
         (replace(PLAN, releases=PLAN.releases * 2), "source pp0tp0 has 2 release entries, not one"),
         (
-            replace(PLAN, releases=(*PLAN.releases, Release(STRANGER, (MeshRank(0, 0),)))),
+            replace(PLAN, releases=(*PLAN.releases, ReleaseQuorum(STRANGER, (MeshRank(0, 0),)))),
             "release of pp9tp9, which is no source rank",
         ),
     ],

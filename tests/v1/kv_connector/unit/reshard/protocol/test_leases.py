@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import (
     ENTRIES_PER_BUCKET,
     WORDS_PER_ENTRY,
@@ -32,9 +34,9 @@ def seen(table: LeaseTable, request_id: str) -> Held:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["enter", "bind", "strike"]),
+            st.sampled_from(["add", "publish", "remove"]),
             st.sampled_from(REQUEST_IDS),
-            st.builds(Binding, st.integers(1, 1 << 40), WORDS, WORDS),
+            st.builds(OfferFingerprint, st.integers(1, 1 << 40), WORDS, WORDS),
         )
     ),
     st.integers(1, 4),
@@ -42,16 +44,16 @@ def seen(table: LeaseTable, request_id: str) -> Held:
 def test_table_says_what_was_entered_bound_and_not_struck(operations, num_buckets):
     """In any order and with any size, only requests without room are missing."""
     table = LeaseTable(num_buckets)
-    held: dict[str, Binding | None] = {}
-    for operation, request_id, binding in operations:
-        if operation == "strike":
-            table.strike(request_id)
+    held: dict[str, OfferFingerprint | None] = {}
+    for operation, request_id, fingerprint in operations:
+        if operation == "remove":
+            table.remove(request_id)
             held.pop(request_id, None)
-        elif operation == "bind":
-            table.bind(request_id, binding)
+        elif operation == "publish":
+            table.publish(request_id, fingerprint)
             if request_id in held:
-                held[request_id] = binding
-        elif table.enter(request_id):
+                held[request_id] = fingerprint
+        elif table.add(request_id):
             held.setdefault(request_id, None)
         else:
             bucket = table._entries[entry_of(request_id, num_buckets).bucket]
@@ -66,22 +68,22 @@ def test_table_says_what_was_entered_bound_and_not_struck(operations, num_bucket
 def test_name_that_is_used_again_is_not_bound_yet():
     """What the last request of that name offered is not what this one will."""
     table = LeaseTable(4)
-    table.enter("a")
-    table.bind("a", Binding(3, 1, 1))
-    table.strike("a")
-    table.enter("a")
+    table.add("a")
+    table.publish("a", OfferFingerprint(3, 1, 1))
+    table.remove("a")
+    table.add("a")
     assert seen(table, "a") == Held(True, None)
 
 
 def test_what_is_said_again_is_not_written_again():
     """A reader that looks at that moment finds it bound."""
     table = LeaseTable(4)
-    table.enter("a")
-    table.bind("a", Binding(3, 1, 1 << 63))
+    table.add("a")
+    table.publish("a", OfferFingerprint(3, 1, 1 << 63))
     table._entries.flags.writeable = False
-    table.bind("a", Binding(3, 1, 1 << 63))
+    table.publish("a", OfferFingerprint(3, 1, 1 << 63))
     with pytest.raises(ValueError, match="read-only"):
-        table.bind("a", Binding(4, 1, 1 << 63))
+        table.publish("a", OfferFingerprint(4, 1, 1 << 63))
 
 
 def test_address_is_where_the_words_are():

@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
     MAX_EARLY_NOTIFICATIONS,
     ConsumerLedger,
@@ -23,12 +25,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers impor
     Receipt,
 )
 
-OFFER, OTHER = Binding(48, 1, 2), Binding(48, 9, 2)
+OFFER, OTHER = OfferFingerprint(48, 1, 2), OfferFingerprint(48, 9, 2)
 
 
-def notice(notifier: str, num_notifiers: int, binding: Binding = OFFER) -> Notice:
+def notice(notifier: str, num_notifiers: int, fingerprint: OfferFingerprint = OFFER) -> Notice:
     """What a reader says that has read what is offered, or something else."""
-    return Notice(notifier, num_notifiers, binding)
+    return Notice(notifier, num_notifiers, fingerprint)
 
 
 @pytest.fixture
@@ -44,14 +46,14 @@ class TestProducer:
 
     def test_request_is_released_by_its_last_reader(self, producer):
         """Each of several readers is waited for."""
-        assert producer.offer("a", expires_at_s=10, binding=OFFER)
+        assert producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         assert producer.hear("a", notice("d0", 2)) is Receipt.COUNTED
         assert producer.hear("a", notice("d1", 2)) is Receipt.RELEASED
         assert len(producer) == 0
 
     def test_a_reader_counts_once(self, producer):
         """A repeated notification neither releases nor harms."""
-        producer.offer("a", expires_at_s=10, binding=OFFER)
+        producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         producer.hear("a", notice("d0", 2))
         assert producer.hear("a", notice("d0", 2)) is Receipt.REPEATED
         assert producer.hear("a", notice("d1", 2)) is Receipt.RELEASED
@@ -60,7 +62,7 @@ class TestProducer:
         """A request that was read before it was offered is released then, once, and not before."""
         assert producer.hear("a", notice("d0", 1)) is Receipt.EARLY
         assert producer.take_released() == []
-        assert not producer.offer("a", expires_at_s=10, binding=OFFER)
+        assert not producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         assert producer.take_released() == ["a"]
         assert producer.take_released() == []
         assert producer.expire(now_s=11) == []
@@ -68,20 +70,20 @@ class TestProducer:
     def test_count_before_the_offer_is_kept(self, producer):
         """Readers heard before the offer need not repeat themselves."""
         producer.hear("a", notice("d0", 2))
-        assert producer.offer("a", expires_at_s=10, binding=OFFER)
+        assert producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         assert producer.hear("a", notice("d1", 2)) is Receipt.RELEASED
 
     def test_withdrawn_request_is_unknown(self, producer):
         """An aborted request is neither offered nor counted."""
         producer.withdraw(["a", "never seen"])
-        assert not producer.offer("a", expires_at_s=10, binding=OFFER)
+        assert not producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         assert producer.hear("a", notice("d0", 1)) is Receipt.UNKNOWN
 
     def test_lease_runs_out(self, producer):
         """An expired request is let go once, with what was heard and awaited."""
         producer.admit(["b"])
-        producer.offer("a", expires_at_s=10, binding=OFFER)
-        producer.offer("b", expires_at_s=5, binding=OFFER)
+        producer.offer("a", expires_at_s=10, fingerprint=OFFER)
+        producer.offer("b", expires_at_s=5, fingerprint=OFFER)
         producer.hear("a", notice("d0", 3))
         assert producer.expire(now_s=4.9) == []
         assert producer.expire(now_s=10) == [Expiry("b", 0, None), Expiry("a", 1, 3)]
@@ -89,13 +91,13 @@ class TestProducer:
 
     def test_late_reader_is_told_apart(self, producer):
         """Whoever reads after the lease ran out may have read other blocks."""
-        producer.offer("a", expires_at_s=10, binding=OFFER)
+        producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         producer.expire(now_s=10)
         assert producer.hear("a", notice("d0", 1)) is Receipt.UNKNOWN
 
     def test_renewal_moves_the_lease_forward_only(self, producer):
         """A heartbeat that was overtaken by a later one does not shorten the lease."""
-        producer.offer("a", expires_at_s=10, binding=OFFER)
+        producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         assert producer.renew(["a", "never seen"], expires_at_s=20) == 1
         assert producer.renew(["a"], expires_at_s=15) == 1
         assert producer.expire(now_s=19) == []
@@ -108,7 +110,7 @@ class TestProducer:
 
     def test_disagreeing_readers_are_awaited_in_the_larger_number(self, producer):
         """Blocks are kept too long rather than freed too early."""
-        producer.offer("a", expires_at_s=10, binding=OFFER)
+        producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         assert producer.hear("a", notice("d0", 3)) is Receipt.COUNTED
         assert producer.hear("a", notice("d1", 1)) is Receipt.COUNTED
         assert producer.hear("a", notice("d2", 2)) is Receipt.RELEASED
@@ -117,12 +119,12 @@ class TestProducer:
         """A request that is scheduled in several steps is one request."""
         producer.hear("a", notice("d0", 2))
         producer.admit(["a"])
-        producer.offer("a", expires_at_s=10, binding=OFFER)
+        producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         assert producer.hear("a", notice("d1", 2)) is Receipt.RELEASED
 
     def test_reader_of_something_else_is_not_believed(self, producer):
         """Who knows the name alone takes nothing from those who wait; one is told of, not all."""
-        producer.offer("a", expires_at_s=10, binding=OFFER)
+        producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         for _ in range(3):
             assert producer.hear("a", notice("d0", 1, OTHER)) is Receipt.MISBOUND
         assert producer.take_mismatches() == [Mismatch("a", "d0")]
@@ -132,7 +134,7 @@ class TestProducer:
     def test_reader_of_something_else_does_not_name_the_number(self, producer):
         """What it says of other readers is not believed either."""
         producer.hear("a", notice("d0", 7, OTHER))
-        assert producer.offer("a", expires_at_s=10, binding=OFFER)
+        assert producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         producer.hear("a", notice("d0", 7, OTHER))
         assert producer.take_mismatches() == [Mismatch("a", "d0")]
         assert producer.hear("a", notice("d0", 1)) is Receipt.RELEASED
@@ -141,7 +143,7 @@ class TestProducer:
         """Before the offer nobody can tell which is right, so both are kept."""
         producer.hear("a", notice("d0", 1, OTHER))
         producer.hear("a", notice("d0", 1))
-        assert not producer.offer("a", expires_at_s=10, binding=OFFER)
+        assert not producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         assert producer.take_released() == ["a"]
 
     def test_early_notifications_are_bounded(self, producer):
@@ -150,7 +152,7 @@ class TestProducer:
             assert producer.hear("a", notice(f"d{number}", 1, OTHER)) is Receipt.EARLY
         assert len(producer._held["a"].early) == MAX_EARLY_NOTIFICATIONS
         # The lease ends what could not be kept.
-        assert producer.offer("a", expires_at_s=10, binding=OFFER)
+        assert producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         assert len(producer.take_mismatches()) == 1
         assert producer._held["a"].early == set()
 
@@ -158,7 +160,7 @@ class TestProducer:
         """Ten thousand held requests cost a step in which nothing expires one comparison."""
         for number in range(10_000):
             producer.admit([str(number)])
-            producer.offer(str(number), 10.0 + number, binding=OFFER)
+            producer.offer(str(number), 10.0 + number, fingerprint=OFFER)
         now_s = CountedTime(5.0)
         assert producer.expire(now_s) == []
         assert now_s.comparisons == 1
@@ -168,7 +170,7 @@ class TestProducer:
 
     def test_renewals_cost_one_look_a_lease(self, producer):
         """However often it was renewed, a lease comes up once for each term."""
-        producer.offer("a", expires_at_s=10, binding=OFFER)
+        producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         for expires_at_s in range(11, 1000):
             producer.renew(["a"], expires_at_s)
         assert len(producer._leases) == 1
@@ -194,13 +196,13 @@ class ProducerMachine(RuleBasedStateMachine):
     """Any order of events: the ledger does what one does that looks at everything each time."""
 
     NAMES = st.sampled_from("abc")
-    BINDINGS = st.sampled_from([OFFER, OTHER])
+    FINGERPRINTS = st.sampled_from([OFFER, OTHER])
 
     def __init__(self) -> None:
         super().__init__()
         self.ledger = ProducerLedger()
         self.admitted: dict[str, set[Notice]] = {}
-        self.offered: dict[str, tuple[Binding, float, dict[str, int]]] = {}
+        self.offered: dict[str, tuple[OfferFingerprint, float, dict[str, int]]] = {}
         self.released: list[str] = []
         self.doubted: set[str] = set()
         self.mismatches: list[Mismatch] = []
@@ -220,16 +222,16 @@ class ProducerMachine(RuleBasedStateMachine):
         self.forget(name)
 
     @precondition(lambda self: self.admitted)
-    @rule(data=st.data(), lease_s=st.integers(0, 5), binding=BINDINGS)
-    def offer(self, data, lease_s, binding):
+    @rule(data=st.data(), lease_s=st.integers(0, 5), fingerprint=FINGERPRINTS)
+    def offer(self, data, lease_s, fingerprint):
         """A request was computed."""
         name = data.draw(st.sampled_from(sorted(self.admitted)))
         early = self.admitted.pop(name)
-        self.offered[name] = binding, self.now_s + lease_s, {}
+        self.offered[name] = fingerprint, self.now_s + lease_s, {}
         for each in sorted(early, key=lambda each: each[:2]):
             self.count(name, each)
         over = self.complete(name)
-        assert self.ledger.offer(name, self.now_s + lease_s, binding) is not over
+        assert self.ledger.offer(name, self.now_s + lease_s, fingerprint) is not over
         if over:
             self.forget(name)
             self.released.append(name)
@@ -238,18 +240,18 @@ class ProducerMachine(RuleBasedStateMachine):
         name=NAMES,
         notifier=st.sampled_from(["d0", "d1", "d2"]),
         num_notifiers=st.integers(1, 3),
-        binding=BINDINGS,
+        fingerprint=FINGERPRINTS,
     )
-    def hear(self, name, notifier, num_notifiers, binding):
+    def hear(self, name, notifier, num_notifiers, fingerprint):
         """Somebody is through with what he takes for the request."""
-        said = Notice(notifier, num_notifiers, binding)
+        said = Notice(notifier, num_notifiers, fingerprint)
         receipt = self.ledger.hear(name, said)
         if name in self.admitted:
             self.admitted[name].add(said)
             assert receipt is Receipt.EARLY
         elif name not in self.offered:
             assert receipt is Receipt.UNKNOWN
-        elif binding != self.offered[name][0]:
+        elif fingerprint != self.offered[name][0]:
             self.count(name, said)
             assert receipt is Receipt.MISBOUND
         elif not self.count(name, said):
@@ -266,8 +268,8 @@ class ProducerMachine(RuleBasedStateMachine):
         renewed = names & self.offered.keys()
         assert self.ledger.renew(names, self.now_s + lease_s) == len(renewed)
         for name in renewed:
-            binding, expires_at_s, heard = self.offered[name]
-            self.offered[name] = binding, max(expires_at_s, self.now_s + lease_s), heard
+            fingerprint, expires_at_s, heard = self.offered[name]
+            self.offered[name] = fingerprint, max(expires_at_s, self.now_s + lease_s), heard
 
     @rule(passed_s=st.integers(0, 4))
     def expire(self, passed_s):
@@ -287,8 +289,8 @@ class ProducerMachine(RuleBasedStateMachine):
 
     def count(self, name, said) -> bool:
         """Count a reader of an offered request; whether it is a new one."""
-        binding, _, heard = self.offered[name]
-        if said.binding != binding:
+        fingerprint, _, heard = self.offered[name]
+        if said.fingerprint != fingerprint:
             if name not in self.doubted:
                 self.doubted.add(name)
                 self.mismatches.append(Mismatch(name, said.notifier))
@@ -330,12 +332,12 @@ class TestConsumer:
         ledger.begin("a")
         assert "a" in ledger and ledger.take_ended() == []
         ledger.post("a", ["x", "y"])
-        assert not ledger.leg_quiet("a", "x")
-        assert ledger.num_legs_of("a") == 1
+        assert not ledger.part_drained("a", "x")
+        assert ledger.num_parts_of("a") == 1
         assert ledger.take_ended() == []
-        assert ledger.leg_quiet("a", "y")
+        assert ledger.part_drained("a", "y")
         assert ledger.take_ended() == [Outcome("a", None)]
-        assert ledger.take_ended() == [] and ledger.num_legs_of("a") == 0
+        assert ledger.take_ended() == [] and ledger.num_parts_of("a") == 0
 
     def test_request_without_legs_ends_at_once(self):
         """A full prefix-cache hit has nothing to wait for."""
@@ -348,11 +350,11 @@ class TestConsumer:
         """A request is received when what arrived has been looked up."""
         ledger = ConsumerLedger()
         ledger.begin("a")
-        ledger.post("a", ["x"], following_steps=2)
-        assert ledger.leg_quiet("a", "x")
-        ledger.step_done("a")
+        ledger.post("a", ["x"], pending_checks=2)
+        assert ledger.part_drained("a", "x")
+        ledger.check_done("a")
         assert ledger.take_ended() == []
-        ledger.step_done("a")
+        ledger.check_done("a")
         assert ledger.take_ended() == [Outcome("a", None)]
 
     def test_request_that_waits_fails_and_ends_at_once(self):
@@ -367,26 +369,26 @@ class TestConsumer:
         """Blocks are somebody else's only when nothing writes into them any more."""
         ledger = ConsumerLedger()
         ledger.begin("a")
-        ledger.post("a", ["x", "y"], following_steps=1)
+        ledger.post("a", ["x", "y"], pending_checks=1)
         assert ledger.fail("a", "lost")
         assert not ledger.fail("a", "lost as well")
         assert ledger.take_failed() == [Outcome("a", "lost")]
         assert ledger.take_failed() == [] and ledger.take_ended() == []
-        assert not ledger.leg_quiet("a", "x")
+        assert not ledger.part_drained("a", "x")
         assert ledger.take_ended() == []
-        assert not ledger.leg_quiet("a", "y")
+        assert not ledger.part_drained("a", "y")
         assert ledger.take_ended() == [Outcome("a", "lost")]
 
     def test_steps_of_a_failed_request_are_not_waited_for(self):
         """They write into nobody's blocks; what they find does not matter any more."""
         ledger = ConsumerLedger()
         ledger.begin("a")
-        ledger.post("a", ["x"], following_steps=2)
-        ledger.leg_quiet("a", "x")
-        ledger.step_done("a")
+        ledger.post("a", ["x"], pending_checks=2)
+        ledger.part_drained("a", "x")
+        ledger.check_done("a")
         assert ledger.fail("a", "lease ran out")
         assert ledger.take_ended() == [Outcome("a", "lease ran out")]
-        ledger.step_done("a")
+        ledger.check_done("a")
         assert ledger.take_ended() == []
 
 
@@ -397,7 +399,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         super().__init__()
         self.ledger = ConsumerLedger()
         self.waiting: set[str] = set()
-        self.legs: dict[str, set[int]] = {}
+        self.parts: dict[str, set[int]] = {}
         self.steps: dict[str, int] = {}
         self.failed: set[str] = set()
         self.told: list[str] = []
@@ -406,51 +408,51 @@ class ConsumerMachine(RuleBasedStateMachine):
     @rule()
     def begin(self):
         """A new request."""
-        request_id = f"request {len(self.legs)}"
+        request_id = f"request {len(self.parts)}"
         self.waiting.add(request_id)
-        self.legs[request_id], self.steps[request_id] = set(), 0
+        self.parts[request_id], self.steps[request_id] = set(), 0
         self.ledger.begin(request_id)
 
     @precondition(lambda self: self.waiting - self.failed)
-    @rule(data=st.data(), legs=st.sets(st.integers(0, 3)), steps=st.integers(0, 2))
-    def post(self, data, legs, steps):
+    @rule(data=st.data(), parts=st.sets(st.integers(0, 3)), steps=st.integers(0, 2))
+    def post(self, data, parts, steps):
         """Its peer is connected."""
         request_id = data.draw(st.sampled_from(sorted(self.waiting - self.failed)))
         self.waiting.remove(request_id)
-        self.legs[request_id], self.steps[request_id] = set(legs), steps
-        self.ledger.post(request_id, legs, following_steps=steps)
+        self.parts[request_id], self.steps[request_id] = set(parts), steps
+        self.ledger.post(request_id, parts, pending_checks=steps)
 
-    @precondition(lambda self: any(self.legs.values()))
+    @precondition(lambda self: any(self.parts.values()))
     @rule(data=st.data())
     def end_leg(self, data):
-        """Nothing writes for a leg any more."""
-        request_id = data.draw(st.sampled_from([key for key, legs in self.legs.items() if legs]))
-        leg = data.draw(st.sampled_from(sorted(self.legs[request_id])))
-        self.legs[request_id].remove(leg)
-        ready = self.ledger.leg_quiet(request_id, leg)
-        assert ready == (not self.legs[request_id] and request_id not in self.failed)
+        """Nothing writes for a part any more."""
+        request_id = data.draw(st.sampled_from([key for key, parts in self.parts.items() if parts]))
+        part = data.draw(st.sampled_from(sorted(self.parts[request_id])))
+        self.parts[request_id].remove(part)
+        ready = self.ledger.part_drained(request_id, part)
+        assert ready == (not self.parts[request_id] and request_id not in self.failed)
 
-    @precondition(lambda self: self.legs)
+    @precondition(lambda self: self.parts)
     @rule(data=st.data())
     def fail(self, data):
         """A request fails, if it still can."""
-        request_id = data.draw(st.sampled_from(sorted(self.legs)))
+        request_id = data.draw(st.sampled_from(sorted(self.parts)))
         could = request_id in self.ledger and request_id not in self.failed
         assert self.ledger.fail(request_id, "failed") == could
         if could:
             self.failed.add(request_id)
 
-    @precondition(lambda self: any(map(self.may_step, self.legs)))
+    @precondition(lambda self: any(map(self.may_step, self.parts)))
     @rule(data=st.data())
     def end_step(self, data):
-        """A step that follows the legs ends, whether or not anybody cares."""
-        request_id = data.draw(st.sampled_from(sorted(filter(self.may_step, self.legs))))
+        """A step that follows the parts ends, whether or not anybody cares."""
+        request_id = data.draw(st.sampled_from(sorted(filter(self.may_step, self.parts))))
         self.steps[request_id] -= 1
-        self.ledger.step_done(request_id)
+        self.ledger.check_done(request_id)
 
     def may_step(self, request_id):
         """Whether steps of a request are under way."""
-        return not self.legs[request_id] and self.steps[request_id] > 0
+        return not self.parts[request_id] and self.steps[request_id] > 0
 
     @invariant()
     def failures_are_told_once_and_at_once(self):
@@ -460,19 +462,19 @@ class ConsumerMachine(RuleBasedStateMachine):
 
     @invariant()
     def requests_end_when_nothing_writes(self):
-        """Exactly the requests without legs have ended, that failed or have no steps left."""
+        """Exactly the requests without parts have ended, that failed or have no steps left."""
         for outcome in self.ledger.take_ended():
             assert outcome.request_id not in self.ended
             self.ended[outcome.request_id] = outcome.failure
         over = {
             key
-            for key, legs in self.legs.items()
-            if not legs
+            for key, parts in self.parts.items()
+            if not parts
             and (key in self.failed or (key not in self.waiting and not self.steps[key]))
         }
         assert set(self.ended) == over
         assert {key for key, failure in self.ended.items() if failure} == self.failed & over
-        assert len(self.ledger) == len(self.legs) - len(over)
+        assert len(self.ledger) == len(self.parts) - len(over)
 
 
 TestAnyOrderOfEvents = ConsumerMachine.TestCase
@@ -486,7 +488,7 @@ def test_plan_releases_every_producer_exactly_once(engine_pairs, data, order):
     producers = {shard.rank: ProducerLedger() for shard in src}
     for ledger in producers.values():
         ledger.admit(["a"])
-        ledger.offer("a", expires_at_s=10, binding=OFFER)
+        ledger.offer("a", expires_at_s=10, fingerprint=OFFER)
     wire = [
         (release.src_rank, str(notifier), len(release.notifiers))
         for release in plan.releases
@@ -505,7 +507,7 @@ def test_producer_waits_for_readers_of_all_stages():
     (release,) = plan_reshard(src, dst).releases
     producer = ProducerLedger()
     producer.admit(["a"])
-    producer.offer("a", expires_at_s=10, binding=OFFER)
+    producer.offer("a", expires_at_s=10, fingerprint=OFFER)
     receipts = [
         producer.hear("a", notice(str(notifier), len(release.notifiers)))
         for notifier in release.notifiers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a generation lives."""
+"""How long a connection lives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes imp
 HUNG_GRACE_S = 600.0
 
 
-def test_open_generation_is_never_closed():
+def test_open_connection_is_never_closed():
     """Whatever is in flight or in doubt: it is retired before."""
     lifetime = Lifetime(HUNG_GRACE_S)
     lifetime.begin()
@@ -22,7 +22,7 @@ def test_open_generation_is_never_closed():
     assert lifetime.is_open and lifetime.close_at_s() is None
 
 
-def test_retired_generation_ends_when_everything_is_done():
+def test_retired_connection_ends_when_everything_is_done():
     """It is waited for without a limit that a live peer would meet."""
     lifetime = Lifetime(HUNG_GRACE_S)
     lifetime.begin()
@@ -30,7 +30,7 @@ def test_retired_generation_ends_when_everything_is_done():
     lifetime.retire(20.0)
     assert lifetime.close_at_s() == 10.0 + HUNG_GRACE_S
     lifetime.done()
-    assert lifetime.is_quiet
+    assert lifetime.is_drained
     assert lifetime.close_at_s() == 10.0
     assert lifetime.close_at_s(wanted=True) == 10.0 + HUNG_GRACE_S
 
@@ -44,16 +44,16 @@ def test_after_a_failure_the_others_are_given_a_moment():
     lifetime.retire(12.0)
     assert lifetime.close_at_s() == 12.0 + DEAD_GRACE_S
     lifetime.fail(13.0)
-    assert lifetime.close_at_s() == 12.0 and not lifetime.is_quiet
+    assert lifetime.close_at_s() == 12.0 and not lifetime.is_drained
     lifetime.close()
-    assert lifetime.is_quiet
+    assert lifetime.is_drained
 
 
 def test_refused_read_is_in_doubt():
     """NIXL had begun with it."""
     lifetime = Lifetime(HUNG_GRACE_S)
     lifetime.refuse(1.0)
-    assert not lifetime.is_quiet and lifetime.in_flight == 0
+    assert not lifetime.is_drained and lifetime.in_flight == 0
 
 
 def test_too_much_in_doubt_waits_for_nobody():
@@ -112,7 +112,7 @@ class LifetimeMachine(RuleBasedStateMachine):
     @invariant()
     def quiet_is_quiet(self):
         """Nothing writes while it is taken for quiet, and it ends within the longest grace."""
-        assert self.lifetime.is_quiet == (self.writing == 0)
+        assert self.lifetime.is_drained == (self.writing == 0)
         if self.lifetime.retired_at_s is not None:
             assert self.lifetime.close_at_s() <= self.lifetime.retired_at_s + HUNG_GRACE_S
 

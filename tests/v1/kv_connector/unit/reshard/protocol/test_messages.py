@@ -9,25 +9,27 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteLayoutError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     MAX_NOTIFICATION_BYTES,
     Announcement,
     Done,
-    Release,
+    DoneEntry,
     Renew,
     decode_announcement,
     decode_notification,
     encode_announcement,
+    encode_done,
     encode_notification,
-    releases,
-    renewals,
+    encode_renewals,
 )
 
 WORDS = st.integers(0, (1 << 64) - 1)
-BINDINGS = st.builds(Binding, st.integers(0, (1 << 31) - 1), WORDS, WORDS)
+FINGERPRINTS = st.builds(OfferFingerprint, st.integers(0, (1 << 31) - 1), WORDS, WORDS)
 IDS = st.text(max_size=1024)
-RELEASES = st.builds(Release.of, IDS, st.integers(1, 1 << 16), BINDINGS)
+RELEASES = st.builds(DoneEntry.of, IDS, st.integers(1, 1 << 16), FINGERPRINTS)
 
 
 @given(
@@ -40,35 +42,37 @@ def test_notification_survives_the_wire(notification):
     assert decode_notification(encode_notification(notification)) == notification
 
 
-@given(st.builds(Announcement, st.integers(0, 1 << 62), IDS, BINDINGS))
+@given(st.builds(Announcement, st.integers(0, 1 << 62), IDS, FINGERPRINTS))
 def test_announcement_survives_the_wire(announcement):
     """Workers show readers the very words that the scheduler computed."""
     assert decode_announcement(encode_announcement(announcement)) == announcement
 
 
-@given(request_id=IDS, num_notifiers=st.integers(1, 1 << 16), binding=BINDINGS)
-def test_binding_survives_a_release(request_id, num_notifiers, binding):
-    """The holder compares with the very words that the reader computed."""
-    assert Release.of(request_id, num_notifiers, binding).binding == binding
+@given(request_id=IDS, num_notifiers=st.integers(1, 1 << 16), fingerprint=FINGERPRINTS)
+def test_fingerprint_survives_a_release(request_id, num_notifiers, fingerprint):
+    """The producer compares with the very words that the reader computed."""
+    assert DoneEntry.of(request_id, num_notifiers, fingerprint).fingerprint == fingerprint
 
 
 def test_renewals_do_not_depend_on_the_order_of_a_set():
     """Equal heartbeats are equal bytes."""
-    assert [decode_notification(each) for each in renewals({"b", "a"})] == [Renew(["a", "b"])]
+    assert [decode_notification(each) for each in encode_renewals({"b", "a"})] == [
+        Renew(["a", "b"])
+    ]
 
 
-@given(count=st.integers(0, 600), stem=st.text(min_size=1, max_size=1000), binding=BINDINGS)
-def test_long_lists_are_cut(count, stem, binding):
+@given(count=st.integers(0, 600), stem=st.text(min_size=1, max_size=1000), fingerprint=FINGERPRINTS)
+def test_long_lists_are_cut(count, stem, fingerprint):
     """Nothing is lost, doubled or put in another order, and no notification is too long."""
-    entries = [Release.of(f"{stem}{number}", 128, binding) for number in range(count)]
-    messages = releases("d0", entries)
+    entries = [DoneEntry.of(f"{stem}{number}", 128, fingerprint) for number in range(count)]
+    messages = encode_done("d0", entries)
     assert all(len(message) <= MAX_NOTIFICATION_BYTES for message in messages)
     told = [decode_notification(message) for message in messages]
     assert [release for done in told for release in done.releases] == entries
     assert {done.notifier for done in told} <= {"d0"}
 
     ids = sorted(entry.request_id for entry in entries)
-    messages = renewals(ids)
+    messages = encode_renewals(ids)
     assert all(len(message) <= MAX_NOTIFICATION_BYTES for message in messages)
     assert [each for part in map(decode_notification, messages) for each in part.request_ids] == ids
 
@@ -76,8 +80,10 @@ def test_long_lists_are_cut(count, stem, binding):
 def test_usual_turns_take_one_notification():
     """Eighty requests with ids as vLLM's own fit one."""
     request_ids = [f"cmpl-___prefill_addr_10.0.0.1:8100_{number:032d}" for number in range(80)]
-    entries = [Release.of(each, 128, Binding(32768, 1 << 63, 1 << 63)) for each in request_ids]
-    assert len(releases("engine/pp0tp0", entries)) == len(renewals(request_ids)) == 1
+    entries = [
+        DoneEntry.of(each, 128, OfferFingerprint(32768, 1 << 63, 1 << 63)) for each in request_ids
+    ]
+    assert len(encode_done("engine/pp0tp0", entries)) == len(encode_renewals(request_ids)) == 1
 
 
 @given(data=st.binary(max_size=64))
@@ -108,7 +114,7 @@ def test_what_escapes_the_decoder_is_a_typed_error_too(data):
 )
 def test_release_out_of_bounds_is_refused(change):
     """No reader's plan, prompt or parameters could have led to it."""
-    release = structs.replace(Release("a", 1, 48, 1, 2), **change)
+    release = structs.replace(DoneEntry("a", 1, 48, 1, 2), **change)
     with pytest.raises(RemoteLayoutError):
         decode_notification(encode_notification(Done("d0", [release])))
 

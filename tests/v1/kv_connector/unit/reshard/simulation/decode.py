@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from tests.v1.kv_connector.unit.reshard.simulation.engines import Engine, Worker
 from tests.v1.kv_connector.unit.reshard.simulation.prefill import Ticket, tokens_of
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report, Step
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
+    Report,
+    SchedulerStep,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Heartbeats,
     Receive,
@@ -72,7 +75,7 @@ class DecodeEngine(Engine):
         self.running: list[Request] = []
         self.num_received = self.num_failed = 0
         self.computing: list[tuple[Computing, Owner]] = []
-        self._backlog: dict[str, list[Step]] = {worker.name: [] for worker in self.workers}
+        self._backlog: dict[str, list[SchedulerStep]] = {worker.name: [] for worker in self.workers}
 
     def begin(
         self,
@@ -111,7 +114,7 @@ class DecodeEngine(Engine):
             [ticket.blocks],
             num_tokens,
             ticket.num_tokens,
-            ticket.binding(tokens_of(content)[:num_tokens]),
+            ticket.fingerprint(tokens_of(content)[:num_tokens]),
             fault,
         )
         step = self.hand_over(receive={request_id: receive})
@@ -145,7 +148,7 @@ class DecodeEngine(Engine):
         self._check_bytes(request)
         self.give_back(request.blocks)
 
-    def taken_up(self, worker: Worker, steps: Sequence[Step]) -> None:
+    def taken_up(self, worker: Worker, steps: Sequence[SchedulerStep]) -> None:
         """A request's time begins when a worker hears of it, after what comes before it."""
         backlog = self._backlog[worker.name]
         backlog += steps

@@ -17,25 +17,25 @@ from random import Random
 
 from tests.v1.kv_connector.unit.reshard.simulation.memory import CacheMemory, Layout, WorkerMemory
 from tests.v1.kv_connector.unit.reshard.simulation.wire import NOBODY, Owner, Wire
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import (
+    Answer,
+    Dialer,
+    LocalEndpoint,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import (
-    Exchange,
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Incoming,
     Report,
-    Step,
+    SchedulerStep,
+    TransferEngine,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.holder import Holder
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.opening import (
-    Answer,
-    Local,
-    Opener,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import RequestReads
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
@@ -45,8 +45,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     WorkerDescription,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.generation import Generation
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import Reader
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import LocalCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 
@@ -108,7 +108,7 @@ class World:
 
 
 class Worker:
-    """One worker of an engine: a real exchange over simulated memory.
+    """One worker of an engine: a real transfer engine over simulated memory.
 
     Args:
         world: Where it is.
@@ -135,42 +135,44 @@ class Worker:
             cache, engine.arena_bytes, random, lambda block: engine.owners[block]
         )
         self.incoming: list[Incoming] = []
-        self.scheduled: deque[Step] = deque()
+        self.scheduled: deque[SchedulerStep] = deque()
         self.announced: deque[Announcement] = deque()
         self.jobs = Later()
         self._woken = False
         # In pieces of work, one for each time that somebody asks.
         self._budget = random.choice((math.inf, 1, 2, 5))
-        agent, stats = world.wire.open("holder", self.memory.owner_at), ReshardStats()
+        agent, stats = world.wire.open("producer", self.memory.owner_at), ReshardStats()
         self.agent = agent
         agent.register([(cache.address, cache.size_bytes, 0)])
-        opener = Opener(
+        dialer = Dialer(
             lambda name, *, divides: world.wire.open("reader", self.memory.owner_at),
             world.limits.hung_grace_s,
             lambda: world.now_s,
         )
-        opener._thread = self.jobs
+        dialer._thread = self.jobs
         area = self.memory.area
 
-        def open_and_wake(address: RemoteEngineAddress) -> Future[Generation]:
-            opening = opener.open(address)
+        def open_and_wake(address: RemoteEngineAddress) -> Future[PeerConnection]:
+            opening = dialer.open(address)
             opening.add_done_callback(lambda _: self._wake())
             return opening
 
         peers = PeerTable(open_and_wake, world.limits.idle_limit_s)
         transfers, notifier = Transfers(area), Notifier(self.name, stats)
-        reads = RequestReads(peers, transfers, notifier, stats, world.limits.read_timeout_s)
-        reader = Reader(shard.rank, cache.cache, frozenset())
-        reads.read_into(reader)
-        opener.begin(
-            Local(reader, engine.layout.shards, [(cache.address, cache.size_bytes, 0)], area, 0),
+        reads = ConsumerSide(peers, transfers, notifier, stats, world.limits.read_timeout_s)
+        reader = LocalCache(shard.rank, cache.cache, frozenset())
+        reads.set_local_cache(reader)
+        dialer.begin(
+            LocalEndpoint(
+                reader, engine.layout.shards, [(cache.address, cache.size_bytes, 0)], area, 0
+            ),
             self._ask,
             stays_ready=False,
         )
-        holder = Holder(agent, world.limits.lease_s, stats)
-        self.exchange = Exchange(
+        producer = ProducerSide(agent, world.limits.lease_s, stats)
+        self.transfer_engine = TransferEngine(
             agent,
-            holder,
+            producer,
             peers,
             transfers,
             reads,
@@ -185,7 +187,7 @@ class Worker:
             self.engine.engine_id,
             self.shard,
             self.memory.cache.cache,
-            self.exchange.holder.table_address,
+            self.transfer_engine.producer.table_address,
             self.agent.metadata(),
         )
 
@@ -193,31 +195,31 @@ class Worker:
         """One turn of the connector's thread."""
         incoming, self.incoming = self.incoming, []
         if ticks and not incoming:
-            incoming = [Step()]
-        self.engine.taken_up(self, [each for each in incoming if isinstance(each, Step)])
+            incoming = [SchedulerStep()]
+        self.engine.taken_up(self, [each for each in incoming if isinstance(each, SchedulerStep)])
         self._woken = False
-        report = self.exchange.turn(incoming, self.world.now_s)
+        report = self.transfer_engine.poll(incoming, self.world.now_s)
         self.engine.hear(self, report)
-        self.exchange.tell_holders(self.world.now_s)
+        self.transfer_engine.tell_producers(self.world.now_s)
         return report
 
     def begin_step(self) -> None:
         """Its engine's thread comes to the next step."""
         self.incoming.append(self.scheduled.popleft())
 
-    def hear_ahead(self) -> None:
+    def apply_announcement(self) -> None:
         """The next announcement arrives."""
         self.incoming.append(self.announced.popleft())
 
     @property
     def is_awake(self) -> bool:
         """Whether the connector's thread takes another turn by itself."""
-        exchange = self.exchange
-        if self._woken or self.incoming or exchange.has_backlog:
+        transfer_engine = self.transfer_engine
+        if self._woken or self.incoming or transfer_engine.has_backlog:
             return True
-        if exchange.is_moving or exchange.is_talking:
+        if transfer_engine.is_moving or transfer_engine.is_talking:
             return True
-        due_s = exchange.next_due_s(self.world.now_s)
+        due_s = transfer_engine.next_due_s(self.world.now_s)
         return due_s is not None and due_s <= self.world.now_s
 
     def _wake(self) -> None:
@@ -242,7 +244,7 @@ class Worker:
 
     def close(self) -> None:
         """End in order."""
-        self.exchange.close(self.world.now_s)
+        self.transfer_engine.close(self.world.now_s)
         # Who is not asked any more answers nobody.
         while self.jobs.jobs:
             self.jobs.jobs.popleft()()
@@ -251,17 +253,17 @@ class Worker:
     @property
     def is_idle(self) -> bool:
         """Whether it has nothing of anybody's, and remembers nobody."""
-        exchange, area = self.exchange, self.memory.area
+        transfer_engine, area = self.transfer_engine, self.memory.area
         return (
             not self.incoming
             and not self.scheduled
             and not self.announced
-            and not len(exchange.holder)
-            and not len(exchange.reads)
-            and not len(exchange.transfers)
-            and not len(exchange.peers)
-            and not exchange.peers.retired
-            and exchange.next_due_s(self.world.now_s) is None
+            and not len(transfer_engine.producer)
+            and not len(transfer_engine.consumer)
+            and not len(transfer_engine.transfers)
+            and not len(transfer_engine.peers)
+            and not transfer_engine.peers.retired
+            and transfer_engine.next_due_s(self.world.now_s) is None
             and (area is None or area.spans.free_bytes == area.spans.size_bytes)
         )
 
@@ -332,10 +334,10 @@ class Engine:
         else:
             self.free.extendleft(blocks)
 
-    def hand_over(self, **asked: object) -> Step:
+    def hand_over(self, **asked: object) -> SchedulerStep:
         """Have all workers do something."""
         metadata = ReshardConnectorMetadata(**asked)
-        step = Step(metadata)
+        step = SchedulerStep(metadata)
         for worker in self.workers:
             (worker.scheduled if self.is_ahead else worker.incoming).append(step)
         return step
@@ -352,7 +354,7 @@ class Engine:
         for worker in self.workers:
             worker.close()
 
-    def taken_up(self, worker: Worker, steps: Sequence[Step]) -> None:
+    def taken_up(self, worker: Worker, steps: Sequence[SchedulerStep]) -> None:
         """A worker begins a turn with these steps."""
 
     def hear(self, worker: Worker, report: Report) -> None:

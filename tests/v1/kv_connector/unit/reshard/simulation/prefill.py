@@ -10,8 +10,14 @@ from functools import partial
 from tests.v1.kv_connector.unit.reshard.simulation.engines import Engine, Worker
 from tests.v1.kv_connector.unit.reshard.simulation.memory import MAX_TOKENS
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report, Step
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding, bind
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
+    Report,
+    SchedulerStep,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+    fingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
     Done,
@@ -44,9 +50,9 @@ class Ticket:
     num_tokens: int
     content: int
 
-    def binding(self, tokens: Sequence[int]) -> Binding:
+    def fingerprint(self, tokens: Sequence[int]) -> OfferFingerprint:
         """What is offered, if these are its tokens."""
-        return bind(tokens, self.num_tokens, None, [self.blocks])
+        return fingerprint(tokens, self.num_tokens, None, [self.blocks])
 
 
 @dataclass(eq=False)
@@ -55,14 +61,14 @@ class Offer:
 
     Attributes:
         ticket: What is told of it once it is offered.
-        binding: What is offered.
+        fingerprint: What is offered.
         offered: Whether it is.
         expires_at_s: When each worker's lease runs out, as far as it was taken up.
         sent_by: Workers that have reported it.
     """
 
     ticket: Ticket
-    binding: Binding
+    fingerprint: OfferFingerprint
     offered: bool = False
     expires_at_s: dict[str, float] = field(default_factory=dict)
     sent_by: set[str] = field(default_factory=set)
@@ -81,7 +87,7 @@ class PrefillEngine(Engine):
         self._num_offers = 0
         self.offers: dict[str, Offer] = {}
         # Who was heard by a worker, for what, and of how many.
-        self._heard: dict[tuple[str, str, Binding], dict[str, int]] = {}
+        self._heard: dict[tuple[str, str, OfferFingerprint], dict[str, int]] = {}
         for worker in self.workers:
             worker.agent.heard = partial(self._note, worker)
 
@@ -95,7 +101,7 @@ class PrefillEngine(Engine):
             return None
         content = self.world.new_content()
         ticket = Ticket(self.address, request_id, tuple(blocks), num_tokens, content)
-        offer = Offer(ticket, ticket.binding(tokens_of(content)))
+        offer = Offer(ticket, ticket.fingerprint(tokens_of(content)))
         self.offers[request_id] = offer
         self.hand_over(num_offers=self._num_offers, admitted={request_id})
         for worker in self.workers:
@@ -115,16 +121,18 @@ class PrefillEngine(Engine):
         self._num_offers += 1
         if self.is_ahead:
             for worker in self.workers:
-                worker.announced.append(Announcement(self._num_offers, request_id, offer.binding))
+                worker.announced.append(
+                    Announcement(self._num_offers, request_id, offer.fingerprint)
+                )
         self.hand_over(
             num_offers=self._num_offers,
             offered={request_id: self.world.limits.lease_s},
             offered_blocks={request_id: len(offer.ticket.blocks)},
-            bindings={request_id: offer.binding},
+            fingerprints={request_id: offer.fingerprint},
         )
         return offer.ticket
 
-    def taken_up(self, worker: Worker, steps: Sequence[Step]) -> None:
+    def taken_up(self, worker: Worker, steps: Sequence[SchedulerStep]) -> None:
         """Leases begin when a worker hears of them."""
         for step in steps:
             if step.metadata is None:
@@ -161,7 +169,7 @@ class PrefillEngine(Engine):
         request_id = offer.ticket.request_id
         if self.world.now_s >= offer.expires_at_s[worker.name]:
             return
-        heard = self._heard.get((worker.name, request_id, offer.binding), {})
+        heard = self._heard.get((worker.name, request_id, offer.fingerprint), {})
         check(
             bool(heard) and len(heard) >= max(heard.values()),
             f"{worker.name} lets go of {request_id}: {len(heard)} readers of what it offers were "
@@ -180,5 +188,5 @@ class PrefillEngine(Engine):
             return
         assert isinstance(notification, Done)
         for release in notification.releases:
-            key = worker.name, release.request_id, release.binding
+            key = worker.name, release.request_id, release.fingerprint
             self._heard.setdefault(key, {})[notification.notifier] = release.num_notifiers

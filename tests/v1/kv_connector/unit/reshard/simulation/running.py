@@ -10,7 +10,7 @@ from functools import partial
 from unittest import mock
 
 from tests.v1.kv_connector.unit.reshard.simulation.schedule import Simulation
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import holder
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import producer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
 
@@ -23,7 +23,7 @@ def simulated() -> Iterator[None]:
     try:
         with (
             mock.patch.object(lease_check, "_NUM_LOOKUPS", 4),
-            mock.patch.object(holder, "LeaseTable", partial(LeaseTable, 16)),
+            mock.patch.object(producer, "LeaseTable", partial(LeaseTable, 16)),
         ):
             yield
     finally:

@@ -30,10 +30,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteEngineChangedError,
     RemoteUnreachableError,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Done,
-    Release,
+    DoneEntry,
     RemoteEngineAddress,
     encode_notification,
 )
@@ -157,7 +159,7 @@ class Simulation:
             self._answer(question)
 
     def connect(self) -> None:
-        """A generation is made of an answer."""
+        """A connection is made of an answer."""
         workers = [worker for worker in self._workers() if worker.jobs.jobs]
         worker = self._any(workers)
         if worker is not None:
@@ -195,12 +197,12 @@ class Simulation:
             self._note(f"{worker.name} begins a step")
             worker.begin_step()
 
-    def hear_ahead(self) -> None:
+    def apply_announcement(self) -> None:
         """A worker hears of an offer before the step that says so, or too late."""
         worker = self._any([worker for worker in self._workers(hung=False) if worker.announced])
         if worker is not None:
             self._note(f"{worker.name} hears of {worker.announced[0].request_id}")
-            worker.hear_ahead()
+            worker.apply_announcement()
 
     def read(self) -> None:
         """A request is read, as the router has told or otherwise."""
@@ -278,8 +280,8 @@ class Simulation:
         ticket = self._any(self.tickets[-6:])
         if worker is not None and ticket is not None:
             self._note(f"forges a release of {ticket.request_id} at {worker.name}")
-            invented = Binding(self.random.randrange(12), 1, 2)
-            release = Release.of(ticket.request_id, 1, invented)
+            invented = OfferFingerprint(self.random.randrange(12), 1, 2)
+            release = DoneEntry.of(ticket.request_id, 1, invented)
             data = encode_notification(Done(f"stranger {self.random.randrange(3)}", [release]))
             self.world.wire.messages.append(Message("stranger", worker.agent, data))
 
@@ -330,7 +332,7 @@ class Simulation:
             self.prefill: 5.0,
             self.offer: 6.0,
             self.begin_step: 12.0,
-            self.hear_ahead: random.choice((0.5, 6.0)),
+            self.apply_announcement: random.choice((0.5, 6.0)),
             self.read: 4.5,
             self.compute: 2.0,
             self.finish: 3.0,
@@ -412,8 +414,8 @@ class Simulation:
             self._note(f"now {self.world.now_s:.3f}")
         for engine in self.engines:
             check(engine.is_over, f"{engine.engine_id} is not over: {_rest(engine)}")
-        holders = {worker.agent.name for worker in self._workers()}
-        left = self.world.wire.agents.keys() - holders
+        producers = {worker.agent.name for worker in self._workers()}
+        left = self.world.wire.agents.keys() - producers
         check(not left, f"agents are left open: {sorted(left)}")
         check(not self.world.wire.reads, "reads are left, and all who posted them are gone")
         for engine in list(self.engines):
@@ -437,7 +439,7 @@ class Simulation:
                 engine.finish(request)
         for worker in self._workers():
             while worker.announced:
-                worker.hear_ahead()
+                worker.apply_announcement()
             while worker.scheduled:
                 worker.begin_step()
             while worker.jobs.jobs:
@@ -458,7 +460,7 @@ class Simulation:
             if not worker.is_awake:
                 return
             worker.turn(ticks=False)
-            if not worker.exchange.has_backlog:
+            if not worker.transfer_engine.has_backlog:
                 return
 
     def _start_prefill(self, host: str) -> None:
@@ -528,9 +530,8 @@ class Simulation:
 def _rest(engine: Engine) -> str:
     """What an engine has not ended."""
     workers = [
-        f"{worker.name} holds {len(worker.exchange.holder)}, reads {len(worker.exchange.reads)}, "
-        f"moves {len(worker.exchange.transfers)}, knows {len(worker.exchange.peers)}, "
-        f"drains {len(worker.exchange.peers.retired)}"
-        for worker in engine.workers
+        f"{name} holds {len(part.producer)}, reads {len(part.consumer)}, moves "
+        f"{len(part.transfers)}, knows {len(part.peers)}, drains {len(part.peers.retired)}"
+        for name, part in ((worker.name, worker.transfer_engine) for worker in engine.workers)
     ]
     return f"{len(engine.free)} of {engine.num_blocks - 1} blocks are free; {'; '.join(workers)}"

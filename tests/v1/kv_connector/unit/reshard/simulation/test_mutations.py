@@ -10,12 +10,12 @@ import pytest
 
 from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import exchange
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import transfer_engine
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import RequestReads
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ProducerLedger
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.generation import Generation
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 MAX_SCHEDULES = 1000
@@ -39,7 +39,7 @@ def blocks_are_free_once_nixl_says_failed(monkeypatch):
         if running in self._in_doubt:
             self._in_doubt.remove(running)
             self._free(running)
-            self._events.append(running.quiet())
+            self._events.append(running.drained())
         return left
 
     monkeypatch.setattr(Transfers, "_has_left_nixl", hasty)
@@ -67,7 +67,7 @@ def requests_are_quiet_once_given_up(monkeypatch):
         for running in [each for each in self._posted if each.request_id == request_id]:
             self._posted.remove(running)
             self._free(running)
-            self._events.append(running.quiet())
+            self._events.append(running.drained())
 
     monkeypatch.setattr(Transfers, "give_up", forget)
 
@@ -77,14 +77,14 @@ def leases_are_not_looked_up(monkeypatch):
 
     def believe(self, request_id, reading):
         for _ in reading.lease_tables:
-            self._ledger.step_done(request_id)
+            self._ledger.check_done(request_id)
 
-    monkeypatch.setattr(RequestReads, "_look_up", believe)
+    monkeypatch.setattr(ConsumerSide, "_look_up", believe)
 
 
 def leases_are_not_struck_out(monkeypatch):
-    """A holder tells readers of blocks that it has given away."""
-    monkeypatch.setattr(LeaseTable, "strike", lambda *_: None)
+    """A producer tells readers of blocks that it has given away."""
+    monkeypatch.setattr(LeaseTable, "remove", lambda *_: None)
 
 
 def every_notification_is_believed(monkeypatch):
@@ -92,39 +92,39 @@ def every_notification_is_believed(monkeypatch):
     count = ProducerLedger._count
 
     def believe(self, request_id, held, notice):
-        return count(self, request_id, held, notice._replace(binding=held.binding))
+        return count(self, request_id, held, notice._replace(fingerprint=held.fingerprint))
 
     monkeypatch.setattr(ProducerLedger, "_count", believe)
 
 
-def generations_drain_for_ever(monkeypatch):
+def connections_drain_for_ever(monkeypatch):
     """None that was retired is closed."""
     monkeypatch.setattr(PeerTable, "take_due", lambda *_: [])
 
 
-def generations_are_not_retired(monkeypatch):
+def connections_are_not_retired(monkeypatch):
     """A connection that has failed is used on."""
     monkeypatch.setattr(PeerTable, "break_off", lambda *_: None)
 
 
-def agents_outlive_their_generations(monkeypatch):
-    """A generation is called closed while its agent reads on."""
+def agents_outlive_their_connections(monkeypatch):
+    """A connection is called closed while its agent reads on."""
 
     def pretend(self):
         self._connected = False
         self.lifetime.close()
 
-    monkeypatch.setattr(Generation, "close", pretend)
+    monkeypatch.setattr(PeerConnection, "close", pretend)
 
 
 def deadlines_are_missed(monkeypatch):
     """A request waits as long as its peer likes."""
-    monkeypatch.setattr(RequestReads, "next_due_s", property(lambda self: None))
+    monkeypatch.setattr(ConsumerSide, "next_due_s", property(lambda self: None))
 
 
 def steps_in_flight_are_not_waited_for(monkeypatch):
     """Reads begin into blocks that the device writes."""
-    monkeypatch.setattr(exchange, "_may_begin", lambda step: True)
+    monkeypatch.setattr(transfer_engine, "_may_begin", lambda step: True)
 
 
 def _due_of_who_has_not_failed(self):
@@ -139,7 +139,7 @@ def _due_of_who_has_not_failed(self):
 
 def hung_reads_of_failed_requests_have_no_deadline(monkeypatch):
     """The connection of a read that hangs, for a request that failed elsewhere, is never cut."""
-    monkeypatch.setattr(RequestReads, "next_due_s", property(_due_of_who_has_not_failed))
+    monkeypatch.setattr(ConsumerSide, "next_due_s", property(_due_of_who_has_not_failed))
 
 
 def lookups_that_nobody_wants_break_nothing_off(monkeypatch):
@@ -147,11 +147,11 @@ def lookups_that_nobody_wants_break_nothing_off(monkeypatch):
     break_off = PeerTable.break_off
 
     def for_a_request(reads, reading, now_s):
-        if reading.generation is not None:
-            break_off(reads._peers, reading.generation, now_s)
+        if reading.connection is not None:
+            break_off(reads._peers, reading.connection, now_s)
 
     monkeypatch.setattr(PeerTable, "break_off", lambda *_: None)
-    monkeypatch.setattr(RequestReads, "_break_off", for_a_request)
+    monkeypatch.setattr(ConsumerSide, "_break_off", for_a_request)
 
 
 def peers_are_never_due(monkeypatch):
@@ -161,7 +161,7 @@ def peers_are_never_due(monkeypatch):
 
 def backlog_is_forgotten(monkeypatch):
     """The thread sleeps though there was more to post than fits a turn."""
-    monkeypatch.setattr(RequestReads, "has_backlog", False)
+    monkeypatch.setattr(ConsumerSide, "has_backlog", False)
     monkeypatch.setattr(Transfers, "is_moving", property(lambda self: bool(self._posted)))
 
 
@@ -174,9 +174,9 @@ def backlog_is_forgotten(monkeypatch):
         (leases_are_not_looked_up, "other bytes"),
         (leases_are_not_struck_out, "other bytes"),
         (every_notification_is_believed, "its lease has not run out"),
-        (generations_drain_for_ever, "is not over"),
-        (generations_are_not_retired, "is not over"),
-        (agents_outlive_their_generations, "may be written|lands in memory|left open"),
+        (connections_drain_for_ever, "is not over"),
+        (connections_are_not_retired, "is not over"),
+        (agents_outlive_their_connections, "may be written|lands in memory|left open"),
         (deadlines_are_missed, "in its time"),
         (steps_in_flight_are_not_waited_for, "who writes there"),
         (hung_reads_of_failed_requests_have_no_deadline, "is not over"),

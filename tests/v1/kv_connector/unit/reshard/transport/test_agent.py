@@ -49,30 +49,30 @@ def test_garbage_is_no_peer(agents):
 
 def test_progress_delay_reaches_nixl(monkeypatch):
     """What NIXL is configured with is the delay that was asked for, and only for this agent."""
-    bindings = sys.modules[NixlWrapper.__module__].nixlBind
-    make_agent, settings, delays_us = bindings.nixlAgent, bindings.nixlAgentConfig, []
+    fingerprints = sys.modules[NixlWrapper.__module__].nixlBind
+    make_agent, settings, delays_us = fingerprints.nixlAgent, fingerprints.nixlAgentConfig, []
 
     def spy(name, config):
         delays_us.append(config.pthrDelay)
         return make_agent(name, config)
 
-    monkeypatch.setattr(bindings, "nixlAgent", spy)
+    monkeypatch.setattr(fingerprints, "nixlAgent", spy)
     NixlAgent(f"patient-{uuid.uuid4()}", num_threads=1, progress_delay_us=250)
     assert delays_us == [250]
-    assert bindings.nixlAgentConfig is settings
+    assert fingerprints.nixlAgentConfig is settings
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity")
 def test_nixls_threads_may_run_where_they_are_told(monkeypatch):
     """They get the cores that were asked for; the calling thread keeps its own."""
-    bindings = sys.modules[NixlWrapper.__module__].nixlBind
-    make_agent, seen = bindings.nixlAgent, []
+    fingerprints = sys.modules[NixlWrapper.__module__].nixlBind
+    make_agent, seen = fingerprints.nixlAgent, []
 
     def spy(name, config):
         seen.append(os.sched_getaffinity(0))
         return make_agent(name, config)
 
-    monkeypatch.setattr(bindings, "nixlAgent", spy)
+    monkeypatch.setattr(fingerprints, "nixlAgent", spy)
     own = os.sched_getaffinity(0)
     one_core = {min(own)}
     os.sched_setaffinity(0, one_core)

@@ -51,8 +51,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area
     open_area,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
+    PartDrained,
     PartEvent,
-    PartQuiet,
     Transfers,
 )
 
@@ -262,7 +262,7 @@ def run_reads(
     transfers.start("request", parts, agent, now_s=0.0)
     ended: list[PartEvent] = []
     wait_until(lambda: ended.extend(transfers.advance(now_s=0.0)) or len(ended) == len(parts))
-    assert all(isinstance(each, PartQuiet) for each in ended)
+    assert all(isinstance(each, PartDrained) for each in ended)
     if area is not None:
         assert {each.strategy for each in ended} <= {Strategy.STAGED}
         assert area.spans.free_bytes == area.spans.size_bytes

@@ -21,7 +21,7 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
 )
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import SLOW_PEER_GRACE_S
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import SLOW_PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
@@ -70,12 +70,12 @@ def prefill_and_decode(engines, monkeypatch) -> tuple[Engine, Engine]:
 
 def name_of(engine: Engine, tp_rank: int) -> str:
     """What others read a worker's blocks from."""
-    return engine.workers[MeshRank(0, tp_rank)]._exchange.agent.name
+    return engine.workers[MeshRank(0, tp_rank)]._transfer_engine.agent.name
 
 
 @every_strategy
 def test_agent_of_the_tests_moves_the_bytes(prefill_and_decode):
-    """Without a command the request arrives whole, and its holder is told."""
+    """Without a command the request arrives whole, and its producer is told."""
     p, d = prefill_and_decode
     address = p.serve()
     whole = fill(p, SRC)
@@ -123,7 +123,7 @@ def test_request_whose_reads_do_not_end_fails_in_time(engines, prefill_and_decod
     d.start(receive={"d-a": receive(address, DST, SRC)})
     progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
     wait_until(lambda: len(worker._transfers) == 1, progress.step)
-    hung = peers_of(worker)[0].generation
+    hung = peers_of(worker)[0].connection
     now_s += 119.0
     worker._thread.wake()
     progress.step()
@@ -155,7 +155,7 @@ def test_hung_connection_is_cut_in_the_end(engines, prefill_and_decode):
     wait_until(lambda: len(worker._transfers) == 1, progress.step)
     now_s += 10.0
     wait_until(lambda: worker._failed, progress.step)
-    (hung,) = worker._exchange.peers.retired
+    (hung,) = worker._transfer_engine.peers.retired
     now_s += 59.0
     worker._thread.wake()
     progress.step()
@@ -208,7 +208,7 @@ def test_peer_that_is_only_slow_is_not_cut_off(prefill_and_decode, engines, capl
     now_s += SLOW_PEER_GRACE_S - 0.1
     for _ in range(3):
         progress.step()
-    (slow,) = worker._exchange.peers.retired
+    (slow,) = worker._transfer_engine.peers.retired
     assert slow.is_connected
     CommandedAgent.held_up.clear()
     for request_id in both:

@@ -12,7 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     InDoubtError,
     TransferError,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
@@ -23,15 +25,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
     LOOKUP_PATIENCE_S,
     OFFER_PATIENCE_S,
-    Doubt,
     LeaseChecker,
+    LeaseCheckFailure,
     PreparedTable,
     Verdict,
     prepare_table,
 )
 
 DEADLINE_S = 60.0
-OFFER = Binding(48, 1, 2)
+OFFER = OfferFingerprint(48, 1, 2)
 
 
 class Holder:
@@ -39,12 +41,12 @@ class Holder:
 
     def __init__(self, *request_ids: str) -> None:
         self.table = LeaseTable(64)
-        self.agent = NixlAgent(f"holder-{uuid.uuid4()}", num_threads=1)
+        self.agent = NixlAgent(f"producer-{uuid.uuid4()}", num_threads=1)
         address = self.table.address
         self.agent.register([(address.address, address.size_bytes, 0)], "DRAM")
         for request_id in request_ids:
-            assert self.table.enter(request_id)
-            self.table.bind(request_id, OFFER)
+            assert self.table.add(request_id)
+            self.table.publish(request_id, OFFER)
 
     def seen_by(self, reader: NixlAgent) -> PreparedTable:
         """Its table, prepared by a reader."""
@@ -77,39 +79,42 @@ def until_put_off(checker: LeaseChecker) -> None:
 
 def test_only_held_requests_pass(reader):
     """A request that was struck or never entered is told apart from those that are held."""
-    holder = Holder("a", "b", "c")
-    holder.table.strike("b")
-    checker, table = LeaseChecker(reader, reader), holder.seen_by(reader)
+    producer = Holder("a", "b", "c")
+    producer.table.remove("b")
+    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
     for name in "abcd":
-        checker.want(f"our {name}", name, OFFER, table)
+        checker.check_later(f"our {name}", name, OFFER, table)
     found = {verdict.key: verdict for verdict in verdicts(checker, 4)}
-    assert {name for name, verdict in found.items() if verdict.doubt is None} == {"our a", "our c"}
-    assert {found[name].doubt for name in ("our b", "our d")} == {Doubt.LEASE}
+    assert {name for name, verdict in found.items() if verdict.failure is None} == {
+        "our a",
+        "our c",
+    }
+    assert {found[name].failure for name in ("our b", "our d")} == {LeaseCheckFailure.LEASE}
     assert "kv_lease_duration" in found["our b"].fault
 
 
 def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     """Ten requests read from one worker and one from another cost two reads."""
-    holders = Holder(*map(str, range(10))), Holder("0")
-    tables = [holder.seen_by(reader) for holder in holders]
+    producers = Holder(*map(str, range(10))), Holder("0")
+    tables = [producer.seen_by(reader) for producer in producers]
     checker, posted, read = LeaseChecker(reader, reader), [], reader.read
     monkeypatch.setattr(reader, "read", lambda *lists: posted.append(lists) or read(*lists))
     for number in range(10):
-        checker.want(f"our {number}", str(number), OFFER, tables[0])
-    checker.want("our 0", "0", OFFER, tables[1])
-    assert all(verdict.doubt is None for verdict in verdicts(checker, 11))
+        checker.check_later(f"our {number}", str(number), OFFER, tables[0])
+    checker.check_later("our 0", "0", OFFER, tables[1])
+    assert all(verdict.failure is None for verdict in verdicts(checker, 11))
     assert len(posted) == 2
 
 
 def test_more_lookups_than_there_is_room_for_take_turns(reader, monkeypatch):
     """None is lost, none is mistaken for another, and the room is used again."""
     monkeypatch.setattr(lease_check, "_NUM_LOOKUPS", 3)
-    holder = Holder(*(str(number) for number in range(0, 20, 2)))
-    checker, table = LeaseChecker(reader, reader), holder.seen_by(reader)
+    producer = Holder(*(str(number) for number in range(0, 20, 2)))
+    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
     for number in range(20):
-        checker.want(f"our {number}", str(number), OFFER, table)
+        checker.check_later(f"our {number}", str(number), OFFER, table)
     found = verdicts(checker, 20)
-    held = {verdict.key for verdict in found if verdict.doubt is None}
+    held = {verdict.key for verdict in found if verdict.failure is None}
     assert held == {f"our {number}" for number in range(0, 20, 2)}
     assert len({verdict.key for verdict in found}) == 20
     assert sorted(checker._free) == [0, 1, 2]
@@ -128,112 +133,112 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
         return read(local, local_indices, remote, remote_indices)
 
     monkeypatch.setattr(reader, "read", refuse)
-    checker.want("our a", "a", OFFER, lost)
-    checker.want("our b", "b", OFFER, table)
+    checker.check_later("our a", "a", OFFER, lost)
+    checker.check_later("our b", "b", OFFER, table)
     found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
     assert found["our b"] == Verdict("our b")
-    assert found["our a"] == Verdict("our a", Doubt.PEER, "no")
+    assert found["our a"] == Verdict("our a", LeaseCheckFailure.PEER, "no")
     assert len(checker._free) == lease_check._NUM_LOOKUPS
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
     """What NIXL could not read proves nothing, and may still be written."""
-    holder = Holder("a")
-    checker, table = LeaseChecker(reader, reader), holder.seen_by(reader)
+    producer = Holder("a")
+    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
 
     def begin(*_):
         if refused:
             raise InDoubtError("not any more")
-        return Transfer(holder.agent.name, object())
+        return Transfer(producer.agent.name, object())
 
     monkeypatch.setattr(reader, "read", begin)
-    checker.want("our a", "a", OFFER, table)
+    checker.check_later("our a", "a", OFFER, table)
     (verdict,) = verdicts(checker, 1)
-    assert verdict.doubt is Doubt.PEER
+    assert verdict.failure is LeaseCheckFailure.PEER
     assert ("not any more" if refused else "could not be looked up") in verdict.fault
     assert 0 not in checker._free and len(checker) == 0
 
 
 def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypatch):
     """What waits, what is to be looked at again, and what is in flight; each once."""
-    holder = Holder()
-    holder.table.enter("early")
-    checker, table = LeaseChecker(reader, reader, clock=lambda: 0.0), holder.seen_by(reader)
-    checker.want("early", "early", OFFER, table)
+    producer = Holder()
+    producer.table.add("early")
+    checker, table = LeaseChecker(reader, reader, clock=lambda: 0.0), producer.seen_by(reader)
+    checker.check_later("early", "early", OFFER, table)
     until_put_off(checker)
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
-    checker.want("posted", "b", OFFER, table)
+    checker.check_later("posted", "b", OFFER, table)
     assert checker.advance() == []
-    checker.want("waiting", "c", OFFER, table)
+    checker.check_later("waiting", "c", OFFER, table)
     assert len(checker) == 3
-    found = {verdict.key: verdict.doubt for verdict in checker.give_up()}
-    assert found == dict.fromkeys(("early", "posted", "waiting"), Doubt.PEER)
+    found = {verdict.key: verdict.failure for verdict in checker.give_up()}
+    assert found == dict.fromkeys(("early", "posted", "waiting"), LeaseCheckFailure.PEER)
     assert len(checker) == 0 and checker.give_up() == []
 
 
-def test_holder_that_has_not_offered_yet_is_looked_at_again(reader):
+def test_producer_that_has_not_offered_yet_is_looked_at_again(reader):
     """What it says in the end counts, and nothing is reported before."""
-    holder, now_s = Holder(), [0.0]
-    holder.table.enter("a")
+    producer, now_s = Holder(), [0.0]
+    producer.table.add("a")
     checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
-    checker.want("our a", "a", OFFER, holder.seen_by(reader))
+    checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
     assert checker.is_looking
     until_put_off(checker)
     # When it is offered nobody knows, and no step waits for that.
     assert not checker.is_looking
-    holder.table.bind("a", OFFER)
+    producer.table.publish("a", OFFER)
     now_s[0] = 1.0
     assert verdicts(checker, 1) == [Verdict("our a")]
 
 
-def test_holder_that_never_offers_is_given_up(reader):
+def test_producer_that_never_offers_is_given_up(reader):
     """Nobody waits for it without end."""
-    holder, now_s = Holder(), [0.0]
-    holder.table.enter("a")
+    producer, now_s = Holder(), [0.0]
+    producer.table.add("a")
     checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
-    checker.want("our a", "a", OFFER, holder.seen_by(reader))
+    checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
     until_put_off(checker)
     now_s[0] = OFFER_PATIENCE_S
     (verdict,) = verdicts(checker, 1)
-    assert verdict.doubt is Doubt.LEASE
+    assert verdict.failure is LeaseCheckFailure.LEASE
     assert "did not say within 30 s what it offers" in verdict.fault
 
 
 def test_what_is_bound_to_something_else_is_told_apart(reader):
     """The request fails with what differs, and its neighbour passes."""
-    holder = Holder("a", "b")
-    holder.table.bind("a", Binding(40, 1, 2))
-    checker, table = LeaseChecker(reader, reader), holder.seen_by(reader)
-    checker.want("our a", "a", OFFER, table)
-    checker.want("our b", "b", OFFER, table)
+    producer = Holder("a", "b")
+    producer.table.publish("a", OfferFingerprint(40, 1, 2))
+    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
+    checker.check_later("our a", "a", OFFER, table)
+    checker.check_later("our b", "b", OFFER, table)
     found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
     assert found["our b"] == Verdict("our b")
-    assert found["our a"].doubt is Doubt.BINDING
+    assert found["our a"].failure is LeaseCheckFailure.FINGERPRINT
     assert "is of 40 tokens, and 48 are wanted here" in found["our a"].fault
 
 
 def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
     """A difference is believed when it is seen twice."""
-    holder, now_s = Holder("a"), [0.0]
-    holder.table.bind("a", Binding(48, 1, 9))
+    producer, now_s = Holder("a"), [0.0]
+    producer.table.publish("a", OfferFingerprint(48, 1, 9))
     checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
-    checker.want("our a", "a", OFFER, holder.seen_by(reader))
+    checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
     until_put_off(checker)
-    holder.table.bind("a", OFFER)
+    producer.table.publish("a", OFFER)
     now_s[0] = 1.0
     assert verdicts(checker, 1) == [Verdict("our a")]
 
 
 def test_lookup_that_hangs_fails(reader, monkeypatch):
     """Also where nobody waits for it any more; its bucket stays its own."""
-    holder, clock = Holder("a"), [0.0]
-    checker, table = LeaseChecker(reader, reader, lambda: clock[0]), holder.seen_by(reader)
+    producer, clock = Holder("a"), [0.0]
+    checker, table = LeaseChecker(reader, reader, lambda: clock[0]), producer.seen_by(reader)
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
     free = len(checker._free)
-    checker.want("our a", "a", OFFER, table)
+    checker.check_later("our a", "a", OFFER, table)
     assert checker.advance() == [] and len(checker) == 1
     clock[0] = LOOKUP_PATIENCE_S
     (verdict,) = checker.advance()
-    assert verdict.doubt is Doubt.PEER and len(checker) == 0
+    assert verdict.failure is LeaseCheckFailure.PEER and len(checker) == 0
     assert len(checker._free) == free - 1

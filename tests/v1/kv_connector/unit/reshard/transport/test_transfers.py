@@ -35,8 +35,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     PATIENCE_S,
     Part,
+    PartDrained,
     PartFailed,
-    PartQuiet,
     Transfers,
 )
 
@@ -130,9 +130,9 @@ def failures(events) -> dict[str, str]:
     return {each.request_id: each.fault for each in events if isinstance(each, PartFailed)}
 
 
-def quiet(events) -> list[tuple[str, int]]:
+def drained(events) -> list[tuple[str, int]]:
     """The parts that nothing writes for any more."""
-    return [(each.request_id, each.key) for each in events if isinstance(each, PartQuiet)]
+    return [(each.request_id, each.key) for each in events if isinstance(each, PartDrained)]
 
 
 def parts_of(transfers: Transfers) -> Sequence[Part]:
@@ -159,7 +159,7 @@ def test_staged_part_ends_once_it_is_scattered(one_window_parts):
     assert transfers.advance(0.0) == [] and agent.released == [2]
     assert len(copies.made) == 1 and transfers.area.spans.free_bytes == 0
     copies.made[0].made = True
-    assert transfers.advance(0.0) == [PartQuiet("r", 2, Strategy.STAGED, "telemetry 2")]
+    assert transfers.advance(0.0) == [PartDrained("r", 2, Strategy.STAGED, "telemetry 2")]
     assert transfers.area.spans.free_bytes == PLANE_BYTES
     assert len(transfers) == 3
 
@@ -174,7 +174,7 @@ def test_read_that_ends_at_once_needs_no_look(one_window_parts, planes_in_arena)
     assert transfers.is_ending == bool(planes_in_arena)
     for copy in copies.made:
         copy.made = True
-    assert quiet(transfers.advance(0.0)) == [("r", key) for key in range(4)]
+    assert drained(transfers.advance(0.0)) == [("r", key) for key in range(4)]
     assert len(transfers) == 0 and not transfers.is_ending
 
 
@@ -199,13 +199,13 @@ def test_failed_read_is_not_quiet_until_its_connection_has_ended(one_window_part
     transfers.start("r", one_window_parts[:1], agent, 0.0)
     agent.states[0] = TransferState.FAILED
     events = transfers.advance(0.0)
-    assert "could not read from peer" in failures(events)["r"] and quiet(events) == []
+    assert "could not read from peer" in failures(events)["r"] and drained(events) == []
     assert transfers.area.spans.free_bytes == max(planes_in_arena - 1, 0) * PLANE_BYTES
     assert len(transfers) == 1 and not agent.released and not copies.made
     transfers.end(Connection())
-    assert quiet(transfers.advance(0.0)) == []
+    assert drained(transfers.advance(0.0)) == []
     transfers.end(agent)
-    assert quiet(transfers.advance(0.0)) == [("r", 0)]
+    assert drained(transfers.advance(0.0)) == [("r", 0)]
     assert transfers.area.spans.free_bytes == planes_in_arena * PLANE_BYTES
     assert len(transfers) == 0
 
@@ -221,7 +221,7 @@ def test_read_that_nobody_wants_is_quiet_when_it_is_done(one_window_parts, plane
     agent.states[0] = TransferState.DONE
     (event,) = transfers.advance(2000.0)
     assert not transfers.is_lingering
-    assert quiet([event]) == [("r", 0)] and event.telemetry is None
+    assert drained([event]) == [("r", 0)] and event.telemetry is None
     assert agent.released == [0] and not copies.made
     assert transfers.area.spans.free_bytes == planes_in_arena * PLANE_BYTES
 
@@ -233,7 +233,7 @@ def test_failure_is_told_though_nobody_wants_the_read(one_window_parts):
     transfers.give_up("r")
     agent.states[0] = TransferState.FAILED
     events = transfers.advance(0.0)
-    assert "could not read from peer" in failures(events)["r"] and quiet(events) == []
+    assert "could not read from peer" in failures(events)["r"] and drained(events) == []
 
 
 def test_connection_that_is_cut_fails_what_was_in_flight(one_window_parts):
@@ -243,7 +243,7 @@ def test_connection_that_is_cut_fails_what_was_in_flight(one_window_parts):
     transfers.end(agent)
     events = transfers.advance(0.0)
     assert "connection with peer was given up" in failures(events)["r"]
-    assert quiet(events) == [("r", 0), ("r", 1)]
+    assert drained(events) == [("r", 0), ("r", 1)]
 
 
 def test_nothing_is_posted_with_a_connection_that_drains(one_window_parts):
@@ -254,10 +254,10 @@ def test_nothing_is_posted_with_a_connection_that_drains(one_window_parts):
     transfers.start("s", one_window_parts[:1], other, 0.0)
     transfers.retire(agent)
     events = transfers.advance(0.0)
-    assert set(failures(events)) == {"r"} and quiet(events) == [("r", 1)]
+    assert set(failures(events)) == {"r"} and drained(events) == [("r", 1)]
     agent.states[0] = TransferState.DONE
     transfers.give_up("r")
-    assert quiet(transfers.advance(0.0)) == [("r", 0)]
+    assert drained(transfers.advance(0.0)) == [("r", 0)]
     assert len(agent.posted) == 1 and len(other.posted) == 1
 
 
@@ -272,7 +272,7 @@ def test_window_without_a_span_goes_direct_after_a_while(one_window_parts):
     for number in (1, 2, 3):
         agent.states[number] = TransferState.DONE
     ended = transfers.advance(PATIENCE_S)
-    assert {(each.key, each.strategy) for each in ended if isinstance(each, PartQuiet)} == {
+    assert {(each.key, each.strategy) for each in ended if isinstance(each, PartDrained)} == {
         (key, Strategy.DIRECT) for key in (1, 2, 3)
     }
 
@@ -306,9 +306,9 @@ def test_queued_windows_of_a_failed_request_are_given_up(one_window_parts):
     transfers.start("good", one_window_parts[:1], agent, 0.0)
     transfers.give_up("bad")
     events = transfers.advance(0.0)
-    assert quiet(events) == [("bad", 1), ("bad", 2), ("bad", 3)] and not failures(events)
+    assert drained(events) == [("bad", 1), ("bad", 2), ("bad", 3)] and not failures(events)
     agent.states[0] = TransferState.DONE
-    assert quiet(transfers.advance(0.0)) == [("bad", 0)]
+    assert drained(transfers.advance(0.0)) == [("bad", 0)]
     assert len(agent.posted) == 2 and len(transfers) == 1
 
 
@@ -318,7 +318,7 @@ def test_read_that_was_refused_before_it_began_is_quiet(one_window_parts):
     agent.refusal = TransferError("no")
     transfers.start("r", one_window_parts[:1], agent, 0.0)
     events = transfers.advance(0.0)
-    assert failures(events) == {"r": "no"} and quiet(events) == [("r", 0)]
+    assert failures(events) == {"r": "no"} and drained(events) == [("r", 0)]
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 
 
@@ -328,10 +328,10 @@ def test_read_that_was_refused_after_it_began_is_not(one_window_parts):
     agent.refusal = InDoubtError("not any more")
     transfers.start("r", one_window_parts[:1], agent, 0.0)
     events = transfers.advance(0.0)
-    assert failures(events) == {"r": "not any more"} and quiet(events) == []
+    assert failures(events) == {"r": "not any more"} and drained(events) == []
     assert transfers.area.spans.free_bytes == 3 * PLANE_BYTES
     transfers.end(agent)
-    assert quiet(transfers.advance(0.0)) == [("r", 0)]
+    assert drained(transfers.advance(0.0)) == [("r", 0)]
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 
 
@@ -344,7 +344,7 @@ def test_copy_that_fails_fails_its_part(one_window_parts):
     copies.made[0].made, copies.made[0].reason = True, "broken"
     failed, ended = transfers.advance(0.0)
     assert failed == PartFailed("r", "broken", local=True)
-    assert quiet([ended]) == [("r", 0)] and ended.telemetry is None
+    assert drained([ended]) == [("r", 0)] and ended.telemetry is None
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 
 
@@ -386,7 +386,7 @@ def test_copy_that_cannot_begin_fails_its_part_only(one_window_parts):
     agent.states[1] = TransferState.DONE
     failed, ended = transfers.advance(0.0)
     assert "out of memory" in failed.fault and failed.local
-    assert quiet([ended]) == [("r", 1)]
+    assert drained([ended]) == [("r", 1)]
     assert transfers.advance(0.0) == [] and agent.released == [1]
     assert transfers.area.spans.free_bytes == PLANE_BYTES and len(transfers) == 3
 
@@ -468,7 +468,7 @@ def test_backlog_of_a_connection_that_drains_is_never_posted(one_window_parts):
     events = transfers.advance(0.0)
     assert "was given up" in failures(events)["a"] and "b" not in failures(events)
     num_posted = len(agent.posted) + len(other.posted)
-    assert len(quiet(events)) + num_posted == 2 * len(direct)
+    assert len(drained(events)) + num_posted == 2 * len(direct)
     assert not transfers.has_backlog and len(transfers) == num_posted
 
 

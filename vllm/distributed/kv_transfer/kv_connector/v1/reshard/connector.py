@@ -38,8 +38,8 @@ from .engine.compat import (
     transfer_results,
 )
 from .engine.drafts import refuse_impossible_drafts
-from .engine.envelopes import FailedReads, ReshardConnectorMetadata
 from .engine.failed_reads import ReadReports
+from .engine.metadata import FailedReads, ReshardConnectorMetadata
 from .engine.scheduler import ReshardScheduler
 from .engine.settings import read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
@@ -104,7 +104,7 @@ class NixlConnector(UpstreamConnector):
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler = self.connector_worker = None
         refuse_impossible_drafts(vllm_config)
-        if (spread := _spread_tokens(vllm_config)) is not None:
+        if (spread := _context_parallel_reason(vllm_config)) is not None:
             raise LocalLayoutError(f"{spread}, which this connector cannot read: use 1")
         if (
             kv_cache_config.has_mamba_layers
@@ -139,7 +139,7 @@ class NixlConnector(UpstreamConnector):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Give the scheduler access to the blocks of requests that could not be read."""
         assert self.connector_scheduler is not None
-        self.connector_scheduler.bind(kv_cache_manager)
+        self.connector_scheduler.set_kv_cache_manager(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -168,11 +168,11 @@ class NixlConnector(UpstreamConnector):
         """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, ReshardConnectorMetadata)
-        self._worker.take_up(connector_metadata)
+        self._worker.submit(connector_metadata)
         if FAILED_READS_ARE_NAMED:
             receive = connector_metadata.receive.items()
             begun = (name for name, each in receive if any(each.local_block_ids))
-            self._reports.take_up(begun, connector_metadata.failed)
+            self._reports.note_started(begun, connector_metadata.failed)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Reads have begun when the metadata was bound."""
@@ -249,11 +249,11 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     if keeps_groups_back(kv_cache_config):
         return "some of its KV-cache groups are not transferred"
     if CONTEXT_PARALLELISM_IS_UPSTREAMS:
-        return _spread_tokens(vllm_config)
+        return _context_parallel_reason(vllm_config)
     return None
 
 
-def _spread_tokens(vllm_config: VllmConfig) -> str | None:
+def _context_parallel_reason(vllm_config: VllmConfig) -> str | None:
     """What spreads the tokens of a block over ranks, if anything does."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(vllm_config.parallel_config, name)) > 1:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .recurrent import BOTH, NOTHING_KEPT, STATE_ONLY, StateComponent, layer_kinds, read_state
+from .recurrent_state import BOTH, NOTHING_KEPT, STATE_ONLY, StateComponent, layer_kinds, read_state
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where models of several modalities keep the sizes of their decoder."""

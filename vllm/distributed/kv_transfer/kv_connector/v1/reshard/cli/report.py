@@ -13,7 +13,7 @@ from ..plan.reshard import ReshardPlan, plan_reshard
 from ..plan.shards import Shard, shard_model
 from ..plan.verify import verify_plan
 from .model import LayerSizes, ModelSizes, element_bytes, read_model
-from .recurrent import StateRead, plan_state
+from .recurrent_state import StateRead, plan_state
 
 _MAX_PROMPT_TOKENS = 1 << 21
 

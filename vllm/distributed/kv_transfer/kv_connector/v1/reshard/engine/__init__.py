@@ -9,9 +9,9 @@ factors                     vLLM's configuration -> what must be equal
 settings, stats             what is configured, what is counted
 envelopes                   what scheduler and workers send each other
 failed_reads                how a request ends whose blocks may still be written
-loop, exchange              the connector's thread, and what it does in each turn
+loop, transfer engine              the connector's thread, and what it does in each turn
 peers, opening              engines that are known, and how they are connected
-reads, holder               requests that are read, and what is held for others
+reads, producer               requests that are read, and what is held for others
 offers                      what is held, on its way from scheduler to workers
 notifier, heartbeats        what they are told
 content, digests            what a prompt's KV depends on, hashed while it is computed

@@ -67,7 +67,7 @@ STATE_IS_UPSTREAMS = _IS_0_22
 The scheduler of 0.22.1 does not tell which of a request's blocks has the state, and offers all.
 """
 
-HOLDERS_KEEP_THE_LAST_WINDOW = _IS_0_22
+PRODUCERS_KEEP_THE_LAST_WINDOW = _IS_0_22
 """Whether an engine holds what the window of a request's last token reaches back to.
 
 The scheduler of 0.22.1 is patched to. Later ones are not: a prefill engine stops before that token,
@@ -151,8 +151,8 @@ __all__ = [
     "CACHES_ARE_VIEWS",
     "CONTEXT_PARALLELISM_IS_UPSTREAMS",
     "FAILED_READS_ARE_NAMED",
-    "HOLDERS_KEEP_THE_LAST_WINDOW",
     "OUTPUTS_OUTLIVE_PREEMPTION",
+    "PRODUCERS_KEEP_THE_LAST_WINDOW",
     "RECOMPUTES_IN_OTHER_BLOCKS",
     "REQUEST_NUMBERS",
     "STATE_IS_UPSTREAMS",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ..protocol.binding import TokenHash
+from ..protocol.fingerprint import TokenHash
 from ..protocol.ledgers import RequestId
 
 MIN_TOKENS = 2048

@@ -41,7 +41,7 @@ def refuse_impossible_drafts(vllm_config: VllmConfig) -> None:
     """
     speculative = vllm_config.speculative_config
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
-    # The first generation of runners asks for a drafter on all stages, and makes one on the last.
+    # The first connection of runners asks for a drafter on all stages, and makes one on the last.
     if speculative is None or pp_size == 1 or vllm_config.use_v2_model_runner:
         return
     raise LocalLayoutError(

@@ -42,7 +42,7 @@ class _Read(Enum):
 
     GOING_ON = auto()
     FAILED = auto()
-    FAILED_AND_QUIET = auto()
+    FAILED_AND_DRAINED = auto()
     TOLD = auto()
 
 
@@ -59,7 +59,7 @@ class ReadReports:
         """Requests that a report is still due for."""
         return len(self._reads.keys() | self._once_more)
 
-    def take_up(self, begun: Iterable[RequestId], told: Iterable[RequestId]) -> None:
+    def note_started(self, begun: Iterable[RequestId], told: Iterable[RequestId]) -> None:
         """Hear from the scheduler.
 
         Args:
@@ -70,13 +70,13 @@ class ReadReports:
         self._told.update(told)
 
     def advance(
-        self, failed: Iterable[RequestId], quiet: Iterable[RequestId]
+        self, failed: Iterable[RequestId], drained: Iterable[RequestId]
     ) -> tuple[set[RequestId], set[RequestId]]:
         """What to report in this step.
 
         Args:
             failed: Requests whose reads have failed at this worker since the last step.
-            quiet: Those that nothing writes for any more at this worker, whether or not they have
+            drained: Those that nothing writes for any more at this worker, whether or not they have
                 failed. None is ever named again.
 
         Returns:
@@ -87,7 +87,7 @@ class ReadReports:
         for request_id in told:
             received.add(request_id)
             read = self._reads.get(request_id)
-            if read is _Read.FAILED_AND_QUIET:
+            if read is _Read.FAILED_AND_DRAINED:
                 del self._reads[request_id]
                 self._once_more.add(request_id)
             elif read is not None:
@@ -96,9 +96,9 @@ class ReadReports:
             if self._reads[request_id] is _Read.GOING_ON:
                 self._reads[request_id] = _Read.FAILED
                 self._news.add(request_id)
-        for request_id in quiet:
+        for request_id in drained:
             if self._reads[request_id] is _Read.FAILED:
-                self._reads[request_id] = _Read.FAILED_AND_QUIET
+                self._reads[request_id] = _Read.FAILED_AND_DRAINED
                 continue
             del self._reads[request_id]
             # A round a step: what is reported is a set.
@@ -141,7 +141,7 @@ class ReadBook:
     """The requests that workers read, and the blocks in doubt. Belongs to the scheduler's thread.
 
     A request that has ended keeps its blocks, as an aborted one does, until vLLM hears that it was
-    received: it hears so when all workers are quiet. One that is to be computed must not wait for
+    received: it hears so when all workers are drained. One that is to be computed must not wait for
     that, and must not be computed into these blocks: they are taken from it.
 
     Attributes:

@@ -29,7 +29,7 @@ from ..memory.cache import LayerCache, Plane, RankCache
 from ..plan.shards import Layer
 from .attention_backends import packs_tokens
 from .compat import describe_layer, tokens_per_slot
-from .state import describe_state
+from .recurrent_state import describe_state
 
 _WINDOW_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """What has blocks for the last tokens of a sequence only."""

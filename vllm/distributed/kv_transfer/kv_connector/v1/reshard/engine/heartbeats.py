@@ -36,10 +36,10 @@ class HeartbeatBook:
         return len(self._waiting)
 
     def begin(
-        self, request_id: RequestId, holder: RemoteEngineAddress, remote_request_id: RequestId
+        self, request_id: RequestId, producer: RemoteEngineAddress, remote_request_id: RequestId
     ) -> None:
-        """A request waits for blocks that its holder knows under another name."""
-        self._waiting[request_id] = holder, remote_request_id
+        """A request waits for blocks that its producer knows under another name."""
+        self._waiting[request_id] = producer, remote_request_id
 
     def end(self, request_id: RequestId) -> None:
         """A request waits no longer, if it did."""
@@ -50,7 +50,7 @@ class HeartbeatBook:
         if not self._waiting or now_s < self._next_s:
             return []
         self._next_s = now_s + self._interval_s
-        by_holder: dict[RemoteEngineAddress, set[RequestId]] = defaultdict(set)
-        for holder, remote_request_id in self._waiting.values():
-            by_holder[holder].add(remote_request_id)
-        return [Heartbeats(holder, frozenset(names)) for holder, names in by_holder.items()]
+        by_producer: dict[RemoteEngineAddress, set[RequestId]] = defaultdict(set)
+        for producer, remote_request_id in self._waiting.values():
+            by_producer[producer].add(remote_request_id)
+        return [Heartbeats(producer, frozenset(names)) for producer, names in by_producer.items()]

@@ -9,11 +9,11 @@ is announced as well, and a worker shows it at once.
 
 from __future__ import annotations
 
-from ..protocol.binding import Binding
+from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import Announcement, encode_announcement
 from ..transport.announcements import Announcer, AnnouncerAddress, open_announcer
-from .envelopes import ReshardConnectorMetadata
+from .metadata import ReshardConnectorMetadata
 
 
 class OfferBook:
@@ -21,7 +21,7 @@ class OfferBook:
 
     def __init__(self) -> None:
         self._num_blocks: dict[RequestId, int] = {}
-        self._bindings: dict[RequestId, Binding] = {}
+        self._fingerprints: dict[RequestId, OfferFingerprint] = {}
         self._num_offers = 0
         self._announcer: Announcer | None = None
         # As long as workers were not told.
@@ -37,19 +37,19 @@ class OfferBook:
         if self._announcer is not None:
             self._address = self._announcer.address
 
-    def offer(self, request_id: RequestId, num_blocks: int, binding: Binding) -> None:
+    def offer(self, request_id: RequestId, num_blocks: int, fingerprint: OfferFingerprint) -> None:
         """Offer a request's blocks, which all workers have computed."""
         self._num_blocks[request_id] = num_blocks
-        self._bindings[request_id] = binding
+        self._fingerprints[request_id] = fingerprint
         self._num_offers += 1
         if self._announcer is not None:
-            announcement = Announcement(self._num_offers, request_id, binding)
+            announcement = Announcement(self._num_offers, request_id, fingerprint)
             self._announcer.tell(encode_announcement(announcement))
 
     def write_to(self, metadata: ReshardConnectorMetadata) -> None:
         """Have a step tell what is offered since the last one."""
         metadata.offered_blocks, self._num_blocks = self._num_blocks, {}
-        metadata.bindings, self._bindings = self._bindings, {}
+        metadata.fingerprints, self._fingerprints = self._fingerprints, {}
         metadata.num_offers = self._num_offers
         metadata.announcer, self._address = self._address, None
 

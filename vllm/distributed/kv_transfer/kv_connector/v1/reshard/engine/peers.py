@@ -5,7 +5,7 @@ A turn costs nothing for peers with which nothing is to be done: the table keeps
 which something is, and knows when it has to look at the others.
 
 The table belongs to the connector's thread. Generations are opened by other threads, which are
-given values, return generations through futures, and touch nothing of the table.
+given values, return connections through futures, and touch nothing of the table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import Receive, RemoteEngineAddress
-from ..transport.generation import Generation
+from ..transport.connection import PeerConnection
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 """How long after a first failure the next handshake may begin, and after many."""
@@ -30,7 +30,7 @@ _LOOK_AGAIN_S = 1.0
 """An engine that nobody has wanted for long, and that is read from all the same, is looked at again
 after this."""
 
-Open = Callable[[RemoteEngineAddress], Future[Generation]]
+Open = Callable[[RemoteEngineAddress], Future[PeerConnection]]
 """Shakes hands with an engine, and prepares everything for it; blocks on nothing."""
 
 
@@ -44,8 +44,8 @@ class Peer:
         wanted: Somebody has asked for it since the last handshake began.
         broken: A read or a handshake has failed, or another engine has its address: it is connected
             anew for the next who wants it.
-        generation: What to read with, while it is connected.
-        opening: The handshake that is under way.
+        connection: What to read with, while it is connected.
+        handshake: The handshake that is under way.
         began_s: When the last handshake began.
         waiting: Requests to begin once it is connected.
         failures: Handshakes that failed one after another.
@@ -58,8 +58,8 @@ class Peer:
     last_wanted_s: float
     wanted: bool = True
     broken: bool = False
-    generation: Generation | None = None
-    opening: Future[Generation] | None = None
+    connection: PeerConnection | None = None
+    handshake: Future[PeerConnection] | None = None
     began_s: float = 0.0
     waiting: deque[tuple[RequestId, Receive]] = field(default_factory=deque)
     failures: int = 0
@@ -76,16 +76,16 @@ class Peer:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way with it."""
-        if self.waiting or self.opening is not None:
+        if self.waiting or self.handshake is not None:
             return False
-        generation = self.generation
-        return generation is None or (generation.lifetime.is_quiet and not generation.leases)
+        connection = self.connection
+        return connection is None or (connection.lifetime.is_drained and not connection.leases)
 
     @property
     def has_news(self) -> bool:
         """Whether it is to be connected, is being, or has requests waiting."""
-        unconnected = self.generation is None and self.wanted
-        return bool(unconnected or self.opening is not None or self.waiting)
+        unconnected = self.connection is None and self.wanted
+        return bool(unconnected or self.handshake is not None or self.waiting)
 
     def over_at_s(self, idle_limit_s: float) -> float:
         """From when on nobody misses it, if it is idle: for long, or gone and out of back-off."""
@@ -101,33 +101,33 @@ class PeerTable:
     the same address, is a peer of its own until it has answered.
 
     Args:
-        open_generation: Connects with an engine.
+        open_connection: Connects with an engine.
         idle_limit_s: An engine that was not wanted for this long is forgotten; none ever is if this
             is not above 0.
     """
 
-    def __init__(self, open_generation: Open, idle_limit_s: float) -> None:
-        self._open = open_generation
+    def __init__(self, open_connection: Open, idle_limit_s: float) -> None:
+        self._open = open_connection
         self._idle_limit_s = idle_limit_s if idle_limit_s > 0 else math.inf
         self._peers: dict[RemoteEngineAddress, Peer] = {}
         # Those that have news, in the order in which they first had some.
         self._active: dict[RemoteEngineAddress, Peer] = {}
         # No peer is over before.
         self._sweep_at_s = math.inf
-        self._retired: list[Generation] = []
-        self._just_retired: list[Generation] = []
+        self._retired: list[PeerConnection] = []
+        self._just_retired: list[PeerConnection] = []
         self._handshakes_s: list[float] = []
 
     def __len__(self) -> int:
         return len(self._peers)
 
     @property
-    def num_opening(self) -> int:
+    def num_handshakes(self) -> int:
         """Handshakes that are under way."""
-        return sum(peer.opening is not None for peer in self._peers.values())
+        return sum(peer.handshake is not None for peer in self._peers.values())
 
     @property
-    def retired(self) -> tuple[Generation, ...]:
+    def retired(self) -> tuple[PeerConnection, ...]:
         """Generations that drain, the oldest first."""
         return tuple(self._retired)
 
@@ -138,11 +138,11 @@ class PeerTable:
         retries = (
             peer.retry_at_s
             for peer in self._active.values()
-            if peer.generation is None and peer.opening is None
+            if peer.connection is None and peer.handshake is None
         )
         return min(at_s for at_s in (*closings, *retries, self._sweep_at_s) if at_s is not None)
 
-    def want(self, address: RemoteEngineAddress, now_s: float) -> Peer:
+    def get_or_connect(self, address: RemoteEngineAddress, now_s: float) -> Peer:
         """The engine at an address; from now on it is in use."""
         peer = self._peers.get(address)
         if peer is None:
@@ -164,33 +164,33 @@ class PeerTable:
             self._sweep(now_s)
         news: list[tuple[Peer, Exception | None]] = []
         for peer in list(self._active.values()):
-            if peer.opening is not None and peer.opening.done():
-                error = self._end_handshake(peer, peer.opening, now_s)
+            if peer.handshake is not None and peer.handshake.done():
+                error = self._end_handshake(peer, peer.handshake, now_s)
                 if error is not None:
                     news.append((peer, error))
                     continue
-            if peer.generation is None:
-                if peer.wanted and peer.opening is None and now_s >= peer.retry_at_s:
+            if peer.connection is None:
+                if peer.wanted and peer.handshake is None and now_s >= peer.retry_at_s:
                     peer.wanted = False
                     peer.began_s = now_s
-                    peer.opening = self._open(peer.address)
+                    peer.handshake = self._open(peer.address)
             elif peer.waiting:
                 news.append((peer, None))
             if not peer.has_news:
                 del self._active[peer.address]
         return news
 
-    def break_off(self, generation: Generation, now_s: float) -> None:
-        """A read has failed or hangs: its generation drains, and the next one is opened beside it.
+    def break_off(self, connection: PeerConnection, now_s: float) -> None:
+        """A read has failed or hangs: its connection drains, and the next one is opened beside it.
 
         The first time at once, as the peer may have lost a connection or have restarted. An engine
         that answers handshakes and cannot be read from, again and again, is asked ever more rarely.
         """
-        if not generation.lifetime.is_open:
-            # What fails is of the past; another generation has taken its place. Each request of a
+        if not connection.lifetime.is_open:
+            # What fails is of the past; another connection has taken its place. Each request of a
             # broken one comes by here.
             return
-        peer = next((each for each in self._peers.values() if each.generation is generation), None)
+        peer = next((each for each in self._peers.values() if each.connection is connection), None)
         if peer is None:
             return
         self._retire(peer, now_s)
@@ -202,8 +202,8 @@ class PeerTable:
         peer.breaks += 1
         self._sweep_by(peer.remembered_until_s)
 
-    def take_just_retired(self) -> list[Generation]:
-        """The generations that were retired since the last call."""
+    def take_just_retired(self) -> list[PeerConnection]:
+        """The connections that were retired since the last call."""
         retired, self._just_retired = self._just_retired, []
         return retired
 
@@ -212,18 +212,18 @@ class PeerTable:
         durations_s, self._handshakes_s = self._handshakes_s, []
         return durations_s
 
-    def take_due(self, now_s: float) -> list[Generation]:
-        """The generations to be closed now, of which the table knows nothing any more."""
+    def take_due(self, now_s: float) -> list[PeerConnection]:
+        """The connections to be closed now, of which the table knows nothing any more."""
         due = [each for each in self._retired if _is_due(each, now_s)]
         self._retired = [each for each in self._retired if each not in due]
         return due
 
-    def close(self, now_s: float) -> list[Generation]:
-        """Forget all engines; returns all generations, which are to be closed."""
+    def close(self, now_s: float) -> list[PeerConnection]:
+        """Forget all engines; returns all connections, which are to be closed."""
         for peer in self._peers.values():
             self._retire(peer, now_s)
-            if peer.opening is not None and not peer.opening.cancel():
-                peer.opening.add_done_callback(_close_unwanted)
+            if peer.handshake is not None and not peer.handshake.cancel():
+                peer.handshake.add_done_callback(_close_unwanted)
         self._peers.clear()
         self._active.clear()
         retired, self._retired = self._retired, []
@@ -231,11 +231,11 @@ class PeerTable:
 
     def _retire(self, peer: Peer, now_s: float) -> None:
         """Let what is in flight from a peer drain."""
-        if peer.generation is not None:
-            peer.generation.lifetime.retire(now_s)
-            self._retired.append(peer.generation)
-            self._just_retired.append(peer.generation)
-            peer.generation = None
+        if peer.connection is not None:
+            peer.connection.lifetime.retire(now_s)
+            self._retired.append(peer.connection)
+            self._just_retired.append(peer.connection)
+            peer.connection = None
             if peer.waiting:
                 # They are read with the next one.
                 peer.wanted = True
@@ -260,12 +260,12 @@ class PeerTable:
         self._sweep_at_s = min(self._sweep_at_s, at_s)
 
     def _end_handshake(
-        self, peer: Peer, opening: Future[Generation], now_s: float
+        self, peer: Peer, handshake: Future[PeerConnection], now_s: float
     ) -> Exception | None:
-        """Take a generation into use; returns why there is none, if so."""
-        peer.opening = None
+        """Take a connection into use; returns why there is none, if so."""
+        peer.handshake = None
         try:
-            peer.generation = opening.result()
+            peer.connection = handshake.result()
         except Exception as error:
             # Whatever it is, it is this peer's handshake that has failed, and nothing else.
             peer.failures += 1
@@ -290,17 +290,17 @@ class PeerTable:
         return None
 
 
-def _is_due(generation: Generation, now_s: float) -> bool:
-    at_s = generation.lifetime.close_at_s(wanted=len(generation.leases) > 0)
+def _is_due(connection: PeerConnection, now_s: float) -> bool:
+    at_s = connection.lifetime.close_at_s(wanted=len(connection.leases) > 0)
     return at_s is not None and now_s >= at_s
 
 
-def _close_unwanted(opening: Future[Generation]) -> None:
-    """Close a generation that nobody waits for any more."""
-    if not opening.cancelled() and opening.exception() is None:
-        generation = opening.result()
-        generation.lifetime.retire(0.0)
-        generation.close()
+def _close_unwanted(handshake: Future[PeerConnection]) -> None:
+    """Close a connection that nobody waits for any more."""
+    if not handshake.cancelled() and handshake.exception() is None:
+        connection = handshake.result()
+        connection.lifetime.retire(0.0)
+        connection.close()
 
 
 def _back_off_s(failures: int) -> float:

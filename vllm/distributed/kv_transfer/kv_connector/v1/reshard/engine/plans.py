@@ -43,11 +43,11 @@ class Planned:
 
 
 class Planner:
-    """Plans for one worker's engine. Belongs to the thread that opens generations.
+    """Plans for one worker's engine. Belongs to the thread that opens connections.
 
     Args:
         shards: What every worker of this engine holds.
-        spread: Spreads replicas of this engine over holders of the same heads.
+        spread: Spreads replicas of this engine over producers of the same heads.
         missing_drafts: What becomes of a draft's layers that the other engine has not.
     """
 

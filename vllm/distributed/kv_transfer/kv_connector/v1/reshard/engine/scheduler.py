@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConn
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
-from ..protocol.binding import Binding, TokenHash, bind
+from ..protocol.fingerprint import OfferFingerprint, TokenHash, fingerprint
 from ..protocol.messages import (
     BlockIds,
     EngineId,
@@ -26,22 +26,22 @@ from ..protocol.messages import (
 from ..protocol.metadata import encode_reply
 from ..protocol.params import (
     RemoteBlocks,
-    asked_before,
-    concerns_us,
+    already_requested,
+    is_disaggregated,
     offered_tokens,
     remote_blocks,
     remote_request,
-    sound,
+    sanitize_params,
     without_source,
 )
 from ..transport.side_channel import HandshakeServer
-from .compat import HOLDERS_KEEP_THE_LAST_WINDOW, OUTPUTS_OUTLIVE_PREEMPTION
+from .compat import OUTPUTS_OUTLIVE_PREEMPTION, PRODUCERS_KEEP_THE_LAST_WINDOW
 from .content import content_keys
 from .digests import PromptDigests
-from .envelopes import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .failed_reads import ReadBook
 from .geometry import state_groups, window_groups
 from .heartbeats import HeartbeatBook
+from .metadata import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .offers import OfferBook
 from .settings import read_settings, remarks
 
@@ -115,25 +115,25 @@ class ReshardScheduler(NixlConnectorScheduler):
         ):
             self._offers.announce_from(self._host_for_workers())
 
-    def bind(self, manager: KVCacheManager) -> None:
+    def set_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Get to know who has the blocks."""
         self._reads.manager = manager
 
     def on_new_request(self, request: Request) -> None:
         """As upstream's, with parameters that it can believe.
 
-        Blocks are read by one request: their holder lets go when it was heard. Where one prompt has
-        several answers (`n`), the others compute it. So does one under whose name another's read
-        may still be going on.
+        Blocks are read by one request: their producer lets go when it was heard. Where one prompt
+        has several answers (`n`), the others compute it. So does one under whose name another's
+        read may still be going on.
         """
-        params, fault = sound(
+        params, fault = sanitize_params(
             request.kv_transfer_params,
             reads_back=self.is_bidirectional_kv_xfer_enabled,
             trusted=self._trusted,
         )
         if fault is not None:
             logger.warning("Computing all of request %s: %s", request.request_id, fault)
-        remote = remote_request(params) if params and concerns_us(params) else None
+        remote = remote_request(params) if params and is_disaggregated(params) else None
         if params and remote is not None:
             reader = self._readers.setdefault(remote, request.request_id)
             is_free = reader == request.request_id and request.request_id not in self._reads
@@ -148,8 +148,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
             if not isinstance(source, str):
-                holder = _address(source)
-                self._heartbeats.begin(request.request_id, holder, source.remote_request_id)
+                producer = _address(source)
+                self._heartbeats.begin(request.request_id, producer, source.remote_request_id)
                 if is_known:
                     num_tokens = self._num_held(request, source)
                     self._wanted_digests.begin(request.request_id, tokens, num_tokens)
@@ -159,20 +159,21 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[int, bool]:
         """As upstream's, but for tokens that are not there, and a prompt's last one under windows.
 
-        State is there for as many tokens as its holder says, and for no fewer: where fewer are
+        State is there for as many tokens as its producer says, and for no fewer: where fewer are
         wanted, all is computed.
 
         Upstream takes it that a prompt that is to be read was prefilled whole. Where it has grown
         since, what is more is computed here.
 
         vLLM computes that token anew, for its logits. Had it been counted as computed, the blocks
-        that only its own window reaches back to would not be there any more. Where the holder does
-        not keep them either, as it may be for a turn that asks for nothing new, all is computed.
+        that only its own window reaches back to would not be there any more. Where the producer
+        does not keep them either, as it may be for a turn that asks for nothing new, all is
+        computed.
 
         Nothing is read twice: a request that starts over, because it was preempted or because its
         blocks did not arrive, would wait for ever for a read that nobody posts.
         """
-        if asked_before(request.kv_transfer_params):
+        if already_requested(request.kv_transfer_params):
             return 0, False
         count: int
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -183,7 +184,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         if window_groups(self.kv_cache_config) and (
             0 < count == request.num_tokens - num_computed_tokens
         ):
-            count = count - 1 if HOLDERS_KEEP_THE_LAST_WINDOW else 0
+            count = count - 1 if PRODUCERS_KEEP_THE_LAST_WINDOW else 0
         return count, is_async and count > 0
 
     def _prefill_backoff(self) -> int:
@@ -193,7 +194,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         are those that the window of the next token reaches back to, which the decode engine
         computes. A scheduler that is patched to hold them, as 0.22.1's, does not ask for this.
         """
-        upstreams = 0 if HOLDERS_KEEP_THE_LAST_WINDOW else int(super()._prefill_backoff())
+        upstreams = 0 if PRODUCERS_KEEP_THE_LAST_WINDOW else int(super()._prefill_backoff())
         return max(upstreams, 1) if window_groups(self.kv_cache_config) else upstreams
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
@@ -222,7 +223,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             for request_id, (request, block_ids) in wanted.items()
         }
         for request, block_ids in wanted.values():
-            # Those without blocks are told to their holder, and not reported.
+            # Those without blocks are told to their producer, and not reported.
             if any(block_ids):
                 self._reads.begin(request)
         metadata.failed = self._reads.take_failed()
@@ -257,9 +258,9 @@ class ReshardScheduler(NixlConnectorScheduler):
             nowhere = RemoteEngineAddress("unknown", "unknown", 0)
             return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
         remote_tokens = self._num_held(request, source)
-        # The holder believes nobody who does not know the tokens. Where nothing is read of a prompt
-        # that is shorter than what is held, as of the one that vLLM makes up to have the blocks of
-        # a request given back that it refused, it cannot be told: the lease ends it.
+        # The producer believes nobody who does not know the tokens. Where nothing is read of a
+        # prompt that is shorter than what is held, as of the one that vLLM makes up to have the
+        # blocks of a request given back that it refused, it cannot be told: the lease ends it.
         is_bound = any(local_block_ids) or request.num_tokens >= remote_tokens
         blocks = source.remote_block_ids
         return Receive(
@@ -270,7 +271,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             # What is being read counts as computed.
             local_tokens=min(remote_tokens, request.num_computed_tokens),
             remote_tokens=remote_tokens,
-            binding=_bind(request, remote_tokens, blocks, hashed) if is_bound else None,
+            fingerprint=_bind(request, remote_tokens, blocks, hashed) if is_bound else None,
         )
 
     def _num_held(self, request: Request, source: RemoteBlocks) -> int:
@@ -281,7 +282,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         if source.remote_num_tokens:
             return source.remote_num_tokens
         num_tokens: int = request.num_prompt_tokens
-        if HOLDERS_KEEP_THE_LAST_WINDOW:
+        if PRODUCERS_KEEP_THE_LAST_WINDOW:
             return num_tokens
         return int(self._get_remote_prefill_token_count(num_tokens))
 
@@ -297,7 +298,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         the step before that can still end it.
         """
         self._wanted_digests.forget(request.request_id)
-        if not concerns_us(request.kv_transfer_params):
+        if not is_disaggregated(request.kv_transfer_params):
             return False, None
         remote = remote_request(request.kv_transfer_params or {})
         if remote is not None and self._readers.get(remote) == request.request_id:
@@ -319,8 +320,8 @@ class ReshardScheduler(NixlConnectorScheduler):
             assert params is not None
             params["remote_num_tokens"] = num_tokens
             hashed = self._offered_digests.take(request.request_id)
-            binding = _bind(request, num_tokens, params["remote_block_ids"], hashed)
-            self._offers.offer(request.request_id, sum(map(len, block_ids)), binding)
+            fingerprint = _bind(request, num_tokens, params["remote_block_ids"], hashed)
+            self._offers.offer(request.request_id, sum(map(len, block_ids)), fingerprint)
         else:
             self._offered_digests.forget(request.request_id)
         if params is not None:
@@ -370,7 +371,7 @@ def _address(source: RemoteBlocks) -> RemoteEngineAddress:
 
 def _bind(
     request: Request, num_tokens: int, block_ids: BlockIds, hashed: TokenHash | None = None
-) -> Binding:
+) -> OfferFingerprint:
     """What stands for the first tokens of a request in blocks of this or of another engine."""
     keys = content_keys(request, num_tokens)
-    return bind(request.all_token_ids, num_tokens, keys, block_ids, hashed)
+    return fingerprint(request.all_token_ids, num_tokens, keys, block_ids, hashed)

@@ -68,7 +68,7 @@ class ReadFailure(str, Enum):
     LEASE = "lease"
     """Their lease had run out when they had been read."""
 
-    BINDING = "binding"
+    FINGERPRINT = "fingerprint"
     """They hold the KV of other tokens than the request's, or are others than were offered."""
 
     DEADLINE = "deadline"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's side of the connector: reads blocks from other engines, and serves its own.
 
-The engine's thread calls everything here, `take_up` and `get_finished` in every step. It
+The engine's thread calls everything here, `submit` and `get_finished` in every step. It
 registers the caches, hands over what the scheduler asks for and collects what has ended; the
 connector's thread, of `loop`, does all the rest.
 """
@@ -28,16 +28,17 @@ from ..protocol.messages import EngineId, RemoteEngineAddress, decode_announceme
 from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent, can_be_polled
 from ..transport.announcements import Listener, listen_to
+from ..transport.connection import PeerConnection
 from ..transport.cores import run_on
 from ..transport.enquiries import Enquirer
-from ..transport.generation import Generation
-from ..transport.remote import Reader
+from ..transport.remote import LocalCache
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
 from .compat import REQUEST_NUMBERS
+from .connector_thread import PATIENCE_S, ConnectorThread
+from .consumer import ConsumerSide
+from .dialer import Dialer, LocalEndpoint
 from .drafts import draft_identities
-from .envelopes import ReshardConnectorMetadata, ReshardHandshakeMetadata
-from .exchange import Event, Exchange, Report, Step
 from .factors import compared_factors, compatibility_factors
 from .geometry import (
     describe_cache,
@@ -46,15 +47,14 @@ from .geometry import (
     token_layers,
     window_groups,
 )
-from .holder import Holder
-from .loop import PATIENCE_S, ConnectorThread
+from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .notifier import Notifier
-from .opening import Local, Opener
 from .ownership import refuse_shared_names, shard_of_worker
 from .peers import PeerTable
-from .reads import RequestReads
+from .producer import ProducerSide
 from .settings import read_settings
 from .stats import ReshardStats
+from .transfer_engine import Event, Report, SchedulerStep, TransferEngine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,23 +98,23 @@ class ReshardWorker:
         # What these are made of belongs to the connector's thread once that has begun.
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
         stats = ReshardStats()
-        self._opener = Opener(
+        self._dialer = Dialer(
             partial(self._make_agent, polled=True), self._settings.kv_hung_peer_timeout_s, clock
         )
         self._transfers = Transfers()
         peers = PeerTable(self._open, self._settings.engine_ttl_s)
         notifier = Notifier(self._name, stats)
-        self._exchange = Exchange(
+        self._transfer_engine = TransferEngine(
             agent,
-            Holder(agent, self._settings.lease_s, stats),
+            ProducerSide(agent, self._settings.lease_s, stats),
             peers,
             self._transfers,
-            RequestReads(peers, self._transfers, notifier, stats, self._settings.kv_read_timeout_s),
+            ConsumerSide(peers, self._transfers, notifier, stats, self._settings.kv_read_timeout_s),
             notifier,
             stats,
         )
         self._thread = ConnectorThread(
-            self._exchange, clock, self._prepare_thread, self._opener.quiet
+            self._transfer_engine, clock, self._prepare_thread, self._dialer.quiet
         )
         self._device: torch.device | None = None
         self._enquirer: Enquirer | None = None
@@ -144,19 +144,19 @@ class ReshardWorker:
         shards = _gather(shard)
         refuse_shared_names(shards)
         regions = memory_regions(kv_caches)
-        exchange = self._exchange
-        exchange.agent.register(regions)
-        reader = Reader(self._rank, cache, window_groups(self._kv_cache_config))
+        transfer_engine = self._transfer_engine
+        transfer_engine.agent.register(regions)
+        reader = LocalCache(self._rank, cache, window_groups(self._kv_cache_config))
         self._transfers.area = area = self._open_area(kv_caches.values())
-        exchange.reads.read_into(reader)
+        transfer_engine.consumer.set_local_cache(reader)
         # Not the rank, which is 0 in every replica of a dense model.
         spread = self._vllm_config.parallel_config.data_parallel_index
         self._factors = compatibility_factors(self._vllm_config)
         self._enquirer = enquirer = self._make_enquirer(shards)
         required = compared_factors(self._factors, self._settings)
         policy = self._settings.missing_draft_layers
-        self._opener.begin(
-            Local(reader, shards, regions, area, spread, policy),
+        self._dialer.begin(
+            LocalEndpoint(reader, shards, regions, area, spread, policy),
             lambda address: enquirer.ask(address, required),
             # One that waits with a thread that does not rest would cost a core.
             stays_ready=self._reads and can_be_polled(self._settings.backends),
@@ -165,20 +165,22 @@ class ReshardWorker:
             self._engine_id,
             shard,
             cache,
-            exchange.holder.table_address,
-            exchange.agent.metadata(),
+            transfer_engine.producer.table_address,
+            transfer_engine.agent.metadata(),
         )
         self.handshake = ReshardHandshakeMetadata(self._factors, encode_worker(description))
         self._device = next(iter(kv_caches.values())).device
         self._thread.start()
 
-    def take_up(self, metadata: ReshardConnectorMetadata) -> None:
+    def submit(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over what the scheduler asks for in this step; blocks on nothing."""
         self._idle = metadata.idle
         if metadata.announcer is not None:
-            self._listener = listen_to(metadata.announcer, self._hear_ahead, self._helpers_cores())
+            self._listener = listen_to(
+                metadata.announcer, self._submit_announcement, self._helpers_cores()
+            )
         if metadata:
-            self._thread.hand_over(Step(metadata, self._computed_before(metadata)))
+            self._thread.hand_over(SchedulerStep(metadata, self._computed_before(metadata)))
 
     def get_finished(self) -> tuple[set[RequestId], set[RequestId]]:
         """Requests that other engines are through with, and requests that this worker received.
@@ -212,16 +214,16 @@ class ReshardWorker:
             self._listener.close()
         if self._enquirer is not None:
             self._enquirer.close()
-        self._opener.close()
+        self._dialer.close()
         self._thread.close()
 
-    def _hear_ahead(self, message: bytes) -> None:
+    def _submit_announcement(self, message: bytes) -> None:
         """Hand over an offer that a later step tells of. Called by the listener's thread."""
         self._thread.hand_over(decode_announcement(message))
 
-    def _open(self, address: RemoteEngineAddress) -> Future[Generation]:
+    def _open(self, address: RemoteEngineAddress) -> Future[PeerConnection]:
         """Connect with an engine. Called by the connector's thread, which is woken at the end."""
-        opening = self._opener.open(address)
+        opening = self._dialer.open(address)
         opening.add_done_callback(lambda _: self._thread.wake())
         return opening
 

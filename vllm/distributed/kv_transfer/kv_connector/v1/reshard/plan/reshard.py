@@ -58,7 +58,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseQuorum:
     """The destination ranks that a source rank must hear from before it may free a request.
 
     Attributes:
@@ -81,13 +81,13 @@ class ReshardPlan:
     """
 
     reads: tuple[Read, ...]
-    releases: tuple[Release, ...]
+    releases: tuple[ReleaseQuorum, ...]
 
     def reads_of(self, dst_rank: MeshRank) -> tuple[Read, ...]:
         """The reads that one destination rank makes."""
         return tuple(read for read in self.reads if read.dst_rank == dst_rank)
 
-    def notified_by(self, dst_rank: MeshRank) -> tuple[Release, ...]:
+    def notified_by(self, dst_rank: MeshRank) -> tuple[ReleaseQuorum, ...]:
         """The releases that one destination rank takes part in."""
         return tuple(release for release in self.releases if dst_rank in release.notifiers)
 
@@ -247,7 +247,7 @@ def _merge_layers(pieces: Iterable[_Piece], src: _Boxes, dst: _Boxes) -> Iterato
 
 def _releases(
     reads: Iterable[Read], src: dict[MeshRank, Shard], dst: dict[MeshRank, Shard], spread: int
-) -> Iterator[Release]:
+) -> Iterator[ReleaseQuorum]:
     """Name the notifiers of every source rank, also of those that nobody reads from."""
     readers: dict[MeshRank, set[MeshRank]] = defaultdict(set)
     for read in reads:
@@ -256,7 +256,7 @@ def _releases(
     turn = spread
     for src_rank in src:
         if notifiers := sorted(readers[src_rank]):
-            yield Release(src_rank, tuple(notifiers))
+            yield ReleaseQuorum(src_rank, tuple(notifiers))
         else:
-            yield Release(src_rank, (dst_ranks[turn % len(dst_ranks)],))
+            yield ReleaseQuorum(src_rank, (dst_ranks[turn % len(dst_ranks)],))
             turn += 1

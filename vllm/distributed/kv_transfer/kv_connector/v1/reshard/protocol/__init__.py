@@ -3,7 +3,7 @@
 
 ledgers                     what each side knows of its requests
 lifetimes                   how long an agent that reads must live
-binding                     what stands for tokens and blocks that are offered
+fingerprint                     what stands for tokens and blocks that are offered
 leases                      which requests a worker holds, where readers can see it
 compatibility, metadata     what engines tell each other when they shake hands
 bounds, trust               what that may cost, and who may be asked

@@ -11,7 +11,7 @@ our layers, each with no more units than ours has, and shares them out among its
 
 What remains costs as much to decode as an honest reply of the largest engine: ranks of one stage
 hold a layer's units once, or one unit each, and all ranks together hold every layer at most once
-for each of a stage's ranks. Planning is bounded with it, by the pairs of holders and readers of a
+for each of a stage's ranks. Planning is bounded with it, by the pairs of producers and readers of a
 layer.
 """
 

@@ -3,17 +3,17 @@
 
 An engine holds a request's blocks until all readers were heard or a lease has run out, and then
 uses them for something else. A reader whose bytes were under way at that moment cannot tell from
-the bytes. So each worker of the holder keeps a table of the requests that it holds, in host memory
-that peers can read as they read the cache:
+the bytes. So each worker of the producer keeps a table of the requests that it holds, in host
+memory that peers can read as they read the cache:
 
-    holder   enters a request before its first block is computed, binds it to what it offers once
+    producer   enters a request before its first block is computed, binds it to what it offers once
              that is known, and strikes it out *before* it says that the blocks may be freed; one
              that was aborted was never offered to readers
     reader   reads the blocks, and *then* the table: the request still stands in it, bound to what
              was read, or the bytes may be another request's
 
-which is a seqlock with a NIXL read in place of a load. It takes no time of the holder's, no clocks
-that agree, and nothing that a router would have to pass on.
+which is a seqlock with a NIXL read in place of a load. It takes no time of the producer's, no
+clocks that agree, and nothing that a router would have to pass on.
 
 The table is a hash table of small buckets. A reader knows from the request's id which bucket to
 read and which word to find there. An entry is four words and never crosses a cache line:
@@ -23,9 +23,9 @@ read and which word to find there. An entry is four words and never crosses a ca
     content   digest of these tokens
     blocks    digest of their blocks' ids
 
-The holder writes `tokens` last and takes `name` away first. Who reads a line in one piece finds all
-four as they belong together; who may have read it in two, and finds something else than he wants,
-looks again.
+The producer writes `tokens` last and takes `name` away first. Who reads a line in one piece finds
+all four as they belong together; who may have read it in two, and finds something else than he
+wants, looks again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .binding import Binding
+from .fingerprint import OfferFingerprint
 from .ledgers import RequestId
 
 ENTRIES_PER_BUCKET = 4
@@ -89,12 +89,12 @@ class Held(NamedTuple):
     """What a reader finds under a request's name.
 
     Attributes:
-        entered: The holder still holds it.
-        binding: What it offers under that name; None as long as it has not said so.
+        entered: The producer still holds it.
+        fingerprint: What it offers under that name; None as long as it has not said so.
     """
 
     entered: bool
-    binding: Binding | None
+    fingerprint: OfferFingerprint | None
 
 
 def entry_of(request_id: RequestId, num_buckets: int) -> Entry:
@@ -114,7 +114,7 @@ def look_up(bucket: npt.NDArray[np.uint64], name: int) -> Held:
     for entry in bucket.reshape(ENTRIES_PER_BUCKET, WORDS_PER_ENTRY).tolist():
         if entry[_NAME] == name:
             num_tokens, content, blocks = entry[_TOKENS:]
-            return Held(True, Binding(num_tokens, content, blocks) if num_tokens else None)
+            return Held(True, OfferFingerprint(num_tokens, content, blocks) if num_tokens else None)
     return Held(False, None)
 
 
@@ -133,7 +133,7 @@ class LeaseTable:
         """Where the table lies."""
         return LeaseTableAddress(self._entries.ctypes.data, len(self._entries))
 
-    def enter(self, request_id: RequestId) -> bool:
+    def add(self, request_id: RequestId) -> bool:
         """Say that a request's blocks are its own.
 
         Returns:
@@ -148,20 +148,20 @@ class LeaseTable:
         bucket[free[0], _NAME] = name
         return True
 
-    def bind(self, request_id: RequestId, binding: Binding) -> None:
+    def publish(self, request_id: RequestId, fingerprint: OfferFingerprint) -> None:
         """Say what is offered under the name of a request that was entered.
 
         Saying it again changes nothing, at no moment.
         """
         bucket, name = self._bucket(request_id)
         for place in np.flatnonzero(bucket[:, _NAME] == name):
-            if tuple(bucket[place, _TOKENS:].tolist()) == astuple(binding):
+            if tuple(bucket[place, _TOKENS:].tolist()) == astuple(fingerprint):
                 continue
             bucket[place, _TOKENS] = 0
-            bucket[place, _CONTENT:] = binding.content, binding.blocks
-            bucket[place, _TOKENS] = binding.num_tokens
+            bucket[place, _CONTENT:] = fingerprint.content, fingerprint.blocks
+            bucket[place, _TOKENS] = fingerprint.num_tokens
 
-    def strike(self, request_id: RequestId) -> None:
+    def remove(self, request_id: RequestId) -> None:
         """Say that a request's blocks may be another's from now on."""
         bucket, name = self._bucket(request_id)
         for place in np.flatnonzero(bucket[:, _NAME] == name):

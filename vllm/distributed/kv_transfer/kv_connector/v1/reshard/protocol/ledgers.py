@@ -32,11 +32,11 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
-from .binding import Binding
+from .fingerprint import OfferFingerprint
 
 RequestId = str
 
-LegKey = TypeVar("LegKey", bound=Hashable)
+PartKey = TypeVar("PartKey", bound=Hashable)
 
 MAX_EARLY_NOTIFICATIONS = 1 << 10
 """As many are kept for a request that is not offered yet: more than any engine has workers."""
@@ -71,12 +71,12 @@ class Notice(NamedTuple):
     Attributes:
         notifier: Names the reader, the same in every notification of its.
         num_notifiers: How many readers there are in all, itself included; at least 1.
-        binding: What it has read, or would have read.
+        fingerprint: What it has read, or would have read.
     """
 
     notifier: str
     num_notifiers: int
-    binding: Binding
+    fingerprint: OfferFingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class _Held:
 
     Attributes:
         early: What was heard before the request was offered.
-        binding: What is offered; None as long as nothing is.
+        fingerprint: What is offered; None as long as nothing is.
         expires_at_s: When the lease runs out; infinite as long as there is none.
         heard: The notifiers that were counted.
         awaited: How many there should be.
@@ -121,7 +121,7 @@ class _Held:
     """
 
     early: set[Notice] = field(default_factory=set)
-    binding: Binding | None = None
+    fingerprint: OfferFingerprint | None = None
     expires_at_s: float = float("inf")
     heard: set[str] = field(default_factory=set)
     awaited: int | None = None
@@ -162,13 +162,15 @@ class ProducerLedger:
             if request_id in self._held:
                 self._forget(request_id)
 
-    def offer(self, request_id: RequestId, expires_at_s: float, binding: Binding) -> bool:
+    def offer(
+        self, request_id: RequestId, expires_at_s: float, fingerprint: OfferFingerprint
+    ) -> bool:
         """Hold a request's blocks until its readers were heard, or until its lease runs out.
 
         Args:
             request_id: The request.
             expires_at_s: When the lease runs out.
-            binding: What is offered.
+            fingerprint: What is offered.
 
         Returns:
             Whether the request is held. False means that its readers are through already, which
@@ -177,7 +179,7 @@ class ProducerLedger:
         held = self._held.get(request_id)
         if held is None:
             return False
-        held.binding = binding
+        held.fingerprint = fingerprint
         early, held.early = held.early, set()
         # In an order that does not depend on hashes of strings, for logs that can be compared.
         for notice in sorted(early, key=lambda notice: notice[:2]):
@@ -210,7 +212,7 @@ class ProducerLedger:
         renewed = 0
         for request_id in request_ids:
             held = self._held.get(request_id)
-            if held is not None and held.binding is not None:
+            if held is not None and held.fingerprint is not None:
                 held.expires_at_s = max(held.expires_at_s, expires_at_s)
                 renewed += 1
         return renewed
@@ -224,7 +226,7 @@ class ProducerLedger:
         held = self._held.get(request_id)
         if held is None:
             return Receipt.UNKNOWN
-        if held.binding is None:
+        if held.fingerprint is None:
             if len(held.early) < MAX_EARLY_NOTIFICATIONS:
                 held.early.add(notice)
             return Receipt.EARLY
@@ -254,7 +256,7 @@ class ProducerLedger:
 
     def _count(self, request_id: RequestId, held: _Held, notice: Notice) -> Receipt:
         """Count a reader of an offered request, if it has read what is offered."""
-        if notice.binding != held.binding:
+        if notice.fingerprint != held.fingerprint:
             if not held.doubted:
                 held.doubted = True
                 self._mismatches.append(Mismatch(request_id, notice.notifier))
@@ -291,41 +293,41 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Receiving(Generic[LegKey]):
+class _Receiving(Generic[PartKey]):
     """A request that a consumer reads blocks for."""
 
-    legs: set[LegKey] = field(default_factory=set)
-    steps_left: int = 0
+    parts: set[PartKey] = field(default_factory=set)
+    checks_left: int = 0
     posted: bool = False
     failure: str | None = None
 
     @property
     def ended(self) -> bool:
-        if self.legs:
+        if self.parts:
             return False
-        return self.failure is not None or (self.posted and not self.steps_left)
+        return self.failure is not None or (self.posted and not self.checks_left)
 
 
-class ConsumerLedger(Generic[LegKey]):
+class ConsumerLedger(Generic[PartKey]):
     """The requests that a decode worker reads blocks for.
 
-              post            last leg quiet           last step done
+              post            last part quiet           last step done
     WAITING  ------>  READING  ------------>  FOLLOWED  ------------>  ended, received
        | fail            | fail                  | fail
-       v                 v     last leg quiet    v
+       v                 v     last part quiet    v
      ended            FAILED  ------------>    ended
 
     A request fails at once, and for good: one fault is enough, and nothing turns a failed request
     into a received one. It *ends* exactly once, and only after everything that could still write
-    into its blocks is quiet: all of its legs, also those that nobody wants any more. The steps that
-    follow the legs, such as looking its lease up, write nothing there, and are not waited for once
-    it has failed.
+    into its blocks is quiet: all of its parts, also those that nobody wants any more. The steps
+    that follow the parts, such as looking its lease up, write nothing there, and are not waited for
+    once it has failed.
 
     Legs are named by the caller with any hashable key, unique within a request.
     """
 
     def __init__(self) -> None:
-        self._receiving: dict[RequestId, _Receiving[LegKey]] = {}
+        self._receiving: dict[RequestId, _Receiving[PartKey]] = {}
         self._failed: list[Outcome] = []
         self._ended: list[Outcome] = []
 
@@ -335,10 +337,10 @@ class ConsumerLedger(Generic[LegKey]):
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._receiving
 
-    def num_legs_of(self, request_id: RequestId) -> int:
+    def num_parts_of(self, request_id: RequestId) -> int:
         """Legs of a request that are not quiet; 0 for one that has ended."""
         receiving = self._receiving.get(request_id)
-        return 0 if receiving is None else len(receiving.legs)
+        return 0 if receiving is None else len(receiving.parts)
 
     def begin(self, request_id: RequestId) -> None:
         """Account for a request, not one that is being received; it waits for its peer."""
@@ -346,33 +348,33 @@ class ConsumerLedger(Generic[LegKey]):
         self._receiving[request_id] = _Receiving()
 
     def post(
-        self, request_id: RequestId, legs: Iterable[LegKey], *, following_steps: int = 0
+        self, request_id: RequestId, parts: Iterable[PartKey], *, pending_checks: int = 0
     ) -> None:
-        """Account for the legs of a request that waits.
+        """Account for the parts of a request that waits.
 
         Args:
             request_id: The request.
-            legs: The legs in flight. Without any, and without steps, the request ends at once.
-            following_steps: How often `step_done` is called once all legs are quiet.
+            parts: The parts in flight. Without any, and without steps, the request ends at once.
+            pending_checks: How often `check_done` is called once all parts are quiet.
         """
         receiving = self._receiving[request_id]
         assert not receiving.posted, f"{request_id} is being read"
         receiving.posted = True
-        receiving.legs = set(legs)
-        receiving.steps_left = following_steps
+        receiving.parts = set(parts)
+        receiving.checks_left = pending_checks
         self._end_if_over(request_id, receiving)
 
-    def leg_quiet(self, request_id: RequestId, leg: LegKey) -> bool:
-        """Take note that nothing writes for a leg any more.
+    def part_drained(self, request_id: RequestId, part: PartKey) -> bool:
+        """Take note that nothing writes for a part any more.
 
         Returns:
-            Whether this was the last leg of a request without failure, so that the steps that
+            Whether this was the last part of a request without failure, so that the steps that
             follow may begin.
         """
         receiving = self._receiving[request_id]
-        receiving.legs.remove(leg)
+        receiving.parts.remove(part)
         self._end_if_over(request_id, receiving)
-        return not receiving.legs and receiving.failure is None
+        return not receiving.parts and receiving.failure is None
 
     def fail(self, request_id: RequestId, reason: str) -> bool:
         """Fail a request.
@@ -388,13 +390,13 @@ class ConsumerLedger(Generic[LegKey]):
         self._end_if_over(request_id, receiving)
         return True
 
-    def step_done(self, request_id: RequestId) -> None:
-        """Take note that one of the steps that follow the legs has ended, if anybody cares."""
+    def check_done(self, request_id: RequestId) -> None:
+        """Take note that one of the steps that follow the parts has ended, if anybody cares."""
         receiving = self._receiving.get(request_id)
         if receiving is None or receiving.failure is not None:
             return
-        assert not receiving.legs, f"{request_id} has legs in flight"
-        receiving.steps_left -= 1
+        assert not receiving.parts, f"{request_id} has parts in flight"
+        receiving.checks_left -= 1
         self._end_if_over(request_id, receiving)
 
     def take_failed(self) -> list[Outcome]:
@@ -407,7 +409,7 @@ class ConsumerLedger(Generic[LegKey]):
         ended, self._ended = self._ended, []
         return ended
 
-    def _end_if_over(self, request_id: RequestId, receiving: _Receiving[LegKey]) -> None:
+    def _end_if_over(self, request_id: RequestId, receiving: _Receiving[PartKey]) -> None:
         if receiving.ended:
             del self._receiving[request_id]
             self._ended.append(Outcome(request_id, receiving.failure))

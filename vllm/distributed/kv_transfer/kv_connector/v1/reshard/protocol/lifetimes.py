@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long an agent that reads must live, and what its end says of memory.
 
-A worker reads from each peer with an agent of its own, a *generation*. When something goes wrong
-with the peer, the generation is retired: no request is begun with it, and the next one opens the
-next generation beside it. What it has begun is waited for, and looked up.
+A worker reads from each peer with an agent of its own, a *connection*. When something goes wrong
+with the peer, the connection is retired: no request is begun with it, and the next one opens the
+next connection beside it. What it has begun is waited for, and looked up.
 
     open  ---- retire --->  retired  ---- everything is done -------------------->  closed
                                |     ---- a read has failed, and a grace is over ->    ^
@@ -22,18 +22,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 DEAD_GRACE_S = 5.0
-"""How long the other reads of a generation are waited for after one has failed: where a connection
+"""How long the other reads of a connection are waited for after one has failed: where a connection
 is lost, they fail as well, within a fraction of a second."""
 
 
 @dataclass(slots=True)
 class Lifetime:
-    """Counts what a generation has in flight and in doubt.
+    """Counts what a connection has in flight and in doubt.
 
     Attributes:
-        hung_grace_s: How long a retired generation of which no read has failed is waited for.
+        hung_grace_s: How long a retired connection of which no read has failed is waited for.
         in_flight: Reads that were posted, and have neither been done nor failed.
-        in_doubt: Reads that have failed: they may write until the generation is closed.
+        in_doubt: Reads that have failed: they may write until the connection is closed.
         retired_at_s: When it was retired; None while it is open.
     """
 
@@ -50,7 +50,7 @@ class Lifetime:
         return self.retired_at_s is None
 
     @property
-    def is_quiet(self) -> bool:
+    def is_drained(self) -> bool:
         """Whether nothing that was read with it can write any more."""
         return not self.in_flight and not self.in_doubt
 
@@ -105,5 +105,5 @@ class Lifetime:
 
     def close(self) -> None:
         """The agent is gone: nothing of it writes any more."""
-        assert self.retired_at_s is not None, "a generation is retired before it is closed"
+        assert self.retired_at_s is not None, "a connection is retired before it is closed"
         self.in_flight = self.in_doubt = 0

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import RemoteLayoutError
-from .binding import Binding
+from .fingerprint import OfferFingerprint
 from .ledgers import RequestId
 
 EngineId: TypeAlias = str
@@ -53,8 +53,8 @@ class Receive:
         local_tokens: Tokens of the request up to the end of the last local block to fill, which the
             last block need not hold in full.
         remote_tokens: The same there.
-        binding: What the source should offer under that name; None where nothing is to be read and
-            this engine does not know the tokens, so that the source cannot be told.
+        fingerprint: What the source should offer under that name; None where nothing is to be read
+            and this engine does not know the tokens, so that the source cannot be told.
         fault: Why the request cannot be read at all; None where nothing is known against it.
     """
 
@@ -64,7 +64,7 @@ class Receive:
     remote_block_ids: BlockIds
     local_tokens: int
     remote_tokens: int
-    binding: Binding | None = None
+    fingerprint: OfferFingerprint | None = None
     fault: str | None = None
 
 
@@ -87,24 +87,24 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         number: Its offer's, among all of this engine's.
         request_id: The request.
-        binding: What is offered.
+        fingerprint: What is offered.
     """
 
     number: int
     request_id: RequestId
-    binding: Binding
+    fingerprint: OfferFingerprint
 
 
-class Release(msgspec.Struct, frozen=True, array_like=True):
+class DoneEntry(msgspec.Struct, frozen=True, array_like=True):
     """A request whose blocks a reader is through with.
 
     Attributes:
-        request_id: The request, as its holder calls it.
-        num_notifiers: How many readers this holder must hear from.
-        num_tokens: With `content` and `blocks`, what the reader took the holder to offer, computed
-            from the reader's own prompt and from what it was told.
-        content: See `Binding`.
-        blocks: See `Binding`.
+        request_id: The request, as its producer calls it.
+        num_notifiers: How many readers this producer must hear from.
+        num_tokens: With `content` and `blocks`, what the reader took the producer to offer,
+            computed from the reader's own prompt and from what it was told.
+        content: See `OfferFingerprint`.
+        blocks: See `OfferFingerprint`.
     """
 
     request_id: _RequestId
@@ -114,14 +114,22 @@ class Release(msgspec.Struct, frozen=True, array_like=True):
     blocks: int
 
     @classmethod
-    def of(cls, request_id: RequestId, num_notifiers: int, binding: Binding) -> Release:
-        """What is sent to one of `num_notifiers` readers' holders."""
-        return cls(request_id, num_notifiers, binding.num_tokens, binding.content, binding.blocks)
+    def of(
+        cls, request_id: RequestId, num_notifiers: int, fingerprint: OfferFingerprint
+    ) -> DoneEntry:
+        """What is sent to one of `num_notifiers` readers' producers."""
+        return cls(
+            request_id,
+            num_notifiers,
+            fingerprint.num_tokens,
+            fingerprint.content,
+            fingerprint.blocks,
+        )
 
     @property
-    def binding(self) -> Binding:
-        """What the holder must have offered."""
-        return Binding(self.num_tokens, self.content, self.blocks)
+    def fingerprint(self) -> OfferFingerprint:
+        """What the producer must have offered."""
+        return OfferFingerprint(self.num_tokens, self.content, self.blocks)
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
@@ -133,14 +141,14 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
     """
 
     notifier: Annotated[str, Meta(max_length=1 << 11)]
-    releases: list[Release]
+    releases: list[DoneEntry]
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
     """A reader still wants the blocks of some requests.
 
     Attributes:
-        request_ids: The requests, as their holder calls them.
+        request_ids: The requests, as their producer calls them.
     """
 
     request_ids: list[_RequestId]
@@ -195,8 +203,8 @@ def decode_announcement(data: bytes) -> Announcement:
     return _ANNOUNCEMENT_DECODER.decode(data)
 
 
-def releases(notifier: str, entries: Iterable[Release]) -> list[bytes]:
-    """What a reader tells one holder, in as few notifications as fit `MAX_NOTIFICATION_BYTES`."""
+def encode_done(notifier: str, entries: Iterable[DoneEntry]) -> list[bytes]:
+    """What a reader tells one producer, in as few notifications as fit `MAX_NOTIFICATION_BYTES`."""
     room_bytes = MAX_NOTIFICATION_BYTES - len(_ENCODER.encode(Done(notifier, []))) - 4
     return [
         encode_notification(Done(notifier, part))
@@ -204,7 +212,7 @@ def releases(notifier: str, entries: Iterable[Release]) -> list[bytes]:
     ]
 
 
-def renewals(request_ids: Iterable[RequestId]) -> list[bytes]:
+def encode_renewals(request_ids: Iterable[RequestId]) -> list[bytes]:
     """The heartbeat for some requests, in as few notifications as fit `MAX_NOTIFICATION_BYTES`."""
     room_bytes = MAX_NOTIFICATION_BYTES - len(_ENCODER.encode(Renew([]))) - 4
     return [

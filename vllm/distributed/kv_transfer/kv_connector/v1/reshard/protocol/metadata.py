@@ -52,7 +52,7 @@ CONNECTOR_NAME = "reshard"
 #   1  first version
 #   2  keys and values that lie side by side are one plane, requests to the side channel may have
 #      two numbers, and entries of the lease table are bound to tokens and blocks
-#   3  notifications are bound, too, and one tells a holder of many requests; layers say how many
+#   3  notifications are bound, too, and one tells a producer of many requests; layers say how many
 #      heads the model has of each, how many blocks an id of theirs stands for, and which attention
 #      backend keeps them; planes say how many heads are a unit, and whether they hold state
 CONNECTOR_VERSION = 3

@@ -51,7 +51,7 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
 
 
-def sound(
+def sanitize_params(
     params: Params | None, *, reads_back: bool, trusted: TrustedPeers | None = None
 ) -> tuple[Params | None, str | None]:
     """Make parameters fit for a scheduler that believes them.
@@ -95,13 +95,13 @@ def without_source(params: Params) -> Params:
     }
 
 
-def asked_before(params: Params | None) -> bool:
+def already_requested(params: Params | None) -> bool:
     """Whether the workers were told of a request's remote blocks already."""
     params = params or {}
     return bool(params.get(_ASKED)) and not params.get("do_remote_prefill")
 
 
-def concerns_us(params: Params | None) -> bool:
+def is_disaggregated(params: Params | None) -> bool:
     """Whether a request's blocks came from another engine, or may go to one."""
     params = params or {}
     return any(params.get(name) for name in ("do_remote_prefill", "do_remote_decode", _ASKED))

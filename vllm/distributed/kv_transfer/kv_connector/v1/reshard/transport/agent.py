@@ -127,7 +127,7 @@ class NixlAgent:
             capture_telemetry=True,
         )
         # One that reads is made for each connection, which the connector tells of by itself.
-        told = _quietly() if polled else nullcontext()
+        told = _nixl_log_silenced() if polled else nullcontext()
         with _MAKING, progress_delay(progress_delay_us), running_on(cores), told:
             self._agent = NixlWrapper(name, config)
         self._cores = cores
@@ -374,7 +374,7 @@ def progress_delay(delay_us: int) -> Iterator[None]:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _nixl_log_silenced() -> Iterator[None]:
     """Let NIXL's Python part not tell that an agent was made."""
     nixl = logging.getLogger("nixl")
     level = nixl.level

@@ -6,7 +6,7 @@ have the secret keys that they should. Engines that read from each other are one
 one pair of keys between them, made from one secret in one file:
 
     a client    connects only to who has the secret key
-    a server    lets in only who has it: ZeroMQ asks a `Gate`, in the server's own thread
+    a server    lets in only who has it: ZeroMQ asks a `ZapHandler`, in the server's own thread
 
 Others get no further than ZeroMQ's own handshake, which tells them that CURVE is spoken. A new key
 is made with
@@ -48,7 +48,7 @@ class ChannelKey:
     secret: bytes = field(repr=False)
 
     def guard(self, server: zmq.Socket[bytes]) -> None:
-        """Let nobody in at a socket who has not this key; a `Gate` must be in its context."""
+        """Let nobody in at a socket who has not this key; a `ZapHandler` must be in its context."""
         server.curve_server = True
         server.curve_secretkey = self.secret
         server.zap_domain = _DOMAIN
@@ -103,7 +103,7 @@ def read_channel_key(path: str) -> ChannelKey:
         ) from None
 
 
-class Gate:
+class ZapHandler:
     """Tells ZeroMQ which clients have the key (RFC 27, ZAP). Belongs to the thread that polls it.
 
     Args:

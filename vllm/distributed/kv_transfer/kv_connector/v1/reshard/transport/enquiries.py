@@ -40,7 +40,7 @@ from ..protocol.metadata import OUR_VERB, WorkerDescription, decode_reply
 from ..protocol.trust import TrustedPeers, numeric
 from .authentication import ChannelKey
 from .lookups import Found, Lookups
-from .waking import Waker
+from .wakeup import Waker
 
 logger = init_logger(__name__)
 
@@ -225,7 +225,7 @@ class Enquirer:
                     if (asked := self._by_socket.get(ready)) is not None:
                         self._advance(asked)
                     else:
-                        self._waker.calm()
+                        self._waker.clear()
         finally:
             context.destroy(linger=0)
 

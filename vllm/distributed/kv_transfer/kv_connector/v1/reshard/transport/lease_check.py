@@ -2,7 +2,7 @@
 """Whether leases still held, and bound what was wanted, once the blocks under them had been read.
 
 All requests that have just been read from one worker are looked up in its table at once, with one
-small read. A holder learns what it offers a step after it has answered: a reader that is faster
+small read. A producer learns what it offers a step after it has answered: a reader that is faster
 looks again. Everything here belongs to the connector's thread of the worker that reads.
 """
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..errors import InDoubtError, TransferError
 from ..memory.lowering import Indices, Rows
-from ..protocol.binding import Binding
+from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.leases import (
     BUCKET_BYTES,
     WORDS_PER_BUCKET,
@@ -36,7 +36,7 @@ _NUM_LOOKUPS = 1 << 10
 """Requests that are looked up at the same time; more wait for their turn."""
 
 OFFER_PATIENCE_S = 30.0
-"""How long a holder may take to say what it offers: as long as a few of its longest steps."""
+"""How long a producer may take to say what it offers: as long as a few of its longest steps."""
 
 LOOKUP_PATIENCE_S = 120.0
 """A lookup that takes so long has failed, whether or not anybody still waits for it."""
@@ -48,7 +48,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Reads(Protocol):
-    """What a lookup is made with: the reads of a generation."""
+    """What a lookup is made with: the reads of a connection."""
 
     def read(
         self,
@@ -66,7 +66,7 @@ class Reads(Protocol):
         """Give it back once it is done."""
 
 
-class Doubt(Enum):
+class LeaseCheckFailure(Enum):
     """Why what was read cannot be used."""
 
     PEER = "peer"
@@ -75,7 +75,7 @@ class Doubt(Enum):
     LEASE = "lease"
     """Nothing is held under the request's name any more, or it was never offered."""
 
-    BINDING = "binding"
+    FINGERPRINT = "fingerprint"
     """Something else is held under that name."""
 
 
@@ -98,12 +98,12 @@ class Verdict(Generic[Key]):
 
     Attributes:
         key: Names the lookup.
-        doubt: Of what kind the fault is; None where the lease held and bound what was wanted.
+        failure: Of what kind the fault is; None where the lease held and bound what was wanted.
         fault: Why its bytes cannot be trusted, in words; empty where they can.
     """
 
     key: Key
-    doubt: Doubt | None = None
+    failure: LeaseCheckFailure | None = None
     fault: str = ""
 
 
@@ -113,15 +113,15 @@ class _Wanted(Generic[Key]):
 
     Attributes:
         key: Names the lookup.
-        remote_request_id: The request, as its holder calls it.
-        binding: What should stand under that name.
-        give_up_at_s: Until when its holder may say so.
+        remote_request_id: The request, as its producer calls it.
+        fingerprint: What should stand under that name.
+        give_up_at_s: Until when its producer may say so.
         differed: Whether something else stood there already when it was looked at.
     """
 
     key: Key
     remote_request_id: RequestId
-    binding: Binding
+    fingerprint: OfferFingerprint
     give_up_at_s: float
     differed: bool = False
 
@@ -154,7 +154,7 @@ class LeaseChecker(Generic[Key]):
     given these.
 
     Args:
-        agent: The generation's agent; the memory to read into is registered with it.
+        agent: The connection's agent; the memory to read into is registered with it.
         reads: How to read with it.
         clock: Seconds that only grow.
     """
@@ -181,22 +181,26 @@ class LeaseChecker(Generic[Key]):
 
     @property
     def is_looking(self) -> bool:
-        """Whether a table is being read, or is to be; not where its holder has still to write."""
+        """Whether a table is being read, or is to be; not where its producer has still to write."""
         return bool(self._wanted or self._lookups)
 
-    def want(
-        self, key: Key, remote_request_id: RequestId, binding: Binding, at: PreparedTable
+    def check_later(
+        self,
+        key: Key,
+        remote_request_id: RequestId,
+        fingerprint: OfferFingerprint,
+        at: PreparedTable,
     ) -> None:
         """Look a request up; there will be one verdict.
 
         Args:
             key: Names the lookup.
-            remote_request_id: The request, as its holder calls it.
-            binding: What its holder should offer under that name.
+            remote_request_id: The request, as its producer calls it.
+            fingerprint: What its producer should offer under that name.
             at: The table of a worker that its blocks were read from.
         """
         give_up_at_s = self._clock() + OFFER_PATIENCE_S
-        self._wanted[at].append(_Wanted(key, remote_request_id, binding, give_up_at_s))
+        self._wanted[at].append(_Wanted(key, remote_request_id, fingerprint, give_up_at_s))
 
     def advance(self) -> list[Verdict[Key]]:
         """Post what is wanted, and see what was found."""
@@ -230,7 +234,7 @@ class LeaseChecker(Generic[Key]):
         self._wanted.clear()
         self._early.clear()
         self._lookups.clear()
-        return [Verdict(wanted.key, Doubt.PEER, fault) for wanted in unanswered]
+        return [Verdict(wanted.key, LeaseCheckFailure.PEER, fault) for wanted in unanswered]
 
     def _post(self, table: PreparedTable, now_s: float) -> list[Verdict[Key]]:
         """Look up what is wanted at a table, as far as there is room; returns what failed."""
@@ -248,7 +252,7 @@ class LeaseChecker(Generic[Key]):
         except TransferError as error:
             if not isinstance(error, InDoubtError):
                 self._free.extend(landed_in.tolist())
-            return [Verdict(each.key, Doubt.PEER, str(error)) for each in wanted]
+            return [Verdict(each.key, LeaseCheckFailure.PEER, str(error)) for each in wanted]
         names = [entry.name for entry in entries]
         self._lookups.append(_Lookup(table, wanted, names, landed_in, transfer, now_s))
         return []
@@ -257,14 +261,14 @@ class LeaseChecker(Generic[Key]):
         peer = lookup.transfer.peer
         if not done:
             fault = f"the lease at {peer} could not be looked up"
-            return [Verdict(each.key, Doubt.PEER, fault) for each in lookup.wanted]
+            return [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted]
         verdicts = []
         for wanted, name, row in zip(
             lookup.wanted, lookup.names, self._buckets[lookup.landed_in], strict=True
         ):
             held = look_up(row, name)
-            differs = held.binding is not None and held.binding != wanted.binding
-            if held.entered and held.binding is None and now_s < wanted.give_up_at_s:
+            differs = held.fingerprint is not None and held.fingerprint != wanted.fingerprint
+            if held.entered and held.fingerprint is None and now_s < wanted.give_up_at_s:
                 self._early.append((now_s + _LOOK_AGAIN_S, lookup.table, wanted))
             elif differs and not wanted.differed:
                 # Not every transport reads a line in one piece: part of it may be from before.
@@ -276,25 +280,25 @@ class LeaseChecker(Generic[Key]):
 
 
 def _verdict(wanted: _Wanted[Key], held: Held, peer: str) -> Verdict[Key]:
-    """What a holder's entry means for what was read from it."""
+    """What a producer's entry means for what was read from it."""
     if not held.entered:
         return Verdict(
             wanted.key,
-            Doubt.LEASE,
+            LeaseCheckFailure.LEASE,
             f"its lease at {peer} had run out when all was read: give readers longer there with "
             "kv_lease_duration",
         )
-    if held.binding is None:
+    if held.fingerprint is None:
         return Verdict(
             wanted.key,
-            Doubt.LEASE,
+            LeaseCheckFailure.LEASE,
             f"{peer} did not say within {OFFER_PATIENCE_S:g} s what it offers: check that the "
             "engine runs, and send the request through prefill again",
         )
-    if (difference := held.binding.difference(wanted.binding)) is not None:
+    if (difference := held.fingerprint.difference(wanted.fingerprint)) is not None:
         return Verdict(
             wanted.key,
-            Doubt.BINDING,
+            LeaseCheckFailure.FINGERPRINT,
             f"what {peer} holds under its name {difference}: send the decode engine the very "
             "prompt that was prefilled, and pass kv_transfer_params on unchanged",
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connected engine: what to read from which of its ranks, with everything prepared.
 
-It is prepared by a thread that opens generations, and belongs to the connector's thread then.
+It is prepared by a thread that opens connections, and belongs to the connector's thread then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class LocalCache:
     """The worker that reads.
 
     Attributes:
@@ -86,7 +86,7 @@ class RequestBlocks:
         reader: This worker.
     """
 
-    def __init__(self, receive: Receive, reader: Reader) -> None:
+    def __init__(self, receive: Receive, reader: LocalCache) -> None:
         self._receive, self._reader = receive, reader
         self._overlaps: dict[Hashable, Overlap | None] = {}
 
@@ -181,7 +181,7 @@ class RemoteEngine:
         agent: NixlAgent,
         descriptions: Mapping[MeshRank, WorkerDescription],
         plan: ReshardPlan,
-        reader: Reader,
+        reader: LocalCache,
         area: StagingArea | None = None,
     ) -> None:
         self._agent = agent
@@ -239,7 +239,7 @@ class RemoteEngine:
         return self._peers[rank]
 
 
-def _check_windows(leg: Leg, reader: Reader) -> None:
+def _check_windows(leg: Leg, reader: LocalCache) -> None:
     """See that blocks which hold a window there can fill blocks that hold a window here."""
     if leg.src.block_tokens % leg.dst.block_tokens == 0:
         return

@@ -39,9 +39,9 @@ from zmq.utils.monitor import recv_monitor_message
 from ..errors import LocalChannelError
 from ..protocol.compatibility import quote
 from ..protocol.metadata import OUR_VERB, encode_refusal, encode_refusal_for_upstream
-from .authentication import ChannelKey, Gate
+from .authentication import ChannelKey, ZapHandler
 from .sockets import listen
-from .waking import Waker
+from .wakeup import Waker
 
 logger = init_logger(__name__)
 
@@ -183,7 +183,7 @@ class HandshakeServer:
             listener = context.socket(zmq.ROUTER)
             gate = monitor = None
             if self._key is not None:
-                gate = Gate(context, self._key)
+                gate = ZapHandler(context, self._key)
                 self._key.guard(listener)
                 monitor = listener.get_monitor_socket(_LOCKED_OUT)
             self._bind(listener)
@@ -352,7 +352,7 @@ class _Sockets:
 
     context: zmq.Context[zmq.Socket[bytes]]
     listener: zmq.Socket[bytes]
-    gate: Gate | None
+    gate: ZapHandler | None
     monitor: zmq.Socket[bytes] | None
 
 

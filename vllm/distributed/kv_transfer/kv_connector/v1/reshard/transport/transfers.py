@@ -8,7 +8,7 @@ What is queued is posted, and what is posted is looked at, as far as the budget 
 next turn goes on from there.
 
 What fails on its way, or is given up, stays here until nothing of it can write any more: until its
-read is done after all, or the generation that it was posted with is closed. Only then it is *quiet*
+read is done after all, or the connection that it was posted with is closed. Only then it is *quiet*
 and its blocks, or its span, are somebody else's to use.
 
 Everything here belongs to the connector's thread of the worker that reads.
@@ -29,7 +29,7 @@ from ..memory.strategy import Strategy
 from ..protocol.ledgers import RequestId
 from .agent import Transfer, TransferState
 from .budget import UNLIMITED, Budget
-from .generation import Generation
+from .connection import PeerConnection
 from .remote import PreparedLeg
 from .scatter import Copy, fault_of
 from .staging_area import StagingArea
@@ -75,7 +75,7 @@ class PartFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class PartQuiet:
+class PartDrained:
     """A part that nothing writes for any more. It has arrived if nobody said that it failed.
 
     Attributes:
@@ -91,7 +91,7 @@ class PartQuiet:
     telemetry: Any = None
 
 
-PartEvent = PartFailed | PartQuiet
+PartEvent = PartFailed | PartDrained
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +101,7 @@ class _Running:
     request_id: RequestId
     key: int
     part: Part
-    generation: Generation
+    connection: PeerConnection
     transfer: Transfer | None = None
     span: Span | None = None
     copy: Copy | None = None
@@ -109,10 +109,10 @@ class _Running:
     unwanted: bool = False
     staged: bool = False
 
-    def quiet(self) -> PartQuiet:
+    def drained(self) -> PartDrained:
         """Nothing writes for it any more."""
         strategy = Strategy.STAGED if self.staged else Strategy.DIRECT
-        return PartQuiet(self.request_id, self.key, strategy, self.telemetry)
+        return PartDrained(self.request_id, self.key, strategy, self.telemetry)
 
 
 @dataclass(slots=True)
@@ -194,7 +194,7 @@ class Transfers:
         self,
         request_id: RequestId,
         parts: Sequence[Part],
-        generation: Generation,
+        connection: PeerConnection,
         now_s: float,
         budget: Budget = UNLIMITED,
     ) -> None:
@@ -203,12 +203,12 @@ class Transfers:
         Args:
             request_id: The request.
             parts: Its parts.
-            generation: What to read them with.
+            connection: What to read them with.
             now_s: The time.
             budget: As far as it goes, they are posted now.
         """
         for key, part in enumerate(parts):
-            running = _Running(request_id, key, part, generation)
+            running = _Running(request_id, key, part, connection)
             (self._direct if part.window is None else self._queue).append(running)
         self.post(now_s, budget)
 
@@ -226,25 +226,25 @@ class Transfers:
             each.unwanted = each.unwanted or each.request_id == request_id
         for queue in (self._direct, self._queue):
             for each in _take(queue, lambda each: each.request_id == request_id):
-                self._events.append(each.quiet())
+                self._events.append(each.drained())
 
-    def retire(self, generation: Generation) -> None:
-        """Post nothing more of a generation's, and let what waits for its turn fail."""
+    def retire(self, connection: PeerConnection) -> None:
+        """Post nothing more of a connection's, and let what waits for its turn fail."""
         fault = "its connection was given up before all of it was asked for"
         for queue in (self._direct, self._queue):
-            for each in _take(queue, lambda each: each.generation is generation):
-                self._events += [PartFailed(each.request_id, fault), each.quiet()]
+            for each in _take(queue, lambda each: each.connection is connection):
+                self._events += [PartFailed(each.request_id, fault), each.drained()]
 
-    def end(self, generation: Generation) -> None:
-        """A generation is closed: all that it wrote for is quiet."""
+    def end(self, connection: PeerConnection) -> None:
+        """A connection is closed: all that it wrote for is quiet."""
         for each in self._posted:
-            if each.generation is generation and not each.unwanted:
+            if each.connection is connection and not each.unwanted:
                 fault = f"its connection with {_peer(each)} was given up"
                 self._events.append(PartFailed(each.request_id, fault))
         for parts in (self._posted, self._in_doubt):
-            for each in _take(parts, lambda each: each.generation is generation):
+            for each in _take(parts, lambda each: each.connection is connection):
                 self._free(each)
-                self._events.append(each.quiet())
+                self._events.append(each.drained())
 
     def advance(self, now_s: float, budget: Budget = UNLIMITED) -> list[PartEvent]:
         """Look at what is on its way, and post what can be.
@@ -264,7 +264,7 @@ class Transfers:
         return events
 
     def close(self) -> None:
-        """Wait for copies, and forget everything. The generations are closed."""
+        """Wait for copies, and forget everything. The connections are closed."""
         if self.area is not None:
             self.area.scatterer.close()
         for parts in (self._direct, self._queue, self._posted, self._landed, self._in_doubt):
@@ -307,36 +307,36 @@ class Transfers:
     def _post(self, running: _Running, now_s: float, *read: Any) -> None:
         """Post a read. What has landed with that is not left for a later look."""
         try:
-            running.transfer = transfer = running.generation.read(*read)
+            running.transfer = transfer = running.connection.read(*read)
         except InDoubtError as error:
             self._events.append(PartFailed(running.request_id, str(error)))
             self._in_doubt.append(running)
         except TransferError as error:
             self._free(running)
-            self._events += [PartFailed(running.request_id, str(error)), running.quiet()]
+            self._events += [PartFailed(running.request_id, str(error)), running.drained()]
         else:
             if not (transfer.ended_at_once and self._has_left_nixl(running, now_s)):
                 self._posted.append(running)
 
     def _has_left_nixl(self, running: _Running, now_s: float) -> bool:
         """Look at a posted read; once it is over, take the next step."""
-        transfer, generation = running.transfer, running.generation
+        transfer, connection = running.transfer, running.connection
         assert transfer is not None
-        state = generation.poll(transfer)
+        state = connection.poll(transfer)
         if state is TransferState.IN_FLIGHT:
             return False
         if state is TransferState.FAILED:
-            # Also where nobody wants it any more: only the end of its generation makes it quiet.
+            # Also where nobody wants it any more: only the end of its connection makes it quiet.
             fault = f"NIXL could not read from {transfer.peer}"
             self._events.append(PartFailed(running.request_id, fault))
             self._in_doubt.append(running)
             return True
         if not running.unwanted:
-            running.telemetry = generation.telemetry(transfer)
-        generation.release(transfer)
+            running.telemetry = connection.telemetry(transfer)
+        connection.release(transfer)
         if running.span is None or running.unwanted:
             self._free(running)
-            self._events.append(running.quiet())
+            self._events.append(running.drained())
         else:
             self._moved_at_s = now_s
             self._scatter(running, running.span)
@@ -352,7 +352,7 @@ class Transfers:
             # No memory on the device, or no thread: that is this request's end, not the engine's.
             self._free(running)
             fault = PartFailed(running.request_id, fault_of(error), local=True)
-            self._events += [fault, running.quiet()]
+            self._events += [fault, running.drained()]
         else:
             self._landed.append(running)
 
@@ -366,7 +366,7 @@ class Transfers:
         if (fault := running.copy.fault()) is not None:
             running.telemetry = None
             self._events.append(PartFailed(running.request_id, fault, local=True))
-        self._events.append(running.quiet())
+        self._events.append(running.drained())
         return True
 
     def _free(self, running: _Running) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that a worker exchanges with other engines, turn by turn: what it reads, and what it holds.
 
-    the engine's steps  ->  turn  ->  what has ended  ->  tell_holders
+    the engine's steps  ->  turn  ->  what has ended  ->  tell_producers
 
 It has no thread and waits for nothing: `loop` runs its turns. All of it belongs to the thread that
 does.
@@ -21,11 +21,11 @@ from ..protocol.messages import Announcement, Heartbeats
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
 from ..transport.transfers import Transfers
-from .envelopes import ReshardConnectorMetadata
-from .holder import Holder
+from .consumer import ConsumerSide, named
+from .metadata import ReshardConnectorMetadata
 from .notifier import Notifier
 from .peers import PeerTable
-from .reads import RequestReads, named
+from .producer import ProducerSide
 from .stats import ReshardStats
 
 logger = init_logger(__name__)
@@ -45,7 +45,7 @@ class Event(Protocol):
 
 
 @dataclass(slots=True)
-class Step:
+class SchedulerStep:
     """What the engine's thread hands over.
 
     Attributes:
@@ -58,7 +58,7 @@ class Step:
     before: Event | None = None
 
 
-Incoming = Step | Announcement
+Incoming = SchedulerStep | Announcement
 """What a turn takes up. An announcement is of an offer that a later step has; another thread than
 the engine's hears of it."""
 
@@ -103,12 +103,12 @@ def _budget() -> Budget:
     return Budget(BUDGET_S)
 
 
-class Exchange:
+class TransferEngine:
     """One worker's part in moving KV caches.
 
     Args:
         agent: The worker's agent that others read from.
-        holder: What it holds for them.
+        producer: What it holds for them.
         peers: Whom it reads from.
         transfers: What is on its way.
         reads: The requests that it reads.
@@ -120,19 +120,19 @@ class Exchange:
     def __init__(
         self,
         agent: NixlAgent,
-        holder: Holder,
+        producer: ProducerSide,
         peers: PeerTable,
         transfers: Transfers,
-        reads: RequestReads,
+        consumer: ConsumerSide,
         notifier: Notifier,
         stats: ReshardStats,
         budget: Callable[[], Budget] = _budget,
     ) -> None:
         self.agent = agent
-        self.holder = holder
+        self.producer = producer
         self.peers = peers
         self.transfers = transfers
-        self.reads = reads
+        self.consumer = consumer
         self._notifier = notifier
         self._stats = stats
         self._budget = budget
@@ -144,7 +144,7 @@ class Exchange:
         self._has_ended = False
         self._closed = False
 
-    def turn(self, incoming: Sequence[Incoming], now_s: float) -> Report:
+    def poll(self, incoming: Sequence[Incoming], now_s: float) -> Report:
         """Take up what is asked for, look at what is on its way, and say what has ended.
 
         What goes beyond the budget is for the next turn: see `has_backlog`.
@@ -154,40 +154,40 @@ class Exchange:
         # long ago, fails nobody who asks now.
         self._advance_peers(now_s)
         while self._incoming and _may_begin(self._incoming[0]):
-            self._take_up(self._incoming.pop(0), now_s)
+            self._apply(self._incoming.pop(0), now_s)
         self._advance_peers(now_s)
-        self.reads.begin(now_s, self._budget())
-        self.reads.advance(now_s, self._budget())
-        for generation in self.peers.take_just_retired():
-            self.transfers.retire(generation)
+        self.consumer.begin(now_s, self._budget())
+        self.consumer.advance(now_s, self._budget())
+        for connection in self.peers.take_just_retired():
+            self.transfers.retire(connection)
         report = self._report
-        report.failed |= self.reads.take_failed()
-        report.received |= self.reads.take_received()
+        report.failed |= self.consumer.take_failed()
+        report.received |= self.consumer.take_received()
         if incoming:
-            report.sent |= self.holder.let_go(now_s)
+            report.sent |= self.producer.collect_released(now_s)
         # Figures alone are no reason to have the engine's thread collect them.
         if (report or not self.is_moving) and not self._stats.is_empty():
             report.stats = self._stats.clone_and_reset()
         self._report = Report()
         return report
 
-    def tell_holders(self, now_s: float) -> None:
+    def tell_producers(self, now_s: float) -> None:
         """Tell those who hold what was read, and close connections that nothing is read with.
 
         To be called after each turn: the engine need not wait for it.
         """
-        # Before a connection is closed that the holders are told over.
+        # Before a connection is closed that the producers are told over.
         self._notifier.flush()
         self._notifier.advance(now_s)
         ended = self.peers.take_due(now_s)
-        for generation in ended:
-            self.reads.end(generation)
+        for connection in ended:
+            self.consumer.end(connection)
         self._has_ended = bool(ended)
 
     @property
     def has_backlog(self) -> bool:
         """Whether there was more to do than fits a turn."""
-        return self.reads.has_backlog
+        return self.consumer.has_backlog
 
     @property
     def has_moved(self) -> bool:
@@ -197,12 +197,12 @@ class Exchange:
     @property
     def is_moving(self) -> bool:
         """Whether another turn soon may tell something that somebody waits for."""
-        return bool(self._incoming or self._has_ended or self.reads.is_moving)
+        return bool(self._incoming or self._has_ended or self.consumer.is_moving)
 
     @property
     def is_ending(self) -> bool:
         """Whether one of the next turns tells how something ends."""
-        return self.reads.is_ending
+        return self.consumer.is_ending
 
     @property
     def is_talking(self) -> bool:
@@ -212,7 +212,7 @@ class Exchange:
     def next_due_s(self, now_s: float) -> float | None:
         """When another turn is due though nobody calls for it and nothing moves; None for never."""
         due_s = [self.peers.next_due_s]
-        if (reads_due_s := self.reads.next_due_s) is not None:
+        if (reads_due_s := self.consumer.next_due_s) is not None:
             due_s.append(reads_due_s)
         if self.transfers.is_lingering:
             due_s.append(now_s + _LINGER_S)
@@ -223,22 +223,22 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
-        for generation in self.peers.close(now_s):
-            generation.close()
+        for connection in self.peers.close(now_s):
+            connection.close()
         self.transfers.close()
         self.agent.close()
 
-    def _take_up(self, incoming: Incoming, now_s: float) -> None:
+    def _apply(self, incoming: Incoming, now_s: float) -> None:
         if isinstance(incoming, Announcement):
-            self.holder.hear_ahead(incoming)
+            self.producer.apply_announcement(incoming)
             return
         metadata = incoming.metadata
         if metadata is None:
             return
-        self.holder.take_up(metadata, now_s)
+        self.producer.apply_metadata(metadata, now_s)
         for request_id, receive in metadata.receive.items():
-            self.reads.take_up(request_id, receive, now_s)
-        self.reads.abandon(metadata.failed)
+            self.consumer.start_request(request_id, receive, now_s)
+        self.consumer.abandon(metadata.failed)
         for heartbeats in metadata.heartbeats:
             self._send_heartbeats(heartbeats, now_s)
 
@@ -250,10 +250,10 @@ class Exchange:
         for peer, error in news:
             address = peer.address
             if error is None:
-                self.reads.ready(peer)
+                self.consumer.on_connected(peer)
                 continue
             self._stats.record_handshake_failure(error)
-            failed = self.reads.fail_waiting(peer, error)
+            failed = self.consumer.fail_waiting(peer, error)
             # One line for all of them, which have one remedy. Where heartbeats alone have asked,
             # often those of a request that had just failed, nothing is lost.
             log = logger.error if failed else logger.info
@@ -268,9 +268,9 @@ class Exchange:
 
     def _send_heartbeats(self, heartbeats: Heartbeats, now_s: float) -> None:
         """Renew leases; an engine that is not connected yet is by the next time."""
-        peer = self.peers.want(heartbeats.source, now_s)
-        if peer.generation is not None:
-            self._notifier.renew(heartbeats.request_ids, peer.generation)
+        peer = self.peers.get_or_connect(heartbeats.source, now_s)
+        if peer.connection is not None:
+            self._notifier.renew(heartbeats.request_ids, peer.connection)
 
 
 def _may_begin(incoming: Incoming) -> bool:

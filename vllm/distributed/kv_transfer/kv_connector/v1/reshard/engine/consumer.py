@@ -19,9 +19,9 @@ from ..errors import ReshardError
 from ..protocol.ledgers import ConsumerLedger, RequestId
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..transport.budget import Budget
-from ..transport.generation import Generation
-from ..transport.lease_check import Doubt, PreparedTable, Verdict
-from ..transport.remote import Reader, RequestBlocks
+from ..transport.connection import PeerConnection
+from ..transport.lease_check import LeaseCheckFailure, PreparedTable, Verdict
+from ..transport.remote import LocalCache, RequestBlocks
 from ..transport.transfers import PartFailed, Transfers
 from .notifier import Notifier
 from .peers import Peer, PeerTable
@@ -30,12 +30,12 @@ from .stats import ReadFailure, ReshardStats
 logger = init_logger(__name__)
 
 _READ_FAILURES = {
-    Doubt.PEER: ReadFailure.TRANSFER,
-    Doubt.LEASE: ReadFailure.LEASE,
-    Doubt.BINDING: ReadFailure.BINDING,
+    LeaseCheckFailure.PEER: ReadFailure.TRANSFER,
+    LeaseCheckFailure.LEASE: ReadFailure.LEASE,
+    LeaseCheckFailure.FINGERPRINT: ReadFailure.FINGERPRINT,
 }
 
-_MAY_BE_ANOTHERS = frozenset({ReadFailure.BINDING, ReadFailure.PARAMETERS})
+_MAY_BE_ANOTHERS = frozenset({ReadFailure.FINGERPRINT, ReadFailure.PARAMETERS})
 """Failures after which what is held under a request's name may be another's, whose blocks are not
 ours to give back: the lease ends it."""
 
@@ -56,8 +56,8 @@ a worker that answers a reader which is gone: who is cut off while he is only sl
 
 LOOKUPS_APART_S = 3e-3
 """How long to wait between two turns that look leases up, as long as more reads are to be posted.
-Requests that were read meanwhile share a lookup, and what their holders are told. Reports are heard
-in the engine's next step, which most often is further away."""
+Requests that were read meanwhile share a lookup, and what their producers are told. Reports are
+heard in the engine's next step, which most often is further away."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class _Reading:
         number: Which of those that had this name.
         receive: What to read.
         peer: From where; None for one that nobody was asked for.
-        generation: The connection that it is read with, once it is.
+        connection: The connection that it is read with, once it is.
         lease_tables: Where to see, after that, that it was still held.
         failed: Nobody wants it any more.
         failure: What went wrong first here; None also where it did elsewhere.
@@ -78,14 +78,14 @@ class _Reading:
     number: int
     receive: Receive
     peer: Peer | None
-    generation: Generation | None = None
+    connection: PeerConnection | None = None
     lease_tables: Sequence[PreparedTable] = ()
     failed: bool = False
     failure: ReadFailure | None = None
     num_in_doubt: int = 0
 
 
-class RequestReads:
+class ConsumerSide:
     """All requests being read.
 
     Args:
@@ -93,7 +93,7 @@ class RequestReads:
         transfers: What is on its way.
         notifier: Tells those who hold their blocks.
         stats: Where to count.
-        timeout_s: How long a request may take from `take_up` until it is received.
+        timeout_s: How long a request may take from `start_request` until it is received.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class RequestReads:
         # Connected peers for which requests wait, in turns.
         self._ready: dict[RemoteEngineAddress, Peer] = {}
         # Those with which leases are being looked up.
-        self._looking: dict[Generation, None] = {}
+        self._looking: dict[PeerConnection, None] = {}
         self._look_up_at_s = 0.0
         self._reading: dict[RequestId, _Reading] = {}
         # In the order in which they are due.
         self._deadlines: deque[tuple[float, RequestId, int]] = deque()
         self._num_taken_up = 0
         self._num_in_doubt = 0
-        self._reader: Reader | None = None
+        self._reader: LocalCache | None = None
 
     def __len__(self) -> int:
         """Requests that are not quiet."""
@@ -139,7 +139,7 @@ class RequestReads:
     @property
     def is_ending(self) -> bool:
         """Whether all of some request has arrived, so that it is known soon how it ends."""
-        is_looking = any(generation.leases.is_looking for generation in self._looking)
+        is_looking = any(connection.leases.is_looking for connection in self._looking)
         return is_looking or self._transfers.is_ending
 
     @property
@@ -157,11 +157,11 @@ class RequestReads:
             self._deadlines.popleft()
         return None
 
-    def read_into(self, reader: Reader) -> None:
+    def set_local_cache(self, reader: LocalCache) -> None:
         """Where to read to, known once the caches are registered."""
         self._reader = reader
 
-    def take_up(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
+    def start_request(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
         """Read a request once its peer is connected."""
         if receive.fault is not None:
             if not any(receive.local_block_ids):
@@ -170,12 +170,12 @@ class RequestReads:
             reading = self._account(request_id, receive, None, now_s)
             self._fail(request_id, reading, receive.fault, ReadFailure.PARAMETERS)
             return
-        peer = self._peers.want(receive.source, now_s)
+        peer = self._peers.get_or_connect(receive.source, now_s)
         if any(receive.local_block_ids):
             self._account(request_id, receive, peer, now_s)
         peer.waiting.append((request_id, receive))
 
-    def ready(self, peer: Peer) -> None:
+    def on_connected(self, peer: Peer) -> None:
         """What has waited for a peer can begin: it is connected now."""
         self._ready[peer.address] = peer
 
@@ -192,9 +192,9 @@ class RequestReads:
                 return
             address, peer = next(iter(self._ready.items()))
             del self._ready[address]
-            if not peer.waiting or peer.generation is None:
+            if not peer.waiting or peer.connection is None:
                 continue
-            self._begin_next(peer, peer.generation, now_s, budget)
+            self._begin_next(peer, peer.connection, now_s, budget)
             if peer.waiting:
                 self._ready[address] = peer
             if budget.is_spent:
@@ -229,7 +229,7 @@ class RequestReads:
                 continue
             if event.telemetry is not None:
                 self._stats.record_transfer(event.telemetry, event.strategy)
-            if self._ledger.leg_quiet(event.request_id, event.key):
+            if self._ledger.part_drained(event.request_id, event.key):
                 self._look_up(event.request_id, reading)
         if not self.has_backlog or now_s >= self._look_up_at_s:
             self._advance_lookups(now_s)
@@ -238,13 +238,13 @@ class RequestReads:
             self._run_out_of_time(request_id, self._reading[request_id], now_s)
         self._contain(now_s)
 
-    def end(self, generation: Generation) -> None:
-        """Close a generation: all that it could write into is quiet from now on."""
-        self._looking.pop(generation, None)
-        for verdict in generation.leases.give_up():
+    def end(self, connection: PeerConnection) -> None:
+        """Close a connection: all that it could write into is quiet from now on."""
+        self._looking.pop(connection, None)
+        for verdict in connection.leases.give_up():
             self._judge(verdict)
-        generation.close()
-        self._transfers.end(generation)
+        connection.close()
+        self._transfers.end(connection)
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
         """Requests that have failed since the last call, with their blocks."""
@@ -253,7 +253,7 @@ class RequestReads:
             reading = self._reading[outcome.request_id]
             receive, failure = reading.receive, reading.failure
             failed[outcome.request_id] = frozenset[int]().union(*receive.local_block_ids)
-            if self._ledger.num_legs_of(outcome.request_id):
+            if self._ledger.num_parts_of(outcome.request_id):
                 reading.num_in_doubt = len(failed[outcome.request_id])
                 self._num_in_doubt += reading.num_in_doubt
                 self._stats.record_blocks_in_doubt(self._num_in_doubt)
@@ -276,7 +276,7 @@ class RequestReads:
         return failed
 
     def take_received(self) -> set[RequestId]:
-        """Requests that nothing writes for any more; holders are told of those that were read."""
+        """Requests that nothing writes for any more; producers are told of those that were read."""
         received = set()
         for outcome in self._ledger.take_ended():
             reading = self._reading.pop(outcome.request_id)
@@ -299,28 +299,30 @@ class RequestReads:
         self._ledger.begin(request_id)
         return reading
 
-    def _begin_next(self, peer: Peer, generation: Generation, now_s: float, budget: Budget) -> None:
+    def _begin_next(
+        self, peer: Peer, connection: PeerConnection, now_s: float, budget: Budget
+    ) -> None:
         """Begin the request that has waited longest for a peer."""
         request_id, receive = peer.waiting.popleft()
         if not any(receive.local_block_ids):
-            self._notify(receive, generation)
+            self._notify(receive, connection)
             return
         reading = self._reading.get(request_id)
         # It may have failed while it waited.
         if reading is not None and reading.receive is receive and not reading.failed:
-            self._begin(request_id, reading, generation, now_s, budget)
+            self._begin(request_id, reading, connection, now_s, budget)
 
     def _begin(
         self,
         request_id: RequestId,
         reading: _Reading,
-        generation: Generation,
+        connection: PeerConnection,
         now_s: float,
         budget: Budget,
     ) -> None:
         """Read a request: what of it goes beyond the budget is posted in later turns."""
         assert self._reader is not None
-        receive, engine = reading.receive, generation.engine
+        receive, engine = reading.receive, connection.engine
         if self._has_too_much_in_doubt() and reading.peer is not None and reading.peer.breaks:
             reason = f"{self._num_in_doubt} blocks may still be written by earlier reads"
             self._fail(request_id, reading, reason, ReadFailure.DOUBT)
@@ -333,49 +335,49 @@ class RequestReads:
             return
         parts = [part for each in selected for part in self._transfers.cut(*each)]
         read_from = {part.leg.remote.peer for part in parts}
-        reading.generation = generation
+        reading.connection = connection
         reading.lease_tables = [
             table for name, table in engine.lease_tables.items() if name in read_from
         ]
-        self._ledger.post(request_id, range(len(parts)), following_steps=len(reading.lease_tables))
-        self._transfers.start(request_id, parts, generation, now_s, budget)
+        self._ledger.post(request_id, range(len(parts)), pending_checks=len(reading.lease_tables))
+        self._transfers.start(request_id, parts, connection, now_s, budget)
 
     def _look_up(self, request_id: RequestId, reading: _Reading) -> None:
         """All of a request was read: see that it was still held, and was what was wanted."""
-        receive, generation = reading.receive, reading.generation
-        assert receive.binding is not None and generation is not None
-        if not generation.is_connected:
+        receive, connection = reading.receive, reading.connection
+        assert receive.fingerprint is not None and connection is not None
+        if not connection.is_connected:
             # What had landed in the arena was copied from there after its connection was closed.
             fault = "its connection was given up before its lease could be looked up"
             self._fail(request_id, reading, fault, ReadFailure.TRANSFER)
             return
         if reading.lease_tables:
-            self._looking[generation] = None
+            self._looking[connection] = None
         for table in reading.lease_tables:
-            generation.leases.want(
-                (request_id, reading.number), receive.remote_request_id, receive.binding, table
+            connection.leases.check_later(
+                (request_id, reading.number), receive.remote_request_id, receive.fingerprint, table
             )
 
     def _advance_lookups(self, now_s: float) -> None:
         """Look up the leases of what was read, and hear what was found."""
         self._look_up_at_s = now_s + LOOKUPS_APART_S
-        for generation in list(self._looking):
-            for verdict in generation.leases.advance():
+        for connection in list(self._looking):
+            for verdict in connection.leases.advance():
                 self._judge(verdict)
-                if verdict.doubt is Doubt.PEER:
+                if verdict.failure is LeaseCheckFailure.PEER:
                     # Also where its request has failed meanwhile: nobody else would tell.
-                    self._peers.break_off(generation, now_s)
-            if not generation.leases:
-                del self._looking[generation]
+                    self._peers.break_off(connection, now_s)
+            if not connection.leases:
+                del self._looking[connection]
 
     def _judge(self, verdict: Verdict[tuple[RequestId, int]]) -> None:
         request_id, number = verdict.key
         reading = self._reading.get(request_id)
         if reading is None or reading.number != number:
             return
-        if verdict.doubt is not None:
-            self._fail(request_id, reading, verdict.fault, _READ_FAILURES[verdict.doubt])
-        self._ledger.step_done(request_id)
+        if verdict.failure is not None:
+            self._fail(request_id, reading, verdict.fault, _READ_FAILURES[verdict.failure])
+        self._ledger.check_done(request_id)
 
     def _fail(
         self, request_id: RequestId, reading: _Reading, reason: str, failure: ReadFailure | None
@@ -387,16 +389,16 @@ class RequestReads:
 
     def _break_off(self, reading: _Reading, now_s: float) -> None:
         """Read nothing more with the connection that a request is read with."""
-        if reading.generation is not None:
-            self._peers.break_off(reading.generation, now_s)
+        if reading.connection is not None:
+            self._peers.break_off(reading.connection, now_s)
 
     def _run_out_of_time(self, request_id: RequestId, reading: _Reading, now_s: float) -> None:
         """Fail a request whose time is over, and say who was waited for."""
         source = reading.receive.source
         where = f"{source.engine_id} at {source.host}:{source.port}"
-        if reading.generation is None:
+        if reading.connection is None:
             waited_for = f"{where} to be connected"
-        elif num_legs := self._ledger.num_legs_of(request_id):
+        elif num_legs := self._ledger.num_parts_of(request_id):
             waited_for = f"{num_legs} reads from {where}"
             self._break_off(reading, now_s)
         else:
@@ -411,18 +413,18 @@ class RequestReads:
         return self._num_in_doubt * _MOST_IN_DOUBT > num_ids
 
     @property
-    def _hung(self) -> Generation | None:
+    def _hung(self) -> PeerConnection | None:
         """A connection that is not waited for any longer, where too much memory is in doubt."""
         if not self._num_in_doubt or not self._has_too_much_in_doubt():
             return None
-        draining = (each for each in self._peers.retired if not each.lifetime.is_quiet)
+        draining = (each for each in self._peers.retired if not each.lifetime.is_drained)
         return next(draining, None)
 
     def _contain(self, now_s: float) -> None:
         """Where too much memory is in doubt, wait for hung peers no longer than for slow ones."""
-        if (generation := self._hung) is None:
+        if (connection := self._hung) is None:
             return
-        retired_at_s = generation.lifetime.retired_at_s
+        retired_at_s = connection.lifetime.retired_at_s
         assert retired_at_s is not None
         if now_s < retired_at_s + SLOW_PEER_GRACE_S:
             return
@@ -431,27 +433,27 @@ class RequestReads:
             "may be written by such reads. Its engine may have to be restarted.",
             self._num_in_doubt,
         )
-        generation.lifetime.force(now_s)
+        connection.lifetime.force(now_s)
 
     def _release(self, reading: _Reading) -> None:
-        """Tell the holders of a request's blocks that this worker is through with them."""
+        """Tell the producers of a request's blocks that this worker is through with them."""
         peer = reading.peer
-        holders = (peer and peer.generation) or reading.generation
-        if holders is None or (holders is reading.generation and not holders.is_connected):
+        producers = (peer and peer.connection) or reading.connection
+        if producers is None or (producers is reading.connection and not producers.is_connected):
             return
         # Who cannot be read from may be gone; that he hears nothing is no news then.
         known = reading.failure in (ReadFailure.TRANSFER, ReadFailure.DEADLINE)
-        self._notify(reading.receive, holders, known_as_broken=known)
+        self._notify(reading.receive, producers, known_as_broken=known)
 
     def _notify(
-        self, receive: Receive, holders: Generation, *, known_as_broken: bool = False
+        self, receive: Receive, producers: PeerConnection, *, known_as_broken: bool = False
     ) -> None:
-        """Have the holders of a request's blocks told, if this engine can say what they hold."""
-        if receive.binding is not None:
+        """Have the producers of a request's blocks told, if this engine can say what they hold."""
+        if receive.fingerprint is not None:
             self._notifier.release(
                 receive.remote_request_id,
-                receive.binding,
-                holders,
+                receive.fingerprint,
+                producers,
                 known_as_broken=known_as_broken,
             )
 

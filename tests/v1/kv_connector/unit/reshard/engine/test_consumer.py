@@ -12,16 +12,18 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import reads
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import consumer as consumer_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import (
+    LOOKUPS_APART_S,
+    ConsumerSide,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import (
-    LOOKUPS_APART_S,
-    RequestReads,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import Binding
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
@@ -29,13 +31,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
-    PartQuiet,
+    PartDrained,
     Transfers,
 )
 
 
 class Connection:
-    """A generation over which there is nothing to read: requests end when they begin."""
+    """A connection over which there is nothing to read: requests end when they begin."""
 
     def __init__(self) -> None:
         self.lifetime = Lifetime(100.0)
@@ -51,16 +53,16 @@ class Worker:
         self.handshakes: list[Future] = []
         self.peers = PeerTable(self._open, 600.0)
         transfers, stats = Transfers(), ReshardStats()
-        self.reads = RequestReads(self.peers, transfers, Notifier("me", stats), stats, 600.0)
+        self.reads = ConsumerSide(self.peers, transfers, Notifier("me", stats), stats, 600.0)
         cache = SimpleNamespace(num_block_ids=1000)
-        self.reads.read_into(SimpleNamespace(cache=cache))
+        self.reads.set_local_cache(SimpleNamespace(cache=cache))
 
     def ask(self, peer: int, *request_ids: str) -> None:
         """Ask for requests."""
         source = RemoteEngineAddress(f"engine{peer}", f"p{peer}.example", 5600)
         for request_id in request_ids:
-            receive = Receive(source, request_id, [[1]], [[1]], 1, 1, Binding(1, 2, 3))
-            self.reads.take_up(request_id, receive, 0.0)
+            receive = Receive(source, request_id, [[1]], [[1]], 1, 1, OfferFingerprint(1, 2, 3))
+            self.reads.start_request(request_id, receive, 0.0)
 
     def answer(self) -> None:
         """All engines that were asked answer."""
@@ -72,7 +74,7 @@ class Worker:
         """Which requests begin in a turn."""
         for peer, error in self.peers.advance(0.0):
             assert error is None
-            self.reads.ready(peer)
+            self.reads.on_connected(peer)
         self.reads.begin(0.0, budget)
         return sorted(self.reads.take_received())
 
@@ -128,7 +130,7 @@ def test_what_still_waits_is_read_with_the_next_connection(worker):
     worker.answer()
     assert worker.turn(pieces(1)()) == ["a"]
     (peer,) = worker.peers._peers.values()
-    worker.peers.break_off(peer.generation, 0.0)
+    worker.peers.break_off(peer.connection, 0.0)
     assert worker.turn() == [] and len(worker.handshakes) == 2
     worker.answer()
     assert worker.turn() == ["b"]
@@ -140,7 +142,7 @@ def test_reads_share_lookups_while_more_are_to_be_posted(worker):
     leases.__bool__.return_value = True
     leases.advance.return_value = []
     connection.leases = leases
-    worker.reads._looking[connection] = None
+    worker.consumer_module._looking[connection] = None
     worker.ask(0, "a", "b", "c", "d")
     worker.turn()
     worker.answer()
@@ -158,7 +160,7 @@ def test_reads_share_lookups_while_more_are_to_be_posted(worker):
 def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, monkeypatch):
     """Its lease cannot be looked up any more; it does not wait for its deadline to hear that."""
     part = SimpleNamespace(leg=SimpleNamespace(remote=SimpleNamespace(peer="p")))
-    monkeypatch.setattr(reads.RequestBlocks, "select", lambda *_: ["something"])
+    monkeypatch.setattr(consumer_module.RequestBlocks, "select", lambda *_: ["something"])
     monkeypatch.setattr(Transfers, "cut", lambda *_: [part])
     monkeypatch.setattr(Transfers, "start", lambda *_: None)
     worker.ask(0, "a")
@@ -166,11 +168,11 @@ def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, mon
     worker.answer()
     (peer,) = worker.peers._peers.values()
     worker.peers.advance(0.0)
-    generation = peer.generation
-    generation.engine.legs, generation.engine.lease_tables = [part], {"p": None}
+    connection = peer.connection
+    connection.engine.legs, connection.engine.lease_tables = [part], {"p": None}
     assert worker.turn() == []
-    generation.is_connected = False
-    copied = PartQuiet("a", 0, Strategy.STAGED)
+    connection.is_connected = False
+    copied = PartDrained("a", 0, Strategy.STAGED)
     monkeypatch.setattr(Transfers, "advance", lambda *_: [copied])
     worker.reads.advance(1.0, UNLIMITED)
     assert set(worker.reads.take_failed()) == {"a"} and worker.turn() == ["a"]

@@ -27,10 +27,10 @@ TALK_S = 0.25
 for its connection."""
 
 
-class Generation:
+class PeerConnection:
     """A connection with another engine.
 
-    A thread that opens generations makes it; from then on it belongs to the connector's thread.
+    A thread that opens connections makes it; from then on it belongs to the connector's thread.
 
     Args:
         agent: Nobody else's.

@@ -14,13 +14,13 @@ from ..protocol.leases import LeaseTable, LeaseTableAddress
 from ..protocol.ledgers import Notice, ProducerLedger, Receipt, RequestId
 from ..protocol.messages import Announcement, Done, Renew, decode_notification
 from ..transport.agent import NixlAgent
-from .envelopes import ReshardConnectorMetadata
+from .metadata import ReshardConnectorMetadata
 from .stats import ReshardStats
 
 logger = init_logger(__name__)
 
 
-class Holder:
+class ProducerSide:
     """The requests whose blocks a worker holds.
 
     Args:
@@ -51,37 +51,37 @@ class Holder:
         """Where readers see what is held."""
         return self._table.address
 
-    def take_up(self, metadata: ReshardConnectorMetadata, now_s: float) -> None:
+    def apply_metadata(self, metadata: ReshardConnectorMetadata, now_s: float) -> None:
         """Do what the scheduler asks for in a step."""
         # First what has ended: a name may be used again in the same step.
         self._ledger.withdraw(metadata.withdrawn)
         for request_id in metadata.withdrawn:
-            self._table.strike(request_id)
+            self._table.remove(request_id)
             self._hold(request_id, 0)
         self._ledger.admit(metadata.admitted)
         for request_id in metadata.admitted:
-            if not self._table.enter(request_id):
+            if not self._table.add(request_id):
                 logger.warning(
                     "Request %s will not be read: too many requests are held for other engines.",
                     request_id,
                 )
         self._num_offers = metadata.num_offers
         for request_id, lease_s in metadata.offered.items():
-            binding = metadata.bindings[request_id]
-            self._table.bind(request_id, binding)
-            if self._ledger.offer(request_id, now_s + lease_s, binding):
+            fingerprint = metadata.fingerprints[request_id]
+            self._table.publish(request_id, fingerprint)
+            if self._ledger.offer(request_id, now_s + lease_s, fingerprint):
                 self._hold(request_id, metadata.offered_blocks.get(request_id, 0))
 
-    def hear_ahead(self, announcement: Announcement) -> None:
+    def apply_announcement(self, announcement: Announcement) -> None:
         """Show readers what is offered, before the step that says so.
 
         That step does the rest: until then nobody can be through with it, and no lease runs. When
         it has been taken up, the name may be another request's.
         """
         if announcement.number > self._num_offers:
-            self._table.bind(announcement.request_id, announcement.binding)
+            self._table.publish(announcement.request_id, announcement.fingerprint)
 
-    def let_go(self, now_s: float) -> set[RequestId]:
+    def collect_released(self, now_s: float) -> set[RequestId]:
         """Requests whose blocks may be used for something else, and are held no more."""
         gone = self._hear(now_s) | set(self._ledger.take_released())
         for expiry in self._ledger.expire(now_s):
@@ -96,7 +96,7 @@ class Holder:
             gone.add(expiry.request_id)
         for request_id in gone:
             # Before anybody learns that the blocks may be used: see `leases`.
-            self._table.strike(request_id)
+            self._table.remove(request_id)
             self._hold(request_id, 0)
         self._tell_mismatches()
         if self._held_blocks != self._counted_blocks:
@@ -126,7 +126,7 @@ class Holder:
         """
         released, late = set(), []
         for release in done.releases:
-            notice = Notice(done.notifier, release.num_notifiers, release.binding)
+            notice = Notice(done.notifier, release.num_notifiers, release.fingerprint)
             receipt = self._ledger.hear(release.request_id, notice)
             if receipt is Receipt.RELEASED:
                 released.add(release.request_id)

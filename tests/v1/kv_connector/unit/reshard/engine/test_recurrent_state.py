@@ -37,14 +37,18 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     Progress,
     every_strategy,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import state as state_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
+    recurrent_state as state_module,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import (
     state_groups,
     token_layers,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.ownership import shard_of_worker
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.state import describe_state
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.recurrent_state import (
+    describe_state,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import LayerCache, RankCache
@@ -339,7 +343,7 @@ def read(p: HybridEngine, d: HybridEngine, **receive: Any) -> Progress:
     """Read a request until the destination has reported it."""
     address = p.serve()
     p.offer("p-a")
-    values = dict(local_tokens=NUM_TOKENS, remote_tokens=NUM_TOKENS, binding=OFFER)
+    values = dict(local_tokens=NUM_TOKENS, remote_tokens=NUM_TOKENS, fingerprint=OFFER)
     values |= dict(local_block_ids=list(D_IDS), remote_block_ids=list(P_IDS))
     request = Receive(address, "p-a", **{**values, **receive})
     d.start(receive={"d-a": request})

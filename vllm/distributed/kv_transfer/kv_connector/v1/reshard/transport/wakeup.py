@@ -8,31 +8,31 @@ import socket
 from queue import Empty, SimpleQueue
 
 
-class Bell:
+class Wakeup:
     """What one thread waits for and others ring.
 
     Who rings waits for nothing. `threading.Event` has a lock for that, and a thread that has lost
     its core while it held it keeps all others waiting: 18 ms were seen.
 
-    `ring` may be called by any thread; everything else belongs to the one that waits.
+    `set` may be called by any thread; everything else belongs to the one that waits.
     """
 
     def __init__(self) -> None:
         self._rung: SimpleQueue[None] = SimpleQueue()
 
-    def ring(self) -> None:
-        """Wake who waits, or who does so next."""
+    def set(self) -> None:
+        """Wake the thread that waits, or the next wait at once."""
         if self._rung.empty():
             self._rung.put(None)
 
-    def calm(self) -> None:
-        """Wait for the next ring from now on."""
+    def clear(self) -> None:
+        """Discard pending wake-ups."""
         # Nobody else takes from it.
         while not self._rung.empty():
             self._rung.get_nowait()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it rings; returns whether it has, in time.
+        """Wait until it is set; returns whether it was, in time.
 
         Args:
             timeout_s: For so long at most; None for ever.
@@ -66,8 +66,8 @@ class Waker:
         with contextlib.suppress(OSError):
             self._writable.send(b"\0")
 
-    def calm(self) -> None:
-        """Wait for the next wake from now on."""
+    def clear(self) -> None:
+        """Discard pending wake-ups."""
         with contextlib.suppress(BlockingIOError):
             while self._readable.recv(4096):
                 pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What opening a generation makes; that it works, whole workers show."""
+"""What opening a connection makes; that it works, whole workers show."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from tests.v1.kv_connector.unit.reshard.simulation.engines import Later
 from tests.v1.kv_connector.unit.reshard.transport.channels import DEADLINE_S, wait_until
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import opening
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.opening import Opener
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import dialer as dialer_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import Dialer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
@@ -69,37 +69,37 @@ class Agents:
 
 @pytest.fixture
 def agents(monkeypatch) -> Agents:
-    """What generations are, in this module: their agents."""
-    monkeypatch.setattr(opening, "MOST_DIVIDING", 2)
-    monkeypatch.setattr(opening, "RemoteEngine", lambda *_: None)
-    monkeypatch.setattr(opening, "Generation", lambda agent, *_: agent)
-    monkeypatch.setattr(opening, "describe_reads", lambda *_: "reads nothing")
+    """What connections are, in this module: their agents."""
+    monkeypatch.setattr(dialer_module, "MOST_DIVIDING", 2)
+    monkeypatch.setattr(dialer_module, "RemoteEngine", lambda *_: None)
+    monkeypatch.setattr(dialer_module, "PeerConnection", lambda agent, *_: agent)
+    monkeypatch.setattr(dialer_module, "describe_reads", lambda *_: "reads nothing")
     return Agents()
 
 
 @pytest.fixture
-def opener(agents) -> Opener:
+def dialer(agents) -> Dialer:
     """One that makes agents when they are needed."""
-    return begun(Opener(agents, 1.0), stays_ready=False)
+    return begun(Dialer(agents, 1.0), stays_ready=False)
 
 
 @pytest.fixture
-def ready(agents) -> Iterator[Opener]:
+def ready(agents) -> Iterator[Dialer]:
     """One that has an agent ready."""
-    made = begun(Opener(agents, 1.0), stays_ready=True)
+    made = begun(Dialer(agents, 1.0), stays_ready=True)
     yield made
     made.close()
 
 
-def begun(opener: Opener, *, stays_ready: bool) -> Opener:
+def begun(dialer: Dialer, *, stays_ready: bool) -> Dialer:
     """One that knows what to connect, and is asked by nobody."""
     reader = SimpleNamespace(rank=MeshRank(0, 0))
     local = SimpleNamespace(
         regions=["cache"], area=None, reader=reader, shards=(), spread=0, missing_drafts="refuse"
     )
-    opener.begin(local, answer, stays_ready=stays_ready)
-    opener._planner = SimpleNamespace(plan=lambda _: SimpleNamespace(plan=None, missing=()))
-    return opener
+    dialer.begin(local, answer, stays_ready=stays_ready)
+    dialer._planner = SimpleNamespace(plan=lambda _: SimpleNamespace(plan=None, missing=()))
+    return dialer
 
 
 def answer(_: RemoteEngineAddress) -> Future:
@@ -109,27 +109,27 @@ def answer(_: RemoteEngineAddress) -> Future:
     return asked
 
 
-def test_first_connections_have_threads(opener):
+def test_first_connections_have_threads(dialer):
     """Others have none, until one of those is closed."""
-    agents = [opener._prepare(ADDRESS, (), 0.0) for _ in range(3)]
+    agents = [dialer._prepare(ADDRESS, (), 0.0) for _ in range(3)]
     assert [agent.divides for agent in agents] == [True, True, False]
     agents[0].close()
-    more = [opener._prepare(ADDRESS, (), 0.0).divides for _ in range(2)]
+    more = [dialer._prepare(ADDRESS, (), 0.0).divides for _ in range(2)]
     assert more == [True, False]
 
 
-def test_agent_of_a_failed_opening_does_not_count(opener, monkeypatch):
+def test_agent_of_a_failed_opening_does_not_count(dialer, monkeypatch):
     """It is closed."""
 
     def fail(*_: object) -> None:
         raise ValueError("the caches do not fit")
 
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "RemoteEngine", fail)
+        patch.setattr(dialer_module, "RemoteEngine", fail)
         for _ in range(3):
             with pytest.raises(ValueError, match="do not fit"):
-                opener._prepare(ADDRESS, (), 0.0)
-    assert opener._prepare(ADDRESS, (), 0.0).divides
+                dialer._prepare(ADDRESS, (), 0.0)
+    assert dialer._prepare(ADDRESS, (), 0.0).divides
 
 
 def test_agent_is_ready_before_an_engine_is_asked_for(ready, agents):
@@ -146,7 +146,7 @@ def test_agent_is_ready_before_an_engine_is_asked_for(ready, agents):
 
 def test_first_read_has_the_cores(ready, agents, monkeypatch):
     """An agent to be ready is made for nobody who waits, and takes a core for long."""
-    monkeypatch.setattr(opening, "MOST_DIVIDING", 3)
+    monkeypatch.setattr(dialer_module, "MOST_DIVIDING", 3)
     with mock.patch.object(ready, "_thread", Later()) as later:
         openings = [ready.open(ADDRESS) for _ in range(2)]
         while later.jobs:
@@ -160,12 +160,12 @@ def test_first_read_has_the_cores(ready, agents, monkeypatch):
     assert len(agents.made) == 3
 
 
-def test_who_reads_nothing_makes_none(opener, agents):
+def test_who_reads_nothing_makes_none(dialer, agents):
     """Neither before nor after it was asked, as for a heartbeat."""
     assert not agents.made
-    opener.open(ADDRESS).result(DEADLINE_S)
-    opener.quiet()
-    opener._thread.shutdown()
+    dialer.open(ADDRESS).result(DEADLINE_S)
+    dialer.quiet()
+    dialer._thread.shutdown()
     assert len(agents.made) == 1
 
 
@@ -185,7 +185,7 @@ def test_ready_agent_is_closed(ready, agents):
     assert [each.is_open for each in agents.made] == [False]
 
 
-def test_agent_that_is_made_while_its_opener_is_closed_is_closed(ready, agents):
+def test_agent_that_is_made_while_its_dialer_is_closed_is_closed(ready, agents):
     """What was handed over before is its taker's."""
     agents.goes_on.clear()
     taken = ready.open(ADDRESS).result(DEADLINE_S)

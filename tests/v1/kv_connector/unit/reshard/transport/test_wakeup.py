@@ -7,35 +7,35 @@ import threading
 
 import zmq
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.waking import Bell, Waker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.wakeup import Waker, Wakeup
 
 
 def test_any_number_of_rings_is_one():
     """They are kept for who waits next, and gone once he has or was calmed."""
-    bell = Bell()
+    bell = Wakeup()
     assert not bell.wait(0)
     for _ in range(2):
         for _ in range(1_000):
-            bell.ring()
+            bell.set()
         assert bell.wait(0) and not bell.wait(0)
-    bell.ring()
-    bell.calm()
+    bell.set()
+    bell.clear()
     assert not bell.wait(0)
 
 
 def test_who_waits_for_a_bell_is_woken():
     """By any thread, however long he would have waited."""
-    there, back = Bell(), Bell()
+    there, back = Wakeup(), Wakeup()
 
     def answer() -> None:
         for _ in range(100):
             assert there.wait(60.0)
-            back.ring()
+            back.set()
 
     answering = threading.Thread(target=answer)
     answering.start()
     for _ in range(100):
-        there.ring()
+        there.set()
         assert back.wait(60.0)
     answering.join()
 
@@ -49,7 +49,7 @@ def test_any_number_of_wakes_is_one():
     for _ in range(1_000):
         waker.wake()
     assert poller.poll(0)
-    waker.calm()
+    waker.clear()
     assert poller.poll(0) == []
     waker.wake()
     assert poller.poll(0)

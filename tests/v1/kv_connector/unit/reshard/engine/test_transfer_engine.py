@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of a worker's exchange; whole workers are in `test_worker`, and many in `simulation`."""
+"""One worker's transfer engine; whole workers are in `test_worker`, and many in `simulation`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
 )
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Wire
 from tests.v1.kv_connector.unit.reshard.test_operation_counts import calls
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import (
-    Exchange,
-    Report,
-    Step,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.holder import Holder
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reads import RequestReads
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
+    Report,
+    SchedulerStep,
+    TransferEngine,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
@@ -69,11 +69,11 @@ def test_nothing_is_read_into_what_a_step_in_flight_writes(engines, monkeypatch)
     p.offer("p-a")
     progress = Progress(p, d)
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
-    wait_until(lambda: worker._exchange._incoming, progress.step)
+    wait_until(lambda: worker._transfer_engine._incoming, progress.step)
     for _ in range(20):
         progress.step()
-    assert len(worker._transfers) == len(worker._exchange.reads) == 0
-    assert not worker._exchange.peers.num_opening
+    assert len(worker._transfers) == len(worker._transfer_engine.consumer) == 0
+    assert not worker._transfer_engine.peers.num_handshakes
     event.over = True
     progress.until(d, received="d-a")
     assert_received(d, [3, 4, 1], whole)
@@ -96,16 +96,16 @@ def test_reads_wait_for_the_device_in_any_role(engines, monkeypatch, role):
 
 
 class Connection:
-    """A generation with which nothing is under way."""
+    """A connection with which nothing is under way."""
 
     def __init__(self) -> None:
         self.lifetime = Lifetime(100.0)
         self.leases: list[str] = []
 
 
-def idle_exchange(num_peers: int) -> Exchange:
-    """A worker's exchange that is connected with some engines, and reads nothing."""
-    agent, stats = Wire(Random(0)).open("holder", lambda _: None), ReshardStats()
+def idle_transfer_engine(num_peers: int) -> TransferEngine:
+    """A worker's transfer engine that is connected with some engines, and reads nothing."""
+    agent, stats = Wire(Random(0)).open("producer", lambda _: None), ReshardStats()
 
     def open_at_once(_: RemoteEngineAddress) -> Future:
         answered = Future()
@@ -114,23 +114,25 @@ def idle_exchange(num_peers: int) -> Exchange:
 
     peers, transfers = PeerTable(open_at_once, 600.0), Transfers()
     notifier = Notifier("worker", stats)
-    reads = RequestReads(peers, transfers, notifier, stats, 60.0)
-    holder = Holder(agent, 30.0, stats)
-    exchange = Exchange(agent, holder, peers, transfers, reads, notifier, stats)
+    reads = ConsumerSide(peers, transfers, notifier, stats, 60.0)
+    producer = ProducerSide(agent, 30.0, stats)
+    transfer_engine = TransferEngine(agent, producer, peers, transfers, reads, notifier, stats)
     for number in range(num_peers):
-        peers.want(RemoteEngineAddress(f"engine{number}", f"p{number}.example", 5600), 0.0)
-    exchange.turn([], 0.0)
-    exchange.turn([], 0.0)
-    assert all(peer.generation is not None for peer in peers._peers.values())
-    return exchange
+        peers.get_or_connect(
+            RemoteEngineAddress(f"engine{number}", f"p{number}.example", 5600), 0.0
+        )
+    transfer_engine.poll([], 0.0)
+    transfer_engine.poll([], 0.0)
+    assert all(peer.connection is not None for peer in peers._peers.values())
+    return transfer_engine
 
 
 def test_reads_that_nobody_wants_are_looked_at_now_and_then(monkeypatch):
     """Nobody waits for them, and their blocks are nobody's until they have ended."""
-    exchange = idle_exchange(1)
+    transfer_engine = idle_transfer_engine(1)
     monkeypatch.setattr(Transfers, "is_lingering", True)
-    assert not exchange.is_moving
-    assert 1.0 < exchange.next_due_s(1.0) <= 1.1
+    assert not transfer_engine.is_moving
+    assert 1.0 < transfer_engine.next_due_s(1.0) <= 1.1
 
 
 @pytest.mark.parametrize("ticks", [False, True])
@@ -138,13 +140,19 @@ def test_turn_costs_nothing_for_idle_peers(ticks):
     """Three hundred connections that nothing is read with are as one."""
     counts = []
     for num_peers in (1, 300):
-        exchange = idle_exchange(num_peers)
-        steps = [Step()] * ticks
+        transfer_engine = idle_transfer_engine(num_peers)
+        steps = [SchedulerStep()] * ticks
 
-        def turn(exchange: Exchange = exchange, steps: list[Step] = steps) -> None:
-            exchange.turn(steps, 1.0)
-            assert not (exchange.is_moving or exchange.is_talking or exchange.has_backlog)
-            assert exchange.next_due_s(1.0) == 600.0
+        def turn(
+            transfer_engine: TransferEngine = transfer_engine, steps: list[SchedulerStep] = steps
+        ) -> None:
+            transfer_engine.poll(steps, 1.0)
+            assert not (
+                transfer_engine.is_moving
+                or transfer_engine.is_talking
+                or transfer_engine.has_backlog
+            )
+            assert transfer_engine.next_due_s(1.0) == 600.0
 
         counts.append(calls(turn))
     assert counts[0] == counts[1]

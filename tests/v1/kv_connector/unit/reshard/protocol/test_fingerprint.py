@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.binding import (
-    Binding,
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
     TokenHash,
-    bind,
+    fingerprint,
 )
 
 TOKENS = st.lists(st.integers(0, 200_000), min_size=1, max_size=40)
@@ -20,10 +20,12 @@ EXTRA_KEYS = st.none() | st.tuples(st.sampled_from(["salt", "adapter", ("mm", "i
 
 
 @given(TOKENS, EXTRA_KEYS, GROUPS, TOKENS, EXTRA_KEYS, GROUPS)
-def test_bindings_agree_where_everything_does(tokens, keys, blocks, others, other_keys, elsewhere):
-    """Two offers have one binding where tokens, keys and blocks are the same, and only there."""
-    ours = bind(tokens, len(tokens), keys, blocks)
-    theirs = bind(others, len(others), other_keys, elsewhere)
+def test_fingerprints_agree_where_everything_does(
+    tokens, keys, blocks, others, other_keys, elsewhere
+):
+    """Two offers have one fingerprint exactly where tokens, keys and blocks are the same."""
+    ours = fingerprint(tokens, len(tokens), keys, blocks)
+    theirs = fingerprint(others, len(others), other_keys, elsewhere)
     same = (tokens, keys, blocks) == (others, other_keys, elsewhere)
     assert (ours == theirs) == same
     assert (ours.difference(theirs) is None) == same
@@ -31,32 +33,36 @@ def test_bindings_agree_where_everything_does(tokens, keys, blocks, others, othe
 
 @given(TOKENS, TOKENS, GROUPS)
 def test_only_offered_tokens_count(tokens, more, blocks):
-    """A prompt that goes on after the tokens that are held wants the same of the holder."""
-    assert bind(tokens, len(tokens), None, blocks) == bind(tokens + more, len(tokens), None, blocks)
+    """A prompt that goes on after the tokens that are held wants the same of the producer."""
+    assert fingerprint(tokens, len(tokens), None, blocks) == fingerprint(
+        tokens + more, len(tokens), None, blocks
+    )
 
 
 @given(TOKENS, GROUPS)
 def test_json_changes_nothing(tokens, blocks):
     """A router turns tuples into lists, and numpy's integers into Python's."""
     sent = tuple(tuple(np.asarray(group, dtype=np.int64)) for group in blocks)
-    assert bind(tokens, len(tokens), None, sent) == bind(tuple(tokens), len(tokens), None, blocks)
+    assert fingerprint(tokens, len(tokens), None, sent) == fingerprint(
+        tuple(tokens), len(tokens), None, blocks
+    )
 
 
 @given(TOKENS, st.integers(1, 5), GROUPS)
 def test_missing_tokens_are_a_difference(tokens, missing, blocks):
-    """A reader whose prompt is shorter than what is held never agrees with its holder."""
-    held = bind(tokens + [7] * missing, len(tokens) + missing, None, blocks)
-    assert held.difference(bind(tokens, len(tokens) + missing, None, blocks)) is not None
+    """A reader whose prompt is shorter than what is held never agrees with its producer."""
+    held = fingerprint(tokens + [7] * missing, len(tokens) + missing, None, blocks)
+    assert held.difference(fingerprint(tokens, len(tokens) + missing, None, blocks)) is not None
 
 
 def test_groups_do_not_run_into_each_other():
     """The same ids, divided otherwise among groups, are other blocks."""
-    assert bind([1], 1, None, [[1, 2], [3]]) != bind([1], 1, None, [[1], [2, 3]])
+    assert fingerprint([1], 1, None, [[1, 2], [3]]) != fingerprint([1], 1, None, [[1], [2, 3]])
 
 
-def test_bindings_are_the_same_in_every_process():
+def test_fingerprints_are_the_same_in_every_process():
     """No hash seed and no machine has a part in them."""
-    assert bind([5, 7, 11], 3, ("adapter",), [[1, 2]]) == Binding(
+    assert fingerprint([5, 7, 11], 3, ("adapter",), [[1, 2]]) == OfferFingerprint(
         3, content=3312898702473162500, blocks=5007576965748057616
     )
 
@@ -73,25 +79,27 @@ def test_tokens_may_be_hashed_in_any_number_of_steps(num_tokens, steps, keys):
     for step in sorted(steps):
         hashed.advance(tokens, step)
         assert hashed.num_tokens == min(step, num_tokens)
-    assert bind(tokens, num_tokens, keys, [[1]], hashed) == bind(tokens, num_tokens, keys, [[1]])
+    assert fingerprint(tokens, num_tokens, keys, [[1]], hashed) == fingerprint(
+        tokens, num_tokens, keys, [[1]]
+    )
 
 
 @pytest.mark.parametrize("strange", [-1, 1 << 32, (1 << 64) - 1])
 def test_ids_that_no_vocabulary_has_are_bound_too(strange):
     """They end nobody's engine, and are the same at both ends and other than any others."""
-    ours = bind([5, strange], 2, None, [[1]])
-    assert ours == bind((5, strange), 2, None, [[1]])
-    assert ours != bind([strange, 5], 2, None, [[1]]) != bind([5, 7], 2, None, [[1]])
+    ours = fingerprint([5, strange], 2, None, [[1]])
+    assert ours == fingerprint((5, strange), 2, None, [[1]])
+    assert ours != fingerprint([strange, 5], 2, None, [[1]]) != fingerprint([5, 7], 2, None, [[1]])
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (Binding(4, 1, 1), "is of 3 tokens, and 4 are wanted here"),
-        (Binding(3, 2, 1), "was computed for 3 other tokens than this prompt's"),
-        (Binding(3, 1, 2), "lies in other blocks than those that were read"),
+        (OfferFingerprint(4, 1, 1), "is of 3 tokens, and 4 are wanted here"),
+        (OfferFingerprint(3, 2, 1), "was computed for 3 other tokens than this prompt's"),
+        (OfferFingerprint(3, 1, 2), "lies in other blocks than those that were read"),
     ],
 )
 def test_differences_are_named(wanted, message):
     """The first that differs, from the most to the least telling."""
-    assert Binding(3, 1, 1).difference(wanted) == message
+    assert OfferFingerprint(3, 1, 1).difference(wanted) == message

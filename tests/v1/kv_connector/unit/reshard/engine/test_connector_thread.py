@@ -11,30 +11,33 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import wait_until
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import loop
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.envelopes import (
-    ReshardConnectorMetadata,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.exchange import Report, Step
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.loop import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import connector_thread
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connector_thread import (
     PATIENCE_S,
     SWITCH_S,
     ConnectorThread,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    ReshardConnectorMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.waking import Bell
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
+    Report,
+    SchedulerStep,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.wakeup import Wakeup
 
 DEADLINE_S = 60.0
 
 
-class Exchange:
+class TransferEngine:
     """Ends what it is asked for in its next turn, and notes who runs it."""
 
     def __init__(self) -> None:
         self.begun = self.turns = self.num_taken_up = 0
         self.turned_s: list[float] = []
         self.threads: set[int] = set()
-        self.holder: list[str] = []
+        self.producer: list[str] = []
         self.is_moving = self.is_talking = self.has_backlog = self.has_moved = False
         self.is_ending = False
         self.due_s: float | None = None
@@ -45,7 +48,7 @@ class Exchange:
         self.stats: ReshardStats | None = None
         self.closed_by: int | None = None
 
-    def turn(self, steps: list[Step], now_s: float) -> Report:
+    def poll(self, steps: list[SchedulerStep], now_s: float) -> Report:
         """Take a turn."""
         self.begun += 1
         assert self.may_turn.wait(DEADLINE_S)
@@ -59,7 +62,7 @@ class Exchange:
         ended = {request for step in steps if step.metadata for request in step.metadata.admitted}
         return Report(received=ended, stats=self.stats)
 
-    def tell_holders(self, now_s: float) -> None:
+    def tell_producers(self, now_s: float) -> None:
         """Tell them, once the test allows it."""
         assert self.may_tell.wait(DEADLINE_S)
 
@@ -72,7 +75,7 @@ class Exchange:
         self.closed_by = threading.get_ident()
 
 
-class News(Bell):
+class News(Wakeup):
     """Notes how long is waited for it, and calls somebody first."""
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
@@ -90,15 +93,15 @@ class News(Bell):
 
 
 @pytest.fixture
-def exchange() -> Exchange:
-    """An exchange in which nothing is under way."""
-    return Exchange()
+def transfer_engine() -> TransferEngine:
+    """An transfer engine in which nothing is under way."""
+    return TransferEngine()
 
 
 @pytest.fixture
-def thread(exchange) -> Iterator[ConnectorThread]:
+def thread(transfer_engine) -> Iterator[ConnectorThread]:
     """A thread that runs it, and sleeps after its first turn."""
-    thread = ConnectorThread(exchange)
+    thread = ConnectorThread(transfer_engine)
     news = thread._news = News()
     thread.start()
     wait_until(lambda: news.waited_s)
@@ -108,7 +111,7 @@ def thread(exchange) -> Iterator[ConnectorThread]:
 
 def ask(thread: ConnectorThread, *requests: str) -> None:
     """Hand a step over."""
-    thread.hand_over(Step(ReshardConnectorMetadata(admitted=set(requests))))
+    thread.hand_over(SchedulerStep(ReshardConnectorMetadata(admitted=set(requests))))
 
 
 def collect(thread: ConnectorThread, count: int) -> set[str]:
@@ -129,90 +132,94 @@ def test_what_was_asked_for_is_collected_once(thread):
     assert not thread.collect()
 
 
-def test_everything_happens_in_one_other_thread(thread, exchange):
+def test_everything_happens_in_one_other_thread(thread, transfer_engine):
     """NIXL's agents belong to one thread, until it has ended."""
     ask(thread, "r")
     collect(thread, 1)
-    assert len(exchange.threads) == 1 and threading.get_ident() not in exchange.threads
+    assert (
+        len(transfer_engine.threads) == 1 and threading.get_ident() not in transfer_engine.threads
+    )
     thread.close()
-    assert exchange.closed_by == threading.get_ident()
-    turns = exchange.turns
+    assert transfer_engine.closed_by == threading.get_ident()
+    turns = transfer_engine.turns
     ask(thread, "too late")
-    assert exchange.turns == turns
+    assert transfer_engine.turns == turns
 
 
-def test_quiet_exchange_is_left_alone(exchange):
+def test_quiet_transfer_engine_is_left_alone(transfer_engine):
     """An engine that transfers nothing has others listened to now and then, not at every step."""
     now_s = [0.0]
-    thread = ConnectorThread(exchange, lambda: now_s[0])
+    thread = ConnectorThread(transfer_engine, lambda: now_s[0])
     thread.start()
     try:
         for at_s, num_asked in ((0.0, 1), (0.1, 1), (0.25, 2), (0.4, 2), (0.5, 3)):
             now_s[0] = at_s
             for _ in range(100):
                 thread.collect()
-            wait_until(lambda so_far=num_asked: exchange.num_taken_up >= so_far)
-            assert exchange.num_taken_up + len(thread._incoming) == num_asked
+            wait_until(lambda so_far=num_asked: transfer_engine.num_taken_up >= so_far)
+            assert transfer_engine.num_taken_up + len(thread._incoming) == num_asked
     finally:
         thread.close()
 
 
 @pytest.mark.parametrize("more", ["is_moving", "has_backlog"])
-def test_exchange_with_more_to_do_is_turned_by_itself(thread, exchange, more):
+def test_transfer_engine_with_more_to_do_is_turned_by_itself(thread, transfer_engine, more):
     """Whatever the length of the engine's steps: nobody has to call for the next turn."""
-    setattr(exchange, more, True)
+    setattr(transfer_engine, more, True)
     thread.wake()
-    wait_until(lambda: exchange.turns >= 50)
+    wait_until(lambda: transfer_engine.turns >= 50)
 
 
-def test_patient_step_is_told_what_is_about_to_end(thread, exchange):
+def test_patient_step_is_told_what_is_about_to_end(thread, transfer_engine):
     """Not the next one, before which the engine rests."""
-    exchange.may_turn.clear()
-    thread._settled = News(exchange.may_turn.set)
+    transfer_engine.may_turn.clear()
+    thread._settled = News(transfer_engine.may_turn.set)
     ask(thread, "r")
     assert thread.collect(DEADLINE_S).received == {"r"}
 
 
-def test_engine_is_told_before_those_who_held_what_was_read(thread, exchange):
+def test_engine_is_told_before_those_who_held_what_was_read(thread, transfer_engine):
     """They do not wait for the next token."""
-    exchange.may_tell.clear()
+    transfer_engine.may_tell.clear()
     ask(thread, "r")
     try:
         assert thread.collect(DEADLINE_S).received == {"r"}
     finally:
-        exchange.may_tell.set()
+        transfer_engine.may_tell.set()
 
 
-def test_figures_are_not_what_a_patient_step_waits_for(thread, exchange):
+def test_figures_are_not_what_a_patient_step_waits_for(thread, transfer_engine):
     """Those of an earlier request are told with whatever ends next."""
-    exchange.stats = ReshardStats()
+    transfer_engine.stats = ReshardStats()
     thread.wake()
     wait_until(lambda: thread._reports)
-    exchange.may_turn.clear()
-    thread._settled = News(exchange.may_turn.set)
+    transfer_engine.may_turn.clear()
+    thread._settled = News(transfer_engine.may_turn.set)
     ask(thread, "r")
     assert thread.collect(DEADLINE_S).received == {"r"}
 
 
-def test_patience_is_longer_while_a_turn_goes_on(thread, exchange, monkeypatch):
+def test_patience_is_longer_while_a_turn_goes_on(thread, transfer_engine, monkeypatch):
     """NIXL may read within it; the step after the engine's rest would hear of that too late."""
-    monkeypatch.setattr(loop, "_LONGEST_PATIENCE_S", DEADLINE_S)
-    exchange.may_turn.clear()
+    monkeypatch.setattr(connector_thread, "_LONGEST_PATIENCE_S", DEADLINE_S)
+    transfer_engine.may_turn.clear()
     ask(thread, "r")
-    wait_until(lambda: exchange.begun > exchange.turns)
+    wait_until(lambda: transfer_engine.begun > transfer_engine.turns)
     settled = thread._settled = News()
-    settled.before = lambda: len(settled.waited_s) == 3 and exchange.may_turn.set()
+    settled.before = lambda: len(settled.waited_s) == 3 and transfer_engine.may_turn.set()
     assert thread.collect(PATIENCE_S).received == {"r"}
     assert settled.came[:2] == [False, False]
 
 
 @pytest.mark.parametrize(("is_ending", "num_waits"), [(False, 1), (True, 10)])
-def test_patience_is_longer_while_something_ends(exchange, monkeypatch, is_ending, num_waits):
+def test_patience_is_longer_while_something_ends(
+    transfer_engine, monkeypatch, is_ending, num_waits
+):
     """What has arrived is known soon; what has not may take for ever."""
-    monkeypatch.setattr(loop, "_LONGEST_PATIENCE_S", 10.0)
-    exchange.is_moving, exchange.is_ending = True, is_ending
+    monkeypatch.setattr(connector_thread, "_LONGEST_PATIENCE_S", 10.0)
+    transfer_engine.is_moving, transfer_engine.is_ending = True, is_ending
     now_s, may_look = [0.0], threading.Event()
-    thread = ConnectorThread(exchange, lambda: now_s[0])
+    thread = ConnectorThread(transfer_engine, lambda: now_s[0])
     news = thread._news = News(lambda: may_look.wait(DEADLINE_S))
     settled = thread._settled = News()
 
@@ -232,28 +239,28 @@ def test_patience_is_longer_while_something_ends(exchange, monkeypatch, is_endin
         thread.close()
 
 
-def test_turn_that_began_before_a_step_does_not_end_its_patience(thread, exchange):
+def test_turn_that_began_before_a_step_does_not_end_its_patience(thread, transfer_engine):
     """It says nothing of the step: the next one does."""
-    exchange.may_turn.clear()
+    transfer_engine.may_turn.clear()
     thread.wake()
-    wait_until(lambda: exchange.begun > exchange.turns)
-    thread._settled = News(exchange.may_turn.set)
+    wait_until(lambda: transfer_engine.begun > transfer_engine.turns)
+    thread._settled = News(transfer_engine.may_turn.set)
     ask(thread, "r")
     assert thread.collect(DEADLINE_S).received == {"r"}
 
 
-def test_patient_step_waits_no_longer_than_there_is_something_under_way(thread, exchange):
+def test_patient_step_waits_no_longer_than_there_is_something_under_way(thread, transfer_engine):
     """A turn that ends nothing, and leaves nothing to do, is over as well."""
-    exchange.may_turn.clear()
-    settled = thread._settled = News(exchange.may_turn.set)
+    transfer_engine.may_turn.clear()
+    settled = thread._settled = News(transfer_engine.may_turn.set)
     ask(thread)
     assert not thread.collect(DEADLINE_S)
     assert settled.came and all(settled.came)
 
 
-def test_step_waits_for_nothing_where_nothing_is_under_way(exchange):
+def test_step_waits_for_nothing_where_nothing_is_under_way(transfer_engine):
     """However patient it is."""
-    thread = ConnectorThread(exchange, clock=lambda: 0.0)
+    thread = ConnectorThread(transfer_engine, clock=lambda: 0.0)
     settled = thread._settled = News()
     thread.start()
     try:
@@ -267,54 +274,54 @@ def test_step_waits_for_nothing_where_nothing_is_under_way(exchange):
         thread.close()
 
 
-def test_impatient_step_does_not_wait(thread, exchange, monkeypatch):
-    """It has the model to go on with; nor does one sleep that only hears others, as a holder's."""
+def test_impatient_step_does_not_wait(thread, transfer_engine, monkeypatch):
+    """It has the model to go on with; nor does a producer's, which only hears others."""
     settled = thread._settled = News()
-    exchange.holder.append("held")
+    transfer_engine.producer.append("held")
     ask(thread)
     wait_until(lambda: thread._holds and not thread._moves)
-    monkeypatch.setattr(loop.time, "sleep", lambda _: pytest.fail("it sleeps"))
+    monkeypatch.setattr(connector_thread.time, "sleep", lambda _: pytest.fail("it sleeps"))
     assert not thread.collect()
     monkeypatch.undo()
     assert settled.waited_s == []
 
 
-def test_thread_looks_often_again_once_something_has_arrived(exchange):
+def test_thread_looks_often_again_once_something_has_arrived(transfer_engine):
     """What follows, as the lookup of a lease, is over sooner than most reads."""
-    thread = ConnectorThread(exchange)
+    thread = ConnectorThread(transfer_engine)
     news = thread._news = News()
-    exchange.is_moving = True
+    transfer_engine.is_moving = True
     thread.start()
     try:
         wait_until(lambda: len(news.waited_s) > 20)
         assert news.waited_s[0] < news.waited_s[-1]
-        exchange.has_moved = True
+        transfer_engine.has_moved = True
         wait_until(lambda: news.waited_s[-1] == news.waited_s[0])
     finally:
         thread.close()
 
 
-def test_thread_sleeps_until_something_is_due(thread, exchange):
+def test_thread_sleeps_until_something_is_due(thread, transfer_engine):
     """It looks at nothing in between, and is not late by a look."""
-    due_s = exchange.due_s = time.monotonic() + 0.2
+    due_s = transfer_engine.due_s = time.monotonic() + 0.2
     thread.wake()
-    wait_until(lambda: bool(exchange.turned_s) and exchange.turned_s[-1] >= due_s)
-    before = [turned_s for turned_s in exchange.turned_s if turned_s < due_s]
+    wait_until(lambda: bool(transfer_engine.turned_s) and transfer_engine.turned_s[-1] >= due_s)
+    before = [turned_s for turned_s in transfer_engine.turned_s if turned_s < due_s]
     assert len(before) <= 3
 
 
-def test_quiet_is_told_once_each_time(exchange):
+def test_quiet_is_told_once_each_time(transfer_engine):
     """Not while something is under way, nor in the pauses of somebody who reads on."""
     now_s, told = [0.0], []
-    thread = ConnectorThread(exchange, lambda: now_s[0], quiet=lambda: told.append(now_s[0]))
+    thread = ConnectorThread(transfer_engine, lambda: now_s[0], quiet=lambda: told.append(now_s[0]))
 
     def turn_at(at_s: float, *, moves: bool) -> None:
-        now_s[0], exchange.is_moving = at_s, moves
+        now_s[0], transfer_engine.is_moving = at_s, moves
         # One of these had begun before, and the last one begins once it is known how things are.
         for _ in range(3):
-            before = exchange.turns
+            before = transfer_engine.turns
             thread.wake()
-            wait_until(lambda before=before: exchange.turns > before)
+            wait_until(lambda before=before: transfer_engine.turns > before)
 
     thread.start()
     try:
@@ -331,10 +338,10 @@ def test_quiet_is_told_once_each_time(exchange):
     assert told == [6.0, 16.0]
 
 
-def test_thread_that_nobody_wants_quiet_of_sleeps_all_the_same(exchange, monkeypatch):
+def test_thread_that_nobody_wants_quiet_of_sleeps_all_the_same(transfer_engine, monkeypatch):
     """Also after that time nothing is due."""
-    monkeypatch.setattr(loop, "_QUIET_S", 0.0)
-    thread = ConnectorThread(exchange)
+    monkeypatch.setattr(connector_thread, "_QUIET_S", 0.0)
+    thread = ConnectorThread(transfer_engine)
     news = thread._news = News()
     thread.start()
     try:
@@ -349,18 +356,18 @@ def test_interpreter_is_let_go_of_sooner_than_by_default(thread):
     assert sys.getswitchinterval() <= SWITCH_S
 
 
-def test_turn_that_fails_is_not_the_last(thread, exchange, caplog_vllm):
+def test_turn_that_fails_is_not_the_last(thread, transfer_engine, caplog_vllm):
     """The log has the traceback; the next one comes by itself, and the next request is served."""
-    exchange.fault = ValueError("nobody thought of this")
-    turns = exchange.turns
+    transfer_engine.fault = ValueError("nobody thought of this")
+    turns = transfer_engine.turns
     thread.wake()
-    wait_until(lambda: exchange.turns >= turns + 2)
+    wait_until(lambda: transfer_engine.turns >= turns + 2)
     assert "nobody thought of this" in caplog_vllm.text
     ask(thread, "r")
     assert collect(thread, 1) == {"r"}
 
 
-def test_thread_that_never_began_is_closed(exchange):
+def test_thread_that_never_began_is_closed(transfer_engine):
     """An engine may fail before its caches are registered."""
-    ConnectorThread(exchange).close()
-    assert exchange.closed_by is not None
+    ConnectorThread(transfer_engine).close()
+    assert transfer_engine.closed_by is not None

@@ -41,8 +41,8 @@ __all__ = ["engines"]
 ROOT = Path(__file__).parents[5]
 BLOCKS = [5, 2, 9]
 HOLDS = """
-from tests.v1.kv_connector.unit.reshard import test_lost_holder
-test_lost_holder.hold({blocks}, {head_size})
+from tests.v1.kv_connector.unit.reshard import test_lost_producer
+test_lost_producer.hold({blocks}, {head_size})
 """
 SMALL, LARGE = 8, 16384
 """Head sizes: that a block fits into what the kernel buffers, and that it does not."""
@@ -62,7 +62,7 @@ def hold(block_ids: list[int], head_size: int) -> None:
 
 
 @pytest.fixture
-def holder(request) -> Iterator[tuple[subprocess.Popen[str], RemoteEngineAddress]]:
+def producer(request) -> Iterator[tuple[subprocess.Popen[str], RemoteEngineAddress]]:
     """Start a process that holds blocks; returns it, and where it serves."""
     head_size = getattr(request, "param", SMALL)
     process = subprocess.Popen(
@@ -80,12 +80,12 @@ def holder(request) -> Iterator[tuple[subprocess.Popen[str], RemoteEngineAddress
     process.communicate()
 
 
-def test_killed_holder_costs_its_request_and_is_told_once(
-    engines, holder, monkeypatch, caplog_vllm
+def test_killed_producer_costs_its_request_and_is_told_once(
+    engines, producer, monkeypatch, caplog_vllm
 ):
     """The read in flight fails, and one line gives the remedy."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    process, address = holder
+    process, address = producer
     reader = engines("decode")
     progress = Progress(reader)
     reader.start(receive={"d-a": receive(address, [3, 4, 1], BLOCKS, remote_request_id="p-a")})
@@ -110,13 +110,13 @@ def test_killed_holder_costs_its_request_and_is_told_once(
 
 
 @pytest.fixture
-def hung_read(engines, holder, monkeypatch):
-    """A read of 48 MiB that the holder, which has been stopped, does not answer.
+def hung_read(engines, producer, monkeypatch):
+    """A read of 48 MiB that the producer, which has been stopped, does not answer.
 
     Returns its process, the engine that reads into blocks 6 to 8, how to step it, and its clock.
     """
     monkeypatch.setenv("UCX_TLS", "tcp")
-    process, address = holder
+    process, address = producer
     clock = [time.monotonic()]
     reader = engines("decode", head_size=LARGE, kv_read_timeout_s=60, clock=lambda: clock[0])
     progress = Progress(reader)
@@ -144,7 +144,7 @@ def own(reader: Engine, owner: float) -> None:
         cache[:, [6, 7, 8]] = owner
 
 
-@pytest.mark.parametrize("holder", [LARGE], indirect=True)
+@pytest.mark.parametrize("producer", [LARGE], indirect=True)
 @pytest.mark.parametrize("engines", ["direct", "staged"], indirect=True)
 def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
     """NIXL says of a read that it has failed, and its bytes are on their way.
@@ -162,7 +162,7 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
     progress.until(reader, received="d-b")
     area = worker._transfers.area
     assert area is None or area.spans.free_bytes == area.spans.size_bytes
-    assert not worker._exchange.peers.retired
+    assert not worker._transfer_engine.peers.retired
     own(reader, -1.0)
     process.send_signal(signal.SIGCONT)
     # It answers what it was asked, or ends over a reader that is gone.
@@ -171,8 +171,8 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
     assert landed(reader, -1.0) == 0
 
 
-@pytest.mark.parametrize("holder", [LARGE], indirect=True)
-def test_hung_holder_fails_its_request_and_gives_its_blocks_back_when_it_goes_on(hung_read):
+@pytest.mark.parametrize("producer", [LARGE], indirect=True)
+def test_hung_producer_fails_its_request_and_gives_its_blocks_back_when_it_goes_on(hung_read):
     """Nobody waits longer than the deadline, and no block is missing after that."""
     process, reader, progress, clock = hung_read
     (worker,) = reader.workers.values()
@@ -185,14 +185,14 @@ def test_hung_holder_fails_its_request_and_gives_its_blocks_back_when_it_goes_on
     progress.until(reader, received="d-b")
     assert process.poll() is None
     own(reader, -1.0)
-    wait_until(lambda: not worker._exchange.peers.retired, progress.step)
+    wait_until(lambda: not worker._transfer_engine.peers.retired, progress.step)
     assert landed(reader, -1.0) == 0
 
 
 def test_heartbeats_that_try_again_in_vain_are_no_errors(engines, caplog_vllm):
     """They are of requests that have just failed, which the first line has told."""
-    holder, reader = engines("prefill"), engines("decode")
-    gone = dataclasses.replace(holder.serve(), engine_id="gone")
+    producer, reader = engines("prefill"), engines("decode")
+    gone = dataclasses.replace(producer.serve(), engine_id="gone")
     (worker,) = reader.workers.values()
     reader.start(receive={"d-a": receive(gone, [3], [5], tokens=16)})
     progress = Progress(reader)
@@ -210,7 +210,7 @@ def test_heartbeats_that_try_again_in_vain_are_no_errors(engines, caplog_vllm):
 
 def test_handshake_that_failed_while_nobody_waited_costs_nobody(engines, caplog_vllm):
     """A request that comes long after it, to an engine that has returned, is received."""
-    other, holder, reader = engines("other"), engines("prefill"), engines("decode")
+    other, producer, reader = engines("other"), engines("prefill"), engines("decode")
     port = other.serve().port
     address = RemoteEngineAddress("prefill", "127.0.0.1", port)
     (worker,) = reader.workers.values()
@@ -218,11 +218,11 @@ def test_handshake_that_failed_while_nobody_waited_costs_nobody(engines, caplog_
     wait_until(lambda: any(report.stats for report in worker._thread._reports))
     # No step was taken since, and meanwhile the right one is there.
     other.server.close()
-    holder.serve(port)
-    whole = fill(holder, BLOCKS)
-    holder.offer("p-a")
+    producer.serve(port)
+    whole = fill(producer, BLOCKS)
+    producer.offer("p-a")
     reader.start(receive={"d-a": receive(address, [3, 4, 1], BLOCKS)})
-    Progress(holder, reader).until(reader, received="d-a")
+    Progress(producer, reader).until(reader, received="d-a")
     assert not worker.take_failed()
     assert_received(reader, [3, 4, 1], whole)
     assert "ERROR" not in {each.levelname for each in caplog_vllm.records}

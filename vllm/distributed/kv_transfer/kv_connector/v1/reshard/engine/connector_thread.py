@@ -2,7 +2,7 @@
 """The connector's thread, which moves KV caches while the engine computes.
 
     engine's thread                      connector's thread
-    hand_over(step)   ---- queue --->    turns of the exchange, as long as something is on its way
+    hand_over(step)   ---- queue --->    the transfer engine is polled while something is on its way
     collect()         <--- queue ----    reports
 
 The engine's thread does nothing but that, and waits for nothing; only in a step after which the
@@ -25,8 +25,8 @@ from collections.abc import Callable
 
 from vllm.logger import init_logger
 
-from ..transport.waking import Bell
-from .exchange import Exchange, Incoming, Report, Step
+from ..transport.wakeup import Wakeup
+from .transfer_engine import Incoming, Report, SchedulerStep, TransferEngine
 
 logger = init_logger(__name__)
 
@@ -69,13 +69,13 @@ _CLOSE_LIMIT_S = 10.0
 
 
 class ConnectorThread:
-    """Runs an exchange.
+    """Runs an transfer engine.
 
     `collect` and `close` belong to the engine's thread; `hand_over` and `wake` are for any thread.
-    The exchange belongs to the thread that is started here, until `close` has returned.
+    The transfer engine belongs to the thread that is started here, until `close` has returned.
 
     Args:
-        exchange: What to run.
+        transfer_engine: What to run.
         clock: Seconds that only grow.
         prepare: Called by the thread before everything else.
         quiet: Called by the thread when nothing has been under way for a while, once each time;
@@ -84,12 +84,12 @@ class ConnectorThread:
 
     def __init__(
         self,
-        exchange: Exchange,
+        transfer_engine: TransferEngine,
         clock: Callable[[], float] = time.monotonic,
         prepare: Callable[[], None] | None = None,
         quiet: Callable[[], None] = lambda: None,
     ) -> None:
-        self._exchange = exchange
+        self._transfer_engine = transfer_engine
         self._clock = clock
         self._prepare = prepare
         self._quiet = quiet
@@ -97,9 +97,9 @@ class ConnectorThread:
         self._quiet_at_s: float | None = None
         self._incoming: deque[Incoming] = deque()
         self._reports: deque[Report] = deque()
-        self._news = Bell()
+        self._news = Wakeup()
         # Rung where there is a report that somebody waits for, or none is to be waited for.
-        self._settled = Bell()
+        self._settled = Wakeup()
         self._stopped = False
         # Hints for the engine's thread, which the other one writes.
         self._moves = False
@@ -116,7 +116,7 @@ class ConnectorThread:
     def hand_over(self, incoming: Incoming) -> None:
         """Ask for something, or tell of an offer."""
         self._incoming.append(incoming)
-        self._news.ring()
+        self._news.set()
 
     def collect(self, patience_s: float = 0.0) -> Report:
         """What has ended since the last call.
@@ -128,7 +128,7 @@ class ConnectorThread:
         if self._holds or now_s >= self._tick_at_s:
             # Whoever is through with what is held says so whenever he is, or too late.
             self._tick_at_s = now_s + _TICK_S
-            self.hand_over(Step())
+            self.hand_over(SchedulerStep())
         if patience_s > 0:
             self._await_report(now_s, patience_s)
         elif not self._reports and self._moves:
@@ -140,12 +140,12 @@ class ConnectorThread:
 
     def wake(self) -> None:
         """There is something to look at."""
-        self._news.ring()
+        self._news.set()
 
     def close(self) -> None:
-        """End the thread, and then the exchange."""
+        """End the thread, and then the transfer engine."""
         self._stopped = True
-        self._news.ring()
+        self._news.set()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_LIMIT_S)
         if self._thread.is_alive():
@@ -154,12 +154,12 @@ class ConnectorThread:
                 _CLOSE_LIMIT_S,
             )
             return
-        self._exchange.close(self._clock())
+        self._transfer_engine.close(self._clock())
 
     def _await_report(self, began_s: float, patience_s: float) -> None:
         """Wait until there is a report, or nothing is under way that could bring one."""
         while True:
-            self._settled.calm()
+            self._settled.clear()
             longest_s = max(patience_s, _LONGEST_PATIENCE_S) if self._ends else patience_s
             left_s = began_s + longest_s - self._clock()
             if left_s <= 0 or not (self._moves or self._incoming):
@@ -175,36 +175,36 @@ class ConnectorThread:
             self._prepare()
         rest_s = _SHORTEST_REST_S
         while not self._stopped:
-            self._news.calm()
+            self._news.clear()
             # Before they are taken: who waits for what becomes of them sees one or the other.
             self._moves = self._moves or bool(self._incoming)
             incoming = [self._incoming.popleft() for _ in range(len(self._incoming))]
             now_s = self._clock()
             self._ends = True
             try:
-                report = self._exchange.turn(incoming, now_s)
+                report = self._transfer_engine.poll(incoming, now_s)
                 if report:
                     self._reports.append(report)
                 if report.is_awaited:
-                    self._settled.ring()
-                self._exchange.tell_holders(now_s)
+                    self._settled.set()
+                self._transfer_engine.tell_producers(now_s)
             except Exception:
                 # What nobody thought of ends neither the engine nor other requests.
                 logger.exception("A turn of the connector's thread has failed, and the next begins")
                 time.sleep(_AFTER_FAULT_S)
                 # What has ended in this one is told by the next.
                 continue
-            self._ends = self._exchange.is_ending
-            self._moves = self._exchange.is_moving
-            self._holds = len(self._exchange.holder) > 0
+            self._ends = self._transfer_engine.is_ending
+            self._moves = self._transfer_engine.is_moving
+            self._holds = len(self._transfer_engine.producer) > 0
             if not self._moves:
-                self._settled.ring()
-            if report or incoming or self._exchange.has_moved:
+                self._settled.set()
+            if report or incoming or self._transfer_engine.has_moved:
                 rest_s = _SHORTEST_REST_S
-            is_busy = self._moves or self._exchange.is_talking
+            is_busy = self._moves or self._transfer_engine.is_talking
             if is_busy:
                 self._quiet_at_s = None
-            if self._exchange.has_backlog:
+            if self._transfer_engine.has_backlog:
                 # To wait for news would not let go of the interpreter where there are some.
                 time.sleep(_MOMENT_S)
             elif is_busy:
@@ -223,6 +223,6 @@ class ConnectorThread:
         if now_s >= self._quiet_at_s:
             self._quiet_at_s = math.inf
             self._quiet()
-        due_s = self._exchange.next_due_s(now_s)
+        due_s = self._transfer_engine.next_due_s(now_s)
         soonest_s = min(self._quiet_at_s, math.inf if due_s is None else due_s)
         return None if soonest_s == math.inf else soonest_s

@@ -3,11 +3,12 @@
 
 A request's parameters come by way of a router and a client. They may belong to another request, the
 prompt may have been cut or tokenized anew on the way, and a client may name blocks that are not
-its own. So the holder says in its table of leases what it offered, the reader computes the same
+its own. So the producer says in its table of leases what it offered, the reader computes the same
 from its *own* prompt and from what it was told, and believes what it has read only if both agree.
 
-    holder   tokens it computed, blocks it offers  --bind-->  Binding, in its table
-    reader   tokens of its prompt, blocks it read  --bind-->  the same Binding, or the read fails
+    producer   tokens it computed, blocks it offers  --bind-->  OfferFingerprint, in its table
+    reader   tokens of its prompt, blocks it read  --bind-->  the same OfferFingerprint, or the read
+    fails
 
 Digests are cut to one word each. Nobody learns a digest of what he does not know, and each guess
 costs a request: 64 bits are enough.
@@ -31,7 +32,7 @@ _NO_ID = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class OfferFingerprint:
     """What stands for an offer.
 
     Attributes:
@@ -44,7 +45,7 @@ class Binding:
     content: int
     blocks: int
 
-    def difference(self, wanted: Binding) -> str | None:
+    def difference(self, wanted: OfferFingerprint) -> str | None:
         """Why a reader who wanted something else must not use what it has read.
 
         Args:
@@ -95,18 +96,18 @@ class TokenHash:
         return _word(whole.digest())
 
 
-def bind(
+def fingerprint(
     token_ids: Sequence[int],
     num_tokens: int,
     extra_keys: object,
     block_ids: BlockIds,
     hashed: TokenHash | None = None,
-) -> Binding:
+) -> OfferFingerprint:
     """What stands for some tokens in some blocks, the same in every process.
 
     Args:
         token_ids: The request's tokens. Where they are fewer than `num_tokens`, the result is that
-            of no holder.
+            of no producer.
         num_tokens: How many of them the blocks hold; from 1.
         extra_keys: What else the KV of these tokens depends on, as vLLM's own block hashes take it
             in: multimodal items, LoRA, the cache's salt.
@@ -121,7 +122,7 @@ def bind(
         ids = _words(group)
         blocks.update(len(group).to_bytes(8, "little"))
         blocks.update(ids)
-    return Binding(num_tokens, hashed.content(extra_keys), _word(blocks.digest()))
+    return OfferFingerprint(num_tokens, hashed.content(extra_keys), _word(blocks.digest()))
 
 
 def _words(ids: Sequence[int]) -> array[int]:

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from ..protocol.binding import Binding
+from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import Heartbeats, Receive
 from ..protocol.metadata import WorkerHandshake
@@ -36,7 +36,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         offered: Requests whose blocks are held for another engine, and for how many seconds from
             now: a duration, because workers on other hosts have other clocks.
         offered_blocks: How many blocks each of these has, of all KV-cache groups.
-        bindings: What each of these offers; of the same requests.
+        fingerprints: What each of these offers; of the same requests.
         num_offers: How many offers the engine has made up to this step. What is announced of them
             is older than the step.
         announcer: Where to hear of offers before the step that says so; None where that does not
@@ -52,7 +52,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     withdrawn: set[RequestId] = field(default_factory=set)
     offered: dict[RequestId, float] = field(default_factory=dict)
     offered_blocks: dict[RequestId, int] = field(default_factory=dict)
-    bindings: dict[RequestId, Binding] = field(default_factory=dict)
+    fingerprints: dict[RequestId, OfferFingerprint] = field(default_factory=dict)
     num_offers: int = 0
     announcer: AnnouncerAddress | None = None
     heartbeats: list[Heartbeats] = field(default_factory=list)
@@ -65,7 +65,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             or self.admitted
             or self.withdrawn
             or self.offered
-            or self.bindings
+            or self.fingerprints
             or self.heartbeats
             or self.failed
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent state before there is an engine: which layers keep what, and who reads it from whom.
 
-Engines ask vLLM's specification of each layer, as `engine.state` does. Here names in `config.json`
-are all there is.
+Engines ask vLLM's specification of each layer, as `engine.recurrent_state` does. Here names in
+`config.json` are all there is.
 """
 
 from __future__ import annotations

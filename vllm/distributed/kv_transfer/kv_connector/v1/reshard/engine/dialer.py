@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening a generation: ask an engine what it is, plan, and prepare everything with an agent.
+"""Opening a connection: ask an engine what it is, plan, and prepare everything with an agent.
 
 None of this takes the engine's thread or the connector's. One thread asks all engines; another
-prepares a generation for each that has answered, out of values that never change, and hands over
+prepares a connection for each that has answered, out of values that never change, and hands over
 what nobody else has seen.
 
 Most of that would be the agent: it is made, and all memory of the cache registered with it, before
@@ -28,8 +28,8 @@ from ..plan.shards import Shard
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import WorkerDescription
 from ..transport.agent import NixlAgent
-from ..transport.generation import Generation
-from ..transport.remote import Reader, RemoteEngine
+from ..transport.connection import PeerConnection
+from ..transport.remote import LocalCache, RemoteEngine
 from ..transport.staging_area import StagingArea
 from .plans import Planner
 
@@ -41,7 +41,7 @@ Ask = Callable[[RemoteEngineAddress], Future[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalEndpoint:
     """What a worker brings to every connection.
 
     Attributes:
@@ -49,11 +49,11 @@ class Local:
         shards: What every worker of its engine holds.
         regions: The cache's memory, as an agent registers it.
         area: Where staged reads stop over; None where all go direct.
-        spread: Spreads replicas of an engine over holders of the same heads.
+        spread: Spreads replicas of an engine over producers of the same heads.
         missing_drafts: What becomes of a draft's layers that the other engine has not.
     """
 
-    reader: Reader
+    reader: LocalCache
     shards: tuple[Shard, ...]
     regions: Sequence[tuple[int, int, int]]
     area: StagingArea | None
@@ -74,8 +74,8 @@ class MakeAgent(Protocol):
         """Make one; it divides large reads among threads, or has none."""
 
 
-class Opener:
-    """Opens generations for one worker.
+class Dialer:
+    """Opens connections for one worker.
 
     Args:
         make_agent: Makes the agents to read with.
@@ -92,18 +92,18 @@ class Opener:
         self._make_agent = make_agent
         self._hung_grace_s = hung_grace_s
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-opener")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-dialer")
         # Belongs to that thread, from `begin` on.
         self._dividing: list[NixlAgent] = []
         # One, or none. Also `close` takes it from there.
         self._ready: deque[NixlAgent] = deque()
         self._stays_ready = False
         self._closed = False
-        self._local: Local | None = None
+        self._local: LocalEndpoint | None = None
         self._planner: Planner | None = None
         self._ask: Ask | None = None
 
-    def begin(self, local: Local, ask: Ask, *, stays_ready: bool) -> None:
+    def begin(self, local: LocalEndpoint, ask: Ask, *, stays_ready: bool) -> None:
         """What to connect and how to ask, known once the caches are registered.
 
         Args:
@@ -117,14 +117,14 @@ class Opener:
         if stays_ready:
             self._make_ready()
 
-    def open(self, address: RemoteEngineAddress) -> Future[Generation]:
+    def open(self, address: RemoteEngineAddress) -> Future[PeerConnection]:
         """Shake hands with an engine and prepare all lists; waits for nothing.
 
         The future raises what an `Enquirer` does; `ReshardError` where the engine's layout does not
         fit ours, and `TransferError` where NIXL does not accept it.
         """
         assert self._ask is not None
-        opened: Future[Generation] = Future()
+        opened: Future[PeerConnection] = Future()
         began_s = time.monotonic()
         asked = self._ask(address)
         asked.add_done_callback(partial(self._answered, address, opened, began_s))
@@ -146,7 +146,7 @@ class Opener:
     def _answered(
         self,
         address: RemoteEngineAddress,
-        opened: Future[Generation],
+        opened: Future[PeerConnection],
         began_s: float,
         asked: Future[Answer],
     ) -> None:
@@ -164,7 +164,7 @@ class Opener:
         self,
         address: RemoteEngineAddress,
         descriptions: Answer,
-        opened: Future[Generation],
+        opened: Future[PeerConnection],
         began_s: float,
     ) -> None:
         try:
@@ -218,7 +218,7 @@ class Opener:
 
     def _prepare(
         self, address: RemoteEngineAddress, descriptions: Answer, began_s: float
-    ) -> Generation:
+    ) -> PeerConnection:
         local, planner = self._local, self._planner
         assert local is not None and planner is not None
         shards = [description.shard for description in descriptions]
@@ -234,7 +234,7 @@ class Opener:
         try:
             by_rank = {description.shard.rank: description for description in descriptions}
             engine = RemoteEngine(agent, by_rank, plan, local.reader, local.area)
-            generation = Generation(agent, engine, self._hung_grace_s, self._clock)
+            connection = PeerConnection(agent, engine, self._hung_grace_s, self._clock)
         except BaseException:
             agent.close()
             raise
@@ -246,4 +246,4 @@ class Opener:
             describe_reads(plan, local.reader.rank),
             1e3 * (time.monotonic() - began_s),
         )
-        return generation
+        return connection
