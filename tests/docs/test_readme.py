@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README and CONTRIBUTING name targets, paths, releases and numbers that are so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.snippets import code_in
+from tools.pdstack.families import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+
+def shown(page: str) -> set[str]:
+    """The targets of `make` that a page shows in code."""
+    commands = re.findall(
+        r"^ *make (?:-C \S+ )?([a-z][a-z -]*?) *(?:$|#|[A-Z_]+=)",
+        "\n".join(code_in(page)),
+        re.MULTILINE,
+    )
+    return {target for words in commands for target in words.split()}
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The rows of all tables of a page whose first column has a heading."""
+    tables = re.findall(rf"^\| {heading} \|.*\n\|.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    return [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for table in tables
+        for line in table.splitlines()
+    ]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_targets_exist(path):
+    """No page tells to run a target that the Makefile lacks."""
+    assert shown(path.read_text(encoding="utf-8")) <= TARGETS
+
+
+def test_targets_for_contributors_are_told():
+    """All but those that explain themselves."""
+    assert TARGETS - shown(CONTRIBUTING) <= {"clean", "format"}
+
+
+def test_paths_exist():
+    """The table of what stands where follows the tree."""
+    paths = [row[0].strip("`") for row in rows(CONTRIBUTING, "path")]
+    assert len(paths) > 5
+    for path in paths:
+        assert list(ROOT.glob(path.replace("<release>", "*"))), path
+
+
+def test_sweep_is_counted():
+    """The number of pairs is that of the families."""
+    assert f"make sweep           # {len(FAMILIES)} pairs" in CONTRIBUTING
+
+
+def test_pairs_that_were_run_are_counted():
+    """The number is that of the rows that the link leads to."""
+    run = rows((ROOT / "docs/layouts.md").read_text(encoding="utf-8"), "family")
+    assert f"[{len(run)} pairs of engines](docs/layouts.md#pairs-that-were-run)" in README
+
+
+def test_releases_are_the_bases():
+    """Each release has a row, and one is said to be the default."""
+    told = {row[0] for row in rows(README, "vLLM")}
+    default = (ROOT / "bases/default").read_text(encoding="utf-8").strip()
+    assert told == {
+        f"**{base}**, the default" if base == default else base
+        for base in (path.parent.name for path in (ROOT / "bases").glob("*/base.toml"))
+    }
+
+
+def test_status_is_on_the_first_screen():
+    """What no GPU has run is said before anything else is promised."""
+    assert "never run on a GPU" in README.split("\n\n")[2]
