@@ -46,7 +46,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import LocalCache
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
+    LocalCache,
+    LoweredEngine,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 
@@ -81,9 +85,20 @@ class Later:
     def __init__(self) -> None:
         self.jobs: deque[Callable[[], object]] = deque()
 
-    def submit(self, function: Callable[..., object], *arguments: object) -> None:
+    def submit(self, function: Callable[..., object], *arguments: object) -> Future:
         """Run something later."""
-        self.jobs.append(partial(function, *arguments))
+        done: Future = Future()
+        self.jobs.append(partial(self._run, done, function, *arguments))
+        return done
+
+    @staticmethod
+    def _run(done: Future, function: Callable[..., object], *arguments: object) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(function(*arguments))
+        except Exception as error:
+            done.set_exception(error)
 
 
 class World:
@@ -144,20 +159,21 @@ class Worker:
         agent, stats = world.wire.open("producer", self.memory.owner_at), ReshardStats()
         self.agent = agent
         agent.register([(cache.address, cache.size_bytes, 0)])
-        dialer = Dialer(
-            lambda name, *, divides: world.wire.open("reader", self.memory.owner_at),
-            world.limits.hung_grace_s,
-            lambda: world.now_s,
-        )
+        dialer = Dialer(lambda name: world.wire.open("lane", self.memory.owner_at))
         dialer._thread = self.jobs
         area = self.memory.area
 
-        def open_and_wake(address: RemoteEngineAddress) -> Future[PeerConnection]:
-            opening = dialer.open(address)
-            opening.add_done_callback(lambda _: self._wake())
-            return opening
+        def waking(future: Future) -> Future:
+            future.add_done_callback(lambda _: self._wake())
+            return future
 
-        peers = PeerTable(open_and_wake, world.limits.idle_limit_s)
+        def connect(lane: Lane, lowered: LoweredEngine) -> PeerConnection:
+            return PeerConnection(lane, lowered, world.limits.hung_grace_s, lambda: world.now_s)
+
+        lanes = Lanes(lambda: waking(dialer.make_lane()), random.choice((1, 2)))
+        peers = PeerTable(
+            lambda address: waking(dialer.ask(address)), connect, lanes, world.limits.idle_limit_s
+        )
         transfers, notifier = Transfers(area), Notifier(self.name, stats)
         reads = ConsumerSide(peers, transfers, notifier, stats, world.limits.read_timeout_s)
         reader = LocalCache(shard.rank, cache.cache, frozenset())
@@ -167,7 +183,6 @@ class Worker:
                 reader, engine.layout.shards, [(cache.address, cache.size_bytes, 0)], area, 0
             ),
             self._ask,
-            stays_ready=False,
         )
         producer = ProducerSide(agent, world.limits.lease_s, stats)
         self.transfer_engine = TransferEngine(
@@ -263,6 +278,8 @@ class Worker:
             and not len(transfer_engine.transfers)
             and not len(transfer_engine.peers)
             and not transfer_engine.peers.retired
+            and not transfer_engine.peers.lanes.draining
+            and not any(lane.connections for lane in transfer_engine.peers.lanes.ready)
             and transfer_engine.next_due_s(self.world.now_s) is None
             and (area is None or area.spans.free_bytes == area.spans.size_bytes)
         )

@@ -415,7 +415,12 @@ class Simulation:
         for engine in self.engines:
             check(engine.is_over, f"{engine.engine_id} is not over: {_rest(engine)}")
         producers = {worker.agent.name for worker in self._workers()}
-        left = self.world.wire.agents.keys() - producers
+        ready = {
+            lane.agent.name
+            for worker in self._workers()
+            for lane in worker.transfer_engine.peers.lanes.ready
+        }
+        left = self.world.wire.agents.keys() - producers - ready
         check(not left, f"agents are left open: {sorted(left)}")
         check(not self.world.wire.reads, "reads are left, and all who posted them are gone")
         for engine in list(self.engines):

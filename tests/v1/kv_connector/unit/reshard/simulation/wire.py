@@ -267,6 +267,16 @@ class SimulatedAgent:
         self._peers.add(name)
         return name
 
+    def disconnect(self, name: str) -> None:
+        """Forget a peer."""
+        self._peers.remove(name)
+        for read in self._wire.reads:
+            over = read.agent is not self or read.source.name != name
+            check(over, f"{self.name} forgets {name}, which {read.name} reads from")
+
+    def release_prepared(self, prepared: Prepared) -> None:
+        """Give a prepared list back, of which no read is in flight."""
+
     def prepare(
         self, rows: np.ndarray, peer: str | None = None, memory: str | None = None
     ) -> Prepared:

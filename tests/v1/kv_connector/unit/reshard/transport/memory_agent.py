@@ -69,6 +69,10 @@ class MemoryAgent:
         self._peers.add(name)
         return name
 
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer."""
+        self._peers.remove(peer)
+
     def prepare(
         self, rows: np.ndarray, peer: str | None = None, memory: str | None = None
     ) -> Prepared:

@@ -17,9 +17,11 @@ from vllm.logger import init_logger
 
 from ..errors import ReshardError
 from ..protocol.ledgers import ConsumerLedger, RequestId
+from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..transport.budget import Budget
 from ..transport.connection import PeerConnection
+from ..transport.lane import Lane
 from ..transport.lease_check import LeaseCheckFailure, PreparedTable, Verdict
 from ..transport.remote import LocalCache, RequestBlocks
 from ..transport.transfers import PartFailed, Transfers
@@ -49,10 +51,6 @@ _REMEDIES = {
 
 _MOST_IN_DOUBT = 4
 """One in so many blocks of the cache may be in doubt; beyond that, nobody waits for hung peers."""
-
-SLOW_PEER_GRACE_S = 10.0
-"""Also then, one whose reads have just run out of time has so long to come back. Over TCP, UCX ends
-a worker that answers a reader which is gone: who is cut off while he is only slow is ended."""
 
 LOOKUPS_APART_S = 3e-3
 """How long to wait between two turns that look leases up, as long as more reads are to be posted.
@@ -238,13 +236,17 @@ class ConsumerSide:
             self._run_out_of_time(request_id, self._reading[request_id], now_s)
         self._contain(now_s)
 
-    def end(self, connection: PeerConnection) -> None:
-        """Close a connection: all that it could write into is quiet from now on."""
-        self._looking.pop(connection, None)
-        for verdict in connection.leases.give_up():
-            self._judge(verdict)
-        connection.close()
-        self._transfers.end(connection)
+    def end(self, lane: Lane) -> None:
+        """Close a retired lane: all that its connections could write into is drained then."""
+        connections = list(lane.connections)
+        for connection in connections:
+            self._looking.pop(connection, None)
+            self._transfers.retire(connection)
+            for verdict in connection.leases.give_up():
+                self._judge(verdict)
+        lane.close()
+        for connection in connections:
+            self._transfers.end(connection)
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
         """Requests that have failed since the last call, with their blocks."""
@@ -284,6 +286,8 @@ class ConsumerSide:
                 self._num_in_doubt -= reading.num_in_doubt
                 self._stats.record_blocks_in_doubt(self._num_in_doubt)
             if outcome.failure is None:
+                assert reading.connection is not None
+                reading.connection.lifetime.end_request()
                 self._release(reading)
             received.add(outcome.request_id)
         return received
@@ -323,7 +327,11 @@ class ConsumerSide:
         """Read a request: what of it goes beyond the budget is posted in later turns."""
         assert self._reader is not None
         receive, engine = reading.receive, connection.engine
-        if self._has_too_much_in_doubt() and reading.peer is not None and reading.peer.breaks:
+        if (
+            self._has_too_much_in_doubt()
+            and reading.peer is not None
+            and reading.peer.is_suspect(now_s)
+        ):
             reason = f"{self._num_in_doubt} blocks may still be written by earlier reads"
             self._fail(request_id, reading, reason, ReadFailure.DOUBT)
             return
@@ -336,6 +344,7 @@ class ConsumerSide:
         parts = [part for each in selected for part in self._transfers.cut(*each)]
         read_from = {part.leg.remote.peer for part in parts}
         reading.connection = connection
+        connection.lifetime.begin_request()
         reading.lease_tables = [
             table for name, table in engine.lease_tables.items() if name in read_from
         ]
@@ -385,6 +394,8 @@ class ConsumerSide:
         """Fail a request, unless it has failed already; what was not posted of it never is."""
         if self._ledger.fail(request_id, reason):
             reading.failed, reading.failure = True, failure
+            if reading.connection is not None:
+                reading.connection.lifetime.end_request()
             self._transfers.give_up(request_id)
 
     def _break_off(self, reading: _Reading, now_s: float) -> None:
@@ -413,27 +424,26 @@ class ConsumerSide:
         return self._num_in_doubt * _MOST_IN_DOUBT > num_ids
 
     @property
-    def _hung(self) -> PeerConnection | None:
-        """A connection that is not waited for any longer, where too much memory is in doubt."""
+    def _hung(self) -> Lane | None:
+        """A lane that is not waited for any longer, where too much memory is in doubt."""
         if not self._num_in_doubt or not self._has_too_much_in_doubt():
             return None
-        draining = (each for each in self._peers.retired if not each.lifetime.is_drained)
+        draining = (lane for lane in self._peers.lanes.draining if not lane.is_drained)
         return next(draining, None)
 
     def _contain(self, now_s: float) -> None:
         """Where too much memory is in doubt, wait for hung peers no longer than for slow ones."""
-        if (connection := self._hung) is None:
+        if (lane := self._hung) is None:
             return
-        retired_at_s = connection.lifetime.retired_at_s
-        assert retired_at_s is not None
-        if now_s < retired_at_s + SLOW_PEER_GRACE_S:
+        assert lane.retired_at_s is not None
+        if now_s < lane.retired_at_s + PEER_GRACE_S:
             return
         logger.error(
             "Cutting a connection whose reads do not end: %d blocks of failed requests "
             "may be written by such reads. Its engine may have to be restarted.",
             self._num_in_doubt,
         )
-        connection.lifetime.force(now_s)
+        lane.force()
 
     def _release(self, reading: _Reading) -> None:
         """Tell the producers of a request's blocks that this worker is through with them."""

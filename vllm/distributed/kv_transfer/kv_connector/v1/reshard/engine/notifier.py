@@ -13,6 +13,7 @@ from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import DoneEntry, encode_done, encode_renewals
 from ..transport.connection import PeerConnection
+from ..transport.lane import Lane
 from .stats import ReshardStats
 
 logger = init_logger(__name__)
@@ -47,7 +48,7 @@ class Notifier:
         self._stats = stats
         self._outgoing: dict[tuple[PeerConnection, str], _Outgoing] = {}
         # Those over which something was sent that may be on its way.
-        self._talking: dict[PeerConnection, None] = {}
+        self._talking: dict[Lane, None] = {}
 
     @property
     def is_talking(self) -> bool:
@@ -90,11 +91,11 @@ class Notifier:
 
     def advance(self, now_s: float) -> None:
         """Let NIXL get on with what was sent."""
-        for producers in list(self._talking):
-            if producers.is_connected and now_s < producers.talks_until_s:
-                producers.advance()
+        for lane in list(self._talking):
+            if lane.agent.is_open and now_s < lane.talks_until_s:
+                lane.progress()
             else:
-                del self._talking[producers]
+                del self._talking[lane]
 
     def _notify(
         self,
@@ -107,7 +108,7 @@ class Notifier:
         for message in messages:
             try:
                 producers.notify(peer, message)
-                self._talking[producers] = None
+                self._talking[producers.lane] = None
                 self._stats.record_notification()
             except TransferError as error:
                 # The producer frees the blocks when their lease runs out.

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that a worker knows: when to shake hands, when to try again, when to forget.
 
+    wanted -> asked (another thread) -> connected, worker by worker -> retired -> closed
+
 A turn costs nothing for peers with which nothing is to be done: the table keeps those apart with
 which something is, and knows when it has to look at the others.
 
-The table belongs to the connector's thread. Generations are opened by other threads, which are
-given values, return connections through futures, and touch nothing of the table.
+The table belongs to the connector's thread, as do the lanes that it connects peers over. What other
+threads find out comes back through futures.
 """
 
 from __future__ import annotations
@@ -19,19 +21,24 @@ from dataclasses import dataclass, field
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..transport.connection import PeerConnection
+from ..transport.lane import Lane, Lanes
+from ..transport.remote import LoweredEngine
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 """How long after a first failure the next handshake may begin, and after many."""
 
 STEADY_S = 60.0
-"""An engine whose reads have not failed for this long has no past."""
+"""A peer whose reads have not failed for this long is no suspect any more."""
 
 _LOOK_AGAIN_S = 1.0
-"""An engine that nobody has wanted for long, and that is read from all the same, is looked at again
-after this."""
+"""A peer that was not wanted for long, and that is read from all the same, is looked at again after
+this."""
 
-Open = Callable[[RemoteEngineAddress], Future[PeerConnection]]
-"""Shakes hands with an engine, and prepares everything for it; blocks on nothing."""
+Ask = Callable[[RemoteEngineAddress], Future[LoweredEngine]]
+"""Asks an engine for its layout, and plans what to read from it; blocks on nothing."""
+
+Connect = Callable[[Lane, LoweredEngine], PeerConnection]
+"""Makes a connection over a lane, none of whose workers are connected yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,35 +47,41 @@ class Peer:
 
     Attributes:
         address: Where it listens.
-        last_wanted_s: When somebody last asked for it.
-        wanted: Somebody has asked for it since the last handshake began.
-        broken: A read or a handshake has failed, or another engine has its address: it is connected
-            anew for the next who wants it.
+        last_wanted_s: When it was last asked for.
+        wanted: It was asked for since the last handshake began.
+        broken: A read or a handshake has failed, or another engine has its address: it is asked
+            anew when it is wanted next.
+        is_opening: It is being asked or connected.
+        handshake: The question that is under way.
+        lowered: What it has answered, as long as it is not broken.
+        connecting: The connection whose workers are being connected.
         connection: What to read with, while it is connected.
-        handshake: The handshake that is under way.
         began_s: When the last handshake began.
         waiting: Requests to begin once it is connected.
         failures: Handshakes that failed one after another.
-        breaks: Connections that failed one after another, none of which stayed whole for long.
+        breaks: Connections that broke one after another, none of which stayed whole for long.
         retry_at_s: When the next handshake may begin.
-        remembered_until_s: Until then it is not forgotten: its past tells how long to wait.
+        suspect_until_s: Until then it is suspected of breaking again, and not forgotten.
     """
 
     address: RemoteEngineAddress
     last_wanted_s: float
     wanted: bool = True
     broken: bool = False
+    is_opening: bool = False
+    handshake: Future[LoweredEngine] | None = None
+    lowered: LoweredEngine | None = None
+    connecting: PeerConnection | None = None
     connection: PeerConnection | None = None
-    handshake: Future[PeerConnection] | None = None
     began_s: float = 0.0
     waiting: deque[tuple[RequestId, Receive]] = field(default_factory=deque)
     failures: int = 0
     breaks: int = 0
     retry_at_s: float = 0.0
-    remembered_until_s: float = 0.0
+    suspect_until_s: float = 0.0
 
     def take_waiting(self) -> list[tuple[RequestId, Receive]]:
-        """The requests that waited; they do not any more."""
+        """Remove and return the queued requests."""
         waiting = list(self.waiting)
         self.waiting.clear()
         return waiting
@@ -76,21 +89,23 @@ class Peer:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way with it."""
-        if self.waiting or self.handshake is not None:
+        if self.waiting or self.is_opening:
             return False
-        connection = self.connection
-        return connection is None or (connection.lifetime.is_drained and not connection.leases)
+        return self.connection is None or self.connection.is_drained
 
     @property
     def has_news(self) -> bool:
         """Whether it is to be connected, is being, or has requests waiting."""
-        unconnected = self.connection is None and self.wanted
-        return bool(unconnected or self.handshake is not None or self.waiting)
+        return bool(self.is_opening or self.waiting or (self.connection is None and self.wanted))
+
+    def is_suspect(self, now_s: float) -> bool:
+        """Whether it broke a short while ago."""
+        return now_s < self.suspect_until_s
 
     def over_at_s(self, idle_limit_s: float) -> float:
-        """From when on nobody misses it, if it is idle: for long, or gone and out of back-off."""
+        """When it may be forgotten, if it is idle: unused for long, or broken and not wanted."""
         if self.broken and not self.wanted:
-            return max(self.retry_at_s, self.remembered_until_s)
+            return max(self.retry_at_s, self.suspect_until_s)
         return self.last_wanted_s + idle_limit_s
 
 
@@ -101,46 +116,64 @@ class PeerTable:
     the same address, is a peer of its own until it has answered.
 
     Args:
-        open_connection: Connects with an engine.
+        ask: Asks an engine.
+        connect: Connects it over a lane.
+        lanes: What peers are connected over.
         idle_limit_s: An engine that was not wanted for this long is forgotten; none ever is if this
             is not above 0.
     """
 
-    def __init__(self, open_connection: Open, idle_limit_s: float) -> None:
-        self._open = open_connection
+    def __init__(self, ask: Ask, connect: Connect, lanes: Lanes, idle_limit_s: float) -> None:
+        self.lanes = lanes
+        self._ask = ask
+        self._connect = connect
         self._idle_limit_s = idle_limit_s if idle_limit_s > 0 else math.inf
         self._peers: dict[RemoteEngineAddress, Peer] = {}
         # Those that have news, in the order in which they first had some.
         self._active: dict[RemoteEngineAddress, Peer] = {}
         # No peer is over before.
         self._sweep_at_s = math.inf
+        # Those of open lanes that drain.
         self._retired: list[PeerConnection] = []
-        self._just_retired: list[PeerConnection] = []
-        self._handshakes_s: list[float] = []
+        self._broken: list[PeerConnection] = []
+        self._handshakes: list[tuple[Peer, float]] = []
 
     def __len__(self) -> int:
         return len(self._peers)
 
     @property
     def num_handshakes(self) -> int:
-        """Handshakes that are under way."""
-        return sum(peer.handshake is not None for peer in self._peers.values())
+        """Peers that are being asked or connected."""
+        return sum(peer.is_opening for peer in self._peers.values())
 
     @property
     def retired(self) -> tuple[PeerConnection, ...]:
-        """Generations that drain, the oldest first."""
-        return tuple(self._retired)
+        """Connections that drain, those of retired lanes among them."""
+        return (
+            *self._retired,
+            *(each for lane in self.lanes.draining for each in lane.connections),
+        )
+
+    @property
+    def is_connecting(self) -> bool:
+        """Whether a turn soon would connect another worker."""
+        return any(peer.connecting is not None for peer in self._active.values())
 
     @property
     def next_due_s(self) -> float:
         """When the table is to be looked at next, though nothing happens until then."""
-        closings = (each.lifetime.close_at_s(wanted=len(each.leases) > 0) for each in self._retired)
         retries = (
             peer.retry_at_s
             for peer in self._active.values()
-            if peer.connection is None and peer.handshake is None
+            if peer.connection is None and not peer.is_opening
         )
-        return min(at_s for at_s in (*closings, *retries, self._sweep_at_s) if at_s is not None)
+        waits_for_lane = any(
+            peer.is_opening and peer.handshake is None and peer.connecting is None
+            for peer in self._active.values()
+        )
+        lane_s = self.lanes.next_try_s if waits_for_lane else math.inf
+        drained = [each.lifetime.retired_at_s or 0.0 for each in self._retired if each.is_drained]
+        return min(*retries, *drained, lane_s, self._sweep_at_s, self.lanes.next_due_s, math.inf)
 
     def get_or_connect(self, address: RemoteEngineAddress, now_s: float) -> Peer:
         """The engine at an address; from now on it is in use."""
@@ -154,7 +187,7 @@ class PeerTable:
         return peer
 
     def advance(self, now_s: float) -> list[tuple[Peer, Exception | None]]:
-        """Begin and end handshakes, and forget peers that are gone.
+        """Begin and end handshakes, connect a worker of each peer, and forget peers that are gone.
 
         Returns:
             Peers for which requests wait that can begin now, each with None, and peers whose
@@ -164,77 +197,143 @@ class PeerTable:
             self._sweep(now_s)
         news: list[tuple[Peer, Exception | None]] = []
         for peer in list(self._active.values()):
-            if peer.handshake is not None and peer.handshake.done():
-                error = self._end_handshake(peer, peer.handshake, now_s)
-                if error is not None:
-                    news.append((peer, error))
-                    continue
-            if peer.connection is None:
-                if peer.wanted and peer.handshake is None and now_s >= peer.retry_at_s:
-                    peer.wanted = False
-                    peer.began_s = now_s
-                    peer.handshake = self._open(peer.address)
-            elif peer.waiting:
+            try:
+                self._advance(peer, now_s)
+            except Exception as error:
+                # Whatever it is, it is this peer's handshake that has failed, and nothing else.
+                self._fail_handshake(peer, now_s)
+                news.append((peer, error))
+                continue
+            if peer.connection is not None and peer.waiting:
                 news.append((peer, None))
             if not peer.has_news:
                 del self._active[peer.address]
         return news
 
     def break_off(self, connection: PeerConnection, now_s: float) -> None:
-        """A read has failed or hangs: its connection drains, and the next one is opened beside it.
+        """A read has failed or hangs: its lane is retired, and new reads begin beside it.
 
-        The first time at once, as the peer may have lost a connection or have restarted. An engine
-        that answers handshakes and cannot be read from, again and again, is asked ever more rarely.
+        The peer may be asked again at once the first time, as it may have lost a connection or have
+        restarted. One that answers handshakes and cannot be read from, again and again, is asked
+        ever more rarely. The lane's other peers are connected anew when they are wanted next.
         """
-        if not connection.lifetime.is_open:
-            # What fails is of the past; another connection has taken its place. Each request of a
-            # broken one comes by here.
+        if connection in self._broken or not connection.is_connected:
+            # Each request of a broken one comes by here.
             return
         peer = next((each for each in self._peers.values() if each.connection is connection), None)
-        if peer is None:
-            return
-        self._retire(peer, now_s)
-        peer.broken = True
-        if now_s >= peer.remembered_until_s:
-            peer.breaks = 0
-        peer.retry_at_s = now_s + (_back_off_s(peer.breaks) if peer.breaks else 0.0)
-        peer.remembered_until_s = peer.retry_at_s + STEADY_S
-        peer.breaks += 1
-        self._sweep_by(peer.remembered_until_s)
-
-    def take_just_retired(self) -> list[PeerConnection]:
-        """The connections that were retired since the last call."""
-        retired, self._just_retired = self._just_retired, []
-        return retired
-
-    def take_handshakes_s(self) -> list[float]:
-        """How long those handshakes took that have succeeded since the last call."""
-        durations_s, self._handshakes_s = self._handshakes_s, []
-        return durations_s
-
-    def take_due(self, now_s: float) -> list[PeerConnection]:
-        """The connections to be closed now, of which the table knows nothing any more."""
-        due = [each for each in self._retired if _is_due(each, now_s)]
-        self._retired = [each for each in self._retired if each not in due]
-        return due
-
-    def close(self, now_s: float) -> list[PeerConnection]:
-        """Forget all engines; returns all connections, which are to be closed."""
-        for peer in self._peers.values():
+        if peer is not None:
             self._retire(peer, now_s)
-            if peer.handshake is not None and not peer.handshake.cancel():
-                peer.handshake.add_done_callback(_close_unwanted)
+            peer.broken, peer.lowered = True, None
+            if not peer.is_suspect(now_s):
+                peer.breaks = 0
+            peer.retry_at_s = now_s + (_back_off_s(peer.breaks) if peer.breaks else 0.0)
+            peer.suspect_until_s = peer.retry_at_s + STEADY_S
+            peer.breaks += 1
+            self._sweep_by(peer.suspect_until_s)
+        self._broken.append(connection)
+        if not connection.lane.is_open:
+            return
+        self.lanes.retire(connection.lane, now_s)
+        for other in self._peers.values():
+            if other.connection is not None and other.connection.lane is connection.lane:
+                self._retire(other, now_s)
+            elif other.connecting is not None and other.connecting.lane is connection.lane:
+                other.connecting = None
+        for each in connection.lane.connections:
+            each.lifetime.retire(now_s)
+        self._retired = [each for each in self._retired if each.lane.is_open]
+
+    def take_broken(self) -> list[PeerConnection]:
+        """The connections that broke since the last call, over which nothing more is posted."""
+        broken, self._broken = self._broken, []
+        return broken
+
+    def take_handshakes(self) -> list[tuple[Peer, float]]:
+        """The peers that were connected since the last call, and how many seconds that took."""
+        handshakes, self._handshakes = self._handshakes, []
+        return handshakes
+
+    def take_drained(self) -> list[PeerConnection]:
+        """Retired connections of open lanes that can be closed by themselves."""
+        drained = [each for each in self._retired if each.is_drained]
+        self._retired = [each for each in self._retired if each not in drained]
+        return drained
+
+    def close(self, now_s: float) -> list[Lane]:
+        """Forget all engines; returns all lanes, which are to be closed."""
+        for peer in self._peers.values():
+            if peer.handshake is not None:
+                peer.handshake.cancel()
         self._peers.clear()
         self._active.clear()
-        retired, self._retired = self._retired, []
-        return retired
+        self._retired.clear()
+        return self.lanes.close(now_s)
+
+    def _advance(self, peer: Peer, now_s: float) -> None:
+        """Take the next step towards a connection with a peer.
+
+        Raises:
+            Exception: Its handshake has failed.
+        """
+        if not peer.is_opening and (
+            peer.connection is None and peer.wanted and now_s >= peer.retry_at_s
+        ):
+            peer.is_opening, peer.wanted, peer.began_s = True, False, now_s
+        if not peer.is_opening:
+            return
+        if peer.lowered is None and peer.handshake is None:
+            peer.handshake = self._ask(peer.address)
+        if peer.handshake is not None:
+            if not peer.handshake.done():
+                return
+            handshake, peer.handshake = peer.handshake, None
+            peer.lowered = handshake.result()
+        assert peer.lowered is not None
+        if peer.connecting is None:
+            lane = self.lanes.pick(now_s, is_suspect=peer.is_suspect(now_s))
+            if lane is None:
+                return
+            peer.connecting = self._connect(lane, peer.lowered)
+        if peer.connecting.connect_next():
+            peer.connection, peer.connecting = peer.connecting, None
+            peer.is_opening = False
+            self._note_connected(peer, now_s)
+
+    def _note_connected(self, peer: Peer, now_s: float) -> None:
+        self._handshakes.append((peer, now_s - peer.began_s))
+        peer.failures, peer.broken = 0, False
+        for other in self._peers.values():
+            at_its_place = (other.address.host, other.address.port) == (
+                peer.address.host,
+                peer.address.port,
+            )
+            if at_its_place and other is not peer:
+                # It has restarted under a new id.
+                other.broken, other.lowered = True, None
+                if other.connection is not None:
+                    self._broken.append(other.connection)
+                self._retire(other, now_s)
+                self._sweep_by(now_s)
+
+    def _fail_handshake(self, peer: Peer, now_s: float) -> None:
+        peer.failures += 1
+        peer.is_opening = False
+        # What asked meanwhile, as heartbeats do, asked for requests that fail with it.
+        peer.wanted = False
+        peer.retry_at_s = now_s + _back_off_s(peer.failures)
+        peer.broken, peer.lowered = True, None
+        if (connecting := peer.connecting) is not None:
+            peer.connecting = None
+            connecting.lifetime.retire(now_s)
+            self._retired.append(connecting)
+        self._sweep_by(peer.retry_at_s)
 
     def _retire(self, peer: Peer, now_s: float) -> None:
         """Let what is in flight from a peer drain."""
         if peer.connection is not None:
             peer.connection.lifetime.retire(now_s)
-            self._retired.append(peer.connection)
-            self._just_retired.append(peer.connection)
+            if peer.connection.lane.is_open:
+                self._retired.append(peer.connection)
             peer.connection = None
             if peer.waiting:
                 # They are read with the next one.
@@ -258,49 +357,6 @@ class PeerTable:
     def _sweep_by(self, at_s: float) -> None:
         """A peer may be over from then on."""
         self._sweep_at_s = min(self._sweep_at_s, at_s)
-
-    def _end_handshake(
-        self, peer: Peer, handshake: Future[PeerConnection], now_s: float
-    ) -> Exception | None:
-        """Take a connection into use; returns why there is none, if so."""
-        peer.handshake = None
-        try:
-            peer.connection = handshake.result()
-        except Exception as error:
-            # Whatever it is, it is this peer's handshake that has failed, and nothing else.
-            peer.failures += 1
-            # Who asked meanwhile, as heartbeats do, asked for requests that fail with it.
-            peer.wanted = False
-            peer.retry_at_s = now_s + _back_off_s(peer.failures)
-            peer.broken = True
-            self._sweep_by(peer.retry_at_s)
-            return error
-        self._handshakes_s.append(now_s - peer.began_s)
-        peer.failures, peer.broken = 0, False
-        for other in self._peers.values():
-            at_its_place = (other.address.host, other.address.port) == (
-                peer.address.host,
-                peer.address.port,
-            )
-            if at_its_place and other is not peer:
-                # It has restarted under a new id.
-                other.broken = True
-                self._retire(other, now_s)
-                self._sweep_by(now_s)
-        return None
-
-
-def _is_due(connection: PeerConnection, now_s: float) -> bool:
-    at_s = connection.lifetime.close_at_s(wanted=len(connection.leases) > 0)
-    return at_s is not None and now_s >= at_s
-
-
-def _close_unwanted(handshake: Future[PeerConnection]) -> None:
-    """Close a connection that nobody waits for any more."""
-    if not handshake.cancelled() and handshake.exception() is None:
-        connection = handshake.result()
-        connection.lifetime.retire(0.0)
-        connection.close()
 
 
 def _back_off_s(failures: int) -> float:

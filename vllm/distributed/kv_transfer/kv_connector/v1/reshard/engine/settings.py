@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from ..errors import LocalLayoutError
 from ..protocol.trust import TrustedPeers
+from ..transport.agent import can_be_polled
 from ..transport.authentication import ChannelKey, read_channel_key
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Settings(
         lease_s: How long blocks are held for a reader that is not heard of. `kv_lease_duration`.
         num_threads: Threads of NIXL's UCX backend.
         backends: NIXL backends, in the order of preference.
+        num_lanes: NIXL agents to read with, which peers share; None for what suits the backends.
         nixl_progress_delay_us: How long NIXL's progress thread rests when nothing comes in;
             None for what suits the device.
         enforce_handshake_compat: Whether engines that name other values of what must be equal are
@@ -79,6 +81,7 @@ class Settings(
     lease_s: _Seconds = 30
     num_threads: _Count = 4
     backends: Annotated[tuple[str, ...], Meta(min_length=1)] = ("UCX",)
+    num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
     nixl_progress_delay_us: _Count | None = None
     enforce_handshake_compat: bool = True
     bidirectional_kv_xfer: bool = False
@@ -106,6 +109,13 @@ class Settings(
     def trusted(self) -> TrustedPeers | None:
         """The networks of `trusted_peers`; None without that."""
         return None if self.trusted_peers is None else TrustedPeers.parse(self.trusted_peers)
+
+    def lanes(self) -> int:
+        """How many agents to read with, with what suits the backends where the option is not set.
+
+        One that needs a progress thread of NIXL's may cost a core while it is idle.
+        """
+        return self.num_lanes or (4 if can_be_polled(self.backends) else 1)
 
     def progress_delay_us(self, *, on_cpu: bool) -> int:
         """How long NIXL's progress thread rests, with what suits the device where nobody says."""

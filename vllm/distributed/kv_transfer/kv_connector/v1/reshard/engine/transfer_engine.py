@@ -158,7 +158,7 @@ class TransferEngine:
         self._advance_peers(now_s)
         self.consumer.begin(now_s, self._budget())
         self.consumer.advance(now_s, self._budget())
-        for connection in self.peers.take_just_retired():
+        for connection in self.peers.take_broken():
             self.transfers.retire(connection)
         report = self._report
         report.failed |= self.consumer.take_failed()
@@ -179,15 +179,17 @@ class TransferEngine:
         # Before a connection is closed that the producers are told over.
         self._notifier.flush()
         self._notifier.advance(now_s)
-        ended = self.peers.take_due(now_s)
-        for connection in ended:
-            self.consumer.end(connection)
+        for connection in self.peers.take_drained():
+            connection.close()
+        ended = self.peers.lanes.take_due(now_s)
+        for lane in ended:
+            self.consumer.end(lane)
         self._has_ended = bool(ended)
 
     @property
     def has_backlog(self) -> bool:
         """Whether there was more to do than fits a turn."""
-        return self.consumer.has_backlog
+        return self.consumer.has_backlog or self.peers.is_connecting
 
     @property
     def has_moved(self) -> bool:
@@ -223,8 +225,8 @@ class TransferEngine:
         if self._closed:
             return
         self._closed = True
-        for connection in self.peers.close(now_s):
-            connection.close()
+        for lane in self.peers.close(now_s):
+            lane.close()
         self.transfers.close()
         self.agent.close()
 
@@ -245,8 +247,17 @@ class TransferEngine:
     def _advance_peers(self, now_s: float) -> None:
         """Read what waited for an engine that is connected now; fail it where it cannot be."""
         news = self.peers.advance(now_s)
-        for duration_s in self.peers.take_handshakes_s():
+        for peer, duration_s in self.peers.take_handshakes():
             self._stats.record_handshake(duration_s)
+            assert peer.lowered is not None
+            logger.info(
+                "From engine %s of %d ranks, rank %s %s. The handshake took %.1f ms.",
+                peer.address.engine_id,
+                peer.lowered.num_ranks,
+                peer.lowered.rank,
+                peer.lowered.summary,
+                1e3 * duration_s,
+            )
         for peer, error in news:
             address = peer.address
             if error is None:

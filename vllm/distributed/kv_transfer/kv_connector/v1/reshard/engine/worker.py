@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -26,12 +26,13 @@ from ..protocol.bounds import ReplyBounds
 from ..protocol.ledgers import RequestId
 from ..protocol.messages import EngineId, RemoteEngineAddress, decode_announcement
 from ..protocol.metadata import WorkerDescription, encode_worker
-from ..transport.agent import NixlAgent, can_be_polled
+from ..transport.agent import NixlAgent
 from ..transport.announcements import Listener, listen_to
 from ..transport.connection import PeerConnection
 from ..transport.cores import run_on
 from ..transport.enquiries import Enquirer
-from ..transport.remote import LocalCache
+from ..transport.lane import Lane, Lanes
+from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
 from .compat import REQUEST_NUMBERS
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_Result = TypeVar("_Result")
 
 
 class ReshardWorker:
@@ -98,11 +101,10 @@ class ReshardWorker:
         # What these are made of belongs to the connector's thread once that has begun.
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
         stats = ReshardStats()
-        self._dialer = Dialer(
-            partial(self._make_agent, polled=True), self._settings.kv_hung_peer_timeout_s, clock
-        )
+        self._dialer = Dialer(partial(self._make_agent, polled=True))
         self._transfers = Transfers()
-        peers = PeerTable(self._open, self._settings.engine_ttl_s)
+        lanes = Lanes(lambda: self._waking(self._dialer.make_lane()), self._settings.lanes())
+        peers = PeerTable(self._ask, self._connect, lanes, self._settings.engine_ttl_s)
         notifier = Notifier(self._name, stats)
         self._transfer_engine = TransferEngine(
             agent,
@@ -113,9 +115,8 @@ class ReshardWorker:
             notifier,
             stats,
         )
-        self._thread = ConnectorThread(
-            self._transfer_engine, clock, self._prepare_thread, self._dialer.quiet
-        )
+        self._clock = clock
+        self._thread = ConnectorThread(self._transfer_engine, clock, self._prepare_thread)
         self._device: torch.device | None = None
         self._enquirer: Enquirer | None = None
         self._listener: Listener | None = None
@@ -146,21 +147,21 @@ class ReshardWorker:
         regions = memory_regions(kv_caches)
         transfer_engine = self._transfer_engine
         transfer_engine.agent.register(regions)
-        reader = LocalCache(self._rank, cache, window_groups(self._kv_cache_config))
+        local = LocalCache(self._rank, cache, window_groups(self._kv_cache_config))
         self._transfers.area = area = self._open_area(kv_caches.values())
-        transfer_engine.consumer.set_local_cache(reader)
+        transfer_engine.consumer.set_local_cache(local)
         # Not the rank, which is 0 in every replica of a dense model.
-        spread = self._vllm_config.parallel_config.data_parallel_index
+        replica_offset = self._vllm_config.parallel_config.data_parallel_index
         self._factors = compatibility_factors(self._vllm_config)
         self._enquirer = enquirer = self._make_enquirer(shards)
         required = compared_factors(self._factors, self._settings)
         policy = self._settings.missing_draft_layers
         self._dialer.begin(
-            LocalEndpoint(reader, shards, regions, area, spread, policy),
+            LocalEndpoint(local, shards, regions, area, replica_offset, policy),
             lambda address: enquirer.ask(address, required),
-            # One that waits with a thread that does not rest would cost a core.
-            stays_ready=self._reads and can_be_polled(self._settings.backends),
         )
+        if self._reads:
+            transfer_engine.peers.lanes.prepare(self._clock())
         description = WorkerDescription(
             self._engine_id,
             shard,
@@ -221,11 +222,18 @@ class ReshardWorker:
         """Hand over an offer that a later step tells of. Called by the listener's thread."""
         self._thread.hand_over(decode_announcement(message))
 
-    def _open(self, address: RemoteEngineAddress) -> Future[PeerConnection]:
-        """Connect with an engine. Called by the connector's thread, which is woken at the end."""
-        opening = self._dialer.open(address)
-        opening.add_done_callback(lambda _: self._thread.wake())
-        return opening
+    def _ask(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
+        """Ask an engine. Called by the connector's thread, which is woken at the end."""
+        return self._waking(self._dialer.ask(address))
+
+    def _connect(self, lane: Lane, lowered: LoweredEngine) -> PeerConnection:
+        grace_s = self._settings.kv_hung_peer_timeout_s
+        return PeerConnection(lane, lowered, grace_s, self._clock)
+
+    def _waking(self, future: Future[_Result]) -> Future[_Result]:
+        """Have a future wake the connector's thread when it ends."""
+        future.add_done_callback(lambda _: self._thread.wake())
+        return future
 
     def _computed_before(self, metadata: ReshardConnectorMetadata) -> Event | None:
         """What the device has still to do, and may write into blocks that this step reads into.

@@ -184,6 +184,13 @@ class NixlAgent:
             raise TransferError(f"NIXL does not accept a peer's metadata: {error}") from error
         return peer.decode() if isinstance(peer, bytes) else str(peer)
 
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer with which nothing is in flight, and whose lists were given back."""
+        try:
+            self._agent.remove_remote_agent(peer)
+        except Exception as error:
+            logger.warning("NIXL cannot forget %s: %s", peer, error)
+
     def prepare(
         self, rows: Rows, peer: str | None = None, memory: Memory | None = None
     ) -> Prepared:

@@ -1,64 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection of a worker with another engine: an agent of its own, and what is read with it.
+"""One connection of a worker with another engine, over one of its lanes.
 
 A connection that fails is not mended. It is retired, and drains beside the next one: see
-`lifetimes`.
+`lifetimes` and `lane`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ..errors import InDoubtError
 from ..memory.lowering import Indices
 from ..protocol.lifetimes import Lifetime
-from .agent import NixlAgent, Prepared, Transfer, TransferState
+from .agent import Prepared, Transfer, TransferState
+from .lane import Lane
 from .lease_check import LeaseChecker
-
-if TYPE_CHECKING:
-    from .remote import RemoteEngine
+from .remote import LoweredEngine, RemoteEngine
 
 LookupKey = tuple[str, int]
 """A request, and which of those that had this name."""
 
-TALK_S = 0.25
-"""How long an agent without threads is looked after once it has sent a message: a first one waits
-for its connection."""
-
 
 class PeerConnection:
-    """A connection with another engine.
-
-    A thread that opens connections makes it; from then on it belongs to the connector's thread.
+    """A connection with another engine. It belongs to the connector's thread.
 
     Args:
-        agent: Nobody else's.
-        engine: What was prepared with it.
+        lane: What to read with.
+        lowered: What to read, and which workers to notify.
         hung_grace_s: How long reads that neither end nor fail are waited for.
         clock: Seconds that only grow.
 
     Attributes:
-        engine: What to read from it, and whom to notify.
+        lane: What it reads with.
+        engine: What to read from it, and which workers to notify.
         lifetime: What is in flight, and when it may end.
         leases: Looks up whether what was read was still held.
-        talks_until_s: Until then something that was sent may be on its way.
     """
 
     def __init__(
-        self,
-        agent: NixlAgent,
-        engine: RemoteEngine,
-        hung_grace_s: float,
-        clock: Callable[[], float],
+        self, lane: Lane, lowered: LoweredEngine, hung_grace_s: float, clock: Callable[[], float]
     ) -> None:
-        self.engine = engine
+        self.lane = lane
+        self.engine = RemoteEngine(lane, lowered)
         self.lifetime = Lifetime(hung_grace_s)
-        self._agent = agent
+        self.leases: LeaseChecker[LookupKey] = LeaseChecker(lane.lookups, self, clock)
         self._clock = clock
-        self._connected = True
-        self.talks_until_s = 0.0
-        self.leases: LeaseChecker[LookupKey] = LeaseChecker(agent, self, clock)
+        self._is_open = True
+        lane.connections[self] = None
+
+    def connect_next(self) -> bool:
+        """Connect one more worker of the engine; returns whether all are connected.
+
+        Raises:
+            TransferError: NIXL does not accept it.
+        """
+        return self.engine.connect_next()
 
     def read(
         self,
@@ -70,11 +66,11 @@ class PeerConnection:
         """Post a read; see `NixlAgent.read`.
 
         Raises:
-            InDoubtError: It was refused, and may write all the same until this is closed.
+            InDoubtError: It was refused, and may write all the same until the lane is closed.
             TransferError: It was refused.
         """
         try:
-            transfer = self._agent.read(local, local_indices, remote, remote_indices)
+            transfer = self.lane.agent.read(local, local_indices, remote, remote_indices)
         except InDoubtError:
             self.lifetime.refuse(self._clock())
             raise
@@ -83,7 +79,7 @@ class PeerConnection:
 
     def poll(self, transfer: Transfer) -> TransferState:
         """Look at a posted read that was in flight when it was last looked at."""
-        state = self._agent.poll(transfer)
+        state = self.lane.agent.poll(transfer)
         if state is TransferState.DONE:
             self.lifetime.done()
         elif state is TransferState.FAILED:
@@ -92,11 +88,11 @@ class PeerConnection:
 
     def telemetry(self, transfer: Transfer) -> object:
         """What NIXL measured of a read that is done; None where it cannot tell."""
-        return self._agent.telemetry(transfer)
+        return self.lane.agent.telemetry(transfer)
 
     def release(self, transfer: Transfer) -> None:
         """Give a read back that is done."""
-        self._agent.release(transfer)
+        self.lane.agent.release(transfer)
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send one of the engine's workers a message.
@@ -104,20 +100,30 @@ class PeerConnection:
         Raises:
             TransferError: It cannot be reached.
         """
-        self._agent.notify(peer, message)
-        self.talks_until_s = self._clock() + TALK_S
-
-    def advance(self) -> None:
-        """Let NIXL get on with what is no read, such as messages and what they are sent over."""
-        self._agent.take_notifications()
+        self.lane.notify(peer, message, self._clock())
 
     @property
     def is_connected(self) -> bool:
         """Whether it was not closed."""
-        return self._connected
+        return self._is_open
+
+    @property
+    def close_at_s(self) -> float | None:
+        """When its lane need not stay for it any longer; None while it is open."""
+        return self.lifetime.close_at_s(wanted=len(self.leases) > 0)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it can be closed by itself: nothing is read with it, or looked up."""
+        return self.lifetime.is_drained and not self.leases
 
     def close(self) -> None:
-        """End it: nothing that was read with it writes any more."""
-        self._connected = False
-        self._agent.close()
+        """End it once it is drained, or its lane closed: nothing of it writes any more."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        del self.lane.connections[self]
+        if self.lane.agent.is_open:
+            assert self.is_drained, "what may still write ends with its lane"
+            self.engine.disconnect()
         self.lifetime.close()

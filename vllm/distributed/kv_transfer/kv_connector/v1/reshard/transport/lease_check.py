@@ -147,28 +147,44 @@ def prepare_table(agent: NixlAgent, table: LeaseTableAddress, peer: str) -> Prep
     return PreparedTable(agent.prepare(_rows(table), peer, "DRAM"), table.num_buckets)
 
 
+class LookupBuffer:
+    """Where the buckets land that are looked up with one agent.
+
+    A lookup that has failed may still write into its buckets: they are given to no other one until
+    the agent is closed.
+
+    Args:
+        agent: The agent; the buffer is registered with it.
+
+    Attributes:
+        buckets: Shape (lookups, words of a bucket).
+        local: Their list.
+        free: Those that no lookup may write into.
+    """
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self.buckets = np.zeros((_NUM_LOOKUPS, WORDS_PER_BUCKET), dtype=np.uint64)
+        memory = LeaseTableAddress(self.buckets.ctypes.data, _NUM_LOOKUPS)
+        agent.register([(memory.address, memory.size_bytes, 0)], "DRAM")
+        self.local = agent.prepare(_rows(memory), memory="DRAM")
+        self.free = deque(range(_NUM_LOOKUPS))
+
+
 class LeaseChecker(Generic[Key]):
     """Reads buckets of the tables of one engine's workers.
 
-    A lookup that has failed may still write into the buckets that it was given: nobody else is
-    given these.
-
     Args:
-        agent: The connection's agent; the memory to read into is registered with it.
-        reads: How to read with it.
+        buffer: Where they land.
+        reads: The connection with that engine.
         clock: Seconds that only grow.
     """
 
     def __init__(
-        self, agent: NixlAgent, reads: Reads, clock: Callable[[], float] = time.monotonic
+        self, buffer: LookupBuffer, reads: Reads, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._buffer = buffer
         self._reads = reads
         self._clock = clock
-        self._buckets = np.zeros((_NUM_LOOKUPS, WORDS_PER_BUCKET), dtype=np.uint64)
-        memory = LeaseTableAddress(self._buckets.ctypes.data, _NUM_LOOKUPS)
-        agent.register([(memory.address, memory.size_bytes, 0)], "DRAM")
-        self._local = agent.prepare(_rows(memory), memory="DRAM")
-        self._free = deque(range(_NUM_LOOKUPS))
         self._wanted: dict[PreparedTable, list[_Wanted[Key]]] = defaultdict(list)
         # Not offered yet when they were looked at: when to look again, and where.
         self._early: deque[tuple[float, PreparedTable, _Wanted[Key]]] = deque()
@@ -221,7 +237,7 @@ class LeaseChecker(Generic[Key]):
             verdicts += self._judge(lookup, now_s, done=done)
             if done:
                 self._reads.release(lookup.transfer)
-                self._free.extend(lookup.landed_in.tolist())
+                self._buffer.free.extend(lookup.landed_in.tolist())
         self._lookups = in_flight
         return verdicts
 
@@ -239,19 +255,19 @@ class LeaseChecker(Generic[Key]):
     def _post(self, table: PreparedTable, now_s: float) -> list[Verdict[Key]]:
         """Look up what is wanted at a table, as far as there is room; returns what failed."""
         wanted = self._wanted.pop(table)
-        if rest := wanted[len(self._free) :]:
+        if rest := wanted[len(self._buffer.free) :]:
             self._wanted[table] = rest
-        wanted = wanted[: len(self._free)]
+        wanted = wanted[: len(self._buffer.free)]
         if not wanted:
             return []
         entries = [entry_of(each.remote_request_id, table.num_buckets) for each in wanted]
-        landed_in = np.array([self._free.popleft() for _ in wanted], dtype=np.int32)
+        landed_in = np.array([self._buffer.free.popleft() for _ in wanted], dtype=np.int32)
         buckets = np.array([entry.bucket for entry in entries], dtype=np.int32)
         try:
-            transfer = self._reads.read(self._local, landed_in, table.buckets, buckets)
+            transfer = self._reads.read(self._buffer.local, landed_in, table.buckets, buckets)
         except TransferError as error:
             if not isinstance(error, InDoubtError):
-                self._free.extend(landed_in.tolist())
+                self._buffer.free.extend(landed_in.tolist())
             return [Verdict(each.key, LeaseCheckFailure.PEER, str(error)) for each in wanted]
         names = [entry.name for entry in entries]
         self._lookups.append(_Lookup(table, wanted, names, landed_in, transfer, now_s))
@@ -264,7 +280,7 @@ class LeaseChecker(Generic[Key]):
             return [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted]
         verdicts = []
         for wanted, name, row in zip(
-            lookup.wanted, lookup.names, self._buckets[lookup.landed_in], strict=True
+            lookup.wanted, lookup.names, self._buffer.buckets[lookup.landed_in], strict=True
         ):
             held = look_up(row, name)
             differs = held.fingerprint is not None and held.fingerprint != wanted.fingerprint

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A connected engine: what to read from which of its ranks, with everything prepared.
 
-It is prepared by a thread that opens connections, and belongs to the connector's thread then.
+The dialer's thread lowers it; the connector's thread connects it over a lane.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +20,17 @@ from ..memory.cache import RankCache
 from ..memory.lowering import Leg, LegEnd, Rows, Selection, lower_read
 from ..memory.overlap import BlockSpan, Overlap, overlap
 from ..memory.staging import StagedLeg, stage_leg
+from ..memory.summary import describe_reads
 from ..plan.mesh import MeshRank
 from ..plan.reshard import ReshardPlan
 from ..protocol.messages import Receive
 from ..protocol.metadata import WorkerDescription
-from .agent import NixlAgent, Prepared
+from .agent import Prepared
 from .lease_check import PreparedTable, prepare_table
 from .staging_area import StagingArea
+
+if TYPE_CHECKING:
+    from .lane import Lane
 
 logger = init_logger(__name__)
 
@@ -154,96 +160,179 @@ class RequestBlocks:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _LoweredLeg:
+    """A leg, and the same staged; None where it can only be read direct."""
+
+    leg: Leg
+    staged: StagedLeg | None
+
+
+@dataclass(frozen=True, slots=True)
+class _LoweredWorker:
+    """What is read from a worker of an engine, and how many workers notify it; 0: not this one."""
+
+    description: WorkerDescription
+    legs: list[_LoweredLeg]
+    num_notifiers: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredEngine:
+    """What a worker reads from another engine, before anything of it is known to NIXL.
+
+    Attributes:
+        num_ranks: How many workers the engine has.
+        rank: This worker's rank.
+        summary: What is read, in words, for the log.
+        workers: Those that it reads from or notifies.
+        area: Where staged reads stop over; None where all go direct.
+    """
+
+    num_ranks: int
+    rank: MeshRank
+    summary: str
+    workers: list[_LoweredWorker]
+    area: StagingArea | None
+
+
+def lower_engine(
+    descriptions: Mapping[MeshRank, WorkerDescription],
+    plan: ReshardPlan,
+    local: LocalCache,
+    area: StagingArea | None = None,
+) -> LoweredEngine:
+    """Lower what this worker reads from an engine. Touches no agent.
+
+    Args:
+        descriptions: What the engine's workers say of themselves.
+        plan: The plan between that engine and ours.
+        local: This worker.
+        area: Where staged reads stop over; None where all go direct.
+
+    Raises:
+        RemoteLayoutError: The caches at the two ends do not fit.
+    """
+    legs: dict[MeshRank, list[_LoweredLeg]] = {}
+    for read in plan.reads_of(local.rank):
+        src = descriptions[read.src_rank].cache
+        lowered = legs.setdefault(read.src_rank, [])
+        for leg in lower_read(read, src, local.cache):
+            _check_windows(leg, local)
+            lowered.append(_LoweredLeg(leg, _stage(leg, src, area)))
+    notifiers = {each.src_rank: len(each.notifiers) for each in plan.notified_by(local.rank)}
+    return LoweredEngine(
+        len(descriptions),
+        local.rank,
+        describe_reads(plan, local.rank),
+        [
+            _LoweredWorker(descriptions[rank], legs.get(rank, []), notifiers.get(rank, 0))
+            for rank in dict.fromkeys((*legs, *notifiers))
+        ],
+        area,
+    )
+
+
+def _stage(leg: Leg, src: RankCache, area: StagingArea | None) -> StagedLeg | None:
+    if area is None:
+        return None
+    try:
+        staged = stage_leg(leg, src)
+    except LocalLayoutError as error:
+        logger.warning("Reads of a leg go direct, and are not staged: %s", error)
+        return None
+    return staged if staged.slice_bytes <= area.memory.nbytes else None
+
+
 class RemoteEngine:
     """An engine that this worker reads from, or at least notifies.
 
-    What is prepared is given back with the agent.
+    It belongs to the connector's thread. Its workers are connected one by one, which takes NIXL 1
+    to 2 ms each: others are read from in between.
 
     Args:
-        agent: The agent to read with, of nobody else.
-        descriptions: What the engine's workers say of themselves.
-        plan: The plan between that engine and ours.
-        reader: This worker.
-        area: Where staged reads stop over; None where all go direct.
+        lane: What to read with.
+        lowered: What to read.
 
     Attributes:
         legs: What to read for every request.
         lease_tables: The table of each of its workers that is read from, by the agent's name.
-        releases: Whom to notify when a request was read, with the number of its notifiers.
-
-    Raises:
-        RemoteLayoutError: The caches at the two ends do not fit.
-        TransferError: NIXL does not accept one of the engine's workers.
+        releases: The workers to notify when a request was read, with the number of notifiers.
     """
 
-    def __init__(
-        self,
-        agent: NixlAgent,
-        descriptions: Mapping[MeshRank, WorkerDescription],
-        plan: ReshardPlan,
-        reader: LocalCache,
-        area: StagingArea | None = None,
-    ) -> None:
-        self._agent = agent
-        self._area = area
-        self._peers: dict[MeshRank, str] = {}
+    def __init__(self, lane: Lane, lowered: LoweredEngine) -> None:
+        self._lane = lane
+        self._area = lowered.area
+        self._unconnected = deque(lowered.workers)
+        self._names: list[str] = []
         # Legs that read from, or into, the same rows share a list, as most staged ones do.
-        self._lists: dict[tuple[str | None, bytes], Prepared] = {}
+        self._remote: dict[tuple[str, bytes], Prepared] = {}
+        self._local: dict[bytes, tuple[Rows, Prepared]] = {}
         self.legs: list[PreparedLeg] = []
         self.lease_tables: dict[str, PreparedTable] = {}
         self.releases: list[tuple[str, int]] = []
-        for read in plan.reads_of(reader.rank):
-            description = descriptions[read.src_rank]
-            peer = self._connect(description)
-            if peer not in self.lease_tables:
-                self.lease_tables[peer] = prepare_table(agent, description.lease_table, peer)
-            for leg in lower_read(read, description.cache, reader.cache):
-                _check_windows(leg, reader)
-                self.legs.append(
-                    PreparedLeg(
-                        leg,
-                        self._list(leg.dst.rows),
-                        self._list(leg.src.rows, peer),
-                        self._stage(leg, description.cache, peer),
-                    )
-                )
-        for release in plan.notified_by(reader.rank):
-            peer = self._connect(descriptions[release.src_rank])
-            self.releases.append((peer, len(release.notifiers)))
 
-    def _stage(self, leg: Leg, src: RankCache, peer: str) -> PreparedStaging | None:
-        """Prepare a leg for reading by way of the arena; None where it can only be read direct."""
-        if self._area is None:
-            return None
-        try:
-            staged = stage_leg(leg, src)
-            if staged.slice_bytes > self._area.memory.nbytes:
-                return None
-            arena = self._list(self._area.rows(staged.descriptor_bytes))
-            return PreparedStaging(staged, arena, self._list(staged.src.rows, peer))
-        except (LocalLayoutError, TransferError) as error:
-            logger.warning("Reads from %s go direct, and are not staged: %s", peer, error)
-            return None
+    def connect_next(self) -> bool:
+        """Connect one more worker; returns whether all are connected.
 
-    def _list(self, rows: Rows, peer: str | None = None) -> Prepared:
-        """The list for some rows of a peer's memory, or of ours."""
-        key = peer, rows.tobytes()
-        if key not in self._lists:
-            self._lists[key] = self._agent.prepare(rows, peer)
-        return self._lists[key]
+        Raises:
+            TransferError: NIXL does not accept it.
+        """
+        if self._unconnected:
+            worker = self._unconnected.popleft()
+            name = self._lane.connect(worker.description.agent_metadata)
+            self._names.append(name)
+            if worker.legs:
+                table = prepare_table(self._lane.agent, worker.description.lease_table, name)
+                self.lease_tables[name] = table
+            self.legs += [self._prepare(each, name) for each in worker.legs]
+            if worker.num_notifiers:
+                self.releases.append((name, worker.num_notifiers))
+        return not self._unconnected
 
-    def _connect(self, description: WorkerDescription) -> str:
-        rank = description.shard.rank
-        if rank not in self._peers:
-            self._peers[rank] = self._agent.connect(description.agent_metadata)
-        return self._peers[rank]
+    def disconnect(self) -> None:
+        """Give everything back to the lane. Nothing of it is in flight."""
+        agent = self._lane.agent
+        for prepared in self._remote.values():
+            agent.release_prepared(prepared)
+        for table in self.lease_tables.values():
+            agent.release_prepared(table.buckets)
+        for rows, _ in self._local.values():
+            self._lane.release_local_list(rows)
+        for name in self._names:
+            self._lane.disconnect(name)
+
+    def _prepare(self, lowered: _LoweredLeg, name: str) -> PreparedLeg:
+        leg, staged = lowered.leg, lowered.staged
+        staging = None
+        if staged is not None and self._area is not None:
+            try:
+                arena = self._local_list(self._area.rows(staged.descriptor_bytes))
+                staging = PreparedStaging(staged, arena, self._remote_list(staged.src.rows, name))
+            except TransferError as error:
+                logger.warning("Reads from %s go direct, and are not staged: %s", name, error)
+        return PreparedLeg(
+            leg, self._local_list(leg.dst.rows), self._remote_list(leg.src.rows, name), staging
+        )
+
+    def _local_list(self, rows: Rows) -> Prepared:
+        key = rows.tobytes()
+        if key not in self._local:
+            self._local[key] = rows, self._lane.local_list(rows)
+        return self._local[key][1]
+
+    def _remote_list(self, rows: Rows, name: str) -> Prepared:
+        key = name, rows.tobytes()
+        if key not in self._remote:
+            self._remote[key] = self._lane.agent.prepare(rows, name)
+        return self._remote[key]
 
 
-def _check_windows(leg: Leg, reader: LocalCache) -> None:
+def _check_windows(leg: Leg, local: LocalCache) -> None:
     """See that blocks which hold a window there can fill blocks that hold a window here."""
     if leg.src.block_tokens % leg.dst.block_tokens == 0:
         return
-    if any(dst_group in reader.window_groups for (_, dst_group), _ in leg.planes_by_groups):
+    if any(dst_group in local.window_groups for (_, dst_group), _ in leg.planes_by_groups):
         raise RemoteLayoutError(
             f"blocks of {leg.src.block_tokens} tokens at the source that hold a sliding window "
             f"may not fill blocks of {leg.dst.block_tokens} tokens here: use one --block-size on "

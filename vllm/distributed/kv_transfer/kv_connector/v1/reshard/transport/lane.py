@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agents that a worker reads with: a few lanes, each shared by many peers.
+
+An agent registers the whole cache, holds file descriptors and threads, and with some backends a
+core. So their number does not grow with the number of peers. What a lane's peers share is its end:
+only that fences reads which never end by themselves (see `agent`). When a peer breaks, its lane is
+retired: it posts what its other peers have begun, drains, and is closed, while new reads go to the
+other lanes and to its successor. Peers that broke a short while ago have a lane of their own, so
+that they cannot make the others reconnect again and again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeGuard
+
+from vllm.logger import init_logger
+
+from ..errors import TransferError
+from ..memory.lowering import Rows
+from ..protocol.compatibility import quote
+from ..protocol.lifetimes import PEER_GRACE_S
+from .agent import NixlAgent, Prepared
+from .lease_check import LookupBuffer
+
+if TYPE_CHECKING:
+    from .connection import PeerConnection
+
+logger = init_logger(__name__)
+
+MAX_DRAINING_LANES = 4
+"""While more lanes drain, the oldest is closed after `PEER_GRACE_S`, and none is made for suspects.
+Each holds an agent of 5 to 25 MB and 15 to 50 descriptors: nixl 1.5.1, without threads and with."""
+
+_RETRY_S = 5.0
+"""After a lane could not be made, as where descriptors have run out."""
+
+_TALK_S = 0.25
+"""How long an agent without threads is polled once it has sent a message: a first one waits for its
+connection."""
+
+
+class Lane:
+    """An agent, and what its peers share of it.
+
+    The dialer's thread makes it; from then on it belongs to the connector's thread.
+
+    Args:
+        agent: An agent with which all memory is registered that is read into. Polled by the lane
+            alone.
+
+    Attributes:
+        lookups: Where leases that are looked up land.
+        connections: Those that are made with it and not closed.
+        retired_at_s: When it was retired; None while reads may begin with it.
+        talks_until_s: Until then a message that was sent may need the agent to be polled.
+    """
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self.agent = agent
+        self.lookups = LookupBuffer(agent)
+        self.connections: dict[PeerConnection, None] = {}
+        self.retired_at_s: float | None = None
+        self.talks_until_s = 0.0
+        self._forced = False
+        # Connections with the same geometry share the lists of our own memory.
+        self._local: dict[bytes, Prepared] = {}
+        self._num_users: Counter[bytes] = Counter()
+        self._metadata: dict[str, bytes] = {}
+        self._num_connections: Counter[str] = Counter()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether reads may begin with it."""
+        return self.retired_at_s is None
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing that is read with it can write any more."""
+        return all(each.is_drained for each in self.connections)
+
+    def connect(self, metadata: bytes) -> str:
+        """Connect a worker of another engine; returns its agent's name. See `disconnect`.
+
+        Raises:
+            TransferError: NIXL does not accept it, or another worker has its agent's name.
+        """
+        name = self.agent.connect(metadata)
+        if self._metadata.setdefault(name, metadata) != metadata:
+            raise TransferError(
+                f"its NIXL agent {quote(name)} bears the name of another engine's that is "
+                "connected: check who answers at that address"
+            )
+        self._num_connections[name] += 1
+        return name
+
+    def disconnect(self, name: str) -> None:
+        """Forget a worker, once for each time that it was connected. It has no read in flight."""
+        self._num_connections[name] -= 1
+        if not self._num_connections[name]:
+            del self._num_connections[name], self._metadata[name]
+            self.agent.disconnect(name)
+
+    def local_list(self, rows: Rows) -> Prepared:
+        """The list of some rows of our own memory. See `release_local_list`.
+
+        Raises:
+            TransferError: The memory is not registered.
+        """
+        key = rows.tobytes()
+        if key not in self._local:
+            self._local[key] = self.agent.prepare(rows)
+        self._num_users[key] += 1
+        return self._local[key]
+
+    def release_local_list(self, rows: Rows) -> None:
+        """Give a list back, once for each time that it was asked for. No read of it may write."""
+        key = rows.tobytes()
+        self._num_users[key] -= 1
+        if not self._num_users[key]:
+            del self._num_users[key]
+            self.agent.release_prepared(self._local.pop(key))
+
+    def notify(self, name: str, message: bytes, now_s: float) -> None:
+        """Send a worker a message.
+
+        Raises:
+            TransferError: It cannot be reached.
+        """
+        self.agent.notify(name, message)
+        self.talks_until_s = now_s + _TALK_S
+
+    def progress(self) -> None:
+        """Let NIXL get on with what is no read, such as messages and what they are sent over."""
+        self.agent.take_notifications()
+
+    def force(self) -> None:
+        """Close it as soon as it is retired, whatever is in flight."""
+        self._forced = True
+
+    def close_at_s(self, *, is_crowded: bool = False) -> float | None:
+        """When it is to be closed, perhaps in the past; None while it is open.
+
+        Args:
+            is_crowded: Too many lanes drain, and this is the oldest of them.
+        """
+        if self.retired_at_s is None or self._forced:
+            return self.retired_at_s
+        ends_s = [each.close_at_s for each in self.connections]
+        # What its last requests have sent to their producers is still to leave.
+        at_s = max([self.talks_until_s, *(end_s for end_s in ends_s if end_s is not None)])
+        return min(at_s, self.retired_at_s + PEER_GRACE_S) if is_crowded else at_s
+
+    def close(self) -> None:
+        """End the agent: nothing that was read with it writes any more."""
+        self.agent.close()
+        for connection in list(self.connections):
+            connection.close()
+
+
+class Lanes:
+    """All lanes of a worker. They belong to the connector's thread.
+
+    Args:
+        make: Makes a lane in another thread; waits for nothing.
+        num_lanes: How many peers are spread over, besides the one of suspects.
+    """
+
+    def __init__(self, make: Callable[[], Future[Lane]], num_lanes: int) -> None:
+        self._make = make
+        # One for each lane, and the last for suspects.
+        self._slots: list[Future[Lane] | None] = [None] * (num_lanes + 1)
+        self._draining: list[Lane] = []
+        self._retry_at_s = 0.0
+
+    def __len__(self) -> int:
+        """Lanes that are not closed, those that drain among them."""
+        return len(self._draining) + len(self.ready)
+
+    @property
+    def ready(self) -> tuple[Lane, ...]:
+        """Lanes that reads may begin with."""
+        return tuple(each.result() for each in self._slots if _is_made(each))
+
+    @property
+    def draining(self) -> tuple[Lane, ...]:
+        """Lanes that are retired, the oldest first."""
+        return tuple(self._draining)
+
+    @property
+    def is_making(self) -> bool:
+        """Whether a lane is being made."""
+        return any(each is not None and not each.done() for each in self._slots)
+
+    @property
+    def next_due_s(self) -> float:
+        """When the next lane is to be closed."""
+        due_s = (lane.close_at_s(is_crowded=self._is_crowded(lane)) for lane in self._draining)
+        return min((at_s for at_s in due_s if at_s is not None), default=math.inf)
+
+    @property
+    def next_try_s(self) -> float:
+        """When to `pick` again where there was no lane, unless something else happens before."""
+        is_waiting = self.is_making or len(self._draining) > MAX_DRAINING_LANES
+        return math.inf if is_waiting else self._retry_at_s
+
+    def prepare(self, now_s: float) -> None:
+        """Have the lanes made that peers are spread over."""
+        for slot in range(len(self._slots) - 1):
+            self._fill(slot, now_s)
+
+    def pick(self, now_s: float, *, is_suspect: bool) -> Lane | None:
+        """A lane for a peer's next connection: of those that are ready, the least used.
+
+        Args:
+            now_s: The time.
+            is_suspect: Whether the peer broke a short while ago.
+
+        Returns:
+            None where the peer has to wait for one to be made.
+
+        Raises:
+            TransferError: None can be made.
+        """
+        last = len(self._slots) - 1
+        slots = [last] if is_suspect else range(last)
+        fault: TransferError | None = None
+        if not is_suspect or len(self._draining) <= MAX_DRAINING_LANES:
+            for slot in slots:
+                try:
+                    self._fill(slot, now_s)
+                except TransferError as error:
+                    fault = error
+        ready = [made.result() for slot in slots if _is_made(made := self._slots[slot])]
+        if ready:
+            return min(ready, key=lambda lane: len(lane.connections))
+        if fault is not None:
+            raise fault
+        return None
+
+    def retire(self, lane: Lane, now_s: float) -> None:
+        """Begin nothing more with a lane; a second time changes nothing."""
+        if lane.is_open:
+            lane.retired_at_s = now_s
+            self._slots = [
+                None if _is_made(each) and each.result() is lane else each for each in self._slots
+            ]
+            self._draining.append(lane)
+
+    def take_due(self, now_s: float) -> list[Lane]:
+        """The lanes to be closed now, of which nothing is known any more."""
+        due = [
+            lane
+            for lane in self._draining
+            if (at_s := lane.close_at_s(is_crowded=self._is_crowded(lane))) is not None
+            and now_s >= at_s
+        ]
+        self._draining = [lane for lane in self._draining if lane not in due]
+        return due
+
+    def close(self, now_s: float) -> list[Lane]:
+        """Make no more lanes; returns all, which are to be closed."""
+        for lane in self.ready:
+            self.retire(lane, now_s)
+        for each in self._slots:
+            if each is not None and not each.cancel():
+                each.add_done_callback(_close_made)
+        self._slots = [None] * len(self._slots)
+        lanes, self._draining = self._draining, []
+        return lanes
+
+    def _fill(self, slot: int, now_s: float) -> None:
+        """Have a lane made where there is none.
+
+        Raises:
+            TransferError: The one that was being made could not be.
+        """
+        making = self._slots[slot]
+        if making is None and now_s >= self._retry_at_s:
+            self._slots[slot] = self._make()
+        elif making is not None and making.done() and (error := making.exception()) is not None:
+            self._slots[slot] = None
+            self._retry_at_s = now_s + _RETRY_S
+            raise TransferError(f"no NIXL agent can be made to read with: {error}") from error
+
+    def _is_crowded(self, lane: Lane) -> bool:
+        return lane is self._draining[0] and len(self._draining) > MAX_DRAINING_LANES
+
+
+def _is_made(making: Future[Lane] | None) -> TypeGuard[Future[Lane]]:
+    return making is not None and making.done() and making.exception() is None
+
+
+def _close_made(making: Future[Lane]) -> None:
+    """Close a lane that came too late."""
+    if not making.cancelled() and making.exception() is None:
+        making.result().close()
