@@ -259,13 +259,21 @@ def _idle_rows(results: Sequence[Result]) -> list[list[str]]:
     ]
 
 
-_PEERS_COLUMNS = ("memory", "descriptors", "threads", "one more", "of that in NIXL")
+_PEERS_COLUMNS = (
+    "memory",
+    "descriptors",
+    "after the last read",
+    "threads",
+    "one more",
+    "of that in NIXL",
+)
 
 
 def _peers_rows(results: Sequence[Result]) -> list[list[str]]:
     shown = {
         Metric.RESIDENT_BYTES: size,
         Metric.DESCRIPTORS: count,
+        Metric.PEAK_DESCRIPTORS: count,
         Metric.THREADS: count,
         Metric.SECONDS: seconds,
         Metric.NIXL_S: seconds,

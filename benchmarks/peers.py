@@ -64,6 +64,7 @@ def measure_peers(cases: Sequence[PeersCase], plan: Plan) -> Iterator[Result]:
                         {
                             Metric.RESIDENT_BYTES: usage.resident_bytes,
                             Metric.DESCRIPTORS: usage.num_descriptors,
+                            Metric.PEAK_DESCRIPTORS: usage.peak_descriptors,
                             Metric.THREADS: usage.num_threads,
                             Metric.SECONDS: statistics.median(usage.handshakes_s),
                             Metric.NIXL_S: statistics.median(usage.nixl_s),

@@ -149,13 +149,15 @@ class PeersHost(ConnectorHost):
             reading = self.read(first, others, [name], Watch())
             handshakes_s.append(reading.posted_s - reading.began_s)
             self.forget([name])
+        process = psutil.Process()
+        peak = process.num_fds()
         if count > _FEW:
             time.sleep(_SETTLE_S)
         gc.collect()
-        process = psutil.Process()
         return PeersUsage(
             process.memory_info().rss,
             process.num_fds(),
+            peak,
             process.num_threads(),
             handshakes_s,
             list(self._nixl_s),

@@ -128,7 +128,14 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
             "whole worker, a request",
         ),
         Part.IDLE: ("share of a core",),
-        Part.PEERS: ("memory", "descriptors", "threads", "one more", "of that in NIXL"),
+        Part.PEERS: (
+            "memory",
+            "descriptors",
+            "after the last read",
+            "threads",
+            "one more",
+            "of that in NIXL",
+        ),
         Part.PAUSES: ("longest pause", "99th percentile of steps"),
         Part.NETWORK: ("asked to reported", "steps after the last byte"),
         Part.END_TO_END: (
@@ -212,6 +219,7 @@ def _peers_rows(result: Result, lane: str) -> list[str]:
     shown = {
         Metric.RESIDENT_BYTES: size,
         Metric.DESCRIPTORS: count,
+        Metric.PEAK_DESCRIPTORS: count,
         Metric.THREADS: count,
         Metric.SECONDS: seconds,
         Metric.NIXL_S: seconds,

@@ -35,6 +35,7 @@ class Metric(Enum):
     IDLE_CPU = "cpu_s_per_idle_second"
     RESIDENT_BYTES = "resident_bytes"
     DESCRIPTORS = "file_descriptors"
+    PEAK_DESCRIPTORS = "file_descriptors_after_the_last_read"
     THREADS = "threads"
     NIXL_S = "seconds_in_nixl"
     LONGEST_PAUSE_S = "longest_pause_s"

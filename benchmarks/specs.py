@@ -161,7 +161,8 @@ class PeersUsage:
 
     Attributes:
         resident_bytes: Resident memory of the process.
-        num_descriptors: Its open file descriptors.
+        num_descriptors: Its open file descriptors, at rest.
+        peak_descriptors: The same right after the last read.
         num_threads: Its threads.
         handshakes_s: From each of the last requests to its first read, without a side channel.
         nixl_s: How long NIXL took of each.
@@ -169,6 +170,7 @@ class PeersUsage:
 
     resident_bytes: int
     num_descriptors: int
+    peak_descriptors: int
     num_threads: int
     handshakes_s: list[float]
     nixl_s: list[float]

@@ -234,7 +234,8 @@ def _crowds(results: Sequence[Result], ours: str) -> Iterable[Verdict]:
     for lane in (*many.samples, *many.missing):
         for metric, what in (
             (Metric.RESIDENT_BYTES, "memory"),
-            (Metric.DESCRIPTORS, "descriptors"),
+            (Metric.DESCRIPTORS, "descriptors at rest"),
+            (Metric.PEAK_DESCRIPTORS, "descriptors after the last read"),
             (Metric.THREADS, "threads"),
         ):
             summaries = few.summary(lane, metric), many.summary(lane, metric)

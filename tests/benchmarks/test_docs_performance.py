@@ -111,6 +111,7 @@ def peers(count: int) -> Result:
             {
                 Metric.RESIDENT_BYTES: 590e6,
                 Metric.DESCRIPTORS: descriptors,
+                Metric.PEAK_DESCRIPTORS: 2 * descriptors,
                 Metric.THREADS: 72,
                 Metric.SECONDS: 4e-3,
                 Metric.NIXL_S: 2e-3,
@@ -227,7 +228,7 @@ def test_shares_pauses_and_steps_have_their_units(results):
     """Per cent of a core, time, and time with steps after the last byte."""
     page = rewrite(page_of(*NAMES), results)
     assert table(page, "peers") == [
-        f"| {count} | {lane} | 590 MB | {descriptors} | 72 | 4 ms | 2 ms |"
+        f"| {count} | {lane} | 590 MB | {descriptors} | {2 * descriptors} | 72 | 4 ms | 2 ms |"
         for count in (8, 200)
         for lane, descriptors in (("ours", 400), ("ours, no UCX threads", 160))
     ]
@@ -306,7 +307,12 @@ def test_targets_are_worded_for_readers(results):
             f"| peers | {what} / that for 8 engines, {lane} | at most 1.5x | 1 of 1 "
             f"| 1x [1x, 1x] | {crowd} |"
             for lane in peers_lanes
-            for what in ("memory", "descriptors", "threads")
+            for what in (
+                "memory",
+                "descriptors at rest",
+                "descriptors after the last read",
+                "threads",
+            )
         ),
         "| pauses | longest pause of the engine's thread | at most 1 ms | 0 of 1 "
         "| 2 ms [2 ms, 2 ms] | TP2->TP1, 1000 waiting for a handshake |",

@@ -53,6 +53,7 @@ def results() -> list[Result]:
             )
             idle.add(lane, {Metric.IDLE_CPU: value / 1000})
             used = (Metric.RESIDENT_BYTES, Metric.DESCRIPTORS, Metric.THREADS, Metric.NIXL_S)
+            used += (Metric.PEAK_DESCRIPTORS,)
             peers.add(lane, dict.fromkeys((*used, Metric.SECONDS), value))
             pause.add(lane, {Metric.LONGEST_PAUSE_S: value, Metric.PAUSE_P99_S: value})
             steps = {Metric.SECONDS: value, Metric.STEPS_AFTER_ARRIVAL: 1}

@@ -116,8 +116,8 @@ def test_many_engines_are_to_cost_what_few_do():
             made.add(lane, {Metric.DESCRIPTORS: value, Metric.RESIDENT_BYTES: 1.0})
         results.append(made)
     verdicts = {each.target: each for each in judge(results)}
-    ours = verdicts["descriptors / that for 8 engines, ours"]
-    other = verdicts["descriptors / that for 8 engines, ours, no UCX threads"]
+    ours = verdicts["descriptors at rest / that for 8 engines, ours"]
+    other = verdicts["descriptors at rest / that for 8 engines, ours, no UCX threads"]
     assert (ours.measured.median, ours.met) == (1.6, False)
     assert (other.measured.median, other.met) == (0.8, True)
     assert verdicts["memory / that for 8 engines, ours"].met is True
