@@ -152,13 +152,16 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
     They would land after its handle is released and after its peer is removed. Its blocks are given
     back when the agent that posted it has ended, and not before.
     """
-    process, reader, progress, _ = hung_read
+    process, reader, progress, clock = hung_read
     (worker,) = reader.workers.values()
     with monkeypatch.context() as patch:
         patch.setattr(NixlAgent, "poll", lambda *_: TransferState.FAILED)
         # Of several windows, a turn may look at one.
         wait_until(lambda: worker._failed and not worker._transfers.is_lingering, progress.step)
     assert lost_blocks(worker) == {6, 7, 8}
+    # What its producer was told has left by then.
+    clock[0] += 1.0
+    worker._thread.wake()
     progress.until(reader, received="d-b")
     area = worker._transfers.area
     assert area is None or area.spans.free_bytes == area.spans.size_bytes
@@ -185,6 +188,8 @@ def test_hung_producer_fails_its_request_and_gives_its_blocks_back_when_it_goes_
     progress.until(reader, received="d-b")
     assert process.poll() is None
     own(reader, -1.0)
+    clock[0] += 1.0
+    worker._thread.wake()
     wait_until(lambda: not worker._transfer_engine.peers.retired, progress.step)
     assert landed(reader, -1.0) == 0
 

@@ -21,9 +21,9 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
 )
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import SLOW_PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 
 __all__ = ["engines"]
@@ -138,6 +138,9 @@ def test_request_whose_reads_do_not_end_fails_in_time(engines, prefill_and_decod
     progress.until(d, received="d-b")
     assert (d.blocks(MeshRank(0, 0), "layers.0", [6, 7, 8]) == whole[0]).all()
     progress.until(d, received="d-a")
+    # What its producer was told has left by then.
+    now_s += 1.0
+    worker._thread.wake()
     wait_until(lambda: not hung.is_connected, progress.step)
 
 
@@ -191,7 +194,7 @@ def test_too_much_in_doubt_cuts_the_oldest_connection(prefill_and_decode, engine
     worker = d.workers[MeshRank(0, 0)]
     now_s += 10.0
     wait_until(lambda: len(worker._failed) == 2, progress.step)
-    now_s += SLOW_PEER_GRACE_S
+    now_s += PEER_GRACE_S
     for request_id in both:
         progress.until(d, received=request_id)
     assert set(worker.take_failed()) == set(both)
@@ -205,7 +208,7 @@ def test_peer_that_is_only_slow_is_not_cut_off(prefill_and_decode, engines, capl
     worker = d.workers[MeshRank(0, 0)]
     now_s += 10.0
     wait_until(lambda: len(worker._failed) == 2, progress.step)
-    now_s += SLOW_PEER_GRACE_S - 0.1
+    now_s += PEER_GRACE_S - 0.1
     for _ in range(3):
         progress.step()
     (slow,) = worker._transfer_engine.peers.retired

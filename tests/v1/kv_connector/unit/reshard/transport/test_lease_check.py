@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check 
     OFFER_PATIENCE_S,
     LeaseChecker,
     LeaseCheckFailure,
+    LookupBuffer,
     PreparedTable,
     Verdict,
     prepare_table,
@@ -81,7 +82,7 @@ def test_only_held_requests_pass(reader):
     """A request that was struck or never entered is told apart from those that are held."""
     producer = Holder("a", "b", "c")
     producer.table.remove("b")
-    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
     for name in "abcd":
         checker.check_later(f"our {name}", name, OFFER, table)
     found = {verdict.key: verdict for verdict in verdicts(checker, 4)}
@@ -97,7 +98,7 @@ def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     """Ten requests read from one worker and one from another cost two reads."""
     producers = Holder(*map(str, range(10))), Holder("0")
     tables = [producer.seen_by(reader) for producer in producers]
-    checker, posted, read = LeaseChecker(reader, reader), [], reader.read
+    checker, posted, read = LeaseChecker(LookupBuffer(reader), reader), [], reader.read
     monkeypatch.setattr(reader, "read", lambda *lists: posted.append(lists) or read(*lists))
     for number in range(10):
         checker.check_later(f"our {number}", str(number), OFFER, tables[0])
@@ -110,20 +111,20 @@ def test_more_lookups_than_there_is_room_for_take_turns(reader, monkeypatch):
     """None is lost, none is mistaken for another, and the room is used again."""
     monkeypatch.setattr(lease_check, "_NUM_LOOKUPS", 3)
     producer = Holder(*(str(number) for number in range(0, 20, 2)))
-    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
     for number in range(20):
         checker.check_later(f"our {number}", str(number), OFFER, table)
     found = verdicts(checker, 20)
     held = {verdict.key for verdict in found if verdict.failure is None}
     assert held == {f"our {number}" for number in range(0, 20, 2)}
     assert len({verdict.key for verdict in found}) == 20
-    assert sorted(checker._free) == [0, 1, 2]
+    assert sorted(checker._buffer.free) == [0, 1, 2]
 
 
 def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     """It fails its requests and nobody else's, and its room is free again."""
     gone, alive = Holder("a"), Holder("b")
-    checker = LeaseChecker(reader, reader)
+    checker = LeaseChecker(LookupBuffer(reader), reader)
     lost, table = gone.seen_by(reader), alive.seen_by(reader)
     read = reader.read
 
@@ -138,14 +139,14 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
     assert found["our b"] == Verdict("our b")
     assert found["our a"] == Verdict("our a", LeaseCheckFailure.PEER, "no")
-    assert len(checker._free) == lease_check._NUM_LOOKUPS
+    assert len(checker._buffer.free) == lease_check._NUM_LOOKUPS
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
     """What NIXL could not read proves nothing, and may still be written."""
     producer = Holder("a")
-    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
 
     def begin(*_):
         if refused:
@@ -157,14 +158,17 @@ def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
     (verdict,) = verdicts(checker, 1)
     assert verdict.failure is LeaseCheckFailure.PEER
     assert ("not any more" if refused else "could not be looked up") in verdict.fault
-    assert 0 not in checker._free and len(checker) == 0
+    assert 0 not in checker._buffer.free and len(checker) == 0
 
 
 def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypatch):
     """What waits, what is to be looked at again, and what is in flight; each once."""
     producer = Holder()
     producer.table.add("early")
-    checker, table = LeaseChecker(reader, reader, clock=lambda: 0.0), producer.seen_by(reader)
+    checker, table = (
+        LeaseChecker(LookupBuffer(reader), reader, clock=lambda: 0.0),
+        producer.seen_by(reader),
+    )
     checker.check_later("early", "early", OFFER, table)
     until_put_off(checker)
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
@@ -181,7 +185,7 @@ def test_producer_that_has_not_offered_yet_is_looked_at_again(reader):
     """What it says in the end counts, and nothing is reported before."""
     producer, now_s = Holder(), [0.0]
     producer.table.add("a")
-    checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
     assert checker.is_looking
     until_put_off(checker)
@@ -196,7 +200,7 @@ def test_producer_that_never_offers_is_given_up(reader):
     """Nobody waits for it without end."""
     producer, now_s = Holder(), [0.0]
     producer.table.add("a")
-    checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
     until_put_off(checker)
     now_s[0] = OFFER_PATIENCE_S
@@ -209,7 +213,7 @@ def test_what_is_bound_to_something_else_is_told_apart(reader):
     """The request fails with what differs, and its neighbour passes."""
     producer = Holder("a", "b")
     producer.table.publish("a", OfferFingerprint(40, 1, 2))
-    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
     checker.check_later("our a", "a", OFFER, table)
     checker.check_later("our b", "b", OFFER, table)
     found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
@@ -222,7 +226,7 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
     """A difference is believed when it is seen twice."""
     producer, now_s = Holder("a"), [0.0]
     producer.table.publish("a", OfferFingerprint(48, 1, 9))
-    checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
     until_put_off(checker)
     producer.table.publish("a", OFFER)
@@ -233,12 +237,15 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
 def test_lookup_that_hangs_fails(reader, monkeypatch):
     """Also where nobody waits for it any more; its bucket stays its own."""
     producer, clock = Holder("a"), [0.0]
-    checker, table = LeaseChecker(reader, reader, lambda: clock[0]), producer.seen_by(reader)
+    checker, table = (
+        LeaseChecker(LookupBuffer(reader), reader, lambda: clock[0]),
+        producer.seen_by(reader),
+    )
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
-    free = len(checker._free)
+    free = len(checker._buffer.free)
     checker.check_later("our a", "a", OFFER, table)
     assert checker.advance() == [] and len(checker) == 1
     clock[0] = LOOKUP_PATIENCE_S
     (verdict,) = checker.advance()
     assert verdict.failure is LeaseCheckFailure.PEER and len(checker) == 0
-    assert len(checker._free) == free - 1
+    assert len(checker._buffer.free) == free - 1

@@ -81,7 +81,6 @@ class Settings(
     lease_s: _Seconds = 30
     num_threads: _Count = 4
     backends: Annotated[tuple[str, ...], Meta(min_length=1)] = ("UCX",)
-    num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
     nixl_progress_delay_us: _Count | None = None
     enforce_handshake_compat: bool = True
     bidirectional_kv_xfer: bool = False
@@ -96,6 +95,7 @@ class Settings(
     missing_draft_layers: Literal["refuse", "compute"] = "refuse"
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
+    num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
 
     def channel_key(self) -> ChannelKey | None:
         """The key of `side_channel_key_file`; None without that.
