@@ -242,15 +242,6 @@ class Simulation:
             self._note(f"{engine.engine_id} finishes {request.request_id}")
             engine.finish(request)
 
-    def heartbeat(self) -> None:
-        """A decode engine asks for longer leases."""
-        engine = self._any(self._decodes())
-        if engine is not None:
-            self._note(f"{engine.engine_id} renews")
-            engine.heartbeat()
-
-    # What should not, and does.
-
     def fail_read(self) -> None:
         """NIXL takes a read for failed, and it goes on."""
         read = self._any([read for read in self.world.wire.reads if not read.failed])
@@ -336,7 +327,6 @@ class Simulation:
             self.read: 4.5,
             self.compute: 2.0,
             self.finish: 3.0,
-            self.heartbeat: some(3.0),
             self.fail_read: some(2.0),
             self.lose_read: some(1.0),
             self.hang: some(2.0),

@@ -49,13 +49,10 @@ _REMEDIES = {
     ReadFailure.DOUBT: ": restart the engines that do not answer, or this one",
 }
 
+_NO_OFFER = "check that the engine runs, and send the request through prefill again"
+
 _MOST_IN_DOUBT = 4
 """One in so many blocks of the cache may be in doubt; beyond that, nobody waits for hung peers."""
-
-LOOKUPS_APART_S = 3e-3
-"""How long to wait between two turns that look leases up, as long as more reads are to be posted.
-Requests that were read meanwhile share a lookup, and what their producers are told. Reports are
-heard in the engine's next step, which most often is further away."""
 
 
 @dataclass(slots=True)
@@ -64,6 +61,7 @@ class _Reading:
 
     Attributes:
         number: Which of those that had this name.
+        due_at_s: When it fails unless it was received.
         receive: What to read.
         peer: From where; None for one that nobody was asked for.
         connection: The connection that it is read with, once it is.
@@ -74,6 +72,7 @@ class _Reading:
     """
 
     number: int
+    due_at_s: float
     receive: Receive
     peer: Peer | None
     connection: PeerConnection | None = None
@@ -112,7 +111,6 @@ class ConsumerSide:
         self._ready: dict[RemoteEngineAddress, Peer] = {}
         # Those with which leases are being looked up.
         self._looking: dict[PeerConnection, None] = {}
-        self._look_up_at_s = 0.0
         self._reading: dict[RequestId, _Reading] = {}
         # In the order in which they are due.
         self._deadlines: deque[tuple[float, RequestId, int]] = deque()
@@ -133,12 +131,6 @@ class ConsumerSide:
     def is_moving(self) -> bool:
         """Whether looking again soon may tell something that somebody waits for."""
         return bool(self.has_backlog or self._transfers.is_moving or self._looking or self._hung)
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether all of some request has arrived, so that it is known soon how it ends."""
-        is_looking = any(connection.leases.is_looking for connection in self._looking)
-        return is_looking or self._transfers.is_ending
 
     @property
     def next_due_s(self) -> float | None:
@@ -229,8 +221,7 @@ class ConsumerSide:
                 self._stats.record_transfer(event.telemetry, event.strategy)
             if self._ledger.part_drained(event.request_id, event.key):
                 self._look_up(event.request_id, reading)
-        if not self.has_backlog or now_s >= self._look_up_at_s:
-            self._advance_lookups(now_s)
+        self._advance_lookups(now_s)
         while (due_at_s := self.next_due_s) is not None and due_at_s <= now_s:
             _, request_id, _ = self._deadlines.popleft()
             self._run_out_of_time(request_id, self._reading[request_id], now_s)
@@ -297,9 +288,9 @@ class ConsumerSide:
     ) -> _Reading:
         """Take a request into account until it is reported."""
         self._num_taken_up += 1
-        reading = _Reading(self._num_taken_up, receive, peer)
+        reading = _Reading(self._num_taken_up, now_s + self._timeout_s, receive, peer)
         self._reading[request_id] = reading
-        self._deadlines.append((now_s + self._timeout_s, request_id, reading.number))
+        self._deadlines.append((reading.due_at_s, request_id, reading.number))
         self._ledger.begin(request_id)
         return reading
 
@@ -364,12 +355,15 @@ class ConsumerSide:
             self._looking[connection] = None
         for table in reading.lease_tables:
             connection.leases.check_later(
-                (request_id, reading.number), receive.remote_request_id, receive.fingerprint, table
+                (request_id, reading.number),
+                receive.remote_request_id,
+                receive.fingerprint,
+                table,
+                reading.due_at_s,
             )
 
     def _advance_lookups(self, now_s: float) -> None:
         """Look up the leases of what was read, and hear what was found."""
-        self._look_up_at_s = now_s + LOOKUPS_APART_S
         for connection in list(self._looking):
             for verdict in connection.leases.advance():
                 self._judge(verdict)
@@ -412,6 +406,10 @@ class ConsumerSide:
         elif num_legs := self._ledger.num_parts_of(request_id):
             waited_for = f"{num_legs} reads from {where}"
             self._break_off(reading, now_s)
+        elif reading.connection.leases.waits_for_offer((request_id, reading.number)):
+            fault = f"{where} did not say within {self._timeout_s:g} s what it offers: {_NO_OFFER}"
+            self._fail(request_id, reading, fault, ReadFailure.LEASE)
+            return
         else:
             waited_for = f"its lease to be looked up at {where}"
             self._break_off(reading, now_s)

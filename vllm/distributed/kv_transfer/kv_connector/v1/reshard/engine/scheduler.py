@@ -22,6 +22,7 @@ from ..protocol.messages import (
     EngineId,
     Receive,
     RemoteEngineAddress,
+    RemoteRequest,
 )
 from ..protocol.metadata import encode_reply
 from ..protocol.params import (
@@ -40,7 +41,6 @@ from .content import content_keys
 from .digests import PromptDigests
 from .failed_reads import ReadBook
 from .geometry import state_groups, window_groups
-from .heartbeats import HeartbeatBook
 from .metadata import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .offers import OfferBook
 from .settings import read_settings, remarks
@@ -77,11 +77,12 @@ class ReshardScheduler(NixlConnectorScheduler):
             vllm_config.scheduler_config.async_scheduling
             or parallel_config.pipeline_parallel_size > 1
         )
-        # Whether nobody waits for a step in which nothing is computed. One that was scheduled ahead
-        # would, and a replica with the same experts.
-        self._nobody_waits = not self._is_ahead and parallel_config.data_parallel_size == 1
         self._state_groups = state_groups(kv_cache_config)
-        self._heartbeats = HeartbeatBook(settings.lease_s)
+        # Requests that wait for blocks, or wait no longer, since workers were told last.
+        self._awaited: dict[str, RemoteRequest] = {}
+        self._ended: set[str] = set()
+        # Those whose leases workers renew, or are about to.
+        self._renewed: set[str] = set()
         self._offers = OfferBook()
         self._offered_digests = PromptDigests()
         self._wanted_digests = PromptDigests()
@@ -148,8 +149,10 @@ class ReshardScheduler(NixlConnectorScheduler):
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
             if not isinstance(source, str):
-                producer = _address(source)
-                self._heartbeats.begin(request.request_id, producer, source.remote_request_id)
+                self._awaited[request.request_id] = RemoteRequest(
+                    _address(source), source.remote_request_id
+                )
+                self._renewed.add(request.request_id)
                 if is_known:
                     num_tokens = self._num_held(request, source)
                     self._wanted_digests.begin(request.request_id, tokens, num_tokens)
@@ -214,9 +217,10 @@ class ReshardScheduler(NixlConnectorScheduler):
                 request_id: max(expires_at_s - now_s, 0.0)
                 for request_id, expires_at_s in upstream.reqs_to_send.items()
             },
-            heartbeats=self._heartbeats.due(now_s),
-            idle=self._nobody_waits and scheduler_output.total_num_scheduled_tokens == 0,
+            awaited=self._awaited,
+            ended=self._ended,
         )
+        self._awaited, self._ended = {}, set()
         self._offers.write_to(metadata)
         metadata.receive = {
             request_id: self._receive(request, block_ids)
@@ -350,7 +354,10 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def _stop_heartbeat(self, req_id: str) -> None:
         """As upstream's, which calls this when a request was received or has ended."""
-        self._heartbeats.end(req_id)
+        if req_id in self._renewed:
+            self._renewed.remove(req_id)
+            if self._awaited.pop(req_id, None) is None:
+                self._ended.add(req_id)
         super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:

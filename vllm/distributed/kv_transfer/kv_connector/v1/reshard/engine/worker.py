@@ -36,7 +36,7 @@ from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
 from .compat import REQUEST_NUMBERS
-from .connector_thread import PATIENCE_S, ConnectorThread
+from .connector_thread import ConnectorThread
 from .consumer import ConsumerSide
 from .dialer import Dialer, LocalEndpoint
 from .drafts import draft_identities
@@ -53,6 +53,7 @@ from .notifier import Notifier
 from .ownership import refuse_shared_names, shard_of_worker
 from .peers import PeerTable
 from .producer import ProducerSide
+from .renewals import Renewals
 from .settings import read_settings
 from .stats import ReshardStats
 from .transfer_engine import Event, Report, SchedulerStep, TransferEngine
@@ -113,6 +114,7 @@ class ReshardWorker:
             self._transfers,
             ConsumerSide(peers, self._transfers, notifier, stats, self._settings.kv_read_timeout_s),
             notifier,
+            Renewals(self._settings.lease_s),
             stats,
         )
         self._clock = clock
@@ -120,7 +122,6 @@ class ReshardWorker:
         self._device: torch.device | None = None
         self._enquirer: Enquirer | None = None
         self._listener: Listener | None = None
-        self._idle = False
         self._failed: dict[RequestId, frozenset[int]] = {}
         self._stats: ReshardStats | None = None
         # Known once the caches are registered.
@@ -175,7 +176,7 @@ class ReshardWorker:
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over what the scheduler asks for in this step; blocks on nothing."""
-        self._idle = metadata.idle
+        self._thread.begin_step()
         if metadata.announcer is not None:
             self._listener = listen_to(
                 metadata.announcer, self._submit_announcement, self._helpers_cores()
@@ -188,10 +189,8 @@ class ReshardWorker:
 
         One that could not be read is told by `take_failed` first, and is among the received ones
         once nothing can write into its blocks any more: in the same call, or in a later one.
-
-        Where the engine has nothing to do but to hear that, it is waited for.
         """
-        report: Report = self._thread.collect(PATIENCE_S if self._idle else 0.0)
+        report: Report = self._thread.collect()
         self._failed |= report.failed
         if self._stats is None:
             self._stats = report.stats

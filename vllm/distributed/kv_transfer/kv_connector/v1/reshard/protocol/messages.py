@@ -69,16 +69,16 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeats:
-    """Requests whose leases at another engine are to be renewed.
+class RemoteRequest:
+    """A request as the engine knows it that holds its blocks.
 
     Attributes:
-        source: The engine that holds the requests' blocks.
-        request_ids: What the requests are called there.
+        source: That engine.
+        request_id: What the request is called there.
     """
 
     source: RemoteEngineAddress
-    request_ids: frozenset[RequestId]
+    request_id: RequestId
 
 
 class Announcement(msgspec.Struct, frozen=True, array_like=True):

@@ -34,7 +34,7 @@ from .remote import PreparedLeg
 from .scatter import Copy, fault_of
 from .staging_area import StagingArea
 
-PATIENCE_S = 0.1
+_SPAN_WAIT_S = 0.1
 """A window goes direct when so long no span was to be had and none was given back."""
 
 _WINDOWS_PER_ARENA = 8
@@ -158,11 +158,6 @@ class Transfers:
         )
 
     @property
-    def is_ending(self) -> bool:
-        """Whether all that is on its way has landed, and is being copied to where it belongs."""
-        return bool(self._landed) and not (self._posted or self._queue or self._direct)
-
-    @property
     def has_backlog(self) -> bool:
         """Whether more is to be posted than a turn's budget has allowed."""
         return bool(self._direct) or self._is_cut_short
@@ -279,7 +274,7 @@ class Transfers:
             assert area is not None and staging is not None and window is not None
             span = area.spans.allocate(window.size_bytes, staging.leg.descriptor_bytes)
             too_large = window.size_bytes > area.spans.size_bytes
-            moves = self._landed or now_s - self._moved_at_s < PATIENCE_S
+            moves = self._landed or now_s - self._moved_at_s < _SPAN_WAIT_S
             if span is None and moves and not too_large:
                 return
             self._queue.popleft()
