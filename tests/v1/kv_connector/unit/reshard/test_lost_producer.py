@@ -28,8 +28,8 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     wait_until,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
-    Heartbeats,
     RemoteEngineAddress,
+    RemoteRequest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
@@ -202,7 +202,7 @@ def test_heartbeats_that_try_again_in_vain_are_no_errors(engines, caplog_vllm):
     reader.start(receive={"d-a": receive(gone, [3], [5], tokens=16)})
     progress = Progress(reader)
     progress.until(reader, received="d-a")
-    reader.start(heartbeats=[Heartbeats(gone, frozenset({"p-a"}))])
+    reader.start(awaited={"d-b": RemoteRequest(gone, "p-a")})
     failures, deadline = 0, time.monotonic() + DEADLINE_S
     while failures < 2:
         assert time.monotonic() < deadline
@@ -219,7 +219,7 @@ def test_handshake_that_failed_while_nobody_waited_costs_nobody(engines, caplog_
     port = other.serve().port
     address = RemoteEngineAddress("prefill", "127.0.0.1", port)
     (worker,) = reader.workers.values()
-    reader.start(heartbeats=[Heartbeats(address, frozenset({"p-a"}))])
+    reader.start(awaited={"d-b": RemoteRequest(address, "p-a")})
     wait_until(lambda: any(report.stats for report in worker._thread._reports))
     # No step was taken since, and meanwhile the right one is there.
     other.server.close()

@@ -39,9 +39,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
-    Heartbeats,
     Receive,
     RemoteEngineAddress,
+    RemoteRequest,
     decode_announcement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import encode_worker
@@ -241,24 +241,7 @@ def test_values_that_cannot_be_keys_harm_nobody(change):
     """What a router made of the names does not raise where they would be looked up."""
     owner = scheduler()
     arrive(owner, PARAMS | {"tp_size": 1} | change)
-    assert not owner.build_connector_meta(SchedulerOutput.make_empty()).heartbeats
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "engine", "idle"),
-    [
-        (0, {"stages": 1}, True),
-        (1, {"stages": 1}, False),
-        (0, {"stages": 2}, False),
-        (0, {"stages": 1, "replicas": 2}, False),
-        (0, {"stages": 1, "ahead": True}, False),
-    ],
-)
-def test_step_is_idle_where_nobody_waits_for_it(num_tokens, engine, idle):
-    """Neither the model, nor another stage or replica, nor a scheduler that is a step ahead."""
-    output = SchedulerOutput.make_empty()
-    output.total_num_scheduled_tokens = num_tokens
-    assert scheduler(**engine).build_connector_meta(output).idle == idle
+    assert not owner.build_connector_meta(SchedulerOutput.make_empty()).awaited
 
 
 @pytest.mark.parametrize(
@@ -393,14 +376,12 @@ def test_one_request_reads_and_its_siblings_compute():
     assert owner.get_num_new_matched_tokens(arrive(owner, dict(PARAMS)), 0) == (40, True)
 
 
-def test_heartbeats_need_no_size():
+def test_renewals_need_no_size():
     """A router that does not pass on `tp_size` does not cost a request its lease."""
     owner = scheduler()
     arrive(owner, {name: value for name, value in PARAMS.items() if name != "tp_size"})
-    (heartbeats,) = owner.build_connector_meta(SchedulerOutput.make_empty()).heartbeats
-    assert heartbeats == Heartbeats(
-        RemoteEngineAddress("prefill", "10.0.0.1", 5600), frozenset({"p-a"})
-    )
+    (awaited,) = owner.build_connector_meta(SchedulerOutput.make_empty()).awaited.values()
+    assert awaited == RemoteRequest(RemoteEngineAddress("prefill", "10.0.0.1", 5600), "p-a")
 
 
 def test_sibling_on_a_prefill_engine_is_still_held():

@@ -23,8 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
-    LOOKUP_PATIENCE_S,
-    OFFER_PATIENCE_S,
     LeaseChecker,
     LeaseCheckFailure,
     LookupBuffer,
@@ -35,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check 
 
 DEADLINE_S = 60.0
 OFFER = OfferFingerprint(48, 1, 2)
+DUE_S = 1e12
 
 
 class Holder:
@@ -84,7 +83,7 @@ def test_only_held_requests_pass(reader):
     producer.table.remove("b")
     checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
     for name in "abcd":
-        checker.check_later(f"our {name}", name, OFFER, table)
+        checker.check_later(f"our {name}", name, OFFER, table, DUE_S)
     found = {verdict.key: verdict for verdict in verdicts(checker, 4)}
     assert {name for name, verdict in found.items() if verdict.failure is None} == {
         "our a",
@@ -101,8 +100,8 @@ def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     checker, posted, read = LeaseChecker(LookupBuffer(reader), reader), [], reader.read
     monkeypatch.setattr(reader, "read", lambda *lists: posted.append(lists) or read(*lists))
     for number in range(10):
-        checker.check_later(f"our {number}", str(number), OFFER, tables[0])
-    checker.check_later("our 0", "0", OFFER, tables[1])
+        checker.check_later(f"our {number}", str(number), OFFER, tables[0], DUE_S)
+    checker.check_later("our 0", "0", OFFER, tables[1], DUE_S)
     assert all(verdict.failure is None for verdict in verdicts(checker, 11))
     assert len(posted) == 2
 
@@ -113,7 +112,7 @@ def test_more_lookups_than_there_is_room_for_take_turns(reader, monkeypatch):
     producer = Holder(*(str(number) for number in range(0, 20, 2)))
     checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
     for number in range(20):
-        checker.check_later(f"our {number}", str(number), OFFER, table)
+        checker.check_later(f"our {number}", str(number), OFFER, table, DUE_S)
     found = verdicts(checker, 20)
     held = {verdict.key for verdict in found if verdict.failure is None}
     assert held == {f"our {number}" for number in range(0, 20, 2)}
@@ -134,8 +133,8 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
         return read(local, local_indices, remote, remote_indices)
 
     monkeypatch.setattr(reader, "read", refuse)
-    checker.check_later("our a", "a", OFFER, lost)
-    checker.check_later("our b", "b", OFFER, table)
+    checker.check_later("our a", "a", OFFER, lost, DUE_S)
+    checker.check_later("our b", "b", OFFER, table, DUE_S)
     found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
     assert found["our b"] == Verdict("our b")
     assert found["our a"] == Verdict("our a", LeaseCheckFailure.PEER, "no")
@@ -154,7 +153,7 @@ def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
         return Transfer(producer.agent.name, object())
 
     monkeypatch.setattr(reader, "read", begin)
-    checker.check_later("our a", "a", OFFER, table)
+    checker.check_later("our a", "a", OFFER, table, DUE_S)
     (verdict,) = verdicts(checker, 1)
     assert verdict.failure is LeaseCheckFailure.PEER
     assert ("not any more" if refused else "could not be looked up") in verdict.fault
@@ -169,12 +168,12 @@ def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypat
         LeaseChecker(LookupBuffer(reader), reader, clock=lambda: 0.0),
         producer.seen_by(reader),
     )
-    checker.check_later("early", "early", OFFER, table)
+    checker.check_later("early", "early", OFFER, table, DUE_S)
     until_put_off(checker)
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
-    checker.check_later("posted", "b", OFFER, table)
+    checker.check_later("posted", "b", OFFER, table, DUE_S)
     assert checker.advance() == []
-    checker.check_later("waiting", "c", OFFER, table)
+    checker.check_later("waiting", "c", OFFER, table, DUE_S)
     assert len(checker) == 3
     found = {verdict.key: verdict.failure for verdict in checker.give_up()}
     assert found == dict.fromkeys(("early", "posted", "waiting"), LeaseCheckFailure.PEER)
@@ -186,27 +185,25 @@ def test_producer_that_has_not_offered_yet_is_looked_at_again(reader):
     producer, now_s = Holder(), [0.0]
     producer.table.add("a")
     checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
-    checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
-    assert checker.is_looking
+    checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
-    # When it is offered nobody knows, and no step waits for that.
-    assert not checker.is_looking
+    assert checker.waits_for_offer("our a") and not checker.waits_for_offer("our b")
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
     assert verdicts(checker, 1) == [Verdict("our a")]
 
 
 def test_producer_that_never_offers_is_given_up(reader):
-    """Nobody waits for it without end."""
+    """It is looked up no longer than its request waits."""
     producer, now_s = Holder(), [0.0]
     producer.table.add("a")
     checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
-    checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
+    checker.check_later("our a", "a", OFFER, producer.seen_by(reader), 30.0)
     until_put_off(checker)
-    now_s[0] = OFFER_PATIENCE_S
-    (verdict,) = verdicts(checker, 1)
-    assert verdict.failure is LeaseCheckFailure.LEASE
-    assert "did not say within 30 s what it offers" in verdict.fault
+    now_s[0] = 30.0
+    # Its request has a deadline of its own, and asks before.
+    assert checker.waits_for_offer("our a")
+    assert checker.advance() == [] and len(checker) == 0
 
 
 def test_what_is_bound_to_something_else_is_told_apart(reader):
@@ -214,8 +211,8 @@ def test_what_is_bound_to_something_else_is_told_apart(reader):
     producer = Holder("a", "b")
     producer.table.publish("a", OfferFingerprint(40, 1, 2))
     checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
-    checker.check_later("our a", "a", OFFER, table)
-    checker.check_later("our b", "b", OFFER, table)
+    checker.check_later("our a", "a", OFFER, table, DUE_S)
+    checker.check_later("our b", "b", OFFER, table, DUE_S)
     found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
     assert found["our b"] == Verdict("our b")
     assert found["our a"].failure is LeaseCheckFailure.FINGERPRINT
@@ -227,7 +224,7 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
     producer, now_s = Holder("a"), [0.0]
     producer.table.publish("a", OfferFingerprint(48, 1, 9))
     checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
-    checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
+    checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
@@ -243,9 +240,9 @@ def test_lookup_that_hangs_fails(reader, monkeypatch):
     )
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
     free = len(checker._buffer.free)
-    checker.check_later("our a", "a", OFFER, table)
+    checker.check_later("our a", "a", OFFER, table, 120.0)
     assert checker.advance() == [] and len(checker) == 1
-    clock[0] = LOOKUP_PATIENCE_S
+    clock[0] = 120.0
     (verdict,) = checker.advance()
     assert verdict.failure is LeaseCheckFailure.PEER and len(checker) == 0
     assert len(checker._buffer.free) == free - 1
