@@ -102,7 +102,8 @@ def test_killed_producer_costs_its_request_and_is_told_once(
     progress.until(reader, received="d-b")
     assert lost_blocks(worker) == {6, 7, 8}
     (line,) = (each.getMessage() for each in caplog_vllm.records if each.levelno > 20)
-    assert line.startswith("KV cache of request d-b could not be read from engine prefill: NIXL ")
+    start = "KV cache of request d-b could not be read from engine prefill (being read for "
+    assert line.startswith(start) and " s): NIXL " in line
     assert line.endswith(
         ": check that the engine runs and can be reached, and send the request through prefill "
         "again"

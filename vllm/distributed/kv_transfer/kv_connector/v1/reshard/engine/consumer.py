@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from vllm.logger import init_logger
 
 from ..errors import ReshardError
-from ..protocol.ledgers import ConsumerLedger, RequestId
+from ..protocol.ledgers import ConsumerLedger, ReadState, RequestId
 from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..transport.budget import Budget
@@ -66,8 +66,10 @@ class _Reading:
         peer: From where; None for one that nobody was asked for.
         connection: The connection that it is read with, once it is.
         lease_tables: Where to see, after that, that it was still held.
-        failed: Nobody wants it any more.
+        state: Where it is.
+        since_s: Since when.
         failure: What went wrong first here; None also where it did elsewhere.
+        failed_in: The state in which it failed, and how many seconds it had been in it.
         num_in_doubt: Its blocks, since it has failed and while they may be written.
     """
 
@@ -77,9 +79,15 @@ class _Reading:
     peer: Peer | None
     connection: PeerConnection | None = None
     lease_tables: Sequence[PreparedTable] = ()
-    failed: bool = False
+    state: ReadState = ReadState.WAITING
+    since_s: float = 0.0
     failure: ReadFailure | None = None
+    failed_in: tuple[ReadState, float] = (ReadState.WAITING, 0.0)
     num_in_doubt: int = 0
+
+    def waits_for(self, receive: Receive) -> bool:
+        """Whether it is this request of those that had its name, and waits to be read."""
+        return self.receive is receive and self.state is ReadState.WAITING
 
 
 class ConsumerSide:
@@ -115,6 +123,8 @@ class ConsumerSide:
         # In the order in which they are due.
         self._deadlines: deque[tuple[float, RequestId, int]] = deque()
         self._num_taken_up = 0
+        # The time of the poll that is under way.
+        self._now_s = 0.0
         self._num_in_doubt = 0
         self._reader: LocalCache | None = None
 
@@ -153,6 +163,7 @@ class ConsumerSide:
 
     def start_request(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
         """Read a request once its peer is connected."""
+        self._now_s = now_s
         if receive.fault is not None:
             if not any(receive.local_block_ids):
                 # Nothing was to be read, and nobody waits for it.
@@ -176,6 +187,7 @@ class ConsumerSide:
             now_s: The time.
             budget: As far as it goes.
         """
+        self._now_s = now_s
         self._transfers.post(now_s, budget)
         while self._ready:
             if self._transfers.has_backlog:
@@ -195,7 +207,11 @@ class ConsumerSide:
         failed = []
         for request_id, receive in peer.take_waiting():
             reading = self._reading.get(request_id)
-            if reading is not None and reading.receive is receive and not reading.failed:
+            if (
+                reading is not None
+                and reading.receive is receive
+                and reading.state is ReadState.WAITING
+            ):
                 reason = f"handshake failed: {error}"
                 self._fail(request_id, reading, reason, ReadFailure.HANDSHAKE)
                 failed.append(request_id)
@@ -209,6 +225,7 @@ class ConsumerSide:
 
     def advance(self, now_s: float, budget: Budget) -> None:
         """Look at what is on its way, as far as the budget goes, and fail what takes too long."""
+        self._now_s = now_s
         for event in self._transfers.advance(now_s, budget):
             reading = self._reading[event.request_id]
             if isinstance(event, PartFailed):
@@ -259,10 +276,13 @@ class ConsumerSide:
                 self._release(reading)
             # A failed handshake was told, with the requests that it cost.
             if failure is not ReadFailure.HANDSHAKE:
+                state, for_s = reading.failed_in
                 logger.error(
-                    "KV cache of request %s could not be read from engine %s: %s%s",
+                    "KV cache of request %s could not be read from engine %s (%s for %.1f s): %s%s",
                     outcome.request_id,
                     receive.source.engine_id,
+                    state.value,
+                    for_s,
                     outcome.failure,
                     _REMEDIES.get(failure, ""),
                 )
@@ -273,6 +293,7 @@ class ConsumerSide:
         received = set()
         for outcome in self._ledger.take_ended():
             reading = self._reading.pop(outcome.request_id)
+            self._enter(outcome.request_id, reading, ReadState.ENDED)
             if reading.num_in_doubt:
                 self._num_in_doubt -= reading.num_in_doubt
                 self._stats.record_blocks_in_doubt(self._num_in_doubt)
@@ -283,15 +304,35 @@ class ConsumerSide:
             received.add(outcome.request_id)
         return received
 
+    def _enter(self, request_id: RequestId, reading: _Reading, state: ReadState) -> None:
+        """Take note of a request's next state, and tell it in the log."""
+        logger.debug(
+            "Request %s: %s at engine %s, after %.1f ms of %s.",
+            request_id,
+            state.value,
+            reading.receive.source.engine_id,
+            1e3 * (self._now_s - reading.since_s),
+            reading.state.value,
+        )
+        reading.state, reading.since_s = state, self._now_s
+
     def _account(
         self, request_id: RequestId, receive: Receive, peer: Peer | None, now_s: float
     ) -> _Reading:
         """Take a request into account until it is reported."""
         self._num_taken_up += 1
-        reading = _Reading(self._num_taken_up, now_s + self._timeout_s, receive, peer)
+        due_at_s = now_s + self._timeout_s
+        reading = _Reading(self._num_taken_up, due_at_s, receive, peer, since_s=now_s)
         self._reading[request_id] = reading
         self._deadlines.append((reading.due_at_s, request_id, reading.number))
         self._ledger.begin(request_id)
+        logger.debug(
+            "Request %s: %s at engine %s, to read %d blocks.",
+            request_id,
+            reading.state.value,
+            receive.source.engine_id,
+            sum(map(len, receive.local_block_ids)),
+        )
         return reading
 
     def _begin_next(
@@ -304,7 +345,11 @@ class ConsumerSide:
             return
         reading = self._reading.get(request_id)
         # It may have failed while it waited.
-        if reading is not None and reading.receive is receive and not reading.failed:
+        if (
+            reading is not None
+            and reading.receive is receive
+            and reading.state is ReadState.WAITING
+        ):
             self._begin(request_id, reading, connection, now_s, budget)
 
     def _begin(
@@ -336,6 +381,7 @@ class ConsumerSide:
         read_from = {part.leg.remote.peer for part in parts}
         reading.connection = connection
         connection.lifetime.begin_request()
+        self._enter(request_id, reading, ReadState.READING)
         reading.lease_tables = [
             table for name, table in engine.lease_tables.items() if name in read_from
         ]
@@ -346,6 +392,7 @@ class ConsumerSide:
         """All of a request was read: see that it was still held, and was what was wanted."""
         receive, connection = reading.receive, reading.connection
         assert receive.fingerprint is not None and connection is not None
+        self._enter(request_id, reading, ReadState.CHECKING)
         if not connection.is_connected:
             # What had landed in the arena was copied from there after its connection was closed.
             fault = "its connection was given up before its lease could be looked up"
@@ -387,7 +434,9 @@ class ConsumerSide:
     ) -> None:
         """Fail a request, unless it has failed already; what was not posted of it never is."""
         if self._ledger.fail(request_id, reason):
-            reading.failed, reading.failure = True, failure
+            reading.failed_in = reading.state, self._now_s - reading.since_s
+            self._enter(request_id, reading, ReadState.FAILED)
+            reading.failure = failure
             if reading.connection is not None:
                 reading.connection.lifetime.end_request()
             self._transfers.give_up(request_id)
