@@ -1,43 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What opening a connection makes; that it works, whole workers show."""
+"""What takes long of a connection, in a thread of its own; that it works, whole workers show."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
-from types import SimpleNamespace
-from unittest import mock
+from concurrent.futures import CancelledError, Future
 
+import numpy as np
 import pytest
+import torch
 
-from tests.v1.kv_connector.unit.reshard.simulation.engines import Later
-from tests.v1.kv_connector.unit.reshard.transport.channels import DEADLINE_S, wait_until
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import dialer as dialer_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import Dialer
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from tests.v1.kv_connector.unit.reshard.transport.channels import DEADLINE_S
+from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
+from tests.v1.kv_connector.unit.reshard.transport.ranks import NUM_LAYERS
+from tests.v1.kv_connector.unit.reshard.transport.remotes import Reader, RemoteEngineStub
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import (
+    Dialer,
+    LocalEndpoint,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    RemoteLayoutError,
+    RemoteUnreachableError,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+    WorkerDescription,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import (
+    StagingArea,
+    open_area,
+)
 
 ADDRESS = RemoteEngineAddress("engine", "127.0.0.1", 1)
-
-
-class Agent:
-    """Registers everything."""
-
-    def __init__(self, divides: bool) -> None:
-        self.divides = divides
-        self.is_open = True
-        self.registered: list[object] = []
-
-    def register(self, regions: object) -> None:
-        """Take note."""
-        self.registered.append(regions)
-
-    def close(self) -> None:
-        """It has no threads any more."""
-        self.is_open = False
+ARENA_BYTES = 1 << 16
 
 
 class Agents:
@@ -45,162 +45,202 @@ class Agents:
 
     Attributes:
         made: All of them.
-        num_asked: How many were asked for.
+        asked: Set once one was asked for.
         goes_on: Clear while none is to be made.
-        fault: Why none can be made; None where it can.
+        fault: Why what is made cannot register; None where it can.
     """
 
     def __init__(self) -> None:
-        self.made: list[Agent] = []
-        self.num_asked = 0
-        self.goes_on = threading.Event()
+        self.made: list[MemoryAgent] = []
+        self.asked, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
         self.fault: Exception | None = None
 
-    def __call__(self, name: str, *, divides: bool) -> Agent:
+    def __call__(self, name: str) -> MemoryAgent:
         """Make one."""
-        self.num_asked += 1
+        self.asked.set()
         assert self.goes_on.wait(DEADLINE_S)
+        agent = MemoryAgent(name)
+        self.made.append(agent)
         if self.fault is not None:
-            raise self.fault
-        self.made.append(Agent(divides))
-        return self.made[-1]
+            fault = self.fault
+
+            def refuse(*_: object) -> None:
+                raise fault
+
+            agent.register = refuse
+        return agent
+
+
+class Engines:
+    """Answers what it is told to, at once or later.
+
+    Attributes:
+        asked: Questions, as they were asked.
+        answers: One future for each.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[RemoteEngineAddress] = []
+        self.answers: list[Future] = []
+
+    def __call__(self, address: RemoteEngineAddress) -> Future:
+        """Ask."""
+        self.asked.append(address)
+        self.answers.append(Future())
+        return self.answers[-1]
 
 
 @pytest.fixture
-def agents(monkeypatch) -> Agents:
-    """What connections are, in this module: their agents."""
-    monkeypatch.setattr(dialer_module, "MOST_DIVIDING", 2)
-    monkeypatch.setattr(dialer_module, "RemoteEngine", lambda *_: None)
-    monkeypatch.setattr(dialer_module, "PeerConnection", lambda agent, *_: agent)
-    monkeypatch.setattr(dialer_module, "describe_reads", lambda *_: "reads nothing")
+def reader() -> Reader:
+    """The worker that reads."""
+    return Reader()
+
+
+@pytest.fixture
+def agents() -> Agents:
+    """Makes its agents."""
     return Agents()
 
 
 @pytest.fixture
-def dialer(agents) -> Dialer:
-    """One that makes agents when they are needed."""
-    return begun(Dialer(agents, 1.0), stays_ready=False)
+def engines() -> Engines:
+    """Whom it asks."""
+    return Engines()
 
 
 @pytest.fixture
-def ready(agents) -> Iterator[Dialer]:
-    """One that has an agent ready."""
-    made = begun(Dialer(agents, 1.0), stays_ready=True)
+def area() -> StagingArea | None:
+    """Where its reads stop over."""
+    return open_area([torch.zeros(1)], ARENA_BYTES)
+
+
+@pytest.fixture
+def dialer(reader, agents, engines, area) -> Iterator[Dialer]:
+    """One that knows what it has."""
+    made = Dialer(agents)
+    made.begin(LocalEndpoint(reader.local, reader.shards, reader.regions, area, 0), engines)
     yield made
+    agents.goes_on.set()
     made.close()
 
 
-def begun(dialer: Dialer, *, stays_ready: bool) -> Dialer:
-    """One that knows what to connect, and is asked by nobody."""
-    reader = SimpleNamespace(rank=MeshRank(0, 0))
-    local = SimpleNamespace(
-        regions=["cache"], area=None, reader=reader, shards=(), spread=0, missing_drafts="refuse"
-    )
-    dialer.begin(local, answer, stays_ready=stays_ready)
-    dialer._planner = SimpleNamespace(plan=lambda _: SimpleNamespace(plan=None, missing=()))
-    return dialer
+def answer(engines: Engines, *descriptions: WorkerDescription) -> None:
+    """The engine that was asked last answers."""
+    engines.answers[-1].set_result(descriptions)
 
 
-def answer(_: RemoteEngineAddress) -> Future:
-    """An engine without workers."""
-    asked: Future = Future()
-    asked.set_result(())
-    return asked
+def test_answer_is_lowered(dialer, engines, reader):
+    """Every layer of every worker is read, and each worker is told once."""
+    engine = RemoteEngineStub(tp_size=2)
+    lowering = dialer.ask(ADDRESS)
+    assert engines.asked == [ADDRESS] and not lowering.done()
+    answer(engines, *engine.descriptions.values())
+    lowered = lowering.result(DEADLINE_S)
+    assert lowered.num_ranks == 2 and lowered.rank == reader.local.rank
+    assert [each.description.agent_metadata for each in lowered.workers] == [
+        agent.metadata() for agent in engine.agents
+    ]
+    assert all(each.legs and each.num_notifiers == 1 for each in lowered.workers)
+    # All go by way of the arena, as none is too large for it.
+    assert all(leg.staged is not None for each in lowered.workers for leg in each.legs)
+    assert "reads" in lowered.summary
 
 
-def test_first_connections_have_threads(dialer):
-    """Others have none, until one of those is closed."""
-    agents = [dialer._prepare(ADDRESS, (), 0.0) for _ in range(3)]
-    assert [agent.divides for agent in agents] == [True, True, False]
-    agents[0].close()
-    more = [dialer._prepare(ADDRESS, (), 0.0).divides for _ in range(2)]
-    assert more == [True, False]
+def test_order_of_an_answer_means_nothing(dialer, engines):
+    """Workers are known by their rank."""
+    engine = RemoteEngineStub(tp_size=2)
+    lowering = dialer.ask(ADDRESS)
+    answer(engines, *reversed(engine.descriptions.values()))
+    ranks = [each.description.shard.rank for each in lowering.result(DEADLINE_S).workers]
+    assert ranks == sorted(engine.descriptions)
 
 
-def test_agent_of_a_failed_opening_does_not_count(dialer, monkeypatch):
-    """It is closed."""
-
-    def fail(*_: object) -> None:
-        raise ValueError("the caches do not fit")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dialer_module, "RemoteEngine", fail)
-        for _ in range(3):
-            with pytest.raises(ValueError, match="do not fit"):
-                dialer._prepare(ADDRESS, (), 0.0)
-    assert dialer._prepare(ADDRESS, (), 0.0).divides
-
-
-def test_agent_is_ready_before_an_engine_is_asked_for(ready, agents):
-    """With the cache registered; and another one once nothing is being read."""
-    (first,) = agents.made
-    assert first.registered == [["cache"]]
-    assert ready.open(ADDRESS).result(DEADLINE_S) is first
-    for _ in range(3):
-        ready.quiet()
-    wait_until(lambda: ready._ready)
-    assert len(agents.made) == 2
-    assert ready.open(ADDRESS).result(DEADLINE_S) is agents.made[1]
-
-
-def test_first_read_has_the_cores(ready, agents, monkeypatch):
-    """An agent to be ready is made for nobody who waits, and takes a core for long."""
-    monkeypatch.setattr(dialer_module, "MOST_DIVIDING", 3)
-    with mock.patch.object(ready, "_thread", Later()) as later:
-        openings = [ready.open(ADDRESS) for _ in range(2)]
-        while later.jobs:
-            later.jobs.popleft()()
-        assert [each.result(0) for each in openings] == agents.made
-        assert not ready._ready
-        ready.quiet()
-        while later.jobs:
-            later.jobs.popleft()()
-    assert list(ready._ready) == agents.made[2:]
-    assert len(agents.made) == 3
-
-
-def test_who_reads_nothing_makes_none(dialer, agents):
-    """Neither before nor after it was asked, as for a heartbeat."""
+def test_agents_have_no_part_in_an_answer(dialer, engines, agents):
+    """Neither is one made, nor does any have to be."""
+    lowering = dialer.ask(ADDRESS)
+    answer(engines, *RemoteEngineStub().descriptions.values())
+    lowering.result(DEADLINE_S)
     assert not agents.made
-    dialer.open(ADDRESS).result(DEADLINE_S)
-    dialer.quiet()
-    dialer._thread.shutdown()
-    assert len(agents.made) == 1
 
 
-def test_agent_that_cannot_be_made_is_told_of_when_it_is_needed(ready, agents):
-    """By whoever needs it; and the next one may be made again."""
+def test_engine_that_does_not_answer_is_told(dialer, engines):
+    """With what the handshake says."""
+    lowering = dialer.ask(ADDRESS)
+    engines.answers[-1].set_exception(RemoteUnreachableError("it does not answer"))
+    with pytest.raises(RemoteUnreachableError, match="does not answer"):
+        lowering.result(DEADLINE_S)
+
+
+def test_layout_that_does_not_fit_is_told(dialer, engines):
+    """And costs nothing: the next engine is asked as before."""
+    other = RemoteEngineStub()
+    (description,) = other.descriptions.values()
+    # The same cache, for another number of heads.
+    (shard,) = shard_model(ParallelMesh(1, 1), NUM_LAYERS, 4)
+    wrong = WorkerDescription(
+        "engine", shard, description.cache, description.lease_table, description.agent_metadata
+    )
+    lowering = dialer.ask(ADDRESS)
+    answer(engines, wrong)
+    with pytest.raises(RemoteLayoutError):
+        lowering.result(DEADLINE_S)
+    lowering = dialer.ask(ADDRESS)
+    answer(engines, description)
+    assert lowering.result(DEADLINE_S).num_ranks == 1
+
+
+def test_answer_that_nobody_waits_for_is_not_lowered(dialer, engines):
+    """Its peer was forgotten meanwhile; the thread goes on to the next one."""
+    forgotten = dialer.ask(ADDRESS)
+    forgotten.cancel()
+    answer(engines, *RemoteEngineStub().descriptions.values())
+    lowering = dialer.ask(ADDRESS)
+    answer(engines, *RemoteEngineStub().descriptions.values())
+    assert lowering.result(DEADLINE_S).num_ranks == 1
+    assert forgotten.cancelled()
+
+
+def test_lane_has_all_memory_that_is_read_into(dialer, agents, reader, area):
+    """The cache, the arena and the buffer of lookups; each lane's agent has a name of its own."""
+    lanes = [dialer.make_lane().result(DEADLINE_S) for _ in range(2)]
+    assert [lane.agent for lane in lanes] == agents.made
+    assert len({lane.agent.name for lane in lanes}) == 2
+    address, size_bytes, _ = reader.regions[0]
+    arena_address, arena_bytes, _ = area.region
+    for lane in lanes:
+        buckets = lane.lookups.buckets
+        for start, size in (
+            (address, size_bytes),
+            (arena_address, arena_bytes),
+            (buckets.ctypes.data, buckets.nbytes),
+        ):
+            rows = np.array([[start, size, 0, size, 1]], dtype=np.uint64)
+            lane.agent.release_prepared(lane.agent.prepare(rows))
+
+
+def test_lane_that_cannot_be_made_is_told_and_leaves_nothing(dialer, agents):
+    """Its agent is closed; and the next one may be made again."""
     agents.fault = ValueError("no more endpoints")
-    ready.open(ADDRESS).result(DEADLINE_S)
     with pytest.raises(ValueError, match="no more endpoints"):
-        ready.open(ADDRESS).result(DEADLINE_S)
-    agents.fault = None
-    assert ready.open(ADDRESS).result(DEADLINE_S).is_open
-
-
-def test_ready_agent_is_closed(ready, agents):
-    """Nobody has asked for an engine, and nobody will."""
-    ready.close()
+        dialer.make_lane().result(DEADLINE_S)
     assert [each.is_open for each in agents.made] == [False]
+    agents.fault = None
+    assert dialer.make_lane().result(DEADLINE_S).agent.is_open
 
 
-def test_agent_that_is_made_while_its_dialer_is_closed_is_closed(ready, agents):
-    """What was handed over before is its taker's."""
+def test_nothing_is_made_once_it_is_closed(dialer, agents, engines):
+    """What is being made is its taker's; what waits is not begun, and answers fail."""
     agents.goes_on.clear()
-    taken = ready.open(ADDRESS).result(DEADLINE_S)
-    ready.quiet()
-    wait_until(lambda: agents.num_asked == 2)
-    ready.close()
+    first, second = dialer.make_lane(), dialer.make_lane()
+    lowering = dialer.ask(ADDRESS)
+    assert agents.asked.wait(DEADLINE_S)
+    dialer.close()
     agents.goes_on.set()
-    ready._thread.shutdown()
-    assert [each.is_open for each in agents.made] == [True, False]
-    assert agents.made[0] is taken
-
-
-def test_ready_agent_has_threads(ready):
-    """Where there are as many as there may be, none is made that could not have them later."""
-    taken = [ready.open(ADDRESS).result(DEADLINE_S) for _ in range(3)]
-    assert [agent.divides for agent in taken] == [True, True, False]
-    taken[0].close()
-    assert ready.open(ADDRESS).result(DEADLINE_S).divides
+    assert first.result(DEADLINE_S).agent.is_open
+    with pytest.raises(CancelledError):
+        second.result(DEADLINE_S)
+    answer(engines, *RemoteEngineStub().descriptions.values())
+    with pytest.raises(RuntimeError, match="shutdown"):
+        lowering.result(DEADLINE_S)
+    assert len(agents.made) == 1

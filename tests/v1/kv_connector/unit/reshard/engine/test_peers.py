@@ -7,69 +7,107 @@ from concurrent.futures import Future
 
 import pytest
 
+from tests.v1.kv_connector.unit.reshard.transport.remotes import (
+    HUNG_GRACE_S,
+    OFFER,
+    Reader,
+    RemoteEngineStub,
+    read_block,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
     FIRST_RETRY_S,
     LAST_RETRY_S,
     STEADY_S,
     PeerTable,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteLayoutError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    RemoteLayoutError,
+    TransferError,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import (
+    MAX_DRAINING_LANES,
+    Lane,
+    Lanes,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import LoweredEngine
 
 IDLE_LIMIT_S = 600.0
-HUNG_GRACE_S = 100.0
 ADDRESS = RemoteEngineAddress("engine", "prefill.example", 5600)
 
 
-class Connection:
-    """A connection in which nothing happens but what the test says."""
-
-    def __init__(self) -> None:
-        self.lifetime = Lifetime(HUNG_GRACE_S)
-        self.leases: list[str] = []
-        self.closed = False
-
-    def close(self) -> None:
-        """Note it."""
-        self.lifetime.close()
-        self.closed = True
+def at(number: int, engine_id: str | None = None) -> RemoteEngineAddress:
+    """Where the engine of a number listens."""
+    return RemoteEngineAddress(engine_id or f"engine {number}", "prefill.example", 5600 + number)
 
 
 class Network:
-    """Opens connections when the test says so."""
+    """Engines that answer, and lanes that are made, when the test says so.
 
-    def __init__(self) -> None:
-        self.handshakes: list[Future] = []
-        self.opened: list[Connection] = []
+    Attributes:
+        handshakes: All questions, the last one last.
+        lanes: All lanes that were asked for.
+        opened: All connections that were begun.
+        now_s: The clock of the connections.
+        makes_lanes: Lanes are there as soon as they are asked for.
+    """
 
-    def open(self, address: RemoteEngineAddress) -> Future:
-        """Begin a handshake."""
-        self.handshakes.append(Future())
-        return self.handshakes[-1]
+    def __init__(self, num_lanes: int = 1, idle_limit_s: float = IDLE_LIMIT_S) -> None:
+        self.reader = Reader()
+        self.handshakes: list[Future[LoweredEngine]] = []
+        self.lanes: list[Future[Lane]] = []
+        self.opened: list[PeerConnection] = []
+        self.engines: list[RemoteEngineStub] = []
+        self.now_s = 0.0
+        self.makes_lanes = True
+        lanes = Lanes(self._make_lane, num_lanes)
+        self.table = PeerTable(self._ask, self._connect, lanes, idle_limit_s)
 
-    def answer(self) -> None:
-        """The handshake under way succeeds."""
-        self.opened.append(Connection())
-        self.handshakes[-1].set_result(self.opened[-1])
+    def answer(self, handshake: Future | None = None, tp_size: int = 1) -> RemoteEngineStub:
+        """A handshake succeeds, by default the last one."""
+        engine = RemoteEngineStub(tp_size)
+        self.engines.append(engine)
+        (handshake or self.handshakes[-1]).set_result(self.reader.lowered(engine))
+        return engine
 
     def fail(self) -> None:
         """The handshake under way fails."""
         self.handshakes[-1].set_exception(RemoteLayoutError("unreachable"))
 
+    def make_lane(self) -> None:
+        """The lane that was asked for last is there."""
+        self.lanes[-1].set_result(self.reader.make_lane())
+
+    def _ask(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
+        self.handshakes.append(Future())
+        return self.handshakes[-1]
+
+    def _make_lane(self) -> Future[Lane]:
+        self.lanes.append(Future())
+        if self.makes_lanes:
+            self.make_lane()
+        return self.lanes[-1]
+
+    def _connect(self, lane: Lane, lowered: LoweredEngine) -> PeerConnection:
+        connection = PeerConnection(lane, lowered, HUNG_GRACE_S, lambda: self.now_s)
+        self.opened.append(connection)
+        return connection
+
 
 @pytest.fixture
 def network() -> Network:
-    """A network without engines."""
+    """One lane, and no engine that is known."""
     return Network()
 
 
 @pytest.fixture
 def table(network) -> PeerTable:
     """A table without peers."""
-    return PeerTable(network.open, IDLE_LIMIT_S)
+    return network.table
 
 
 def outcomes(news):
@@ -83,7 +121,16 @@ def connected(table, network, address=ADDRESS, now_s=0.0):
     table.advance(now_s)
     network.answer()
     table.advance(now_s)
+    assert peer.connection is network.opened[-1]
     return peer
+
+
+def close_due(table, now_s):
+    """Close what is due, as the connector's thread does."""
+    for connection in table.take_drained():
+        connection.close()
+    for lane in table.lanes.take_due(now_s):
+        lane.close()
 
 
 def test_requests_wait_for_one_handshake(table, network):
@@ -118,7 +165,9 @@ def test_handshake_is_timed_from_when_it_began(table, network):
     table.advance(5.0)
     network.answer()
     table.advance(7.0)
-    assert table.take_handshakes_s() == [2.0] and table.take_handshakes_s() == []
+    ((address, lowered, duration_s),) = table.take_handshakes()
+    assert (address, lowered.num_ranks, duration_s) == (ADDRESS, 1, 2.0)
+    assert table.take_handshakes() == []
 
 
 def test_failed_handshake_is_told_and_tried_again_later(table, network):
@@ -187,61 +236,65 @@ def test_any_error_of_a_handshake_is_that_peers(table, network):
     assert outcomes(table.advance(0.0)) == [("engine", "too many open files")]
 
 
-def close_due(table, now_s):
-    """Close what is due, as the connector's thread does."""
-    for connection in table.take_due(now_s):
-        connection.close()
-
-
 def test_broken_engine_is_connected_anew_beside_what_drains(table, network):
     """After a failed read new requests wait for the next handshake, not for the old reads."""
     peer = connected(table, network)
     old = peer.connection
-    old.lifetime.begin()
+    transfer = read_block(old)
     table.break_off(old, 1.0)
+    assert table.take_broken() == [old] and table.take_broken() == []
     table.get_or_connect(ADDRESS, 1.0).waiting.append(("a", None))
     assert table.advance(1.0) == [] and len(network.handshakes) == 2
     network.answer()
     assert outcomes(table.advance(2.0)) == [("engine", None)]
-    assert peer.connection is network.opened[1]
-    assert table.take_just_retired() == [old] and table.take_just_retired() == []
+    assert peer.connection is network.opened[1] and peer.connection.lane is not old.lane
     close_due(table, 2.0)
-    assert table.retired == (old,) and not old.closed
-    old.lifetime.done()
+    assert table.retired == (old,) and old.is_connected
+    for _ in range(2):
+        state = old.poll(transfer)
+    assert state.value == "done"
+    old.release(transfer)
     close_due(table, 2.0)
-    assert old.closed and table.retired == ()
+    assert not old.is_connected and not old.lane.agent.is_open and table.retired == ()
 
 
 def test_connection_that_is_still_to_be_asked_is_kept(table, network):
     """Whoever has read all of his blocks is told whether they were held."""
     peer = connected(table, network)
     old = peer.connection
-    old.leases.append("a lookup")
+    (lease_table,) = old.engine.lease_tables.values()
+    old.leases.check_later(("a", 1), "r", OFFER, lease_table)
     table.break_off(old, 1.0)
     close_due(table, 1.0)
-    assert not old.closed
-    old.leases.clear()
+    assert old.is_connected
+    verdicts = []
+    while not verdicts:
+        verdicts = old.leases.advance()
+    assert [each.failure for each in verdicts] == [None]
     close_due(table, 1.0)
-    assert old.closed
+    assert not old.is_connected
 
 
 def test_hung_connection_is_closed_after_its_grace(table, network):
     """Nothing waits without a deadline."""
     peer = connected(table, network)
     old = peer.connection
-    old.lifetime.begin()
+    read_block(old)
     table.break_off(old, 1.0)
+    assert table.lanes.next_due_s == 1.0 + HUNG_GRACE_S
     close_due(table, HUNG_GRACE_S)
-    assert not old.closed
+    assert old.is_connected
     close_due(table, 1.0 + HUNG_GRACE_S)
-    assert old.closed
+    assert not old.is_connected and not old.lane.agent.is_open
 
 
 def test_failure_of_a_connection_that_drains_concerns_nobody_else(table, network):
     """What has taken its place is not broken by it."""
     peer = connected(table, network)
     old = peer.connection
+    read_block(old)
     table.break_off(old, 1.0)
+    assert peer.broken and peer.connection is None and table.retired == (old,)
     table.get_or_connect(ADDRESS, 1.0)
     table.advance(1.0)
     network.answer()
@@ -254,6 +307,7 @@ def reconnected(table, network, now_s):
     """The peer after a read that has failed, and how long it was not asked for."""
     peer = table.get_or_connect(ADDRESS, now_s)
     table.break_off(peer.connection, now_s)
+    close_due(table, now_s)
     table.advance(now_s)
     # Whoever wanted it has failed meanwhile: its past is kept all the same.
     peer.wanted = False
@@ -305,7 +359,7 @@ def test_broken_engine_is_forgotten_after_its_past(table, network):
     peer.wanted = False
     table.advance(1.0)
     close_due(table, 1.0)
-    assert network.opened[0].closed
+    assert not network.opened[0].is_connected
     table.advance(STEADY_S)
     assert len(table) == 1
     table.advance(1.0 + STEADY_S)
@@ -321,7 +375,8 @@ def test_restarted_engine_replaces_the_one_before(table, network):
     old.wanted = False
     table.advance(2.0)
     close_due(table, 2.0)
-    assert network.opened[0].closed and not network.opened[1].closed
+    assert not network.opened[0].is_connected and network.opened[1].is_connected
+    assert network.opened[0].lane is network.opened[1].lane
     assert len(table) == 1
 
 
@@ -340,13 +395,14 @@ def test_silent_engine_is_forgotten(table, network):
     table.advance(IDLE_LIMIT_S)
     assert len(table) == 0
     close_due(table, IDLE_LIMIT_S)
-    assert network.opened[0].closed
+    assert not network.opened[0].is_connected and network.opened[0].lane.is_open
 
 
 @pytest.mark.parametrize("idle_limit_s", [0.0, -1.0])
-def test_engines_are_kept_for_ever_without_a_limit(network, idle_limit_s):
+def test_engines_are_kept_for_ever_without_a_limit(idle_limit_s):
     """As with upstream's `engine_ttl`."""
-    table = PeerTable(network.open, idle_limit_s)
+    network = Network(idle_limit_s=idle_limit_s)
+    table = network.table
     connected(table, network)
     table.advance(1e9)
     assert len(table) == 1
@@ -355,24 +411,32 @@ def test_engines_are_kept_for_ever_without_a_limit(network, idle_limit_s):
 def test_engine_with_reads_in_flight_is_kept(table, network):
     """However long a read takes, its lists stay."""
     peer = connected(table, network)
-    peer.connection.lifetime.begin()
+    read_block(peer.connection)
     table.advance(IDLE_LIMIT_S + 1)
     assert len(table) == 1
     assert peer.connection is network.opened[0]
 
 
-def test_closing_hands_every_connection_over(table, network):
-    """Those in use, those that drain, and those that answer too late."""
+def test_closing_hands_every_lane_over(table, network):
+    """Those in use, those that drain, and those that are made too late."""
     peer = connected(table, network)
     table.break_off(peer.connection, 1.0)
-    connected(table, network, RemoteEngineAddress("other", ADDRESS.host, 5601), 1.0)
-    late = table.get_or_connect(RemoteEngineAddress("late", ADDRESS.host, 5602), 1.0)
+    network.makes_lanes = False
+    late = table.get_or_connect(at(1), 1.0)
     table.advance(1.0)
-    late.handshake.set_running_or_notify_cancel()
-    assert table.close(2.0) == network.opened[:2]
-    assert len(table) == 0
+    handshake = late.handshake
+    # A second peer's question is answered, and it waits for the lane.
+    table.get_or_connect(at(2), 1.0)
+    table.advance(1.0)
     network.answer()
-    assert network.opened[2].closed
+    table.advance(1.0)
+    assert len(network.lanes) == 2
+    network.lanes[-1].set_running_or_notify_cancel()
+    lanes = table.close(2.0)
+    assert lanes == [network.lanes[0].result()]
+    assert len(table) == 0 and handshake.cancelled()
+    network.make_lane()
+    assert not network.lanes[-1].result().agent.is_open
 
 
 def test_wrong_address_costs_nobody_else(table, network):
@@ -382,7 +446,7 @@ def test_wrong_address_costs_nobody_else(table, network):
     table.get_or_connect(ADDRESS, 0.0).waiting.append(("right", None))
     table.advance(0.0)
     network.handshakes[0].set_exception(RemoteLayoutError("unreachable"))
-    network.handshakes[1].set_result(Connection())
+    network.answer(network.handshakes[1])
     (wrong, error), (right, nothing) = table.advance(0.1)
     assert [request_id for request_id, _ in wrong.take_waiting()] == ["wrong"]
     assert [request_id for request_id, _ in right.take_waiting()] == ["right"]
@@ -400,15 +464,284 @@ def test_invented_engine_does_not_replace_a_real_one(table, network):
     assert real.connection is network.opened[0]
 
 
-def test_connection_alone_is_enough_to_break_off(table, network):
-    """Who looks leases up knows no peer; what is of the past breaks nothing off."""
-    peer = connected(table, network)
-    old = peer.connection
-    table.break_off(old, 1.0)
-    assert peer.broken and peer.connection is None and table.retired == (old,)
-    table.get_or_connect(ADDRESS, 1.0)
+# Peers that share a lane.
+
+
+@pytest.fixture
+def neighbours(table, network):
+    """Two peers that are connected over the one lane."""
+    peers = [connected(table, network, at(number)) for number in range(2)]
+    assert peers[0].connection.lane is peers[1].connection.lane
+    return peers
+
+
+def finish(connection, transfer):
+    """A read comes to its end."""
+    for _ in range(2):
+        state = connection.poll(transfer)
+    assert state.value == "done"
+    connection.release(transfer)
+
+
+def reconnect(table, peer, now_s):
+    """Want a peer again, and let it be connected over a lane that is there."""
+    assert table.get_or_connect(peer.address, now_s) is peer
+    table.advance(now_s)
+    assert peer.connection is not None
+
+
+def test_neighbour_is_connected_anew_without_being_asked(table, network, neighbours):
+    """And once: what it had answered still holds, and the peer that broke is elsewhere by then."""
+    bad, good = neighbours
+    table.break_off(bad.connection, 1.0)
+    assert bad.connection is None and good.connection is None
+    assert not good.broken and good.breaks == 0
+    good.waiting.append(("a", None))
+    reconnect(table, good, 1.0)
+    assert len(network.handshakes) == 2 and len(network.opened) == 3
+    assert good.connection.lane is network.lanes[1].result()
+    connected(table, network, bad.address, 1.5)
+    assert len(network.handshakes) == 3
+    assert bad.connection.lane not in (good.connection.lane, network.opened[0].lane)
+    steady, broken = good.connection, bad.connection
+    for now_s in (2.0, 4.0):
+        table.break_off(bad.connection, now_s)
+        assert good.connection is steady
+        table.advance(bad.retry_at_s)
+        connected(table, network, bad.address, bad.retry_at_s)
+        assert bad.connection.lane not in (good.connection.lane, broken.lane)
+    assert len(network.opened) == 6 and steady.lane.is_open
+
+
+def test_neighbours_requests_end_over_the_old_lane(table, network, neighbours):
+    """Its lane stays until they are received, however long the one that broke is gone."""
+    bad, good = neighbours
+    old = good.connection
+    old.lifetime.begin_request()
+    transfer = read_block(old)
+    table.break_off(bad.connection, 1.0)
+    table.take_broken()
+    assert set(table.retired) == set(network.opened)
+    close_due(table, 1.0 + PEER_GRACE_S)
+    finish(old, transfer)
+    close_due(table, 1.0 + 2 * PEER_GRACE_S)
+    # It has landed in an arena, say, and is still to be looked up.
+    assert old.is_connected
+    old.lifetime.end_request()
+    close_due(table, 1.0 + 2 * PEER_GRACE_S)
+    assert not old.is_connected and not old.lane.agent.is_open
+
+
+def test_requests_that_wait_for_a_neighbour_bring_it_back(table, network, neighbours):
+    """They were connected, and had not begun: nobody has to want it once more."""
+    bad, good = neighbours
+    good.waiting.append(("a", None))
+    table.break_off(bad.connection, 1.0)
+    assert outcomes(table.advance(1.0)) == [("engine 1", None)]
+    assert good.connection is network.opened[-1] and len(network.handshakes) == 2
+
+
+def test_neighbour_that_is_being_connected_goes_to_the_next_lane(table, network):
+    """What was connected of it already is closed with the lane."""
+    bad = connected(table, network, at(0))
+    peer = table.get_or_connect(at(1), 1.0)
     table.advance(1.0)
+    engine = network.answer(tp_size=2)
+    table.advance(1.0)
+    half = peer.connecting
+    assert half is not None and table.is_connecting
+    table.break_off(bad.connection, 2.0)
+    assert peer.connecting is None
+    table.advance(2.0)
+    table.advance(2.0)
+    assert peer.connection.lane is network.lanes[1].result() and not table.is_connecting
+    assert len(peer.connection.engine.releases) == len(engine.agents) == 2
+    assert len(network.handshakes) == 2
+    close_due(table, 2.0)
+    assert not half.is_connected and not half.lane.agent.is_open
+
+
+def test_neighbour_that_fails_as_well_is_suspected(table, network, neighbours):
+    """Though its lane is retired: it is asked anew, and costs no other lane."""
+    for peer in neighbours:
+        read_block(peer.connection)
+    old = [peer.connection for peer in neighbours]
+    table.break_off(old[0], 1.0)
+    table.break_off(old[1], 1.1)
+    second = neighbours[1]
+    assert second.broken and second.lowered is None
+    assert second.breaks == 1 and second.is_suspect(1.1)
+    table.break_off(old[1], 1.2)
+    assert second.breaks == 1
+    assert table.take_broken() == old
+    steady = connected(table, network, at(2), 2.0)
+    connected(table, network, second.address, 2.0)
+    assert second.connection.lane is not steady.connection.lane
+    table.break_off(second.connection, 3.0)
+    assert steady.connection is not None and steady.connection.lane.is_open
+
+
+def test_neighbour_that_fails_while_it_is_connected_anew_is_asked(table, network, neighbours):
+    """What it had answered does not hold any more."""
+    old = neighbours[1].connection
+    read_block(old)
+    network.makes_lanes = False
+    table.break_off(neighbours[0].connection, 1.0)
+    table.get_or_connect(at(1), 1.0)
+    table.advance(1.0)
+    assert neighbours[1].is_opening and len(network.handshakes) == 2
+    table.break_off(old, 1.1)
+    table.advance(1.1)
+    assert len(network.handshakes) == 3
+
+
+def test_peers_that_are_steady_go_back_to_the_others(table, network, neighbours):
+    """Who was suspected long ago is connected as the others are."""
+    bad, good = neighbours
+    table.break_off(bad.connection, 1.0)
+    reconnect(table, good, 1.0)
+    connected(table, network, bad.address, 2.0)
+    assert bad.connection.lane is not good.connection.lane
+    table.break_off(bad.connection, 2.0 + STEADY_S)
+    bad.suspect_until_s = 0.0
+    connected(table, network, bad.address, 3.0 + STEADY_S)
+    assert bad.connection.lane is good.connection.lane
+
+
+def test_peer_waits_for_a_lane(table, network):
+    """It is asked meanwhile, and connected as soon as there is one."""
+    network.makes_lanes = False
+    peer = table.get_or_connect(ADDRESS, 0.0)
+    peer.waiting.append(("a", None))
+    table.advance(0.0)
     network.answer()
+    assert table.advance(0.0) == [] and not table.is_connecting
+    assert len(network.lanes) == 1
+    network.make_lane()
+    assert outcomes(table.advance(1.0)) == [("engine", None)]
+
+
+def test_lane_that_cannot_be_made_fails_its_peers_handshake(table, network):
+    """It says why; the next one is tried later, and who comes meanwhile waits for that."""
+    network.makes_lanes = False
+    peer = table.get_or_connect(ADDRESS, 0.0)
+    peer.waiting.append(("a", None))
+    table.advance(0.0)
+    network.answer()
+    table.advance(0.0)
+    network.lanes[-1].set_exception(OSError("too many open files"))
+    ((_, error),) = table.advance(0.0)
+    assert isinstance(error, TransferError) and "too many open files" in str(error)
+    peer.take_waiting()
+    network.makes_lanes = True
+    table.get_or_connect(at(1), 0.5)
+    table.advance(0.5)
+    network.answer()
+    assert table.advance(0.5) == [] and len(network.lanes) == 1
+    while not network.opened:
+        assert 0.5 < table.next_due_s <= 10.0
+        table.advance(table.next_due_s)
+    assert len(network.lanes) == 2
+
+
+def test_workers_are_connected_one_in_a_turn(table, network):
+    """Each takes NIXL a while: what is on its way is looked at in between."""
+    peer = table.get_or_connect(ADDRESS, 0.0)
+    table.advance(0.0)
+    network.answer(tp_size=2)
+    table.advance(0.0)
+    assert peer.connection is None and table.is_connecting and table.num_handshakes == 1
+    table.advance(0.0)
+    assert peer.connection is not None and not table.is_connecting and table.num_handshakes == 0
+
+
+def test_worker_that_cannot_be_connected_leaves_nothing(table, network):
+    """Its engine's other workers are forgotten, and their lists are given back."""
+    connected(table, network, at(1))
+    lane = network.lanes[0].result()
+    lists = lane.agent.num_lists
+    peer = table.get_or_connect(ADDRESS, 0.0)
+    table.advance(0.0)
+    engine = network.answer(tp_size=2)
+    engine.agents[1].close()
+    assert table.advance(0.0) == []
+    ((_, error),) = table.advance(0.0)
+    assert "no agent accepts a peer's metadata" in str(error)
+    assert peer.connection is None and lane.agent.num_lists > lists
+    close_due(table, 0.0)
+    assert lane.agent.num_lists == lists and lane.is_open
+
+
+def test_suspect_waits_while_too_many_lanes_drain(table, network):
+    """It hangs every time, and each of its lanes is kept for long; others are not concerned."""
+    now_s = 0.0
+    while len(table.lanes.draining) <= MAX_DRAINING_LANES:
+        peer = connected(table, network, now_s=now_s)
+        read_block(peer.connection)
+        table.break_off(peer.connection, now_s)
+        now_s = peer.retry_at_s
+    table.get_or_connect(ADDRESS, now_s)
+    table.advance(now_s)
+    network.answer()
+    assert table.advance(now_s) == [] and peer.is_opening and peer.connection is None
+    other = connected(table, network, at(1), now_s)
+    assert other.connection is not None
+    # The oldest is waited for no longer than a slow one, and then there is room.
+    oldest = table.lanes.draining[0]
+    assert table.next_due_s == oldest.retired_at_s + PEER_GRACE_S
+    now_s = max(now_s, table.next_due_s)
+    close_due(table, now_s)
+    assert not oldest.agent.is_open
+    table.advance(now_s)
+    assert peer.connection is not None
+
+
+def test_restart_and_failure_in_one_turn_leave_nothing_in_doubt(table, network):
+    """What may still write ends with its lane also where it has just been replaced."""
+    old = connected(table, network).connection
+    connected(table, network, at(0, "restarted"), 1.0)
+    old.lifetime.refuse(1.0)
+    table.break_off(old, 1.0)
+    assert not old.lane.is_open and table.take_broken() == [old]
+    close_due(table, 1.0)
+    assert not old.is_connected and not old.lane.agent.is_open
+
+
+def test_two_answers_from_one_place_in_one_turn(table, network):
+    """The later one counts; both are told of."""
+    connected(table, network, at(1))
+    table.take_handshakes()
+    addresses = ADDRESS, at(0, "restarted")
+    for address in addresses:
+        table.get_or_connect(address, 0.0)
+    table.advance(0.0)
+    for handshake in network.handshakes[1:]:
+        network.answer(handshake)
     table.advance(1.0)
-    table.break_off(old, 2.0)
-    assert peer.connection is network.opened[1] and not peer.broken
+    told = table.take_handshakes()
+    assert [address for address, *_ in told] == list(addresses)
+    assert all(lowered.num_ranks == 1 for _, lowered, _ in told)
+    old, new = (table.get_or_connect(address, 1.0) for address in addresses)
+    assert old.broken and old.connection is None and new.connection is not None
+
+
+def test_restarted_engine_is_not_replaced_by_what_it_was(table, network):
+    """Half connected, an answer from before the restart is given up, and asked for anew."""
+    old = table.get_or_connect(ADDRESS, 0.0)
+    table.advance(0.0)
+    network.answer(tp_size=2)
+    table.advance(0.0)
+    assert old.connecting is not None
+    new = table.get_or_connect(at(0, "restarted"), 0.0)
+    # The old one's last worker is slow to be connected.
+    table._active.pop(ADDRESS)
+    table.advance(0.0)
+    network.answer()
+    table.advance(0.0)
+    assert new.connection is not None and old.connecting is None
+    table.get_or_connect(ADDRESS, 0.0)
+    table.advance(0.0)
+    assert len(network.handshakes) == 3
+    network.fail()
+    table.advance(0.0)
+    assert new.connection is not None and not new.broken

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import (
-    DEAD_GRACE_S,
+    PEER_GRACE_S,
     Lifetime,
 )
 
@@ -42,9 +42,51 @@ def test_after_a_failure_the_others_are_given_a_moment():
     lifetime.begin()
     lifetime.fail(10.0)
     lifetime.retire(12.0)
-    assert lifetime.close_at_s() == 12.0 + DEAD_GRACE_S
+    assert lifetime.close_at_s() == 12.0 + PEER_GRACE_S
     lifetime.fail(13.0)
     assert lifetime.close_at_s() == 12.0 and not lifetime.is_drained
+    lifetime.close()
+    assert lifetime.is_drained
+
+
+def test_grace_of_the_others_ends_with_that_of_hung_ones():
+    """Whichever is over first."""
+    lifetime = Lifetime(PEER_GRACE_S / 2)
+    lifetime.begin()
+    lifetime.refuse(10.0)
+    lifetime.retire(10.0)
+    assert lifetime.close_at_s() == 10.0 + PEER_GRACE_S / 2
+
+
+def test_requests_keep_a_connection():
+    """What they have read may have landed, and is still to be looked up."""
+    lifetime = Lifetime(HUNG_GRACE_S)
+    lifetime.begin_request()
+    lifetime.begin_request()
+    lifetime.retire(10.0)
+    assert not lifetime.is_drained and lifetime.close_at_s() == 10.0 + HUNG_GRACE_S
+    lifetime.end_request()
+    assert lifetime.close_at_s() == 10.0 + HUNG_GRACE_S
+    lifetime.end_request()
+    assert lifetime.is_drained and lifetime.close_at_s() == 10.0
+
+
+def test_request_ends_once_however_often_that_is_said():
+    """One that has failed may end with its lane after that."""
+    lifetime = Lifetime(HUNG_GRACE_S)
+    lifetime.begin_request()
+    lifetime.close()
+    lifetime.end_request()
+    assert lifetime.requests == 0 and lifetime.is_drained
+
+
+def test_what_is_in_doubt_alone_is_not_waited_for():
+    """Only the end of its lane makes it drained."""
+    lifetime = Lifetime(HUNG_GRACE_S)
+    lifetime.begin()
+    lifetime.fail(10.0)
+    lifetime.retire(10.0)
+    assert lifetime.close_at_s() == 10.0 and not lifetime.is_drained
     lifetime.close()
     assert lifetime.is_drained
 
@@ -56,14 +98,6 @@ def test_refused_read_is_in_doubt():
     assert not lifetime.is_drained and lifetime.in_flight == 0
 
 
-def test_too_much_in_doubt_waits_for_nobody():
-    """What is forced is due at once."""
-    lifetime = Lifetime(HUNG_GRACE_S)
-    lifetime.begin()
-    lifetime.force(3.0)
-    assert lifetime.close_at_s() == 3.0
-
-
 class LifetimeMachine(RuleBasedStateMachine):
     """Any order of events: quiet is only what is done, or what has ended with its agent."""
 
@@ -71,7 +105,7 @@ class LifetimeMachine(RuleBasedStateMachine):
         super().__init__()
         self.lifetime = Lifetime(HUNG_GRACE_S)
         self.now_s = 0.0
-        self.writing = 0
+        self.writing = self.requests = 0
         self.closed = False
 
     @precondition(lambda self: not self.closed)
@@ -80,6 +114,20 @@ class LifetimeMachine(RuleBasedStateMachine):
         """Post a read."""
         self.lifetime.begin()
         self.writing += 1
+
+    @precondition(lambda self: not self.closed)
+    @rule()
+    def begin_request(self):
+        """Read a request."""
+        self.lifetime.begin_request()
+        self.requests += 1
+
+    @precondition(lambda self: self.requests)
+    @rule()
+    def end_request(self):
+        """It was received, or has failed."""
+        self.lifetime.end_request()
+        self.requests -= 1
 
     @precondition(lambda self: self.lifetime.in_flight)
     @rule(well=st.booleans())
@@ -92,13 +140,10 @@ class LifetimeMachine(RuleBasedStateMachine):
             self.lifetime.fail(self.now_s)
 
     @precondition(lambda self: not self.closed)
-    @rule(forced=st.booleans())
-    def retire(self, forced):
-        """Something is wrong."""
-        if forced:
-            self.lifetime.force(self.now_s)
-        else:
-            self.lifetime.retire(self.now_s)
+    @rule()
+    def retire(self):
+        """Something is wrong, with it or with another one of its lane."""
+        self.lifetime.retire(self.now_s)
 
     @rule(seconds=st.floats(0, 1000))
     def wait(self, seconds):
@@ -107,12 +152,12 @@ class LifetimeMachine(RuleBasedStateMachine):
         at_s = self.lifetime.close_at_s()
         if at_s is not None and at_s <= self.now_s and not self.closed:
             self.lifetime.close()
-            self.closed, self.writing = True, 0
+            self.closed, self.writing, self.requests = True, 0, 0
 
     @invariant()
     def quiet_is_quiet(self):
         """Nothing writes while it is taken for quiet, and it ends within the longest grace."""
-        assert self.lifetime.is_drained == (self.writing == 0)
+        assert self.lifetime.is_drained == (self.writing == self.requests == 0)
         if self.lifetime.retired_at_s is not None:
             assert self.lifetime.close_at_s() <= self.lifetime.retired_at_s + HUNG_GRACE_S
 

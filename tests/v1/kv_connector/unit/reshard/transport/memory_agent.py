@@ -46,12 +46,18 @@ class MemoryAgent:
         self._regions: list[tuple[int, int]] = []
         self._peers: set[str] = set()
         self._inbox: list[tuple[str, bytes]] = []
+        self._lists: set[Prepared] = set()
         self._agents[name] = self
 
     @property
     def is_open(self) -> bool:
         """Whether it has not been closed."""
         return self.name in self._agents
+
+    @property
+    def num_lists(self) -> int:
+        """Lists that are prepared."""
+        return len(self._lists)
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory: str | None = None) -> None:
         """Make memory known."""
@@ -70,7 +76,8 @@ class MemoryAgent:
         return name
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer."""
+        """Forget a peer, whose lists were given back."""
+        assert not any(each.peer == peer for each in self._lists)
         self._peers.remove(peer)
 
     def prepare(
@@ -82,10 +89,13 @@ class MemoryAgent:
             stop = address + (count - 1) * stride + size
             if not any(low <= address and stop <= high for low, high in owner._regions):
                 raise TransferError(f"{owner.name} has not registered [{address}, {stop})")
-        return Prepared(peer, rows)
+        prepared = Prepared(peer, rows)
+        self._lists.add(prepared)
+        return prepared
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Give a prepared list back."""
+        self._lists.remove(prepared)
 
     def read(
         self,
@@ -133,6 +143,7 @@ class MemoryAgent:
 
     def close(self) -> None:
         """Leave the network."""
+        self._lists.clear()
         self._agents.pop(self.name, None)
 
     def _owner(self, peer: str | None) -> MemoryAgent:

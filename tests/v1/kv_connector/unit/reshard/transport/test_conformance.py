@@ -315,6 +315,54 @@ def test_garbage_is_no_peer(agents):
         agents[0].connect(b"garbage")
 
 
+def test_forgotten_peer_is_unknown_and_may_come_back(agents):
+    """Nothing can be read from it, or be said to it, until it is connected again."""
+    one, other = agents
+    memory = np.arange(128, dtype=np.uint8).reshape(2, 64)
+    for agent, own in zip(agents, memory, strict=True):
+        agent.register([(own.ctypes.data, own.nbytes, 0)])
+    rows = [np.array([[own.ctypes.data, 64, 0, 64, 1]], dtype=np.uint64) for own in memory]
+    index = np.zeros(1, dtype=np.int32)
+    for _ in range(3):
+        memory[0] = 0
+        peer = one.connect(other.metadata())
+        local, remote = one.prepare(rows[0]), one.prepare(rows[1], peer)
+        transfer = one.read(local, index, remote, index)
+        wait_until(lambda each=transfer: one.poll(each) is TransferState.DONE)
+        one.release(transfer)
+        assert (memory[0] == memory[1]).all()
+        for prepared in (local, remote):
+            one.release_prepared(prepared)
+        one.disconnect(peer)
+        with pytest.raises(TransferError):
+            one.prepare(rows[1], peer)
+        with pytest.raises(TransferError, match="cannot notify"):
+            one.notify(peer, b"")
+
+
+def test_forgotten_peer_leaves_the_others(agents):
+    """Reads in flight from another peer, and what is said to it, go on."""
+    one, other = agents
+    kept = type(one)(str(uuid.uuid4()), num_threads=1, progress_delay_us=100)
+    memory = np.arange(192, dtype=np.uint8).reshape(3, 64)
+    for agent, own in zip((one, other, kept), memory, strict=True):
+        agent.register([(own.ctypes.data, own.nbytes, 0)])
+    gone, stays = one.connect(other.metadata()), one.connect(kept.metadata())
+    local, remote = (
+        one.prepare(np.array([[own.ctypes.data, 64, 0, 64, 1]], dtype=np.uint64), whose)
+        for own, whose in ((memory[0], None), (memory[2], stays))
+    )
+    index = np.zeros(1, dtype=np.int32)
+    transfer = one.read(local, index, remote, index)
+    one.disconnect(gone)
+    wait_until(lambda: one.poll(transfer) is TransferState.DONE)
+    one.release(transfer)
+    assert (memory[0] == memory[2]).all()
+    one.notify(stays, b"done")
+    received: list[tuple[str, bytes]] = []
+    wait_until(lambda: received.extend(kept.take_notifications()) or received)
+
+
 def test_lists_of_different_length_are_refused(agents):
     """A read whose ends do not correspond is not posted."""
     one, other = agents
@@ -341,7 +389,7 @@ def test_closed_agent_says_so(agents):
 def test_agent_of_the_tests_offers_what_nixls_does():
     """What may be asked of one may be asked of the other, but for counts of what is held."""
     public = {name for name in vars(NixlAgent) if not name.startswith("_")}
-    assert public - {"num_lists", "num_reads"} <= set(vars(MemoryAgent))
+    assert public - {"num_reads"} <= set(vars(MemoryAgent))
 
 
 def test_source_that_dies_during_a_read_is_noticed():

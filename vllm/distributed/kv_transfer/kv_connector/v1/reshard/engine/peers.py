@@ -56,6 +56,7 @@ class Peer:
         lowered: What it has answered, as long as it is not broken.
         connecting: The connection whose workers are being connected.
         connection: What to read with, while it is connected.
+        retired: The connection before, as long as none has taken its place.
         began_s: When the last handshake began.
         waiting: Requests to begin once it is connected.
         failures: Handshakes that failed one after another.
@@ -73,6 +74,7 @@ class Peer:
     lowered: LoweredEngine | None = None
     connecting: PeerConnection | None = None
     connection: PeerConnection | None = None
+    retired: PeerConnection | None = None
     began_s: float = 0.0
     waiting: deque[tuple[RequestId, Receive]] = field(default_factory=deque)
     failures: int = 0
@@ -136,7 +138,7 @@ class PeerTable:
         # Those of open lanes that drain.
         self._retired: list[PeerConnection] = []
         self._broken: list[PeerConnection] = []
-        self._handshakes: list[tuple[Peer, float]] = []
+        self._handshakes: list[tuple[RemoteEngineAddress, LoweredEngine, float]] = []
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -217,39 +219,26 @@ class PeerTable:
         restarted. One that answers handshakes and cannot be read from, again and again, is asked
         ever more rarely. The lane's other peers are connected anew when they are wanted next.
         """
-        if connection in self._broken or not connection.is_connected:
-            # Each request of a broken one comes by here.
+        if not connection.is_connected:
             return
-        peer = next((each for each in self._peers.values() if each.connection is connection), None)
-        if peer is not None:
-            self._retire(peer, now_s)
-            peer.broken, peer.lowered = True, None
-            if not peer.is_suspect(now_s):
-                peer.breaks = 0
-            peer.retry_at_s = now_s + (_back_off_s(peer.breaks) if peer.breaks else 0.0)
-            peer.suspect_until_s = peer.retry_at_s + STEADY_S
-            peer.breaks += 1
-            self._sweep_by(peer.suspect_until_s)
-        self._broken.append(connection)
-        if not connection.lane.is_open:
-            return
-        self.lanes.retire(connection.lane, now_s)
-        for other in self._peers.values():
-            if other.connection is not None and other.connection.lane is connection.lane:
-                self._retire(other, now_s)
-            elif other.connecting is not None and other.connecting.lane is connection.lane:
-                other.connecting = None
-        for each in connection.lane.connections:
-            each.lifetime.retire(now_s)
-        self._retired = [each for each in self._retired if each.lane.is_open]
+        its = (
+            each for each in self._peers.values() if connection in (each.connection, each.retired)
+        )
+        peer = next(its, None)
+        # Each request of a broken one comes by here.
+        if peer is not None and not peer.broken:
+            self._note_break(peer, now_s)
+        if connection not in self._broken:
+            self._broken.append(connection)
+        self._retire_lane(connection.lane, now_s)
 
     def take_broken(self) -> list[PeerConnection]:
         """The connections that broke since the last call, over which nothing more is posted."""
         broken, self._broken = self._broken, []
         return broken
 
-    def take_handshakes(self) -> list[tuple[Peer, float]]:
-        """The peers that were connected since the last call, and how many seconds that took."""
+    def take_handshakes(self) -> list[tuple[RemoteEngineAddress, LoweredEngine, float]]:
+        """What was connected since the last call, and how many seconds each took."""
         handshakes, self._handshakes = self._handshakes, []
         return handshakes
 
@@ -297,11 +286,11 @@ class PeerTable:
         if peer.connecting.connect_next():
             peer.connection, peer.connecting = peer.connecting, None
             peer.is_opening = False
+            self._handshakes.append((peer.address, peer.lowered, now_s - peer.began_s))
             self._note_connected(peer, now_s)
 
     def _note_connected(self, peer: Peer, now_s: float) -> None:
-        self._handshakes.append((peer, now_s - peer.began_s))
-        peer.failures, peer.broken = 0, False
+        peer.failures, peer.broken, peer.retired = 0, False, None
         for other in self._peers.values():
             at_its_place = (other.address.host, other.address.port) == (
                 peer.address.host,
@@ -310,6 +299,7 @@ class PeerTable:
             if at_its_place and other is not peer:
                 # It has restarted under a new id.
                 other.broken, other.lowered = True, None
+                self._stop_connecting(other, now_s)
                 if other.connection is not None:
                     self._broken.append(other.connection)
                 self._retire(other, now_s)
@@ -322,11 +312,41 @@ class PeerTable:
         peer.wanted = False
         peer.retry_at_s = now_s + _back_off_s(peer.failures)
         peer.broken, peer.lowered = True, None
+        self._stop_connecting(peer, now_s)
+        self._sweep_by(peer.retry_at_s)
+
+    def _stop_connecting(self, peer: Peer, now_s: float) -> None:
+        """Give back what of a peer is connected already: it is not what it was."""
         if (connecting := peer.connecting) is not None:
             peer.connecting = None
             connecting.lifetime.retire(now_s)
             self._retired.append(connecting)
-        self._sweep_by(peer.retry_at_s)
+
+    def _note_break(self, peer: Peer, now_s: float) -> None:
+        """A peer cannot be read from: ask it anew, and keep it from the others for a while."""
+        self._retire(peer, now_s)
+        self._stop_connecting(peer, now_s)
+        peer.broken, peer.lowered = True, None
+        if not peer.is_suspect(now_s):
+            peer.breaks = 0
+        peer.retry_at_s = now_s + (_back_off_s(peer.breaks) if peer.breaks else 0.0)
+        peer.suspect_until_s = peer.retry_at_s + STEADY_S
+        peer.breaks += 1
+        self._sweep_by(peer.suspect_until_s)
+
+    def _retire_lane(self, lane: Lane, now_s: float) -> None:
+        """Begin nothing more over a lane; a second time changes nothing."""
+        if not lane.is_open:
+            return
+        self.lanes.retire(lane, now_s)
+        for peer in self._peers.values():
+            if peer.connection is not None and peer.connection.lane is lane:
+                self._retire(peer, now_s)
+            elif peer.connecting is not None and peer.connecting.lane is lane:
+                peer.connecting = None
+        for each in lane.connections:
+            each.lifetime.retire(now_s)
+        self._retired = [each for each in self._retired if each.lane.is_open]
 
     def _retire(self, peer: Peer, now_s: float) -> None:
         """Let what is in flight from a peer drain."""
@@ -334,7 +354,7 @@ class PeerTable:
             peer.connection.lifetime.retire(now_s)
             if peer.connection.lane.is_open:
                 self._retired.append(peer.connection)
-            peer.connection = None
+            peer.connection, peer.retired = None, peer.connection
             if peer.waiting:
                 # They are read with the next one.
                 peer.wanted = True

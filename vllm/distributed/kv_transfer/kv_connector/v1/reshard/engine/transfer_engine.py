@@ -254,15 +254,14 @@ class TransferEngine:
     def _advance_peers(self, now_s: float) -> None:
         """Read what waited for an engine that is connected now; fail it where it cannot be."""
         news = self.peers.advance(now_s)
-        for peer, duration_s in self.peers.take_handshakes():
+        for address, lowered, duration_s in self.peers.take_handshakes():
             self._stats.record_handshake(duration_s)
-            assert peer.lowered is not None
             logger.info(
                 "From engine %s of %d ranks, rank %s %s. The handshake took %.1f ms.",
-                peer.address.engine_id,
-                peer.lowered.num_ranks,
-                peer.lowered.rank,
-                peer.lowered.summary,
+                address.engine_id,
+                lowered.num_ranks,
+                lowered.rank,
+                lowered.summary,
                 1e3 * duration_s,
             )
         for peer, error in news:

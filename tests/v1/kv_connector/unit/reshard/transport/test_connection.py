@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One connection with another engine: what it counts, and what it gives back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
+from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
+from tests.v1.kv_connector.unit.reshard.transport.remotes import (
+    BLOCKS,
+    HUNG_GRACE_S,
+    OFFER,
+    Reader,
+    RemoteEngineStub,
+    memory_agent,
+    nixl_reader,
+    nixl_source,
+    read_block,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError, TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
+
+NOW_S = 10.0
+
+
+class FaultyAgent(MemoryAgent):
+    """An agent whose reads go wrong as told.
+
+    Attributes:
+        fault: Raised instead of posting a read; None to post it.
+        fails: Reads have failed when they are looked at.
+    """
+
+    fault: Exception | None = None
+    fails = False
+
+    def read(self, *lists):
+        """Post a read, or refuse it."""
+        if self.fault is not None:
+            raise self.fault
+        return super().read(*lists)
+
+    def poll(self, transfer):
+        """Look at a read."""
+        return TransferState.FAILED if self.fails else super().poll(transfer)
+
+
+@pytest.fixture
+def reader() -> Reader:
+    """A worker that reads over lanes that may be faulty."""
+    return Reader(lambda role: FaultyAgent(memory_agent(role).name))
+
+
+@pytest.fixture
+def connection(reader) -> PeerConnection:
+    """A connection with an engine of two workers."""
+    return reader.connected(reader.make_lane(), RemoteEngineStub(2), lambda: NOW_S)
+
+
+def test_workers_are_connected_one_by_one(reader):
+    """After each, its legs, its table and its name are there, and no other's."""
+    engine, lane = RemoteEngineStub(2), reader.make_lane()
+    connection = PeerConnection(lane, reader.lowered(engine), HUNG_GRACE_S, lambda: NOW_S)
+    assert lane.connections == {connection: None} and not connection.engine.legs
+    for number, agent in enumerate(engine.agents, start=1):
+        assert connection.connect_next() is (number == 2)
+        assert connection.engine.releases[-1] == (agent.name, 1)
+        assert len(connection.engine.lease_tables) == len(connection.engine.releases) == number
+        assert {leg.remote.peer for leg in connection.engine.legs} == {
+            each.name for each in engine.agents[:number]
+        }
+    assert connection.connect_next() is True
+
+
+@pytest.mark.parametrize(
+    ("make_source", "make_reader"),
+    [(memory_agent, memory_agent), (nixl_source, nixl_reader)],
+    ids=["memory", "nixl"],
+)
+def test_reads_messages_and_lookups(make_source, make_reader):
+    """What a connection is for, from each worker; its end leaves its lane as it was."""
+    reader, engine = Reader(make_reader), RemoteEngineStub(2, make_source)
+    lane = reader.make_lane()
+    before = lane.agent.num_lists
+    connection = reader.connected(lane, engine, lambda: NOW_S)
+    source_blocks = BLOCKS[0].block_ids
+    transfers = []
+    for leg in connection.engine.legs:
+        spans = (BLOCKS, BLOCKS)
+        remote, local = leg.leg.indices(leg.leg.select(*spans))
+        transfers.append(connection.read(leg.local, local, leg.remote, remote))
+    assert connection.lifetime.in_flight == len(transfers) and not connection.is_drained
+    for transfer in transfers:
+        wait_until(lambda each=transfer: connection.poll(each) is TransferState.DONE)
+        connection.release(transfer)
+    assert connection.is_drained
+    landed = reader.rank.bytes()
+    for head, rank in enumerate(engine.ranks):
+        wanted = rank.bytes()[:, :, source_blocks, 0]
+        assert np.array_equal(landed[:, :, source_blocks, head], wanted)
+    for table in connection.engine.lease_tables.values():
+        connection.leases.check_later((table.buckets.peer, 1), "r", OFFER, table)
+    assert not connection.is_drained
+    verdicts = []
+    wait_until(lambda: verdicts.extend(connection.leases.advance()) or len(verdicts) == 2)
+    assert [each.failure for each in verdicts] == [None, None] and connection.is_drained
+    connection.close()
+    connection.close()
+    assert not connection.is_connected and not lane.connections
+    assert lane.agent.num_lists == before and lane.agent.is_open
+    for agent in engine.agents:
+        with pytest.raises(TransferError):
+            lane.notify(agent.name, b"", NOW_S)
+    lane.close()
+    for agent in engine.agents:
+        agent.close()
+
+
+def test_refused_read_is_nothing(connection):
+    """NIXL had not begun with it."""
+    connection.lane.agent.fault = TransferError("no")
+    with pytest.raises(TransferError):
+        read_block(connection)
+    assert connection.is_drained
+
+
+def test_read_that_had_begun_is_in_doubt(connection):
+    """Only the end of its lane ends it, and its own close must not be asked for before."""
+    connection.lane.agent.fault = InDoubtError("not any more")
+    with pytest.raises(InDoubtError):
+        read_block(connection)
+    assert not connection.is_drained and not connection.lane.is_drained
+    with pytest.raises(AssertionError):
+        connection.close()
+
+
+def test_failed_read_is_in_doubt_until_its_lane_is_closed(reader):
+    """The lane is waited for as long as others of its connections may need."""
+    lane = reader.make_lane()
+    bad, good = (reader.connected(lane, RemoteEngineStub(), lambda: NOW_S) for _ in range(2))
+    transfers = [read_block(bad), read_block(bad)]
+    lane.agent.fails = True
+    assert bad.poll(transfers[0]) is TransferState.FAILED
+    for each in (bad, good):
+        each.lifetime.retire(NOW_S)
+    assert bad.close_at_s == NOW_S + PEER_GRACE_S and good.close_at_s == NOW_S
+    assert bad.poll(transfers[1]) is TransferState.FAILED
+    assert bad.close_at_s == NOW_S and not bad.is_drained and good.is_drained
+    lane.close()
+    assert bad.is_drained and not bad.is_connected and not good.is_connected
+
+
+def test_lookups_keep_a_connection(connection):
+    """Though nothing is in flight between two looks."""
+    (table, *_) = connection.engine.lease_tables.values()
+    connection.leases.check_later(("a", 1), "r", OFFER, table)
+    connection.lifetime.retire(NOW_S)
+    assert not connection.lifetime.in_flight and not connection.is_drained
+    assert connection.close_at_s == NOW_S + HUNG_GRACE_S
+
+
+def test_message_is_on_its_way_for_a_moment(connection):
+    """Its lane knows until when it may have to be polled."""
+    (name, _), *_ = connection.engine.releases
+    assert connection.lane.talks_until_s == 0.0
+    connection.notify(name, b"done")
+    assert NOW_S < connection.lane.talks_until_s < NOW_S + 1.0

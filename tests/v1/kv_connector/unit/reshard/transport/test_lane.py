@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents that peers share: which one a peer gets, and when one ends."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
+from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
+from tests.v1.kv_connector.unit.reshard.transport.remotes import (
+    HUNG_GRACE_S,
+    OFFER,
+    Reader,
+    RemoteEngineStub,
+    memory_agent,
+    nixl_reader,
+    nixl_source,
+    read_block,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
+    NixlAgent,
+    TransferState,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import (
+    MAX_DRAINING_LANES,
+    Lane,
+    Lanes,
+)
+
+AGENTS = {"memory": (memory_agent, memory_agent), "nixl": (nixl_source, nixl_reader)}
+
+
+class Making:
+    """Makes lanes when the test says so.
+
+    Attributes:
+        asked: A future for each lane.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.asked: list[Future[Lane]] = []
+        self._reader = reader
+
+    def __call__(self) -> Future[Lane]:
+        """Ask for one."""
+        self.asked.append(Future())
+        return self.asked[-1]
+
+    def make_all(self) -> list[Lane]:
+        """Make all that were asked for."""
+        waiting = [each for each in self.asked if not each.done()]
+        for each in waiting:
+            each.set_result(self._reader.make_lane())
+        return [each.result() for each in waiting]
+
+
+@pytest.fixture
+def reader() -> Reader:
+    """A worker that reads."""
+    return Reader()
+
+
+@pytest.fixture
+def making(reader) -> Making:
+    """What its lanes are made by."""
+    return Making(reader)
+
+
+def ready_lanes(making: Making, num_lanes: int) -> Lanes:
+    """Lanes that are made, and none for suspects."""
+    lanes = Lanes(making, num_lanes)
+    lanes.prepare(0.0)
+    making.make_all()
+    assert len(lanes) == num_lanes
+    return lanes
+
+
+@pytest.fixture(params=AGENTS.values(), ids=AGENTS.keys())
+def make_agents(request):
+    """How to make the agent of a source, and of a lane."""
+    return request.param
+
+
+# Which lane a peer gets.
+
+
+def test_peers_are_spread_over_the_lanes(making, reader):
+    """The least used one is taken; where one peer has gone, the next one comes."""
+    lanes = ready_lanes(making, 3)
+    used = []
+    for _ in range(6):
+        lane = lanes.pick(0.0, is_suspect=False)
+        used.append(reader.connected(lane, RemoteEngineStub()))
+    assert [len(lane.connections) for lane in lanes.ready] == [2, 2, 2]
+    used[4].close()
+    assert lanes.pick(0.0, is_suspect=False) is used[4].lane
+
+
+def test_lanes_are_made_before_they_are_wanted(making):
+    """All but that of suspects; who comes first takes one that is there."""
+    lanes = Lanes(making, 2)
+    lanes.prepare(0.0)
+    assert len(making.asked) == 2 and lanes.is_making and not len(lanes)
+    assert lanes.pick(0.0, is_suspect=False) is None and lanes.next_try_s == math.inf
+    making.asked[1].set_result(making._reader.make_lane())
+    assert lanes.pick(0.0, is_suspect=False) is making.asked[1].result()
+    making.make_all()
+    lanes.prepare(1.0)
+    assert len(making.asked) == 2 and not lanes.is_making
+
+
+def test_suspects_have_a_lane_of_their_own(making):
+    """It is made when the first one comes, and nobody else is put into it."""
+    lanes = ready_lanes(making, 1)
+    assert lanes.pick(0.0, is_suspect=True) is None
+    (theirs,) = making.make_all()
+    assert lanes.pick(0.0, is_suspect=True) is theirs
+    assert lanes.pick(0.0, is_suspect=False) is not theirs
+    lanes.retire(theirs, 1.0)
+    assert lanes.pick(1.0, is_suspect=True) is None
+    (successor,) = making.make_all()
+    assert lanes.pick(1.0, is_suspect=True) is successor
+
+
+def test_retired_lane_has_a_successor(making, reader):
+    """Meanwhile the others serve; retiring it again changes nothing."""
+    lanes = ready_lanes(making, 2)
+    old, other = lanes.ready
+    read_block(reader.connected(old, RemoteEngineStub()))
+    lanes.retire(old, 1.0)
+    lanes.retire(old, 2.0)
+    assert not old.is_open and old.retired_at_s == 1.0
+    assert lanes.draining == (old,) and lanes.ready == (other,) and len(lanes) == 2
+    assert lanes.pick(1.0, is_suspect=False) is other
+    (successor,) = making.make_all()
+    reader.connected(other, RemoteEngineStub())
+    assert lanes.pick(1.0, is_suspect=False) is successor
+
+
+def test_lane_that_cannot_be_made_is_tried_again_later(making):
+    """Who wanted it hears why; the next one waits, and is not refused for the same reason."""
+    lanes = Lanes(making, 1)
+    lanes.prepare(0.0)
+    making.asked[0].set_exception(OSError("too many open files"))
+    with pytest.raises(TransferError, match=r"no NIXL agent can be made .*: too many open files"):
+        lanes.pick(1.0, is_suspect=False)
+    assert lanes.pick(1.5, is_suspect=False) is None
+    assert len(making.asked) == 1 and not lanes.is_making
+    retry_at_s = lanes.next_try_s
+    assert 1.5 < retry_at_s < math.inf
+    assert lanes.pick(retry_at_s, is_suspect=False) is None
+    (lane,) = making.make_all()
+    assert lanes.pick(retry_at_s, is_suspect=False) is lane
+
+
+def test_lane_that_cannot_be_made_costs_nobody_while_there_is_another(making):
+    """Fewer lanes serve as well."""
+    lanes = ready_lanes(making, 2)
+    old, other = lanes.ready
+    lanes.retire(old, 1.0)
+    assert lanes.pick(1.0, is_suspect=False) is other
+    making.asked[-1].set_exception(OSError("too many open files"))
+    assert lanes.pick(2.0, is_suspect=False) is other
+
+
+# When one ends.
+
+
+def test_open_lane_stays(making, reader):
+    """With connections and without."""
+    (lane,) = ready_lanes(making, 1).ready
+    assert lane.is_open and lane.is_drained and lane.close_at_s() is None
+    connection = reader.connected(lane, RemoteEngineStub())
+    read_block(connection)
+    assert not lane.is_drained and lane.close_at_s() is None
+
+
+def retired(lanes: Lanes, *connections, now_s: float = 10.0) -> Lane:
+    """A lane that is retired with its connections, as a table does it."""
+    (lane,) = {each.lane for each in connections}
+    lanes.retire(lane, now_s)
+    for each in connections:
+        each.lifetime.retire(now_s)
+    return lane
+
+
+def test_retired_lane_ends_with_the_last_of_its_connections(making, reader):
+    """Reads, requests and lookups of any of them keep it."""
+    lanes = ready_lanes(making, 1)
+    one, two, three = (
+        reader.connected(lanes.ready[0], RemoteEngineStub(), lambda: 10.0) for _ in range(3)
+    )
+    transfer = read_block(one)
+    two.lifetime.begin_request()
+    (table,) = three.engine.lease_tables.values()
+    three.leases.check_later(("a", 1), "r", OFFER, table)
+    lane = retired(lanes, one, two, three)
+    hung_at_s = 10.0 + HUNG_GRACE_S
+    assert lane.close_at_s() == lanes.next_due_s == hung_at_s
+    while one.poll(transfer) is not TransferState.DONE:
+        pass
+    one.release(transfer)
+    assert lane.close_at_s() == hung_at_s and not lanes.take_due(hung_at_s - 0.1)
+    two.lifetime.end_request()
+    assert lane.close_at_s() == hung_at_s
+    while not three.leases.advance():
+        pass
+    assert lane.close_at_s() == 10.0 and lane.is_drained
+    assert lanes.take_due(10.0) == [lane] and not lanes.draining
+
+
+def test_what_was_sent_last_may_leave(making, reader):
+    """A lane is kept for the moment that a message takes to be on its way."""
+    lanes = ready_lanes(making, 1)
+    engine = RemoteEngineStub()
+    connection = reader.connected(lanes.ready[0], engine, lambda: 10.0)
+    connection.notify(engine.agents[0].name, b"done")
+    lane = retired(lanes, connection)
+    assert 10.0 < lane.talks_until_s < 11.0
+    assert lanes.next_due_s == lane.talks_until_s and lanes.take_due(10.0) == []
+    assert lanes.take_due(lane.talks_until_s) == [lane]
+    assert engine.agents[0].take_notifications() == [(lane.agent.name, b"done")]
+
+
+def test_forced_lane_ends_once_it_is_retired(making, reader):
+    """Whatever is in flight."""
+    lanes = ready_lanes(making, 1)
+    connection = reader.connected(lanes.ready[0], RemoteEngineStub())
+    read_block(connection)
+    connection.lane.force()
+    assert connection.lane.close_at_s() is None
+    lane = retired(lanes, connection)
+    assert lane.close_at_s() == 10.0 and lanes.take_due(10.0) == [lane]
+
+
+def test_oldest_of_too_many_lanes_is_waited_for_no_longer_than_a_slow_one(making, reader):
+    """None is made for suspects meanwhile; peers that nobody suspects get theirs."""
+    lanes = ready_lanes(making, 1)
+    draining = []
+    for number in range(MAX_DRAINING_LANES + 1):
+        lane = lanes.pick(0.0, is_suspect=False) or making.make_all()[0]
+        connection = reader.connected(lane, RemoteEngineStub())
+        read_block(connection)
+        assert lanes.next_due_s == (10.0 + HUNG_GRACE_S if draining else math.inf)
+        draining.append(retired(lanes, connection, now_s=10.0 + number))
+        lanes.pick(0.0, is_suspect=False)
+        making.make_all()
+    assert lanes.draining == tuple(draining)
+    num_asked = len(making.asked)
+    assert lanes.pick(20.0, is_suspect=True) is None and len(making.asked) == num_asked
+    assert lanes.next_try_s == math.inf
+    assert lanes.pick(20.0, is_suspect=False) is not None
+    assert lanes.next_due_s == 10.0 + PEER_GRACE_S
+    assert lanes.take_due(10.0 + PEER_GRACE_S) == draining[:1]
+    # Now there is room, and the next one has all of its time.
+    assert lanes.next_due_s == 11.0 + HUNG_GRACE_S
+    assert lanes.pick(20.0, is_suspect=True) is None and len(making.asked) == num_asked + 1
+
+
+def test_closing_hands_all_lanes_over(making, reader):
+    """Those that are ready, and that drain; one that is being made is closed when it comes."""
+    lanes = ready_lanes(making, 2)
+    first, second = lanes.ready
+    lanes.retire(first, 1.0)
+    lanes.pick(1.0, is_suspect=False)
+    assert lanes.is_making
+    making.asked[-1].set_running_or_notify_cancel()
+    # And one whose making has not begun, which is not made any more.
+    lanes.pick(1.0, is_suspect=True)
+    assert lanes.close(2.0) == [first, second]
+    assert len(lanes) == 0 and not lanes.is_making and making.asked[-1].cancelled()
+    late = reader.make_lane()
+    making.asked[-2].set_result(late)
+    assert not late.agent.is_open
+
+
+def test_closing_outlives_a_lane_that_fails_late(making):
+    """There is nothing to close then."""
+    lanes = Lanes(making, 1)
+    lanes.prepare(0.0)
+    making.asked[0].set_running_or_notify_cancel()
+    assert lanes.close(1.0) == []
+    making.asked[0].set_exception(OSError("too late"))
+
+
+def test_closed_lane_closes_its_connections(reader):
+    """With its agent first: what may still write ends with that."""
+    lane = reader.make_lane()
+    connections = [reader.connected(lane, RemoteEngineStub()) for _ in range(2)]
+    read_block(connections[0])
+    lane.close()
+    assert not lane.agent.is_open and not lane.connections
+    assert all(not each.is_connected and each.is_drained for each in connections)
+
+
+# What its peers share.
+
+
+def test_connections_of_one_geometry_share_lists_of_our_memory(make_agents):
+    """They are prepared once, and given back with the last connection that uses them."""
+    make_source, make_reader = make_agents
+    reader = Reader(make_reader)
+    lane = reader.make_lane()
+    before = lane.agent.num_lists
+    engines = [RemoteEngineStub(make_agent=make_source) for _ in range(3)]
+    connections, counts = [], [before]
+    for engine in engines:
+        connections.append(reader.connected(lane, engine))
+        counts.append(lane.agent.num_lists)
+    # The first has a list of ours besides what each has of its peer: the legs', and the table.
+    first, *others = np.diff(counts)
+    assert first == others[0] + 1 and len(set(others)) == 1
+    for connection in connections[:2]:
+        connection.close()
+    transfer = read_block(connections[2])
+    wait_until(lambda: connections[2].poll(transfer) is TransferState.DONE)
+    connections[2].release(transfer)
+    assert lane.agent.num_lists == counts[1]
+    connections[2].close()
+    assert lane.agent.num_lists == before
+    lane.close()
+    for agent in (agent for engine in engines for agent in engine.agents):
+        agent.close()
+
+
+def test_engine_that_is_connected_twice_is_forgotten_once(make_agents):
+    """Its next connection may be there while the one before drains, over the same lane."""
+    make_source, make_reader = make_agents
+    reader, engine = Reader(make_reader), RemoteEngineStub(make_agent=make_source)
+    lane = reader.make_lane()
+    old, new = (reader.connected(lane, engine) for _ in range(2))
+    old.close()
+    transfer = read_block(new)
+    wait_until(lambda: new.poll(transfer) is TransferState.DONE)
+    new.release(transfer)
+    source, landed = engine.ranks[0].bytes(), reader.rank.bytes()
+    assert (source != landed).any()
+    new.notify(engine.agents[0].name, b"done")
+
+    def heard() -> list[tuple[str, bytes]]:
+        lane.progress()
+        return engine.agents[0].take_notifications()
+
+    heard_last: list[tuple[str, bytes]] = []
+    wait_until(lambda: heard_last.extend(heard()) or heard_last)
+    assert heard_last == [(lane.agent.name, b"done")]
+    new.close()
+    with pytest.raises(TransferError):
+        lane.agent.prepare(np.array([[4096, 64, 0, 64, 1]], np.uint64), engine.agents[0].name)
+    # It may be connected again.
+    again = reader.connected(lane, engine)
+    transfer = read_block(again)
+    wait_until(lambda: again.poll(transfer) is TransferState.DONE)
+    lane.close()
+    engine.agents[0].close()
+
+
+class Lenient(MemoryAgent):
+    """An agent that lets another one of the same name in."""
+
+    def connect(self, metadata: bytes) -> str:
+        """What follows a # is the other's."""
+        return super().connect(metadata.partition(b"#")[0])
+
+
+def test_agent_that_bears_anothers_name_is_refused():
+    """The first one keeps its connection, and its name is free once it is forgotten."""
+    reader, engine = Reader(lambda role: Lenient(role)), RemoteEngineStub()
+    (source,) = engine.agents
+    lane = reader.make_lane()
+    connection = reader.connected(lane, engine)
+    namesake = source.metadata() + b"#another engine's"
+    for _ in range(2):
+        with pytest.raises(TransferError, match=r"bears the name of another engine's .*: check"):
+            lane.connect(namesake)
+    transfer = read_block(connection)
+    wait_until(lambda: connection.poll(transfer) is TransferState.DONE)
+    connection.release(transfer)
+    connection.close()
+    assert lane.connect(namesake) == source.name
+
+
+def test_nixl_lets_no_agent_in_that_bears_anothers_name():
+    """What was connected first is read from as before, and is told what it was told before."""
+    source, namesake = (
+        NixlAgent("a worker", num_threads=0, progress_delay_us=100) for _ in range(2)
+    )
+    memory = np.stack([np.full(64, value, np.uint8) for value in (1, 2, 0)])
+    reader = nixl_reader("lane")
+    for agent, own in zip((source, namesake, reader), memory, strict=True):
+        agent.register([(own.ctypes.data, own.nbytes, 0)])
+    lane = Lane(reader)
+    name = lane.connect(source.metadata())
+    with pytest.raises(TransferError):
+        lane.connect(namesake.metadata())
+    local, remote = (
+        reader.prepare(np.array([[own.ctypes.data, 64, 0, 64, 1]], dtype=np.uint64), whose)
+        for own, whose in ((memory[2], None), (memory[0], name))
+    )
+    index = np.zeros(1, dtype=np.int32)
+    transfer = reader.read(local, index, remote, index)
+    wait_until(lambda: reader.poll(transfer) is TransferState.DONE)
+    assert set(memory[2]) == {1}
+    for agent in (reader, namesake, source):
+        agent.close()
