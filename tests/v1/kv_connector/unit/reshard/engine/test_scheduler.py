@@ -35,7 +35,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler impor
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
-    fingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
@@ -473,40 +472,6 @@ def test_producer_is_told_of_a_full_hit_what_it_offers():
     prefilled = request({"do_remote_decode": True}, request_id="p-a")
     params, offered = offer(scheduler(), prefilled)
     assert scheduler()._receive(request(params), ([], [])).fingerprint == offered
-
-
-def test_long_prompt_is_hashed_while_it_is_computed():
-    """What is offered is the same, and nothing is left of requests that are not offered."""
-    owner = scheduler(block_size=16)
-    long = request({"do_remote_decode": True}, 5000, request_id="p-a")
-    _, offered = offer(owner, long, (list(range(313)),))
-    assert offered == fingerprint(range(5000), 5000, [], [list(range(313))])
-    aborted = request({"do_remote_decode": True}, 5000, request_id="p-b")
-    owner.on_new_request(aborted)
-    assert len(owner._offered_digests) == 1
-    aborted.status = RequestStatus.FINISHED_ABORTED
-    assert owner.request_finished(aborted, (list(range(313)),)) == (False, None)
-    assert len(owner._offered_digests) == 0
-    owner.shutdown()
-
-
-@pytest.mark.parametrize("also_offered", [False, True])
-def test_long_prompt_is_hashed_before_it_is_read(also_offered):
-    """As far as it is held, and also where it is held again; nothing is left of one that ends."""
-    params = PARAMS | {"remote_num_tokens": 5000, "do_remote_decode": also_offered}
-    owner = scheduler(bidirectional=also_offered)
-    for name in ("read", "aborted"):
-        new = request(params | {"remote_request_id": name}, 5003, name)
-        owner.on_new_request(new)
-        assert len(owner._wanted_digests) == 1
-        if name == "read":
-            receive = allocate(owner, new, list(range(313)))
-            assert receive.fingerprint == fingerprint(range(5003), 5000, [], [[5, 2, 9]])
-            assert len(owner._wanted_digests) == 0
-        new.status = RequestStatus.FINISHED_ABORTED
-        owner.request_finished(new, (list(range(313)),))
-        assert len(owner._wanted_digests) == len(owner._offered_digests) == 0
-    owner.shutdown()
 
 
 def test_producer_is_told_nothing_where_the_prompt_is_not_known():

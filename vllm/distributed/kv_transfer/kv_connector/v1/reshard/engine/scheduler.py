@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConn
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
-from ..protocol.fingerprint import OfferFingerprint, TokenHash, fingerprint
+from ..protocol.fingerprint import OfferFingerprint, fingerprint
 from ..protocol.messages import (
     BlockIds,
     EngineId,
@@ -38,7 +38,6 @@ from ..protocol.params import (
 from ..transport.side_channel import HandshakeServer
 from .compat import OUTPUTS_OUTLIVE_PREEMPTION, PRODUCERS_KEEP_THE_LAST_WINDOW
 from .content import content_keys
-from .digests import PromptDigests
 from .failed_reads import ReadBook
 from .geometry import state_groups, window_groups
 from .metadata import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
@@ -84,8 +83,6 @@ class ReshardScheduler(NixlConnectorScheduler):
         # Those whose leases workers renew, or are about to.
         self._renewed: set[str] = set()
         self._offers = OfferBook()
-        self._offered_digests = PromptDigests()
-        self._wanted_digests = PromptDigests()
         # Which request reads the blocks of another engine's request.
         self._readers: dict[tuple[str, str], str] = {}
         self._reads = ReadBook()
@@ -141,11 +138,6 @@ class ReshardScheduler(NixlConnectorScheduler):
             params = params if is_free else without_source(params)
         request.kv_transfer_params = params
         super().on_new_request(request)
-        # The tokens of a session that goes on may be cut back.
-        is_known = not request.resumable
-        tokens = request.all_token_ids
-        if params and params.get("do_remote_decode") and is_known:
-            self._offered_digests.begin(request.request_id, tokens, len(tokens))
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
             if not isinstance(source, str):
@@ -153,9 +145,6 @@ class ReshardScheduler(NixlConnectorScheduler):
                     _address(source), source.remote_request_id
                 )
                 self._renewed.add(request.request_id)
-                if is_known:
-                    num_tokens = self._num_held(request, source)
-                    self._wanted_digests.begin(request.request_id, tokens, num_tokens)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -256,7 +245,6 @@ class ReshardScheduler(NixlConnectorScheduler):
             request: The request.
             local_block_ids: The blocks to fill.
         """
-        hashed = self._wanted_digests.take(request.request_id)
         source = remote_blocks(request.kv_transfer_params or {})
         if isinstance(source, str):
             nowhere = RemoteEngineAddress("unknown", "unknown", 0)
@@ -275,7 +263,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             # What is being read counts as computed.
             local_tokens=min(remote_tokens, request.num_computed_tokens),
             remote_tokens=remote_tokens,
-            fingerprint=_bind(request, remote_tokens, blocks, hashed) if is_bound else None,
+            fingerprint=_fingerprint(request, remote_tokens, blocks) if is_bound else None,
         )
 
     def _num_held(self, request: Request, source: RemoteBlocks) -> int:
@@ -301,7 +289,6 @@ class ReshardScheduler(NixlConnectorScheduler):
         a step in flight may be filling: those of a request that began anew, where the output of
         the step before that can still end it.
         """
-        self._wanted_digests.forget(request.request_id)
         if not is_disaggregated(request.kv_transfer_params):
             return False, None
         remote = remote_request(request.kv_transfer_params or {})
@@ -323,11 +310,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         if delay_free:
             assert params is not None
             params["remote_num_tokens"] = num_tokens
-            hashed = self._offered_digests.take(request.request_id)
-            fingerprint = _bind(request, num_tokens, params["remote_block_ids"], hashed)
+            fingerprint = _fingerprint(request, num_tokens, params["remote_block_ids"])
             self._offers.offer(request.request_id, sum(map(len, block_ids)), fingerprint)
-        else:
-            self._offered_digests.forget(request.request_id)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
@@ -361,9 +345,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:
-        """Stop answering handshakes, announcing, and hashing prompts."""
-        self._offered_digests.close()
-        self._wanted_digests.close()
+        """Stop answering handshakes and announcing."""
         self._offers.close()
         if self._server is not None:
             self._server.close()
@@ -376,9 +358,7 @@ def _address(source: RemoteBlocks) -> RemoteEngineAddress:
     return RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port)
 
 
-def _bind(
-    request: Request, num_tokens: int, block_ids: BlockIds, hashed: TokenHash | None = None
-) -> OfferFingerprint:
-    """What stands for the first tokens of a request in blocks of this or of another engine."""
+def _fingerprint(request: Request, num_tokens: int, block_ids: BlockIds) -> OfferFingerprint:
+    """The fingerprint of a request's first tokens in blocks of this or of another engine."""
     keys = content_keys(request, num_tokens)
-    return fingerprint(request.all_token_ids, num_tokens, keys, block_ids, hashed)
+    return fingerprint(request.all_token_ids, num_tokens, keys, block_ids)
