@@ -19,14 +19,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import (
+    StagingPolicy,
+    Strategy,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     Prepared,
     Transfer,
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.measure import DEFAULT_COSTS
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
     PreparedStaging,
@@ -347,11 +349,11 @@ def test_copy_that_fails_fails_its_part(one_window_parts):
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 
 
-def test_costs_decide_for_each_read():
+def test_policy_decides_for_each_read():
     """A few small pages go direct, and without an arena everything does."""
     transfers, _, _ = make(8)
     assert all(part.window is not None for part in parts_of(transfers))
-    transfers.area.costs = DEFAULT_COSTS
+    transfers.area.policy = StagingPolicy()
     (part,) = parts_of(transfers)
     assert part.window is None
     transfers.area = None

@@ -17,7 +17,7 @@ _UNKNOWN = "?"
 _WAYS_NOTE = (
     "Merged: what is left where the blocks of a request adjoin at both ends; for a read by way of "
     "an arena, it is enough that they do at the source. How: what `auto` chooses for {tokens} "
-    "tokens at the costs of a small machine; engines measure their own, and choose for each read."
+    "tokens by its default thresholds."
 )
 
 

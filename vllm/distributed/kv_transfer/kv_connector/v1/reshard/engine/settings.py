@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import LocalLayoutError
+from ..memory.strategy import StagingPolicy
 from ..protocol.trust import TrustedPeers
 from ..transport.agent import can_be_polled
 from ..transport.authentication import ChannelKey, read_channel_key
@@ -66,8 +67,11 @@ class Settings(
         kv_hung_peer_timeout_s: How long memory is kept for reads that have neither ended nor failed
             after that. Then their connection is cut, which may end the prefill engine's worker if
             it is alive after all.
-        transfer_strategy: Whether blocks are read direct, by way of a staging arena, or the one or
-            the other, whichever promises to be faster.
+        transfer_strategy: Whether blocks are read direct, by way of a staging arena, or each as
+            the next three say.
+        staging_max_descriptor_bytes: As in `StagingPolicy`, as the next two.
+        staging_min_merge_factor: How many direct descriptors staging must make one.
+        staging_min_bytes: Of the smallest read that is staged.
         staging_arena_bytes: Size of that arena on each worker; None for what suits its memory, 0
             for none.
         side_channel_key_file: The key that engines know one another by, on each of their machines;
@@ -92,6 +96,9 @@ class Settings(
     kv_hung_peer_timeout_s: _Seconds = 600
     transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
     staging_arena_bytes: _Bytes | None = None
+    staging_max_descriptor_bytes: _Bytes = StagingPolicy().max_descriptor_bytes
+    staging_min_merge_factor: _Count = StagingPolicy().min_merge_factor
+    staging_min_bytes: _Bytes = StagingPolicy().min_bytes
     missing_draft_layers: Literal["refuse", "compute"] = "refuse"
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
@@ -109,6 +116,14 @@ class Settings(
     def trusted(self) -> TrustedPeers | None:
         """The networks of `trusted_peers`; None without that."""
         return None if self.trusted_peers is None else TrustedPeers.parse(self.trusted_peers)
+
+    def staging_policy(self) -> StagingPolicy | None:
+        """Which reads are staged; None for all of them."""
+        if self.transfer_strategy != "auto":
+            return None
+        return StagingPolicy(
+            self.staging_max_descriptor_bytes, self.staging_min_merge_factor, self.staging_min_bytes
+        )
 
     def lanes(self) -> int:
         """How many agents to read with, with what suits the backends where the option is not set.

@@ -265,23 +265,17 @@ class ReshardWorker:
         return open_area(
             caches,
             self._settings.staging_arena_bytes,
-            make_agents=self._make_agents if strategy == "auto" else None,
+            policy=self._settings.staging_policy(),
             cores=self._helpers_cores(),
             announce=self._thread.wake,
         )
 
-    def _make_agents(self) -> tuple[NixlAgent, NixlAgent]:
-        """One that reads, and one that is read from."""
-        # Threads would divide the larger of the reads that are measured, and not the smaller.
-        reader = self._make_agent(f"measure/{uuid.uuid4()}", polled=True, divides=False)
-        return reader, self._make_agent(f"stand-in/{uuid.uuid4()}", polled=False, divides=False)
-
-    def _make_agent(self, name: str, *, polled: bool, divides: bool = True) -> NixlAgent:
+    def _make_agent(self, name: str, *, polled: bool) -> NixlAgent:
         return NixlAgent(
             f"{self._name}/{name}",
             memory="DRAM" if self._on_cpu else "VRAM",
             backends=self._settings.backends,
-            num_threads=self._settings.num_threads if divides else 0,
+            num_threads=self._settings.num_threads,
             polled=polled,
             progress_delay_us=self._settings.progress_delay_us(on_cpu=self._on_cpu),
             cores=self._cores,

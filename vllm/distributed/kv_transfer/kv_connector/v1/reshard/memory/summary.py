@@ -19,7 +19,7 @@ from .cache import LayerCache, Plane, RankCache
 from .lowering import Leg, lower_read
 from .overlap import BlockSpan
 from .staging import StagedLeg, stage_leg
-from .strategy import DEFAULT_COSTS, LARGEST_ARENA_BYTES, Strategy
+from .strategy import StagingPolicy, Strategy
 
 DESCRIPTOR_TOKENS = 1024
 """The length of prompt that descriptors are counted for."""
@@ -65,7 +65,7 @@ class ReadFigures:
             ends.
         staged_descriptors: The same of a read by way of an arena, where adjoining at the source is
             enough.
-        strategy: What is better for the prompt, with `DEFAULT_COSTS`.
+        strategy: What is better for the prompt, by the defaults of `StagingPolicy`.
     """
 
     read: Read
@@ -325,7 +325,7 @@ def _measure_leg(
         descriptor_bytes,
         leg.num_merged(counted),
         staged.num_merged(counted),
-        staged.choose(request, DEFAULT_COSTS, LARGEST_ARENA_BYTES),
+        staged.choose(request, StagingPolicy()),
     )
 
 

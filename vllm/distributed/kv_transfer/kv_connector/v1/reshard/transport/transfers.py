@@ -174,11 +174,9 @@ class Transfers:
         area, staging = self.area, leg.staging
         if area is None or staging is None:
             return (Part(leg, selections),)
-        # Without costs nothing is chosen: all reads are to be staged.
-        if area.costs is not None:
-            choice = staging.leg.choose(selections, area.costs, area.spans.size_bytes)
-            if choice is Strategy.DIRECT:
-                return (Part(leg, selections),)
+        policy = area.policy
+        if policy and staging.leg.choose(selections, policy) is Strategy.DIRECT:
+            return (Part(leg, selections),)
         limit_bytes = min(area.spans.size_bytes // _WINDOWS_PER_ARENA, _MAX_WINDOW_BYTES)
         return (
             Part(leg, (window.selection,), window)
