@@ -16,7 +16,7 @@ from itertools import count
 from random import Random
 
 from tests.v1.kv_connector.unit.reshard.simulation.memory import CacheMemory, Layout, WorkerMemory
-from tests.v1.kv_connector.unit.reshard.simulation.wire import NOBODY, Owner, Wire
+from tests.v1.kv_connector.unit.reshard.simulation.wire import NOBODY, Owner, Wire, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import (
     Answer,
@@ -38,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     TransferEngine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
     RemoteEngineAddress,
@@ -47,7 +48,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import (
+    MAX_DRAINING_LANES,
+    Lane,
+    Lanes,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,
     LoweredEngine,
@@ -115,6 +120,8 @@ class World:
         self.now_s = 1000.0
         self.wire = Wire(random)
         self.questions: list[Question] = []
+        # Connections whose requests have ended over a lane that another peer has broken.
+        self.num_neighbours_served = 0
         self._num_contents = 0
 
     def new_content(self) -> int:
@@ -155,6 +162,8 @@ class Worker:
         self.announced: deque[Announcement] = deque()
         self.jobs = Later()
         self._woken = False
+        # Peers that others have cost their lane, while requests were read from them.
+        self._draining: dict[PeerConnection, None] = {}
         # In pieces of work, one for each time that somebody asks.
         self._budget = random.choice((math.inf, 1, 2, 5))
         agent, stats = world.wire.open("producer", self.memory.owner_at), ReshardStats()
@@ -171,7 +180,7 @@ class Worker:
         def connect(lane: Lane, lowered: LoweredEngine) -> PeerConnection:
             return PeerConnection(lane, lowered, world.limits.hung_grace_s, lambda: world.now_s)
 
-        lanes = Lanes(lambda: waking(dialer.make_lane()), random.choice((1, 2)))
+        lanes = Lanes(lambda: waking(dialer.make_lane()), random.choice((1, 1, 2)))
         peers = PeerTable(
             lambda address: waking(dialer.ask(address)), connect, lanes, world.limits.idle_limit_s
         )
@@ -217,8 +226,38 @@ class Worker:
         self._woken = False
         report = self.transfer_engine.poll(incoming, self.world.now_s)
         self.engine.hear(self, report)
+        lanes = self.transfer_engine.peers.lanes
+        waited_for = {lane: self._waits_until_s(lane) for lane in lanes.draining}
+        self._draining |= {each: None for lane in lanes.draining for each in _neighbours(lane)}
         self.transfer_engine.tell_producers(self.world.now_s)
+        for lane, until_s in waited_for.items():
+            if not lane.agent.is_open:
+                early = (
+                    f"{self.name} ends {lane.agent.name}, which others read with, before its time"
+                )
+                check(self.world.now_s >= until_s, early)
+        self._count_served()
         return report
+
+    def _waits_until_s(self, lane: Lane) -> float:
+        """Until when a retired lane has to stay for those of its peers that did not fail."""
+        assert lane.retired_at_s is not None
+        if not any(not each.is_drained and not each.lifetime.in_doubt for each in lane.connections):
+            return lane.retired_at_s
+        grace_s = self.world.limits.hung_grace_s
+        is_crowded = len(self.transfer_engine.peers.lanes.draining) > MAX_DRAINING_LANES
+        if is_crowded or lane.is_forced:
+            grace_s = min(grace_s, PEER_GRACE_S)
+        return lane.retired_at_s + grace_s
+
+    def _count_served(self) -> None:
+        """Count those whose requests have ended, over a lane that is still there."""
+        for each in list(self._draining):
+            if not each.lane.agent.is_open or each.lifetime.in_doubt:
+                del self._draining[each]
+            elif not each.lifetime.requests:
+                del self._draining[each]
+                self.world.num_neighbours_served += 1
 
     def begin_step(self) -> None:
         """Its engine's thread comes to the next step."""
@@ -295,6 +334,15 @@ class Worker:
         self.world.questions = [
             question for question in self.world.questions if question.asked_by is not self
         ]
+
+
+def _neighbours(lane: Lane) -> list[PeerConnection]:
+    """Connections over a lane that another one has broken, with requests that are being read."""
+    if not any(each.lifetime.in_doubt for each in lane.connections):
+        return []
+    return [
+        each for each in lane.connections if each.lifetime.requests and not each.lifetime.in_doubt
+    ]
 
 
 class Engine:

@@ -84,8 +84,9 @@ class Simulation:
         self.gone: list[Engine] = []
         self.tickets: list[Ticket] = []
         self.num_received = self.num_failed = self.num_requests = 0
+        self.num_neighbours_served = 0
         self.copy_failures = self.confusion = self.handshake_failures = 0.0
-        for _ in range(random.choice((1, 1, 2))):
+        for _ in range(random.choice((1, 2, 3))):
             self._start_prefill(f"prefill{len(self.engines)}.example")
         for _ in range(random.choice((1, 1, 2))):
             self._start_decode(f"decode{len(self.engines)}.example")
@@ -413,6 +414,7 @@ class Simulation:
         left = self.world.wire.agents.keys() - producers - ready
         check(not left, f"agents are left open: {sorted(left)}")
         check(not self.world.wire.reads, "reads are left, and all who posted them are gone")
+        self.num_neighbours_served = self.world.num_neighbours_served
         for engine in list(self.engines):
             self._count(engine)
             engine.close()

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ProducerLedger
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 MAX_SCHEDULES = 1000
@@ -67,6 +67,7 @@ def requests_are_quiet_once_given_up(monkeypatch):
         for running in [each for each in self._posted if each.request_id == request_id]:
             self._posted.remove(running)
             self._free(running)
+            running.connection.lifetime.done()
             self._events.append(running.drained())
 
     monkeypatch.setattr(Transfers, "give_up", forget)
@@ -98,8 +99,8 @@ def every_notification_is_believed(monkeypatch):
 
 
 def connections_drain_for_ever(monkeypatch):
-    """None that was retired is closed."""
-    monkeypatch.setattr(PeerTable, "take_due", lambda *_: [])
+    """No lane that was retired is closed."""
+    monkeypatch.setattr(Lanes, "take_due", lambda *_: [])
 
 
 def connections_are_not_retired(monkeypatch):
@@ -107,14 +108,42 @@ def connections_are_not_retired(monkeypatch):
     monkeypatch.setattr(PeerTable, "break_off", lambda *_: None)
 
 
-def agents_outlive_their_connections(monkeypatch):
-    """A connection is called closed while its agent reads on."""
+def agents_outlive_their_lanes(monkeypatch):
+    """A lane is called closed while its agent reads on."""
 
     def pretend(self):
-        self._connected = False
-        self.lifetime.close()
+        for connection in list(self.connections):
+            del self.connections[connection]
+            connection.lifetime.close()
 
-    monkeypatch.setattr(PeerConnection, "close", pretend)
+    monkeypatch.setattr(Lane, "close", pretend)
+
+
+def neighbours_are_quiet_once_their_lane_is_retired(monkeypatch):
+    """What is read from other peers of a lane that broke is given away before the lane is closed.
+
+    As if the lane had ended, and not only had been retired.
+    """
+    retire = Transfers.retire
+
+    def hasty(self, connection):
+        retire(self, connection)
+        for other in connection.lane.connections:
+            if other is not connection:
+                self.end(other)
+
+    monkeypatch.setattr(Transfers, "retire", hasty)
+
+
+def lanes_end_with_the_first_of_their_connections(monkeypatch):
+    """A lane is closed as soon as one of its peers needs it no more, and the others do."""
+    close_at_s = Lane.close_at_s
+
+    def hasty(self, *, is_crowded=False):
+        ends_s = [each.close_at_s for each in self.connections if each.close_at_s is not None]
+        return min(ends_s) if ends_s else close_at_s(self, is_crowded=is_crowded)
+
+    monkeypatch.setattr(Lane, "close_at_s", hasty)
 
 
 def deadlines_are_missed(monkeypatch):
@@ -170,13 +199,18 @@ def backlog_is_forgotten(monkeypatch):
     [
         (blocks_are_free_once_nixl_says_failed, "may be written|lands in memory|may write"),
         (spans_are_free_once_nixl_says_failed, "lands in memory of|may write"),
-        (requests_are_quiet_once_given_up, "may be written|lands in memory|may write"),
+        (requests_are_quiet_once_given_up, "may be written|lands in memory|may write|forgets"),
         (leases_are_not_looked_up, "other bytes"),
         (leases_are_not_struck_out, "other bytes"),
         (every_notification_is_believed, "its lease has not run out"),
         (connections_drain_for_ever, "is not over"),
         (connections_are_not_retired, "is not over"),
-        (agents_outlive_their_connections, "may be written|lands in memory|left open"),
+        (
+            agents_outlive_their_lanes,
+            "may be written|lands in memory|may write|left open|still open",
+        ),
+        (neighbours_are_quiet_once_their_lane_is_retired, "may be written|lands in memory"),
+        (lanes_end_with_the_first_of_their_connections, "which others read with"),
         (deadlines_are_missed, "in its time"),
         (steps_in_flight_are_not_waited_for, "who writes there"),
         (hung_reads_of_failed_requests_have_no_deadline, "is not over"),

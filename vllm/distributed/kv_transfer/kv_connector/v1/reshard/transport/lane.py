@@ -56,6 +56,7 @@ class Lane:
         lookups: Where leases that are looked up land.
         connections: Those that are made with it and not closed.
         retired_at_s: When it was retired; None while reads may begin with it.
+        is_forced: It is closed as soon as it is retired, whatever is in flight.
         talks_until_s: Until then a message that was sent may need the agent to be polled.
     """
 
@@ -65,7 +66,7 @@ class Lane:
         self.connections: dict[PeerConnection, None] = {}
         self.retired_at_s: float | None = None
         self.talks_until_s = 0.0
-        self._forced = False
+        self.is_forced = False
         # Connections with the same geometry share the lists of our own memory.
         self._local: dict[bytes, Prepared] = {}
         self._num_users: Counter[bytes] = Counter()
@@ -139,7 +140,7 @@ class Lane:
 
     def force(self) -> None:
         """Close it as soon as it is retired, whatever is in flight."""
-        self._forced = True
+        self.is_forced = True
 
     def close_at_s(self, *, is_crowded: bool = False) -> float | None:
         """When it is to be closed, perhaps in the past; None while it is open.
@@ -147,7 +148,7 @@ class Lane:
         Args:
             is_crowded: Too many lanes drain, and this is the oldest of them.
         """
-        if self.retired_at_s is None or self._forced:
+        if self.retired_at_s is None or self.is_forced:
             return self.retired_at_s
         ends_s = [each.close_at_s for each in self.connections]
         # What its last requests have sent to their producers is still to leave.
