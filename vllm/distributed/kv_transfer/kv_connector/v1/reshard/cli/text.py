@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..memory.summary import SourceFigures, ranges_text, ranks_text
+from ..plan.text import ranges_text, ranks_text
 from .advice import advise, bytes_text
+from .figures import SourceFigures
 from .report import PlanReport
 
 _UNKNOWN = "?"

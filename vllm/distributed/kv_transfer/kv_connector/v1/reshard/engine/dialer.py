@@ -17,8 +17,8 @@ from typing import Literal
 
 from vllm.logger import init_logger
 
-from ..memory.summary import layers_text
 from ..plan.shards import Shard
+from ..plan.text import layers_text
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import WorkerDescription
 from ..transport.agent import NixlAgent
