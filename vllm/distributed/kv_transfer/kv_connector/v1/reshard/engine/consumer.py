@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from vllm.logger import init_logger
 
 from ..errors import ReshardError
-from ..protocol.ledgers import ConsumerLedger, ReadState, RequestId
+from ..protocol.ids import RequestId
+from ..protocol.ledgers import ConsumerLedger, ReadState
 from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..transport.budget import Budget

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

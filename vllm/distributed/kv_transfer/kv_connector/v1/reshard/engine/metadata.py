@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ..protocol.fingerprint import OfferFingerprint
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteRequest
 from ..protocol.metadata import WorkerHandshake
 from ..transport.announcements import AnnouncerAddress

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from ..errors import TransferError
 from ..protocol.fingerprint import OfferFingerprint
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 from ..protocol.messages import DoneEntry, encode_done, encode_renewals
 from ..transport.connection import PeerConnection
 from ..transport.lane import Lane

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..transport.connection import PeerConnection
 from ..transport.lane import Lane, Lanes

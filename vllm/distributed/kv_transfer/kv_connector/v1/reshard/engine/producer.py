@@ -10,8 +10,9 @@ from vllm.logger import init_logger
 
 from ..errors import ReshardError
 from ..protocol.compatibility import quote
+from ..protocol.ids import RequestId
 from ..protocol.leases import LeaseTable, LeaseTableAddress
-from ..protocol.ledgers import HeldState, Notice, ProducerLedger, Receipt, RequestId
+from ..protocol.ledgers import HeldState, Notice, ProducerLedger, Receipt
 from ..protocol.messages import Announcement, Done, Renew, decode_notification
 from ..transport.agent import NixlAgent
 from .metadata import ReshardConnectorMetadata

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 from ..protocol.messages import RemoteEngineAddress, RemoteRequest
 
 RENEWALS_PER_LEASE = 6

@@ -17,13 +17,8 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
 from ..protocol.fingerprint import OfferFingerprint, fingerprint
-from ..protocol.messages import (
-    BlockIds,
-    EngineId,
-    Receive,
-    RemoteEngineAddress,
-    RemoteRequest,
-)
+from ..protocol.ids import BlockIds, EngineId
+from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.metadata import encode_reply
 from ..protocol.params import (
     RemoteBlocks,

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from vllm.logger import init_logger
 
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 from ..protocol.messages import Announcement, RemoteEngineAddress
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget

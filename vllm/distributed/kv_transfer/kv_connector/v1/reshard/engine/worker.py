@@ -23,8 +23,8 @@ from vllm.platforms import current_platform
 from ..plan.mesh import MeshRank
 from ..plan.shards import Shard
 from ..protocol.bounds import ReplyBounds
-from ..protocol.ledgers import RequestId
-from ..protocol.messages import EngineId, RemoteEngineAddress, decode_announcement
+from ..protocol.ids import EngineId, RequestId
+from ..protocol.messages import RemoteEngineAddress, decode_announcement
 from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent
 from ..transport.announcements import Listener, listen_to

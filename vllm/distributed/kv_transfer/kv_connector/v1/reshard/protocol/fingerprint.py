@@ -19,12 +19,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:
-    from .messages import BlockIds
+from .ids import BlockIds
 
 _TOKENS_AT_ONCE = 4096
 _NO_ID = (1 << 32) - 1

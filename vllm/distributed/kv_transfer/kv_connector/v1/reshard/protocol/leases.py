@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .fingerprint import OfferFingerprint
-from .ledgers import RequestId
+from .ids import RequestId
 
 ENTRIES_PER_BUCKET = 4
 WORDS_PER_ENTRY = 4

@@ -33,8 +33,7 @@ from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
 from .fingerprint import OfferFingerprint
-
-RequestId = str
+from .ids import RequestId
 
 PartKey = TypeVar("PartKey", bound=Hashable)
 

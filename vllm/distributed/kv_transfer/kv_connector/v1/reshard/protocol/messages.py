@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias, TypeVar
 
@@ -12,17 +12,12 @@ from msgspec import Meta
 
 from ..errors import RemoteLayoutError
 from .fingerprint import OfferFingerprint
-from .ledgers import RequestId
-
-EngineId: TypeAlias = str
+from .ids import BlockIds, EngineId, RequestId
 
 _RequestId: TypeAlias = Annotated[str, Meta(max_length=1 << 10)]
 """As long as an id may be in a request's parameters."""
 
 _Entry = TypeVar("_Entry")
-
-BlockIds: TypeAlias = Sequence[Sequence[int]]
-"""A request's block ids, one sequence for each KV-cache group."""
 
 
 @dataclass(frozen=True, slots=True)

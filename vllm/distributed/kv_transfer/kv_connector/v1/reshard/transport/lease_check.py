@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ..errors import InDoubtError, TransferError
 from ..memory.lowering import Indices, Rows
 from ..protocol.fingerprint import OfferFingerprint
+from ..protocol.ids import RequestId
 from ..protocol.leases import (
     BUCKET_BYTES,
     WORDS_PER_BUCKET,
@@ -29,7 +30,6 @@ from ..protocol.leases import (
     entry_of,
     look_up,
 )
-from ..protocol.ledgers import RequestId
 from .agent import NixlAgent, Prepared, Transfer, TransferState
 
 _NUM_LOOKUPS = 1 << 10

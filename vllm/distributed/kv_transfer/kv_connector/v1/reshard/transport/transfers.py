@@ -26,7 +26,7 @@ from ..memory.arena import Span
 from ..memory.lowering import Selection
 from ..memory.staging import Window
 from ..memory.strategy import Strategy
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 from .agent import Transfer, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
