@@ -77,6 +77,7 @@ class Settings(
         side_channel_key_file: The key that engines know one another by, on each of their machines;
             None where whoever reaches a side channel may ask there.
         trusted_peers: Networks that other engines are in; None for any.
+        verify_plans: Whether each plan is checked by other means, which takes longer than planning.
         missing_draft_layers: What becomes of a draft's layers that this engine has and the one that
             it reads from has not: the engine is refused, or the draft computes what it needs from
             then on, and starts cold.
@@ -103,6 +104,7 @@ class Settings(
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
     num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
+    verify_plans: bool = False
 
     def channel_key(self) -> ChannelKey | None:
         """The key of `side_channel_key_file`; None without that.

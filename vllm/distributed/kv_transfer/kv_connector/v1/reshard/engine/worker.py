@@ -158,7 +158,9 @@ class ReshardWorker:
         required = compared_factors(self._factors, self._settings)
         policy = self._settings.missing_draft_layers
         self._dialer.begin(
-            LocalEndpoint(local, shards, regions, area, replica_offset, policy),
+            LocalEndpoint(
+                local, shards, regions, area, replica_offset, policy, self._settings.verify_plans
+            ),
             lambda address: enquirer.ask(address, required),
         )
         if self._reads:
