@@ -2,7 +2,7 @@
 """The requests that a worker reads: from being asked for until nothing writes for them any more.
 
 A request is *failed* as soon as that is known, and *received* once it is whole, or has failed and
-is quiet. Its blocks are somebody else's to use only then: see `protocol.ledgers`.
+is drained. Its blocks may be used for something else only then: see `protocol.ledgers`.
 
 All of this belongs to the connector's thread.
 """
@@ -53,7 +53,7 @@ _REMEDIES = {
 _NO_OFFER = "check that the engine runs, and send the request through prefill again"
 
 _MOST_IN_DOUBT = 4
-"""One in so many blocks of the cache may be in doubt; beyond that, nobody waits for hung peers."""
+"""One in so many blocks of the cache may be in doubt; beyond that, hung peers are cut."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class _Reading:
         number: Which of those that had this name.
         due_at_s: When it fails unless it was received.
         receive: What to read.
-        peer: From where; None for one that nobody was asked for.
+        peer: From where; None where its parameters name none.
         connection: The connection that it is read with, once it is.
         lease_tables: Where to see, after that, that it was still held.
         state: Where it is.
@@ -97,7 +97,7 @@ class ConsumerSide:
     Args:
         peers: Where they are read from.
         transfers: What is on its way.
-        notifier: Tells those who hold their blocks.
+        notifier: Notifies the producers of their blocks.
         stats: Where to count.
         timeout_s: How long a request may take from `start_request` until it is received.
     """
@@ -140,14 +140,14 @@ class ConsumerSide:
 
     @property
     def is_moving(self) -> bool:
-        """Whether looking again soon may tell something that somebody waits for."""
+        """True while a poll soon may have results of requests."""
         return bool(self.has_backlog or self._transfers.is_moving or self._looking or self._hung)
 
     @property
     def next_due_s(self) -> float | None:
         """When the next request fails that is not received before; None without one.
 
-        Also one that has failed before, and is not quiet by then: who does not let it be is waited
+        Also one that has failed before, and is not drained by then: its peer is waited
         for no longer.
         """
         while self._deadlines:
@@ -167,7 +167,7 @@ class ConsumerSide:
         self._now_s = now_s
         if receive.fault is not None:
             if not any(receive.local_block_ids):
-                # Nothing was to be read, and nobody waits for it.
+                # Nothing was to be read, and no request waits for it.
                 return
             reading = self._account(request_id, receive, None, now_s)
             self._fail(request_id, reading, receive.fault, ReadFailure.PARAMETERS)
@@ -204,7 +204,7 @@ class ConsumerSide:
                 return
 
     def fail_waiting(self, peer: Peer, error: Exception) -> list[RequestId]:
-        """A peer cannot be connected: fail who waited for it; returns the requests."""
+        """A peer cannot be connected: fail the requests that waited for it, and return them."""
         failed = []
         for request_id, receive in peer.take_waiting():
             reading = self._reading.get(request_id)
@@ -219,7 +219,7 @@ class ConsumerSide:
         return failed
 
     def abandon(self, request_ids: Iterable[RequestId]) -> None:
-        """Another worker of this engine could not read these: nobody wants them any more."""
+        """Another worker of this engine could not read these: fail them here, too."""
         for request_id in request_ids:
             if (reading := self._reading.get(request_id)) is not None:
                 self._fail(request_id, reading, "another worker could not read it", None)
@@ -416,7 +416,7 @@ class ConsumerSide:
             for verdict in connection.leases.advance():
                 self._judge(verdict)
                 if verdict.failure is LeaseCheckFailure.PEER:
-                    # Also where its request has failed meanwhile: nobody else would tell.
+                    # Also where its request has failed meanwhile: nothing else would tell.
                     self._peers.break_off(connection, now_s)
             if not connection.leases:
                 del self._looking[connection]
@@ -448,7 +448,7 @@ class ConsumerSide:
             self._peers.break_off(reading.connection, now_s)
 
     def _run_out_of_time(self, request_id: RequestId, reading: _Reading, now_s: float) -> None:
-        """Fail a request whose time is over, and say who was waited for."""
+        """Fail a request whose time is over, and say what it waited for."""
         source = reading.receive.source
         where = f"{source.engine_id} at {source.host}:{source.port}"
         if reading.connection is None:
@@ -499,7 +499,7 @@ class ConsumerSide:
         producers = (peer and peer.connection) or reading.connection
         if producers is None or (producers is reading.connection and not producers.is_connected):
             return
-        # Who cannot be read from may be gone; that he hears nothing is no news then.
+        # A peer that cannot be read from may be gone; that it cannot be notified is no news then.
         known = reading.failure in (ReadFailure.TRANSFER, ReadFailure.DEADLINE)
         self._notify(reading.receive, producers, known_as_broken=known)
 

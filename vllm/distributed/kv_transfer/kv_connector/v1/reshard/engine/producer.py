@@ -79,8 +79,8 @@ class ProducerSide:
     def apply_announcement(self, announcement: Announcement) -> None:
         """Show readers what is offered, before the step that says so.
 
-        That step does the rest: until then nobody can be through with it, and no lease runs. When
-        it has been taken up, the name may be another request's.
+        That step does the rest: until then no reader can be through with it, and no lease runs.
+        When it has been taken up, the name may be another request's.
         """
         if announcement.number > self._num_offers:
             self._table.publish(announcement.request_id, announcement.fingerprint)
@@ -104,7 +104,7 @@ class ProducerSide:
             expired.add(expiry.request_id)
         gone = released | expired
         for request_id in gone:
-            # Before anybody learns that the blocks may be used: see `leases`.
+            # Before the scheduler learns that the blocks may be used: see `leases`.
             self._table.remove(request_id)
             self._hold(request_id, 0)
         self._tell_mismatches()

@@ -109,7 +109,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             self._offers.announce_from(self._host_for_workers())
 
     def set_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """Get to know who has the blocks."""
+        """Set the cache manager, which owns the blocks."""
         self._reads.manager = manager
 
     def on_new_request(self, request: Request) -> None:
@@ -158,7 +158,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         computed.
 
         Nothing is read twice: a request that starts over, because it was preempted or because its
-        blocks did not arrive, would wait for ever for a read that nobody posts.
+        blocks did not arrive, would wait for ever for a read that is never posted.
         """
         if already_requested(request.kv_transfer_params):
             return 0, False
@@ -245,9 +245,10 @@ class ReshardScheduler(NixlConnectorScheduler):
             nowhere = RemoteEngineAddress("unknown", "unknown", 0)
             return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
         remote_tokens = self._num_held(request, source)
-        # The producer believes nobody who does not know the tokens. Where nothing is read of a
-        # prompt that is shorter than what is held, as of the one that vLLM makes up to have the
-        # blocks of a request given back that it refused, it cannot be told: the lease ends it.
+        # The producer releases nothing for a reader that does not know the tokens. Where nothing is
+        # read of a prompt that is shorter than what is held, as of the one that vLLM makes up to
+        # have the blocks of a request given back that it refused, it cannot be told: the lease ends
+        # it.
         is_bound = any(local_block_ids) or request.num_tokens >= remote_tokens
         blocks = source.remote_block_ids
         return Receive(
@@ -280,7 +281,7 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         Blocks and tokens beyond the answer, as those of drafts, are none of the next engine's. Nor
         are those of a request that no engine was asked about: workers would never report them as
-        sent. State that has taken in tokens beyond the answer is nobody's, and nor are blocks that
+        sent. State that has taken in tokens beyond the answer is not offered, nor are blocks that
         a step in flight may be filling: those of a request that began anew, where the output of
         the step before that can still end it.
         """
@@ -312,7 +313,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         return delay_free, params
 
     def _host_for_workers(self) -> str:
-        """Where this engine's workers reach its scheduler; on one machine nobody else does."""
+        """Where this engine's workers reach its scheduler; on one machine no other host does."""
         parallel_config = self.vllm_config.parallel_config
         is_local = (
             parallel_config.distributed_executor_backend in ("mp", "uni")

@@ -75,7 +75,7 @@ class Settings(
         staging_arena_bytes: Size of that arena on each worker; None for what suits its memory, 0
             for none.
         side_channel_key_file: The key that engines know one another by, on each of their machines;
-            None where whoever reaches a side channel may ask there.
+            None where any host that reaches a side channel may ask there.
         trusted_peers: Networks that other engines are in; None for any.
         verify_plans: Whether each plan is checked by other means, which takes longer than planning.
         missing_draft_layers: What becomes of a draft's layers that this engine has and the one that
@@ -110,7 +110,7 @@ class Settings(
         """The key of `side_channel_key_file`; None without that.
 
         Raises:
-            LocalChannelError: The file holds none, or everybody can read it.
+            LocalChannelError: The file holds none, or is readable for all.
         """
         path = self.side_channel_key_file
         return None if path is None else read_channel_key(path)
@@ -135,7 +135,7 @@ class Settings(
         return self.num_lanes or (4 if can_be_polled(self.backends) else 1)
 
     def progress_delay_us(self, *, on_cpu: bool) -> int:
-        """How long NIXL's progress thread rests, with what suits the device where nobody says."""
+        """How long NIXL's progress thread rests, by default what suits the device."""
         if self.nixl_progress_delay_us is not None:
             return self.nixl_progress_delay_us
         return REST_ON_CPU_US if on_cpu else 0

@@ -35,7 +35,7 @@ BUDGET_S = 0.25e-3
 """For how long a turn looks at what is on its way, and for how long again it posts what waits."""
 
 _LINGER_S = 0.05
-"""Between two looks at reads that nobody wants any more. Somebody has to see them end."""
+"""Between two looks at reads whose requests have failed. They are polled until they end."""
 
 
 class Event(Protocol):
@@ -86,7 +86,7 @@ class Report:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it says anything that somebody waits for: nobody does for figures."""
+        """True if it has request results, not only metrics."""
         return bool(self.sent or self.received or self.failed)
 
     def add(self, later: Report) -> None:
@@ -110,7 +110,7 @@ class TransferEngine:
     Args:
         agent: The worker's agent that others read from.
         producer: What it holds for them.
-        peers: Whom it reads from.
+        peers: The engines that it reads from.
         transfers: What is on its way.
         reads: The requests that it reads.
         notifier: What it tells others.
@@ -155,7 +155,7 @@ class TransferEngine:
         """
         self._incoming += incoming
         # An idle engine takes no steps: a handshake that has failed since the last one, however
-        # long ago, fails nobody who asks now.
+        # long ago, fails no request that comes now.
         self._advance_peers(now_s)
         while self._incoming and _may_begin(self._incoming[0]):
             self._apply(self._incoming.pop(0), now_s)
@@ -179,7 +179,7 @@ class TransferEngine:
         return report
 
     def tell_producers(self, now_s: float) -> None:
-        """Tell those who hold what was read, and close connections that nothing is read with.
+        """Notify the producers of what was read, and close connections that nothing is read with.
 
         To be called after each turn: the engine need not wait for it.
         """
@@ -205,7 +205,7 @@ class TransferEngine:
 
     @property
     def is_moving(self) -> bool:
-        """Whether another turn soon may tell something that somebody waits for."""
+        """True while a poll soon may have results of requests."""
         return bool(self._incoming or self._has_ended or self.consumer.is_moving)
 
     @property
@@ -214,7 +214,7 @@ class TransferEngine:
         return self._notifier.is_talking
 
     def next_due_s(self, now_s: float) -> float | None:
-        """When another turn is due though nobody calls for it and nothing moves; None for never."""
+        """When the next poll is due though nothing is handed over or moves; None for never."""
         due_s = [self.peers.next_due_s, self._renewals.next_due_s]
         if (reads_due_s := self.consumer.next_due_s) is not None:
             due_s.append(reads_due_s)
@@ -293,5 +293,5 @@ class TransferEngine:
 
 
 def _may_begin(incoming: Incoming) -> bool:
-    """Whether nobody writes into the blocks that a step reads into."""
+    """Whether nothing writes into the blocks that a step reads into."""
     return isinstance(incoming, Announcement) or incoming.before is None or incoming.before.query()

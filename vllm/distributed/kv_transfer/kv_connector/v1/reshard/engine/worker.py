@@ -306,7 +306,7 @@ class ReshardWorker:
 
 
 def _parents_cores() -> set[int] | None:
-    """The cores of the process that has started this one, which nobody has bound since."""
+    """The cores of the process that has started this one, which are not bound since."""
     try:
         return os.sched_getaffinity(os.getppid())
     except (AttributeError, OSError):

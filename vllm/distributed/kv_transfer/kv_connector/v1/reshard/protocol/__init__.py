@@ -7,7 +7,7 @@ lifetimes                   how long a connection must stay
 fingerprint                 what stands for tokens and blocks that are offered
 leases                      which requests a worker holds, where readers can see it
 compatibility, metadata     what engines tell each other when they shake hands
-bounds, trust               what that may cost, and who may be asked
+bounds, trust               what that may cost, and which hosts may be asked
 messages                    what travels afterwards
 params                      what requests ask for
 """

@@ -43,7 +43,7 @@ class OfferFingerprint:
     blocks: int
 
     def difference(self, wanted: OfferFingerprint) -> str | None:
-        """Why a reader who wanted something else must not use what it has read.
+        """Why a reader that wanted something else must not use what it has read.
 
         Args:
             wanted: What the reader computed from its own prompt and from what it was told.

@@ -25,7 +25,7 @@ class RemoteEngineAddress:
     """Where an engine's side channel listens.
 
     Attributes:
-        engine_id: Who should answer; a restarted engine has another id.
+        engine_id: Which should answer; a restarted engine has another id.
         host: Host name or address.
         port: TCP port.
     """

@@ -18,7 +18,7 @@ def run_on(cores: Collection[int] | None) -> None:
 def running_on(cores: Collection[int] | None) -> Iterator[None]:
     """Let this thread, and threads that it starts within, run on some cores.
 
-    Threads of libraries are among them, which tell nobody where they should run.
+    Threads of libraries are among them, whose cores cannot be set elsewhere.
     """
     if not cores or not hasattr(os, "sched_setaffinity"):
         yield

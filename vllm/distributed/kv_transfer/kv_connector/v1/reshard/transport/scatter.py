@@ -60,7 +60,7 @@ class HostScatterer:
     """Copies in host memory.
 
     `submit` and `close` belong to the connector's thread. The copying thread is given values, and
-    writes into blocks and reads from spans that nobody else touches until the copy is done.
+    writes into blocks and reads from spans that nothing else touches until the copy is done.
 
     Args:
         arena: The arena; uint8, contiguous.
@@ -123,7 +123,7 @@ class DeviceScatterer:
                 event = torch.cuda.Event()
                 event.record(self._stream)
         except Exception:
-            # A part of it may be running, out of a span that is somebody else's next.
+            # A part of it may be running, out of a span that is another part's next.
             self._stream.synchronize()
             raise
         return _DeviceCopy(event)

@@ -77,7 +77,7 @@ def open_area(
             than 256 MiB.
         policy: Which reads are staged; None for all of them.
         cores: Where the thread may run that copies on the host; None for where this one may.
-        announce: Called by that thread when something was copied. On a device nobody calls.
+        announce: Called by that thread when something was copied; never on a device.
 
     Returns:
         The area; None where its size is 0, or there is no such memory. Reads go direct then.
@@ -137,7 +137,7 @@ def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Memory of a device that nobody uses."""
+    """Free memory of a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
