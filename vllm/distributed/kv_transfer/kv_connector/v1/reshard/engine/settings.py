@@ -20,6 +20,7 @@ from ..memory.strategy import StagingPolicy
 from ..protocol.trust import TrustedPeers
 from ..transport.agent import can_be_polled
 from ..transport.authentication import ChannelKey, read_channel_key
+from ..transport.cpu import PROGRESS_REST_US
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -31,11 +32,6 @@ _Seconds = Annotated[float, Meta(gt=0, le=_MAX_S)]
 _Ttl = Annotated[float, Meta(ge=-_MAX_S, le=_MAX_S)]
 _Bytes = Annotated[int, Meta(ge=0, lt=1 << 36)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
-
-
-REST_ON_CPU_US = 10_000
-"""Where the model computes on the cores, none is to spare for a progress thread that spins. It
-wakes when something comes in, so that a read is no slower: measured over TCP, 4 KiB to 16 MiB."""
 
 
 class Settings(
@@ -138,7 +134,7 @@ class Settings(
         """How long NIXL's progress thread rests, by default what suits the device."""
         if self.nixl_progress_delay_us is not None:
             return self.nixl_progress_delay_us
-        return REST_ON_CPU_US if on_cpu else 0
+        return PROGRESS_REST_US if on_cpu else 0
 
 
 def read_settings(config: KVTransferConfig) -> Settings:

@@ -29,7 +29,7 @@ from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent
 from ..transport.announcements import Listener, listen_to
 from ..transport.connection import PeerConnection
-from ..transport.cores import run_on
+from ..transport.cpu import parents_cores, run_on
 from ..transport.enquiries import Enquirer
 from ..transport.lane import Lane, Lanes
 from ..transport.remote import LocalCache, LoweredEngine
@@ -98,7 +98,7 @@ class ReshardWorker:
         # On CPU this thread is bound to cores of its own, which others would have to share with it;
         # and where it waits for them, it does not let them run.
         self._on_cpu = current_platform.device_type == "cpu"
-        self._cores = _parents_cores() if self._on_cpu else None
+        self._cores = parents_cores() if self._on_cpu else None
         # What these are made of belongs to the connector's thread once that has begun.
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
         stats = ReshardStats()
@@ -303,15 +303,6 @@ class ReshardWorker:
             list(names),
         )
         return {name: layer.get_attn_backend() for name, layer in layers.items()}
-
-
-def _parents_cores() -> set[int] | None:
-    """The cores of the process that has started this one, which are not bound since."""
-    try:
-        return os.sched_getaffinity(os.getppid())
-    except (AttributeError, OSError):
-        # There is no such thing on this system, or no such process any more.
-        return None
 
 
 def _gather(shard: Shard) -> tuple[Shard, ...]:

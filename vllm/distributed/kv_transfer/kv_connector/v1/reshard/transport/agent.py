@@ -27,7 +27,7 @@ from vllm.logger import init_logger
 
 from ..errors import InDoubtError, LocalLayoutError, TransferError
 from ..memory.lowering import Indices, Rows
-from .cores import running_on
+from .cpu import running_on
 
 logger = init_logger(__name__)
 

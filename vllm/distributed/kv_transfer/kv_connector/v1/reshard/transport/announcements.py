@@ -24,7 +24,7 @@ import zmq
 from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
 
-from .cores import running_on
+from .cpu import running_on
 from .sockets import listen
 
 logger = init_logger(__name__)
