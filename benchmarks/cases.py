@@ -234,6 +234,24 @@ class AnswersCase:
 
 
 @dataclass(frozen=True)
+class PeersCase:
+    """A decode worker that knows prefill engines, from each of which it has read once.
+
+    Attributes:
+        shape: The model and both layouts.
+        num_peers: As many engines.
+    """
+
+    shape: Shape
+    num_peers: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables, and unique among all cases."""
+        return f"{self.shape.layouts}, {self.num_peers} engines"
+
+
+@dataclass(frozen=True)
 class NetworkCase:
     """A request that is read over TCP.
 
@@ -329,6 +347,12 @@ def request_path_cases(depth: Depth) -> list[RequestPathCase]:
 def idle_cases() -> list[IdleCase]:
     """The engines that are left alone."""
     return [IdleCase(_small_shape(2))]
+
+
+def peers_cases(depth: Depth) -> list[PeersCase]:
+    """The numbers of engines, in ascending order."""
+    counts = (1, 8) if depth is Depth.QUICK else (1, 8, 64, 200)
+    return [PeersCase(_small_shape(1), count) for count in counts]
 
 
 def pause_cases(depth: Depth) -> list[PauseCase | HoldingCase | AnswersCase]:

@@ -27,6 +27,7 @@ from .cases import (
     idle_cases,
     network_cases,
     pause_cases,
+    peers_cases,
     request_path_cases,
     transfer_cases,
 )
@@ -36,6 +37,7 @@ from .handshake import measure_handshakes
 from .idle import measure_idle
 from .machine import machine_facts
 from .pauses import measure_pauses
+from .peers import measure_peers
 from .plot import draw
 from .request_path import measure_request_paths
 from .results import Part, Result
@@ -191,6 +193,8 @@ def _measure(
             yield from measure_request_paths(paths, plan)
     if Part.IDLE in parts:
         yield from measure_idle([each for each in idle_cases() if wanted(each.name)], plan)
+    if Part.PEERS in parts:
+        yield from measure_peers([each for each in peers_cases(depth) if wanted(each.name)], plan)
     if Part.PAUSES in parts:
         pauses = [each for each in pause_cases(depth) if wanted(each.name)]
         yield from measure_pauses(pauses, plan, thorough=depth is Depth.FULL)

@@ -117,6 +117,8 @@ def _vllm_config(spec: EngineSpec) -> VllmConfig:
     extra: dict[str, Any] = {"kv_lease_duration": _LEASE_S}
     if spec.lane.strategy is not None:
         extra["transfer_strategy"] = spec.lane.strategy
+    if spec.lane.num_threads is not None:
+        extra["num_threads"] = spec.lane.num_threads
     model_config = ModelConfig(
         model=spec.model,
         skip_tokenizer_init=True,

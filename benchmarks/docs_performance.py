@@ -259,6 +259,31 @@ def _idle_rows(results: Sequence[Result]) -> list[list[str]]:
     ]
 
 
+_PEERS_COLUMNS = ("memory", "descriptors", "threads", "one more", "of that in NIXL")
+
+
+def _peers_rows(results: Sequence[Result]) -> list[list[str]]:
+    shown = {
+        Metric.RESIDENT_BYTES: size,
+        Metric.DESCRIPTORS: count,
+        Metric.THREADS: count,
+        Metric.SECONDS: seconds,
+        Metric.NIXL_S: seconds,
+    }
+    return [
+        [
+            f"{result.sizes['peers']:.0f}",
+            lane,
+            *(
+                _median(result.summary(lane, metric), show, _absent(result, lane))
+                for metric, show in shown.items()
+            ),
+        ]
+        for result in sorted(results, key=lambda result: result.sizes["peers"])
+        for lane in (*result.samples, *result.missing)
+    ]
+
+
 def _pause_rows(results: Sequence[Result]) -> list[list[str]]:
     shown = dict.fromkeys((Metric.LONGEST_PAUSE_S, Metric.PAUSE_P99_S), seconds)
     return [
@@ -333,6 +358,9 @@ _TABLES = {
     ),
     Part.REQUEST_PATH: _Table((">in flight", *(f"<{lane}" for lane in _SHORT)), _request_path_rows),
     Part.IDLE: _Table(("<case", *(f"<{lane}" for lane in _SHORT)), _idle_rows),
+    Part.PEERS: _Table(
+        ("<engines", "<lane", *(f">{what}" for what in _PEERS_COLUMNS)), _peers_rows
+    ),
     Part.PAUSES: _Table(("<case", *(f"<{lane}" for lane in _SHORT)), _pause_rows),
     Part.NETWORK: _Table(("<case", *(f"<{lane}" for lane in _NETWORK_LANES)), _network_rows),
     Part.END_TO_END: _Table(

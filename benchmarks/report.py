@@ -38,6 +38,7 @@ _TITLES = {
     Part.HANDSHAKE: "Handshake: from the first request to the first read",
     Part.TRANSFER: "Transfer",
     Part.REQUEST_PATH: "Request path: CPU time of a decode worker",
+    Part.PEERS: "Peers: what a decode worker takes that knows so many engines, and one more",
     Part.IDLE: "Idle: CPU time of the connector in a decode worker that has nothing to do",
     Part.PAUSES: "Pauses: how long the engine's thread is kept from its own work",
     Part.NETWORK: "Network: from the last byte to the report",
@@ -111,6 +112,7 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
         Part.TRANSFER: _transfer_rows,
         Part.REQUEST_PATH: _request_path_rows,
         Part.IDLE: _idle_rows,
+        Part.PEERS: _peers_rows,
         Part.PAUSES: _pause_rows,
         Part.NETWORK: _network_rows,
         Part.END_TO_END: _end_to_end_rows,
@@ -126,6 +128,7 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
             "whole worker, a request",
         ),
         Part.IDLE: ("share of a core",),
+        Part.PEERS: ("memory", "descriptors", "threads", "one more", "of that in NIXL"),
         Part.PAUSES: ("longest pause", "99th percentile of steps"),
         Part.NETWORK: ("asked to reported", "steps after the last byte"),
         Part.END_TO_END: (
@@ -203,6 +206,17 @@ def _request_path_rows(result: Result, lane: str) -> list[str]:
 
 def _idle_rows(result: Result, lane: str) -> list[str]:
     return [figures(result.summary(lane, Metric.IDLE_CPU), share)]
+
+
+def _peers_rows(result: Result, lane: str) -> list[str]:
+    shown = {
+        Metric.RESIDENT_BYTES: size,
+        Metric.DESCRIPTORS: count,
+        Metric.THREADS: count,
+        Metric.SECONDS: seconds,
+        Metric.NIXL_S: seconds,
+    }
+    return [figures(result.summary(lane, metric), show) for metric, show in shown.items()]
 
 
 def _pause_rows(result: Result, lane: str) -> list[str]:

@@ -20,6 +20,7 @@ class Lane:
         name: What it is called in tables.
         connector: `ours`, `upstream`, `raw` or `memcpy`.
         strategy: What our connector is told by `transfer_strategy`; None to leave it the choice.
+        num_threads: What our connector is told by `num_threads`; None for its default.
         at_rest: Upstream's with what ours does for CPUs: NIXL's threads rest for as long, and
             nothing is bound to one core.
     """
@@ -27,10 +28,12 @@ class Lane:
     name: str
     connector: str
     strategy: str | None = None
+    num_threads: int | None = None
     at_rest: bool = False
 
 
 OURS = Lane("ours", "ours")
+NO_UCX_THREADS = Lane("ours, no UCX threads", "ours", num_threads=0)
 UPSTREAM = Lane("upstream", "upstream")
 UPSTREAM_AT_REST = Lane("upstream at rest", "upstream", at_rest=True)
 RAW = Lane("raw NIXL", "raw")
@@ -150,6 +153,25 @@ class Reading:
     steps_after_arrival: int | None = None
     pauses: PauseSummary | None = None
     peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class PeersUsage:
+    """What a worker takes that knows many engines.
+
+    Attributes:
+        resident_bytes: Resident memory of the process.
+        num_descriptors: Its open file descriptors.
+        num_threads: Its threads.
+        handshakes_s: From each of the last requests to its first read, without a side channel.
+        nixl_s: How long NIXL took of each.
+    """
+
+    resident_bytes: int
+    num_descriptors: int
+    num_threads: int
+    handshakes_s: list[float]
+    nixl_s: list[float]
 
 
 Sealed: TypeAlias = bytes

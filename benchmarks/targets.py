@@ -12,7 +12,10 @@ from .samples import Summary
 from .specs import OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
 
 _FLAT = 1.5
-"""How much more a handshake may take for many blocks than for few, and still be flat."""
+"""How much more something may take for many blocks, or engines, than for few, to be flat."""
+
+_FEW_PEERS, _MANY_PEERS = 8, 200
+_FURTHER_S = 10e-3
 
 _FASTER = {4 << 10: 4.0, 8 << 10: 2.0}
 """How many times upstream's speed is asked for, by bytes of a chunk."""
@@ -112,12 +115,13 @@ def judge(results: Sequence[Result], ours: str = OURS.name) -> list[Verdict]:
         Part.TRANSFER: _transfer,
         Part.REQUEST_PATH: _request_path,
         Part.IDLE: _idle,
+        Part.PEERS: _peers,
         Part.PAUSES: _pauses,
         Part.NETWORK: _network,
         Part.END_TO_END: _end_to_end,
     }
     verdicts = [verdict for result in results for verdict in rules[result.part](result, ours)]
-    return [*verdicts, *_flatness(results, ours)]
+    return [*verdicts, *_flatness(results, ours), *_crowds(results, ours)]
 
 
 def _handshake(result: Result, ours: str) -> Iterable[Verdict]:
@@ -168,6 +172,15 @@ def _idle(result: Result, ours: str) -> Iterable[Verdict]:
     yield _limit("share of a core of an idle worker", result, share, 0.01, ours, Unit.SHARE)
 
 
+def _peers(result: Result, ours: str) -> Iterable[Verdict]:
+    # Both settings of UCX's threads are lanes of their own there.
+    for lane in (*result.samples, *result.missing):
+        if lane.startswith(OURS.name):
+            took = result.summary(lane, Metric.SECONDS)
+            target = f"handshake with a further engine, {lane}"
+            yield _limit(target, result, took, _FURTHER_S, lane, Unit.SECONDS)
+
+
 def _pauses(result: Result, ours: str) -> Iterable[Verdict]:
     pause = result.summary(ours, Metric.LONGEST_PAUSE_S)
     yield _limit("longest pause of the engine's thread", result, pause, 1e-3, ours, Unit.SECONDS)
@@ -210,6 +223,26 @@ def _flatness(results: Sequence[Result], ours: str) -> Iterable[Verdict]:
                 ratio = _quotient(summaries[1], summaries[0])
             target = f"our {what} / that for the fewest blocks"
             yield _verdict(target, many, ratio, _FLAT, ours, at_most=True)
+
+
+def _crowds(results: Sequence[Result], ours: str) -> Iterable[Verdict]:
+    """Compare a worker that knows the most engines with one that knows a few."""
+    by_count = {each.sizes.get("peers"): each for each in results if each.part is Part.PEERS}
+    few, many = by_count.get(_FEW_PEERS), by_count.get(_MANY_PEERS)
+    if few is None or many is None:
+        return
+    for lane in (*many.samples, *many.missing):
+        for metric, what in (
+            (Metric.RESIDENT_BYTES, "memory"),
+            (Metric.DESCRIPTORS, "descriptors"),
+            (Metric.THREADS, "threads"),
+        ):
+            summaries = few.summary(lane, metric), many.summary(lane, metric)
+            ratio = None
+            if summaries[0] is not None and summaries[1] is not None:
+                ratio = _quotient(summaries[1], summaries[0])
+            target = f"{what} / that for {_FEW_PEERS} engines, {lane}"
+            yield _verdict(target, many, ratio, _FLAT, lane, at_most=True)
 
 
 def _quotient(many: Summary, few: Summary) -> Summary | None:

@@ -102,6 +102,23 @@ def idle() -> Result:
     return made
 
 
+def peers(count: int) -> Result:
+    """A worker that knows so many engines."""
+    made = Result(Part.PEERS, f"TP1->TP1, {count} engines", {"peers": count})
+    for lane, descriptors in (("ours", 400), ("ours, no UCX threads", 160)):
+        made.add(
+            lane,
+            {
+                Metric.RESIDENT_BYTES: 590e6,
+                Metric.DESCRIPTORS: descriptors,
+                Metric.THREADS: 72,
+                Metric.SECONDS: 4e-3,
+                Metric.NIXL_S: 2e-3,
+            },
+        )
+    return made
+
+
 def pauses() -> Result:
     """Requests that wait for a handshake."""
     made = Result(Part.PAUSES, "TP2->TP1, 1000 waiting for a handshake")
@@ -150,7 +167,7 @@ def results() -> list[Result]:
             TP2, ours=[1.0, 0.5, 2.0], upstream=[5.0, 2.5, 4.0], upstream_at_rest=[2.0, 1.0, 4.0]
         ),
         *(request_path(256), request_path(1)),
-        *(idle(), pauses(), network()),
+        *(idle(), peers(200), peers(8), pauses(), network()),
         *(end_to_end(0.5), end_to_end(0.25)),
     ]
 
@@ -209,6 +226,11 @@ def test_request_path_has_a_row_for_each_number_in_flight(results):
 def test_shares_pauses_and_steps_have_their_units(results):
     """Per cent of a core, time, and time with steps after the last byte."""
     page = rewrite(page_of(*NAMES), results)
+    assert table(page, "peers") == [
+        f"| {count} | {lane} | 590 MB | {descriptors} | 72 | 4 ms | 2 ms |"
+        for count in (8, 200)
+        for lane, descriptors in (("ours", 400), ("ours, no UCX threads", 160))
+    ]
     assert table(page, "idle") == [
         "| TP2->TP1, connected | 0.20% [0.20%, 0.20%] | 100.00% [100.00%, 100.00%] | not measured |"
     ]
@@ -251,6 +273,7 @@ def test_targets_are_worded_for_readers(results):
     """Every target has what is wanted, how often it is met, and the case that is farthest."""
     many = "TP1->TP1, 80 layers x 100k blocks"
     cpu = "our CPU time a request / that of"
+    peers_lanes, crowd = ("ours", "ours, no UCX threads"), "TP1->TP1, 200 engines"
     assert table(rewrite(page_of("targets"), results), "targets") == [
         "| handshake | upstream's time / ours | at least 100x | 1 of 1 | 250x [250x, 250x] "
         f"| {many} |",
@@ -274,6 +297,17 @@ def test_targets_are_worded_for_readers(results):
         "| 1.25x [1.25x, 1.25x] | TP2->TP1, 256 in flight |",
         "| idle | share of a core of an idle worker | at most 1.00% | 1 of 1 "
         "| 0.20% [0.20%, 0.20%] | TP2->TP1, connected |",
+        *(
+            f"| peers | handshake with a further engine, {lane} | at most 10 ms | 2 of 2 "
+            f"| 4 ms [4 ms, 4 ms] | {crowd} |"
+            for lane in peers_lanes
+        ),
+        *(
+            f"| peers | {what} / that for 8 engines, {lane} | at most 1.5x | 1 of 1 "
+            f"| 1x [1x, 1x] | {crowd} |"
+            for lane in peers_lanes
+            for what in ("memory", "descriptors", "threads")
+        ),
         "| pauses | longest pause of the engine's thread | at most 1 ms | 0 of 1 "
         "| 2 ms [2 ms, 2 ms] | TP2->TP1, 1000 waiting for a handshake |",
         "| network | engine steps from the last byte to the report | at most 1 | 1 of 2 "

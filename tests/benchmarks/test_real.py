@@ -18,6 +18,7 @@ from benchmarks.cases import (
     IdleCase,
     NetworkCase,
     PauseCase,
+    PeersCase,
     RequestPathCase,
     Shape,
     TransferCase,
@@ -28,6 +29,7 @@ from benchmarks.idle import measure_idle
 from benchmarks.lanes import ConnectorPair, RawPair, Tables
 from benchmarks.network import Link
 from benchmarks.pauses import measure_pauses
+from benchmarks.peers import measure_peers
 from benchmarks.request_path import measure_request_paths
 from benchmarks.results import Metric
 from benchmarks.specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST, Watch
@@ -107,6 +109,21 @@ def test_idle_workers_pauses_and_late_bytes_are_measured(plan):
         assert result.missing == {} and len(result.samples) >= 2
         assert all(samples[metric][0] > 0 for samples in result.samples.values())
     assert all(each[Metric.STEPS_AFTER_ARRIVAL][0] >= 0 for each in network.samples.values())
+
+
+def test_worker_that_knows_many_engines_is_measured(plan):
+    """With UCX's threads and without; engines are connected, and NIXL's part is in the whole."""
+    shape = replace(SHAPE, prefill=Layout(1, 1))
+    cases = [PeersCase(shape, count) for count in (1, 6)]
+    few, more = measure_peers(cases, replace(plan, repetitions=1))
+    for result in (few, more):
+        assert result.missing == {} and len(result.samples) == 2
+        for samples in result.samples.values():
+            assert 0 < samples[Metric.NIXL_S][0] < samples[Metric.SECONDS][0]
+            assert samples[Metric.THREADS][0] > 0 and samples[Metric.RESIDENT_BYTES][0] > 0
+    for lane in few.samples:
+        known = [result.samples[lane][Metric.DESCRIPTORS][0] for result in (few, more)]
+        assert known[1] > known[0]
 
 
 def test_answers_of_engines_with_stages_are_read(plan):

@@ -35,6 +35,7 @@ def results() -> list[Result]:
     path = Result(Part.REQUEST_PATH, "TP2->TP1, 256 in flight", {"requests": 256})
     end = Result(Part.END_TO_END, "512+32 tokens, 1 requests/s")
     idle, pause = Result(Part.IDLE, "connected"), Result(Part.PAUSES, "256 in flight")
+    peers = Result(Part.PEERS, "TP1->TP1, 200 engines", {"peers": 200})
     network = Result(Part.NETWORK, "TCP, loopback, steps of 10 ms")
     for number, lane in enumerate(("ours", "upstream"), start=1):
         for value in (1.0, 2.0, 4.0):
@@ -51,6 +52,8 @@ def results() -> list[Result]:
                 },
             )
             idle.add(lane, {Metric.IDLE_CPU: value / 1000})
+            used = (Metric.RESIDENT_BYTES, Metric.DESCRIPTORS, Metric.THREADS, Metric.NIXL_S)
+            peers.add(lane, dict.fromkeys((*used, Metric.SECONDS), value))
             pause.add(lane, {Metric.LONGEST_PAUSE_S: value, Metric.PAUSE_P99_S: value})
             steps = {Metric.SECONDS: value, Metric.STEPS_AFTER_ARRIVAL: 1}
             network.add(f"{lane} (direct)", steps)
@@ -64,7 +67,7 @@ def results() -> list[Result]:
                 },
             )
     handshake.give_up("upstream at rest", "it [cannot]")
-    return [handshake, transfer, path, idle, pause, network, end]
+    return [handshake, transfer, path, idle, peers, pause, network, end]
 
 
 def printed(*renderables: object) -> str:

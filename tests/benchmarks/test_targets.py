@@ -13,6 +13,7 @@ METRICS = {
     Part.REQUEST_PATH: Metric.REQUEST_CPU_S,
     Part.IDLE: Metric.IDLE_CPU,
     Part.PAUSES: Metric.LONGEST_PAUSE_S,
+    Part.PEERS: Metric.SECONDS,
     Part.NETWORK: Metric.STEPS_AFTER_ARRIVAL,
 }
 
@@ -94,6 +95,7 @@ def test_less_cpu_time_is_better():
     [
         (Part.IDLE, "ours", 0.009, 0.011),
         (Part.PAUSES, "ours", 0.9e-3, 1.1e-3),
+        (Part.PEERS, "ours", 9e-3, 11e-3),
         (Part.NETWORK, "ours (staged)", 1, 2),
     ],
 )
@@ -102,6 +104,25 @@ def test_some_figures_have_a_limit_of_their_own(part, lane, good, bad):
     for value, met in ((good, True), (bad, False)):
         (verdict,) = judge([result(part, "a case", {}, **{lane: [value]}, upstream=[0.0])])
         assert verdict.met is met
+
+
+def test_many_engines_are_to_cost_what_few_do():
+    """Memory, descriptors and threads, for each setting of UCX's threads; others are not judged."""
+    results = []
+    for count, descriptors in ((1, 1.0), (8, 100.0), (200, 160.0)):
+        made = Result(Part.PEERS, f"TP1->TP1, {count} engines", {"peers": count})
+        for lane, times in (("ours", 1.0), ("ours, no UCX threads", 0.5)):
+            value = descriptors * (times if count == 200 else 1.0)
+            made.add(lane, {Metric.DESCRIPTORS: value, Metric.RESIDENT_BYTES: 1.0})
+        results.append(made)
+    verdicts = {each.target: each for each in judge(results)}
+    ours = verdicts["descriptors / that for 8 engines, ours"]
+    other = verdicts["descriptors / that for 8 engines, ours, no UCX threads"]
+    assert (ours.measured.median, ours.met) == (1.6, False)
+    assert (other.measured.median, other.met) == (0.8, True)
+    assert verdicts["memory / that for 8 engines, ours"].met is True
+    assert verdicts["threads / that for 8 engines, ours"].met is None
+    assert not any("that for 8" in each.target for each in judge(results[:2]))
 
 
 def test_handshakes_of_many_blocks_are_to_be_flat():

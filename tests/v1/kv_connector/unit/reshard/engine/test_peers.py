@@ -14,9 +14,12 @@ from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     RemoteEngineStub,
     read_block,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import peers as peers_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
     FIRST_RETRY_S,
+    IDLE_LANE_S,
     LAST_RETRY_S,
+    MAX_CONNECTIONS,
     STEADY_S,
     PeerTable,
 )
@@ -745,3 +748,79 @@ def test_restarted_engine_is_not_replaced_by_what_it_was(table, network):
     network.fail()
     table.advance(0.0)
     assert new.connection is not None and not new.broken
+
+
+def crowd(network, count, now_s):
+    """Connect so many peers, a millisecond after one another."""
+    return [
+        connected(network.table, network, at(100 + number), now_s + 1e-3 * number)
+        for number in range(count)
+    ]
+
+
+def test_lanes_that_are_not_in_use_are_renewed(monkeypatch):
+    """Beyond a number of connections their descriptors are given back; nobody is asked anew."""
+    monkeypatch.setattr(peers_module, "MAX_CONNECTIONS", 8)
+    network = Network(num_lanes=4)
+    table = network.table
+    peers = crowd(network, 10, 0.0)
+    in_use, reading = peers[0], peers[1]
+    transfer = read_block(reading.connection)
+    assert table.next_due_s <= 1.0 + IDLE_LANE_S
+    kept_s = 1.0 + IDLE_LANE_S
+    table.get_or_connect(in_use.address, kept_s)
+    table.advance(kept_s)
+    # Two lanes are in use, and two are not; one of these is enough.
+    retired = [peer for peer in peers if peer.connection is None]
+    assert len(retired) in (2, 3) and in_use not in retired and reading not in retired
+    close_due(table, kept_s)
+    assert sum(lane.num_made for lane in table.lanes.ready) <= 8
+    asked = len(network.handshakes)
+    reconnect(table, retired[0], kept_s)
+    assert len(network.handshakes) == asked and not retired[0].is_suspect(kept_s)
+    finish(reading.connection, transfer)
+
+
+def test_connections_that_are_closed_count(monkeypatch):
+    """NIXL gives descriptors back with the agent alone."""
+    monkeypatch.setattr(peers_module, "MAX_CONNECTIONS", 8)
+    network = Network(idle_limit_s=1.0)
+    table = network.table
+    for number in range(9):
+        now_s = 2.0 * number
+        connected(table, network, at(number), now_s)
+        close_due(table, now_s)
+    lane = network.lanes[0].result()
+    assert lane.num_made == 9 and len(lane.connections) == 1
+    now_s = table.next_due_s
+    while lane.agent.is_open:
+        table.advance(now_s)
+        close_due(table, now_s)
+        assert now_s <= 18.0 + IDLE_LANE_S
+        now_s = max(now_s + 1.0, table.next_due_s if table.next_due_s < 1e9 else 0.0)
+    assert network.lanes[1].result().is_open
+
+
+def test_as_many_engines_as_most_deployments_have_are_never_connected_anew():
+    """However long they are not wanted, short of being forgotten."""
+    network = Network(num_lanes=4)
+    peers = crowd(network, MAX_CONNECTIONS, 0.0)
+    connections = [peer.connection for peer in peers]
+    now_s = 1.0
+    while now_s < IDLE_LIMIT_S - 10.0:
+        network.table.advance(now_s)
+        now_s += 5.0
+    assert [peer.connection for peer in peers] == connections
+
+
+def test_lanes_that_are_all_in_use_are_kept(monkeypatch):
+    """More descriptors are better than peers that reconnect again and again."""
+    monkeypatch.setattr(peers_module, "MAX_CONNECTIONS", 8)
+    network = Network(num_lanes=2)
+    peers = crowd(network, 12, 0.0)
+    connections = [peer.connection for peer in peers]
+    for step in range(1, 20):
+        for peer in peers:
+            network.table.get_or_connect(peer.address, 0.9 * IDLE_LANE_S * step)
+        network.table.advance(0.9 * IDLE_LANE_S * step)
+    assert [peer.connection for peer in peers] == connections

@@ -16,8 +16,10 @@ import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from ..errors import TransferError
 from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..transport.connection import PeerConnection
@@ -29,6 +31,14 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 
 STEADY_S = 60.0
 """A peer whose reads have not failed for this long is no suspect any more."""
+
+MAX_CONNECTIONS = 32
+"""Beyond as many, lanes are renewed that nothing was wanted of for `IDLE_LANE_S`: each connection
+holds 2 file descriptors, and 10 with four UCX threads (nixl 1.5.1 over TCP), which come back with
+the agent alone. Its peers are connected anew when they are wanted, which takes NIXL 1 to 4 ms."""
+
+IDLE_LANE_S = 10.0
+"""Longer than engines that are in use are not wanted, so that nobody reconnects again and again."""
 
 _LOOK_AGAIN_S = 1.0
 """A peer that was not wanted for long, and that is read from all the same, is looked at again after
@@ -291,6 +301,8 @@ class PeerTable:
 
     def _note_connected(self, peer: Peer, now_s: float) -> None:
         peer.failures, peer.broken, peer.retired = 0, False, None
+        if self._has_too_many_connections:
+            self._sweep_by(now_s + IDLE_LANE_S)
         for other in self._peers.values():
             at_its_place = (other.address.host, other.address.port) == (
                 peer.address.host,
@@ -373,6 +385,30 @@ class PeerTable:
                 self._retire(peer, now_s)
                 del self._peers[peer.address]
                 self._active.pop(peer.address, None)
+
+        if self._has_too_many_connections:
+            self._renew_lanes(now_s)
+
+    @property
+    def _has_too_many_connections(self) -> bool:
+        return sum(lane.num_made for lane in self.lanes.ready) > MAX_CONNECTIONS
+
+    def _renew_lanes(self, now_s: float) -> None:
+        """Give descriptors back: replace lanes that are not in use, that of the longest first."""
+        wanted_s: dict[Lane, float] = {}
+        for peer in self._peers.values():
+            for each in (peer.connection, peer.connecting):
+                if each is not None:
+                    wanted_s[each.lane] = max(wanted_s.get(each.lane, 0.0), peer.last_wanted_s)
+        for lane in sorted(self.lanes.ready, key=lambda lane: wanted_s.get(lane, 0.0)):
+            is_idle = lane.is_drained and now_s >= wanted_s.get(lane, 0.0) + IDLE_LANE_S
+            if is_idle and lane.num_made and self._has_too_many_connections:
+                self._retire_lane(lane, now_s)
+        with suppress(TransferError):
+            # One that could not be made before is tried again later.
+            self.lanes.prepare(now_s)
+        if self._has_too_many_connections:
+            self._sweep_by(now_s + IDLE_LANE_S)
 
     def _sweep_by(self, at_s: float) -> None:
         """A peer may be over from then on."""

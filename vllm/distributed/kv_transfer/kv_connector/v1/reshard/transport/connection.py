@@ -47,6 +47,7 @@ class PeerConnection:
         self._clock = clock
         self._is_open = True
         lane.connections[self] = None
+        lane.num_made += 1
 
     def connect_next(self) -> bool:
         """Connect one more worker of the engine; returns whether all are connected.

@@ -55,6 +55,8 @@ class Lane:
     Attributes:
         lookups: Where leases that are looked up land.
         connections: Those that are made with it and not closed.
+        num_made: Those that were made with it, the closed ones among them: NIXL gives the
+            descriptors of a peer back with the agent alone (1.5.1, over TCP).
         retired_at_s: When it was retired; None while reads may begin with it.
         is_forced: It is closed as soon as it is retired, whatever is in flight.
         talks_until_s: Until then a message that was sent may need the agent to be polled.
@@ -64,6 +66,7 @@ class Lane:
         self.agent = agent
         self.lookups = LookupBuffer(agent)
         self.connections: dict[PeerConnection, None] = {}
+        self.num_made = 0
         self.retired_at_s: float | None = None
         self.talks_until_s = 0.0
         self.is_forced = False
