@@ -242,13 +242,18 @@ class Worker:
     def _waits_until_s(self, lane: Lane) -> float:
         """Until when a retired lane has to stay for those of its peers that did not fail."""
         assert lane.retired_at_s is not None
-        if not any(not each.is_drained and not each.lifetime.in_doubt for each in lane.connections):
-            return lane.retired_at_s
-        grace_s = self.world.limits.hung_grace_s
+        until_s = max(
+            (
+                each.lifetime.retired_at_s + self.world.limits.hung_grace_s
+                for each in lane.connections
+                if not each.is_drained and not each.lifetime.in_doubt
+            ),
+            default=lane.retired_at_s,
+        )
         is_crowded = len(self.transfer_engine.peers.lanes.draining) > MAX_DRAINING_LANES
         if is_crowded or lane.is_forced:
-            grace_s = min(grace_s, PEER_GRACE_S)
-        return lane.retired_at_s + grace_s
+            return min(until_s, lane.retired_at_s + PEER_GRACE_S)
+        return until_s
 
     def _count_served(self) -> None:
         """Count those whose requests have ended, over a lane that is still there."""
