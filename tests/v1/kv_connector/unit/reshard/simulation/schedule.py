@@ -455,10 +455,22 @@ class Simulation:
             worker.turn(ticks=True)
         for _ in range(_MOST_TURNS):
             if not worker.is_awake:
+                self._check_asleep(worker)
                 return
             worker.turn(ticks=False)
             if not worker.transfer_engine.has_backlog:
                 return
+
+    def _check_asleep(self, worker: Worker) -> None:
+        """A turn of a worker that sleeps reads nothing.
+
+        In one schedule of two: the turn could do what should have woken the worker.
+        """
+        if self.seed % 2:
+            reads = list(self.world.wire.reads)
+            worker.turn(ticks=False)
+            asleep = f"{worker.name} sleeps though there was something to read"
+            check(self.world.wire.reads == reads, asleep)
 
     def _start_prefill(self, host: str) -> None:
         address = RemoteEngineAddress(self.world.wire.name("prefill"), host, 5600)
