@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import REST_ON_CPU_US
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     TransferState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.cpu import PROGRESS_REST_US
 
 from .caches import reserve_bytes
 from .config import RankConfig, memory_kind, rank_config
@@ -42,7 +42,7 @@ class RawHost:
         self._agent = NixlAgent(
             f"{spec.engine_id}/{rank}/{uuid.uuid4()}",
             memory=memory_kind(),
-            progress_delay_us=REST_ON_CPU_US,
+            progress_delay_us=PROGRESS_REST_US,
         )
         caches = self._config.caches
         self._agent.register(caches.regions())

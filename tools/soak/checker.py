@@ -34,8 +34,8 @@ class Bounds:
     """By how much the processes of an engine may take more than in its first lull.
 
     It is not nothing: allocators keep what they had, pools of threads are filled on demand, and
-    each worker has an agent more once it is ready for the next engine, with some 55 descriptors. It
-    is little against what is leaked if each of a few thousand requests leaks anything.
+    each worker has an agent more once a peer was suspected, with some 55 descriptors. It is little
+    against what is leaked if each of a few thousand requests leaks anything.
     """
 
     rss_bytes: int = 384 * _MIB

@@ -18,7 +18,7 @@ from tools.soak.faults import (
 )
 from tools.soak.fleet import FleetSettings
 from tools.soak.schedule import PLACEMENTS, SEATS, plan
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import SLOW_PEER_GRACE_S
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 
 seeds = st.integers(0, 1 << 32)
 some_kinds = st.lists(st.sampled_from(FaultKind), min_size=1, unique=True)
@@ -81,7 +81,7 @@ def test_stopped_worker_outlasts_those_who_read_from_it(seed):
     limit_s = FleetSettings().read_timeout_s
     for each in islice(plan(seed, kinds, SEATS), 5):
         assert limit_s < schedule.FAILED_READ_LIMIT_S < each.fault.hold_s
-        assert each.fault.hold_s < limit_s + SLOW_PEER_GRACE_S
+        assert each.fault.hold_s < limit_s + PEER_GRACE_S
 
 
 def test_four_engines_have_four_layouts():

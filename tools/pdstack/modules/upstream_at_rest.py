@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import REST_ON_CPU_US
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import progress_delay
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.cpu import PROGRESS_REST_US
 
 
 @contextmanager
 def at_rest() -> Iterator[None]:
     """Let the threads of a connector that is made within rest as ours do, and bind to no core."""
     cores = os.sched_getaffinity(0)
-    with progress_delay(REST_ON_CPU_US):
+    with progress_delay(PROGRESS_REST_US):
         yield
     os.sched_setaffinity(0, cores)
 

@@ -217,7 +217,7 @@ def test_groups_with_windows_are_recognised():
 )
 def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, kept, expected):
     """It is not counted as computed, so that its window's blocks are kept until it is."""
-    monkeypatch.setattr(scheduler_module, "HOLDERS_KEEP_THE_LAST_WINDOW", kept)
+    monkeypatch.setattr(scheduler_module, "PRODUCERS_KEEP_THE_LAST_WINDOW", kept)
     monkeypatch.setattr(
         NixlConnectorScheduler,
         "get_num_new_matched_tokens",

@@ -17,8 +17,8 @@ from vllm.v1.request import RequestStatus
 from tests.v1.kv_connector.unit.reshard.engine.test_notifier import Holders
 from tests.v1.kv_connector.unit.reshard.engine.test_producer import LEASE_S, OFFER, Desk
 from tests.v1.kv_connector.unit.reshard.engine.test_scheduler import PARAMS, request, scheduler
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.heartbeats import HeartbeatBook
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
     ConsumerLedger,
@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers impor
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
+    RemoteRequest,
 )
 
 NUM_REQUESTS = 10_000
@@ -152,15 +153,16 @@ def test_ledger_of_a_producer_in_use_stays_as_large_as_what_it_holds():
     assert len(ledger._leases) <= 20
 
 
-def test_heartbeats_end_with_their_requests():
+def test_renewals_end_with_their_requests():
     """Whoever holds the blocks."""
-    book = HeartbeatBook(30.0)
-    before = sizes(book)
+    renewals = Renewals(30.0)
+    before = sizes(renewals)
     for number in range(NUM_REQUESTS):
-        book.begin(str(number), RemoteEngineAddress(f"p{number}", "host", 1), "p-a")
-        book.due(float(number))
-        book.end(str(number))
-    assert sizes(book) == before
+        source = RemoteEngineAddress(f"p{number}", "host", 1)
+        renewals.begin({str(number): RemoteRequest(source, "p-a")})
+        renewals.take_due(float(number))
+        renewals.end([str(number)])
+    assert sizes(renewals) == before
 
 
 FLAGS = {

@@ -280,7 +280,7 @@ def test_prefill_aborted_before_it_ran_leaves_nothing(serving):
 
 
 def test_decode_waits_for_its_blocks_and_goes_on(serving):
-    """The prompt is read, not computed; heartbeats end with the read."""
+    """The prompt is read, not computed; its lease is renewed until it has been read."""
     d = serving()
     request = d.add("d-a", from_prefill(), max_tokens=2)
     assert d.step() == {}
@@ -289,37 +289,39 @@ def test_decode_waits_for_its_blocks_and_goes_on(serving):
     assert receive.remote_block_ids == REMOTE_BLOCKS
     assert [len(ids) for ids in receive.local_block_ids] == [3]
     assert (receive.local_tokens, receive.remote_tokens) == (40, 40)
-    assert [heartbeats.request_ids for heartbeats in d.told.heartbeats] == [{"p-a"}]
+    assert [awaited.request_id for awaited in d.told.awaited.values()] == ["p-a"]
     assert d.step() == {}
-    assert not d.told.receive
+    assert not d.told.receive and not d.told.awaited and not d.told.ended
     d.step(received=["d-a"])
     assert d.step() == {"d-a": 1}
-    assert not d.told.heartbeats
+    assert d.told.ended == {"d-a"}
     d.step()
     assert d.finished == {"d-a": FinishReason.LENGTH}
     assert d.is_through()
 
 
-def test_heartbeats_go_on_while_requests_wait(serving):
-    """Also for those that are not scheduled yet, in every interval."""
-    d = serving(kv_lease_duration=1e-6)
+def test_workers_are_told_once_whose_leases_to_renew(serving):
+    """Steps that take long, or never come, cost no lease."""
+    d = serving()
     d.add("d-a", from_prefill())
+    told = []
     for _ in range(3):
         d.step()
-        assert [heartbeats.request_ids for heartbeats in d.told.heartbeats] == [{"p-a"}]
+        told += [(each.source.host, each.request_id) for each in d.told.awaited.values()]
+    assert told == [("127.0.0.1", "p-a")]
 
 
-def test_heartbeats_go_where_their_own_request_says(serving):
+def test_leases_are_renewed_where_their_own_request_says(serving):
     """A request that names the right engine at a wrong address costs no other its lease."""
-    d = serving(kv_lease_duration=1e-6)
+    d = serving()
     d.add("wrong", from_prefill(remote_host="192.0.2.66", remote_request_id="x"))
     d.add("d-a", from_prefill(), first_token=100)
     d.step()
-    told = {each.source.host: each.request_ids for each in d.told.heartbeats}
-    assert told == {"192.0.2.66": {"x"}, "127.0.0.1": {"p-a"}}
+    told = {each.source.host: each.request_id for each in d.told.awaited.values()}
+    assert told == {"192.0.2.66": "x", "127.0.0.1": "p-a"}
     d.abort("wrong")
     d.step()
-    assert [each.source.host for each in d.told.heartbeats] == ["127.0.0.1"]
+    assert d.told.ended == {"wrong"}
 
 
 def test_cached_prefix_is_not_read(serving):
@@ -361,7 +363,7 @@ def test_decode_aborted_before_it_was_scheduled_tells_the_producer(serving):
     (receive,) = d.told.receive.values()
     assert not any(receive.local_block_ids)
     assert receive.remote_request_id == "p-a"
-    assert not d.told.heartbeats
+    assert not d.told.awaited
     d.step()
     assert not d.told.receive
 
@@ -374,7 +376,7 @@ def test_decode_aborted_while_it_is_read_keeps_its_blocks_until_then(serving):
     d.abort("d-a")
     d.step()
     assert d.num_used_blocks() == 3
-    assert not d.told.heartbeats
+    assert d.told.ended == {"d-a"}
     d.step(received=["d-a"])
     assert d.is_through()
 

@@ -28,8 +28,8 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
     wait_until,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
-    Heartbeats,
     RemoteEngineAddress,
+    RemoteRequest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
@@ -102,7 +102,8 @@ def test_killed_producer_costs_its_request_and_is_told_once(
     progress.until(reader, received="d-b")
     assert lost_blocks(worker) == {6, 7, 8}
     (line,) = (each.getMessage() for each in caplog_vllm.records if each.levelno > 20)
-    assert line.startswith("KV cache of request d-b could not be read from engine prefill: NIXL ")
+    start = "KV cache of request d-b could not be read from engine prefill (being read for "
+    assert line.startswith(start) and " s): NIXL " in line
     assert line.endswith(
         ": check that the engine runs and can be reached, and send the request through prefill "
         "again"
@@ -152,13 +153,16 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
     They would land after its handle is released and after its peer is removed. Its blocks are given
     back when the agent that posted it has ended, and not before.
     """
-    process, reader, progress, _ = hung_read
+    process, reader, progress, clock = hung_read
     (worker,) = reader.workers.values()
     with monkeypatch.context() as patch:
         patch.setattr(NixlAgent, "poll", lambda *_: TransferState.FAILED)
         # Of several windows, a turn may look at one.
         wait_until(lambda: worker._failed and not worker._transfers.is_lingering, progress.step)
     assert lost_blocks(worker) == {6, 7, 8}
+    # What its producer was told has left by then.
+    clock[0] += 1.0
+    worker._thread.wake()
     progress.until(reader, received="d-b")
     area = worker._transfers.area
     assert area is None or area.spans.free_bytes == area.spans.size_bytes
@@ -185,6 +189,8 @@ def test_hung_producer_fails_its_request_and_gives_its_blocks_back_when_it_goes_
     progress.until(reader, received="d-b")
     assert process.poll() is None
     own(reader, -1.0)
+    clock[0] += 1.0
+    worker._thread.wake()
     wait_until(lambda: not worker._transfer_engine.peers.retired, progress.step)
     assert landed(reader, -1.0) == 0
 
@@ -197,7 +203,7 @@ def test_heartbeats_that_try_again_in_vain_are_no_errors(engines, caplog_vllm):
     reader.start(receive={"d-a": receive(gone, [3], [5], tokens=16)})
     progress = Progress(reader)
     progress.until(reader, received="d-a")
-    reader.start(heartbeats=[Heartbeats(gone, frozenset({"p-a"}))])
+    reader.start(awaited={"d-b": RemoteRequest(gone, "p-a")})
     failures, deadline = 0, time.monotonic() + DEADLINE_S
     while failures < 2:
         assert time.monotonic() < deadline
@@ -214,7 +220,7 @@ def test_handshake_that_failed_while_nobody_waited_costs_nobody(engines, caplog_
     port = other.serve().port
     address = RemoteEngineAddress("prefill", "127.0.0.1", port)
     (worker,) = reader.workers.values()
-    reader.start(heartbeats=[Heartbeats(address, frozenset({"p-a"}))])
+    reader.start(awaited={"d-b": RemoteRequest(address, "p-a")})
     wait_until(lambda: any(report.stats for report in worker._thread._reports))
     # No step was taken since, and meanwhile the right one is there.
     other.server.close()

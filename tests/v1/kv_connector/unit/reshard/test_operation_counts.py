@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import
     lower_read,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter, stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import DEFAULT_COSTS
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import StagingPolicy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
@@ -207,7 +207,7 @@ def test_what_many_ranks_have_in_common_is_found_once(monkeypatch):
     match, count = Mock(wraps=remote.overlap), Mock(wraps=count_merged)
     monkeypatch.setattr(remote, "overlap", match)
     monkeypatch.setattr(lowering, "count_merged", count)
-    area = StagingArea(torch.empty(64 << 20, dtype=torch.uint8), Counting(), costs=DEFAULT_COSTS)
+    area = StagingArea(torch.empty(64 << 20, dtype=torch.uint8), Counting(), StagingPolicy())
     legs = [prepared(1, 1, 4096, area) for _ in range(128)]
     transfers = Transfers(area)
     # Of a long read it matters how it merges; of a short one it does not.

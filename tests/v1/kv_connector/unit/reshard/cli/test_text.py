@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.advice import advise, bytes_text
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.report import PlanReport
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.text import print_report
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.summary import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.figures import (
     CacheFormat,
     measure_plan,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.report import PlanReport
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.text import print_report
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model

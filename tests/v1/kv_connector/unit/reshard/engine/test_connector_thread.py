@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.engine.test_worker import wait_until
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import connector_thread
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connector_thread import (
-    PATIENCE_S,
+    STALL_S,
     SWITCH_S,
     ConnectorThread,
 )
@@ -39,7 +38,6 @@ class TransferEngine:
         self.threads: set[int] = set()
         self.producer: list[str] = []
         self.is_moving = self.is_talking = self.has_backlog = self.has_moved = False
-        self.is_ending = False
         self.due_s: float | None = None
         self.fault: Exception | None = None
         self.may_turn, self.may_tell = threading.Event(), threading.Event()
@@ -170,122 +168,6 @@ def test_transfer_engine_with_more_to_do_is_turned_by_itself(thread, transfer_en
     wait_until(lambda: transfer_engine.turns >= 50)
 
 
-def test_patient_step_is_told_what_is_about_to_end(thread, transfer_engine):
-    """Not the next one, before which the engine rests."""
-    transfer_engine.may_turn.clear()
-    thread._settled = News(transfer_engine.may_turn.set)
-    ask(thread, "r")
-    assert thread.collect(DEADLINE_S).received == {"r"}
-
-
-def test_engine_is_told_before_those_who_held_what_was_read(thread, transfer_engine):
-    """They do not wait for the next token."""
-    transfer_engine.may_tell.clear()
-    ask(thread, "r")
-    try:
-        assert thread.collect(DEADLINE_S).received == {"r"}
-    finally:
-        transfer_engine.may_tell.set()
-
-
-def test_figures_are_not_what_a_patient_step_waits_for(thread, transfer_engine):
-    """Those of an earlier request are told with whatever ends next."""
-    transfer_engine.stats = ReshardStats()
-    thread.wake()
-    wait_until(lambda: thread._reports)
-    transfer_engine.may_turn.clear()
-    thread._settled = News(transfer_engine.may_turn.set)
-    ask(thread, "r")
-    assert thread.collect(DEADLINE_S).received == {"r"}
-
-
-def test_patience_is_longer_while_a_turn_goes_on(thread, transfer_engine, monkeypatch):
-    """NIXL may read within it; the step after the engine's rest would hear of that too late."""
-    monkeypatch.setattr(connector_thread, "_LONGEST_PATIENCE_S", DEADLINE_S)
-    transfer_engine.may_turn.clear()
-    ask(thread, "r")
-    wait_until(lambda: transfer_engine.begun > transfer_engine.turns)
-    settled = thread._settled = News()
-    settled.before = lambda: len(settled.waited_s) == 3 and transfer_engine.may_turn.set()
-    assert thread.collect(PATIENCE_S).received == {"r"}
-    assert settled.came[:2] == [False, False]
-
-
-@pytest.mark.parametrize(("is_ending", "num_waits"), [(False, 1), (True, 10)])
-def test_patience_is_longer_while_something_ends(
-    transfer_engine, monkeypatch, is_ending, num_waits
-):
-    """What has arrived is known soon; what has not may take for ever."""
-    monkeypatch.setattr(connector_thread, "_LONGEST_PATIENCE_S", 10.0)
-    transfer_engine.is_moving, transfer_engine.is_ending = True, is_ending
-    now_s, may_look = [0.0], threading.Event()
-    thread = ConnectorThread(transfer_engine, lambda: now_s[0])
-    news = thread._news = News(lambda: may_look.wait(DEADLINE_S))
-    settled = thread._settled = News()
-
-    def let_a_second_pass() -> None:
-        now_s[0] += 1.0
-        settled.ring()
-
-    settled.before = let_a_second_pass
-    thread.start()
-    try:
-        # It rests between two turns, for as long as the test wants.
-        wait_until(lambda: news.waited_s)
-        assert not thread.collect(1.0)
-        assert len(settled.waited_s) == num_waits
-    finally:
-        may_look.set()
-        thread.close()
-
-
-def test_turn_that_began_before_a_step_does_not_end_its_patience(thread, transfer_engine):
-    """It says nothing of the step: the next one does."""
-    transfer_engine.may_turn.clear()
-    thread.wake()
-    wait_until(lambda: transfer_engine.begun > transfer_engine.turns)
-    thread._settled = News(transfer_engine.may_turn.set)
-    ask(thread, "r")
-    assert thread.collect(DEADLINE_S).received == {"r"}
-
-
-def test_patient_step_waits_no_longer_than_there_is_something_under_way(thread, transfer_engine):
-    """A turn that ends nothing, and leaves nothing to do, is over as well."""
-    transfer_engine.may_turn.clear()
-    settled = thread._settled = News(transfer_engine.may_turn.set)
-    ask(thread)
-    assert not thread.collect(DEADLINE_S)
-    assert settled.came and all(settled.came)
-
-
-def test_step_waits_for_nothing_where_nothing_is_under_way(transfer_engine):
-    """However patient it is."""
-    thread = ConnectorThread(transfer_engine, clock=lambda: 0.0)
-    settled = thread._settled = News()
-    thread.start()
-    try:
-        # The first call after a while listens to others, once.
-        thread.collect(DEADLINE_S)
-        wait_until(lambda: not thread._moves)
-        del settled.waited_s[:]
-        assert not thread.collect(DEADLINE_S)
-        assert settled.waited_s == []
-    finally:
-        thread.close()
-
-
-def test_impatient_step_does_not_wait(thread, transfer_engine, monkeypatch):
-    """It has the model to go on with; nor does a producer's, which only hears others."""
-    settled = thread._settled = News()
-    transfer_engine.producer.append("held")
-    ask(thread)
-    wait_until(lambda: thread._holds and not thread._moves)
-    monkeypatch.setattr(connector_thread.time, "sleep", lambda _: pytest.fail("it sleeps"))
-    assert not thread.collect()
-    monkeypatch.undo()
-    assert settled.waited_s == []
-
-
 def test_thread_looks_often_again_once_something_has_arrived(transfer_engine):
     """What follows, as the lookup of a lease, is over sooner than most reads."""
     thread = ConnectorThread(transfer_engine)
@@ -310,47 +192,6 @@ def test_thread_sleeps_until_something_is_due(thread, transfer_engine):
     assert len(before) <= 3
 
 
-def test_quiet_is_told_once_each_time(transfer_engine):
-    """Not while something is under way, nor in the pauses of somebody who reads on."""
-    now_s, told = [0.0], []
-    thread = ConnectorThread(transfer_engine, lambda: now_s[0], quiet=lambda: told.append(now_s[0]))
-
-    def turn_at(at_s: float, *, moves: bool) -> None:
-        now_s[0], transfer_engine.is_moving = at_s, moves
-        # One of these had begun before, and the last one begins once it is known how things are.
-        for _ in range(3):
-            before = transfer_engine.turns
-            thread.wake()
-            wait_until(lambda before=before: transfer_engine.turns > before)
-
-    thread.start()
-    try:
-        for begun_s in (0.0, 10.0):
-            turn_at(begun_s, moves=True)
-            turn_at(begun_s + 5.0, moves=True)
-            turn_at(begun_s + 5.0, moves=False)
-            turn_at(begun_s + 5.9, moves=False)
-            assert all(at_s < begun_s for at_s in told)
-            turn_at(begun_s + 6.0, moves=False)
-            turn_at(begun_s + 9.0, moves=False)
-    finally:
-        thread.close()
-    assert told == [6.0, 16.0]
-
-
-def test_thread_that_nobody_wants_quiet_of_sleeps_all_the_same(transfer_engine, monkeypatch):
-    """Also after that time nothing is due."""
-    monkeypatch.setattr(connector_thread, "_QUIET_S", 0.0)
-    thread = ConnectorThread(transfer_engine)
-    news = thread._news = News()
-    thread.start()
-    try:
-        wait_until(lambda: news.waited_s)
-        assert news.waited_s == [None]
-    finally:
-        thread.close()
-
-
 def test_interpreter_is_let_go_of_sooner_than_by_default(thread):
     """Whoever computes in this process keeps the engine's thread waiting for so long at most."""
     assert sys.getswitchinterval() <= SWITCH_S
@@ -371,3 +212,71 @@ def test_thread_that_never_began_is_closed(transfer_engine):
     """An engine may fail before its caches are registered."""
     ConnectorThread(transfer_engine).close()
     assert transfer_engine.closed_by is not None
+
+
+class Clock:
+    """Goes on when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self.now_s
+
+
+def test_engine_hears_before_producers_do(thread, transfer_engine):
+    """What has ended is collected while notifications are still being sent."""
+    transfer_engine.may_tell.clear()
+    ask(thread, "r")
+    assert collect(thread, 1) == {"r"}
+    transfer_engine.may_tell.set()
+
+
+def test_poll_that_does_not_come_back_is_told_once(transfer_engine, caplog_vllm):
+    """The engine's thread says how long it has taken, and where it is."""
+    clock = Clock()
+    thread = ConnectorThread(transfer_engine, clock)
+    transfer_engine.may_turn.clear()
+    thread.start()
+    try:
+        wait_until(lambda: transfer_engine.begun)
+        clock.now_s += STALL_S - 0.1
+        thread.collect()
+        assert not caplog_vllm.text
+        clock.now_s += 0.2
+        thread.collect()
+        thread.collect()
+        (line,) = (each.getMessage() for each in caplog_vllm.records)
+        assert line.startswith(
+            "The connector's thread has not come round for 2.1 s: it is in wait ("
+        )
+        assert "poll (" in line
+    finally:
+        transfer_engine.may_turn.set()
+        thread.close()
+
+
+def test_step_that_does_not_end_is_told_once(transfer_engine, caplog_vllm):
+    """The connector's thread says so, however idle it is; a step that has ended is no news."""
+    clock = Clock()
+    thread = ConnectorThread(transfer_engine, clock)
+    thread.start()
+    try:
+        thread.begin_step()
+        thread.collect()
+        clock.now_s += 10 * STALL_S
+        polls = transfer_engine.turns
+        thread.wake()
+        wait_until(lambda: transfer_engine.turns > polls)
+        thread.begin_step()
+        clock.now_s += STALL_S + 0.1
+        thread.wake()
+        wait_until(lambda: "The engine's step has not come round for 2.1 s" in caplog_vllm.text)
+        polls = transfer_engine.turns
+        thread.wake()
+        wait_until(lambda: transfer_engine.turns > polls + 1, thread.wake)
+        assert len(caplog_vllm.records) == 1
+        assert "test_step_that_does_not_end_is_told_once (" in caplog_vllm.text
+    finally:
+        thread.close()

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 
+from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import consumer as consumer_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import (
-    LOOKUPS_APART_S,
     ConsumerSide,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     PartDrained,
     Transfers,
@@ -39,11 +40,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers im
 class Connection:
     """A connection over which there is nothing to read: requests end when they begin."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: Lane | None = None) -> None:
+        self.lane = lane
         self.lifetime = Lifetime(100.0)
         self.leases: list[str] = []
-        self.is_connected = True
+        self.is_connected = self.is_drained = True
         self.engine = SimpleNamespace(legs=[], lease_tables={}, releases=[])
+
+    def connect_next(self) -> bool:
+        """All of its workers are connected."""
+        return True
+
+
+def lanes() -> Lanes:
+    """One lane, which is made at once."""
+
+    def make() -> Future[Lane]:
+        made: Future[Lane] = Future()
+        made.set_result(Lane(MemoryAgent(f"lane-{uuid.uuid4()}")))
+        return made
+
+    return Lanes(make, 1)
 
 
 class Worker:
@@ -51,7 +68,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.handshakes: list[Future] = []
-        self.peers = PeerTable(self._open, 600.0)
+        self.peers = PeerTable(self._ask, lambda lane, _: Connection(lane), lanes(), 600.0)
         transfers, stats = Transfers(), ReshardStats()
         self.reads = ConsumerSide(self.peers, transfers, Notifier("me", stats), stats, 600.0)
         cache = SimpleNamespace(num_block_ids=1000)
@@ -68,7 +85,7 @@ class Worker:
         """All engines that were asked answer."""
         for handshake in self.handshakes:
             if not handshake.done():
-                handshake.set_result(Connection())
+                handshake.set_result(SimpleNamespace())
 
     def turn(self, budget: Budget = UNLIMITED) -> list[str]:
         """Which requests begin in a turn."""
@@ -78,7 +95,7 @@ class Worker:
         self.reads.begin(0.0, budget)
         return sorted(self.reads.take_received())
 
-    def _open(self, address: RemoteEngineAddress) -> Future:
+    def _ask(self, address: RemoteEngineAddress) -> Future:
         self.handshakes.append(Future())
         return self.handshakes[-1]
 
@@ -134,27 +151,6 @@ def test_what_still_waits_is_read_with_the_next_connection(worker):
     assert worker.turn() == [] and len(worker.handshakes) == 2
     worker.answer()
     assert worker.turn() == ["b"]
-
-
-def test_reads_share_lookups_while_more_are_to_be_posted(worker):
-    """At most every few milliseconds; and at once where nothing else is to be posted."""
-    connection, leases = Connection(), MagicMock()
-    leases.__bool__.return_value = True
-    leases.advance.return_value = []
-    connection.leases = leases
-    worker.consumer_module._looking[connection] = None
-    worker.ask(0, "a", "b", "c", "d")
-    worker.turn()
-    worker.answer()
-    for now_s, num_looks in ((1.0, 1), (1.001, 1), (1.0 + LOOKUPS_APART_S, 2)):
-        worker.turn(pieces(1)())
-        assert worker.reads.has_backlog
-        worker.reads.advance(now_s, UNLIMITED)
-        assert leases.advance.call_count == num_looks
-    worker.turn()
-    assert not worker.reads.has_backlog
-    worker.reads.advance(1.0 + LOOKUPS_APART_S, UNLIMITED)
-    assert leases.advance.call_count == 3
 
 
 def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, monkeypatch):

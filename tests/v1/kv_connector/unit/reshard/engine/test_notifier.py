@@ -34,9 +34,11 @@ class Holders:
         self.engine = engine
         self.unreachable = unreachable
         self.sent: list[tuple[str, object]] = []
-        self.is_connected, self.talks_until_s, self.looks = True, 0.0, 0
+        self.lane = self
+        self.agent = SimpleNamespace(is_open=True)
+        self.talks_until_s, self.looks = 0.0, 0
 
-    def advance(self) -> None:
+    def progress(self) -> None:
         """Count a look at what was sent."""
         self.looks += 1
 
@@ -125,7 +127,7 @@ def test_connection_is_looked_after_while_it_may_be_talking():
     notifier.renew(["p-a"], producers)
     notifier.renew(["p-b"], other)
     producers.talks_until_s = other.talks_until_s = 5.0
-    other.is_connected = False
+    other.agent.is_open = False
     notifier.advance(4.9)
     assert (producers.looks, other.looks) == (1, 0) and notifier.is_talking
     notifier.advance(5.0)

@@ -266,7 +266,7 @@ def test_connection_that_is_still_to_be_asked_is_kept(table, network):
     peer = connected(table, network)
     old = peer.connection
     (lease_table,) = old.engine.lease_tables.values()
-    old.leases.check_later(("a", 1), "r", OFFER, lease_table)
+    old.leases.check_later(("a", 1), "r", OFFER, lease_table, 1e9)
     table.break_off(old, 1.0)
     close_due(table, 1.0)
     assert old.is_connected

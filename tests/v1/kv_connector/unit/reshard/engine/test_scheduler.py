@@ -35,13 +35,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler impor
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
-    fingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
-    Heartbeats,
     Receive,
     RemoteEngineAddress,
+    RemoteRequest,
     decode_announcement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import encode_worker
@@ -241,24 +240,7 @@ def test_values_that_cannot_be_keys_harm_nobody(change):
     """What a router made of the names does not raise where they would be looked up."""
     owner = scheduler()
     arrive(owner, PARAMS | {"tp_size": 1} | change)
-    assert not owner.build_connector_meta(SchedulerOutput.make_empty()).heartbeats
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "engine", "idle"),
-    [
-        (0, {"stages": 1}, True),
-        (1, {"stages": 1}, False),
-        (0, {"stages": 2}, False),
-        (0, {"stages": 1, "replicas": 2}, False),
-        (0, {"stages": 1, "ahead": True}, False),
-    ],
-)
-def test_step_is_idle_where_nobody_waits_for_it(num_tokens, engine, idle):
-    """Neither the model, nor another stage or replica, nor a scheduler that is a step ahead."""
-    output = SchedulerOutput.make_empty()
-    output.total_num_scheduled_tokens = num_tokens
-    assert scheduler(**engine).build_connector_meta(output).idle == idle
+    assert not owner.build_connector_meta(SchedulerOutput.make_empty()).awaited
 
 
 @pytest.mark.parametrize(
@@ -393,14 +375,12 @@ def test_one_request_reads_and_its_siblings_compute():
     assert owner.get_num_new_matched_tokens(arrive(owner, dict(PARAMS)), 0) == (40, True)
 
 
-def test_heartbeats_need_no_size():
+def test_renewals_need_no_size():
     """A router that does not pass on `tp_size` does not cost a request its lease."""
     owner = scheduler()
     arrive(owner, {name: value for name, value in PARAMS.items() if name != "tp_size"})
-    (heartbeats,) = owner.build_connector_meta(SchedulerOutput.make_empty()).heartbeats
-    assert heartbeats == Heartbeats(
-        RemoteEngineAddress("prefill", "10.0.0.1", 5600), frozenset({"p-a"})
-    )
+    (awaited,) = owner.build_connector_meta(SchedulerOutput.make_empty()).awaited.values()
+    assert awaited == RemoteRequest(RemoteEngineAddress("prefill", "10.0.0.1", 5600), "p-a")
 
 
 def test_sibling_on_a_prefill_engine_is_still_held():
@@ -492,40 +472,6 @@ def test_producer_is_told_of_a_full_hit_what_it_offers():
     prefilled = request({"do_remote_decode": True}, request_id="p-a")
     params, offered = offer(scheduler(), prefilled)
     assert scheduler()._receive(request(params), ([], [])).fingerprint == offered
-
-
-def test_long_prompt_is_hashed_while_it_is_computed():
-    """What is offered is the same, and nothing is left of requests that are not offered."""
-    owner = scheduler(block_size=16)
-    long = request({"do_remote_decode": True}, 5000, request_id="p-a")
-    _, offered = offer(owner, long, (list(range(313)),))
-    assert offered == fingerprint(range(5000), 5000, [], [list(range(313))])
-    aborted = request({"do_remote_decode": True}, 5000, request_id="p-b")
-    owner.on_new_request(aborted)
-    assert len(owner._offered_digests) == 1
-    aborted.status = RequestStatus.FINISHED_ABORTED
-    assert owner.request_finished(aborted, (list(range(313)),)) == (False, None)
-    assert len(owner._offered_digests) == 0
-    owner.shutdown()
-
-
-@pytest.mark.parametrize("also_offered", [False, True])
-def test_long_prompt_is_hashed_before_it_is_read(also_offered):
-    """As far as it is held, and also where it is held again; nothing is left of one that ends."""
-    params = PARAMS | {"remote_num_tokens": 5000, "do_remote_decode": also_offered}
-    owner = scheduler(bidirectional=also_offered)
-    for name in ("read", "aborted"):
-        new = request(params | {"remote_request_id": name}, 5003, name)
-        owner.on_new_request(new)
-        assert len(owner._wanted_digests) == 1
-        if name == "read":
-            receive = allocate(owner, new, list(range(313)))
-            assert receive.fingerprint == fingerprint(range(5003), 5000, [], [[5, 2, 9]])
-            assert len(owner._wanted_digests) == 0
-        new.status = RequestStatus.FINISHED_ABORTED
-        owner.request_finished(new, (list(range(313)),))
-        assert len(owner._wanted_digests) == len(owner._offered_digests) == 0
-    owner.shutdown()
 
 
 def test_producer_is_told_nothing_where_the_prompt_is_not_known():

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Report,
@@ -34,10 +35,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     TransferEngine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
 __all__ = ["engines"]
@@ -101,22 +104,32 @@ class Connection:
     def __init__(self) -> None:
         self.lifetime = Lifetime(100.0)
         self.leases: list[str] = []
+        self.is_drained = True
+
+    def connect_next(self) -> bool:
+        """All of its workers are connected."""
+        return True
 
 
 def idle_transfer_engine(num_peers: int) -> TransferEngine:
     """A worker's transfer engine that is connected with some engines, and reads nothing."""
     agent, stats = Wire(Random(0)).open("producer", lambda _: None), ReshardStats()
 
-    def open_at_once(_: RemoteEngineAddress) -> Future:
-        answered = Future()
-        answered.set_result(Connection())
+    def at_once(made: object) -> Future:
+        answered: Future = Future()
+        answered.set_result(made)
         return answered
 
-    peers, transfers = PeerTable(open_at_once, 600.0), Transfers()
+    lanes = Lanes(lambda: at_once(Lane(agent)), 1)
+    lowered = SimpleNamespace(num_ranks=1, rank=MeshRank(0, 0), summary="reads nothing")
+    peers = PeerTable(lambda _: at_once(lowered), lambda *_: Connection(), lanes, 600.0)
+    transfers = Transfers()
     notifier = Notifier("worker", stats)
     reads = ConsumerSide(peers, transfers, notifier, stats, 60.0)
     producer = ProducerSide(agent, 30.0, stats)
-    transfer_engine = TransferEngine(agent, producer, peers, transfers, reads, notifier, stats)
+    transfer_engine = TransferEngine(
+        agent, producer, peers, transfers, reads, notifier, Renewals(30.0), stats
+    )
     for number in range(num_peers):
         peers.get_or_connect(
             RemoteEngineAddress(f"engine{number}", f"p{number}.example", 5600), 0.0

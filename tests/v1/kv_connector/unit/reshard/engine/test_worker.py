@@ -31,12 +31,10 @@ from vllm.v1.kv_cache_interface import (
 from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connector_thread import PATIENCE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import Report
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
@@ -45,9 +43,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
-    Heartbeats,
     Receive,
     RemoteEngineAddress,
+    RemoteRequest,
     encode_announcement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
@@ -374,24 +372,6 @@ def test_request_is_received_and_released(engines, prefill, decode):
         assert worker.take_stats().data["bytes_transferred"]
 
 
-@pytest.mark.parametrize(("idle", "patience_s"), [(False, 0.0), (True, PATIENCE_S)])
-def test_step_is_patient_where_the_engine_has_nothing_else_to_do(
-    engines, monkeypatch, idle, patience_s
-):
-    """What computes goes on at once, whatever is under way."""
-    (worker,) = engines("decode").workers.values()
-    seen: list[float] = []
-
-    def collect(patience_s: float) -> Report:
-        seen.append(patience_s)
-        return Report()
-
-    monkeypatch.setattr(worker._thread, "collect", collect)
-    worker.submit(ReshardConnectorMetadata(idle=idle))
-    worker.get_finished()
-    assert seen == [patience_s]
-
-
 @requires_base("0.32.0", "0.33.0", reason="it has no MLA on CPU")
 @pytest.mark.parametrize(
     ("prefill", "decode"),
@@ -685,29 +665,34 @@ def test_lease_runs_out_without_readers(engines, caplog_vllm):
     assert "Freeing the blocks of request p-a" in caplog_vllm.text
 
 
-def test_heartbeats_keep_a_request_alive(engines):
-    """Renewed leases outlive their first term, on every prefill worker; then they end."""
+def test_leases_are_renewed_without_steps(engines):
+    """They outlive their terms on every prefill worker while the engine that waits stands still.
+
+    They end when it does not wait any longer.
+    """
     now_s = time.monotonic()
     p = engines("prefill", tp=4, mla=True, lease_s=10.0, clock=lambda: now_s)
-    d = engines("decode", mla=True)
+    d = engines("decode", mla=True, kv_lease_duration=10.0, clock=lambda: now_s)
     address = p.serve()
-    progress, (reader,) = Progress(p, d), d.workers.values()
-    heartbeat = Heartbeats(address, frozenset({"p-a"}))
+    # No step of the decode engine comes after the one that tells it.
+    progress, (reader,) = Progress(p), d.workers.values()
 
-    def beat() -> None:
-        d.start(heartbeats=[heartbeat])
+    def wake() -> None:
+        reader._thread.wake()
         progress.step()
 
-    wait_until(lambda: any(peer.connection for peer in peers_of(reader)), beat)
+    d.start(awaited={"d-a": RemoteRequest(address, "p-a")})
+    wait_until(lambda: any(peer.connection for peer in peers_of(reader)), wake)
     p.offer("p-a", lease_s=10.0)
     wait_until(lambda: all(map(lease_end, p.workers.values())), progress.step)
     for _ in range(3):
         now_s += 9.0
-        wait_until(lambda: min(map(lease_end, p.workers.values())) >= now_s + 10.0, beat)  # noqa: B023
+        wait_until(lambda: min(map(lease_end, p.workers.values())) >= now_s + 10.0, wake)  # noqa: B023
     assert not any(progress.sent.values())
+    d.start(ended={"d-a"})
 
     def wait_for_a_lease() -> None:
-        # More than once: a heartbeat may still be on its way.
+        # More than once: a renewal may still be on its way.
         nonlocal now_s
         now_s += 10.0
         progress.step()
@@ -751,10 +736,10 @@ def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, so
     p.offer("p-a", "p-b")
     check_later = LeaseChecker.check_later
 
-    def check_after_expiry(self, key, remote_request_id, fingerprint, at):
+    def check_after_expiry(self, key, remote_request_id, fingerprint, at, due_at_s):
         if remote_request_id == "p-a":
             p.workers[MeshRank(0, source_rank)]._transfer_engine.producer._table.remove("p-a")
-        check_later(self, key, remote_request_id, fingerprint, at)
+        check_later(self, key, remote_request_id, fingerprint, at, due_at_s)
 
     monkeypatch.setattr(LeaseChecker, "check_later", check_after_expiry)
     other = receive(address, [6, 7, 8], [5, 2, 9], remote_request_id="p-b")

@@ -20,7 +20,7 @@ from tests.v1.kv_connector.unit.reshard.memory.test_lowering import (
     transfer,
     transfers,
 )
-from tests.v1.kv_connector.unit.reshard.memory.test_strategy import costs
+from tests.v1.kv_connector.unit.reshard.memory.test_strategy import policies
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
     Run,
@@ -105,8 +105,8 @@ def test_descriptors_are_as_long_as_the_source_allows(src, num_heads, run, rows)
 
 
 @settings(deadline=None)
-@given(case=transfers(), costs=costs, arena_bytes=st.integers(1, ARENA))
-def test_counting_is_left_out_only_where_it_would_not_matter(case, costs, arena_bytes):
+@given(case=transfers(), policy=policies)
+def test_counting_is_left_out_only_where_it_would_not_matter(case, policy):
     """What is chosen is what is better by all counts, also of reads for which they are not made."""
     (src, dst), planned, blocks = case
     for leg in lower_read(planned, src.cache(), dst.cache()):
@@ -117,8 +117,7 @@ def test_counting_is_left_out_only_where_it_would_not_matter(case, costs, arena_
         num_bytes = num_chunks * leg.num_heads * leg.chunk_tokens * SLOT
         direct = Work(leg.num_merged(selections), num_bytes)
         by_arena = Work(staged.num_merged(selections), staged.num_bytes(selections))
-        best = costs.choose(direct, by_arena, num_chunks, arena_bytes)
-        assert staged.choose(selections, costs, arena_bytes) is best
+        assert staged.choose(selections, policy) is policy.choose(direct, by_arena)
 
 
 @settings(deadline=None)

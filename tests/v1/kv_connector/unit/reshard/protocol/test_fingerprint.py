@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
-    TokenHash,
     fingerprint,
 )
 
@@ -64,23 +63,6 @@ def test_fingerprints_are_the_same_in_every_process():
     """No hash seed and no machine has a part in them."""
     assert fingerprint([5, 7, 11], 3, ("adapter",), [[1, 2]]) == OfferFingerprint(
         3, content=3312898702473162500, blocks=5007576965748057616
-    )
-
-
-@given(
-    num_tokens=st.integers(1, 20_000),
-    steps=st.lists(st.integers(0, 20_000), max_size=4),
-    keys=EXTRA_KEYS,
-)
-def test_tokens_may_be_hashed_in_any_number_of_steps(num_tokens, steps, keys):
-    """Steps have no part in the digest, nor has a step too far."""
-    tokens = list(range(num_tokens))
-    hashed = TokenHash()
-    for step in sorted(steps):
-        hashed.advance(tokens, step)
-        assert hashed.num_tokens == min(step, num_tokens)
-    assert fingerprint(tokens, num_tokens, keys, [[1]], hashed) == fingerprint(
-        tokens, num_tokens, keys, [[1]]
     )
 
 

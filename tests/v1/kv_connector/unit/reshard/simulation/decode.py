@@ -14,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     SchedulerStep,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
-    Heartbeats,
     Receive,
+    RemoteRequest,
 )
 
 
@@ -117,7 +117,10 @@ class DecodeEngine(Engine):
             ticket.fingerprint(tokens_of(content)[:num_tokens]),
             fault,
         )
-        step = self.hand_over(receive={request_id: receive})
+        step = self.hand_over(
+            receive={request_id: receive},
+            awaited={request_id: RemoteRequest(ticket.address, ticket.request_id)},
+        )
         if while_computing and blocks:
             step.before = Computing()
             self.computing.append((step.before, owner))
@@ -132,15 +135,6 @@ class DecodeEngine(Engine):
         for worker in self.workers:
             worker.memory.cache.spoil(blocks, 0xC0FFEE)
         event.over = owner.reads = True
-
-    def heartbeat(self) -> None:
-        """Ask that what is being read be held for longer."""
-        names: dict[object, set[str]] = {}
-        for request in self.reading.values():
-            names.setdefault(request.ticket.address, set()).add(request.ticket.request_id)
-        if names:
-            beats = [Heartbeats(address, frozenset(ids)) for address, ids in names.items()]
-            self.hand_over(heartbeats=beats)
 
     def finish(self, request: Request) -> None:
         """A request that was received has run to its end."""

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Incoming,
@@ -201,6 +202,7 @@ class Worker:
             transfers,
             reads,
             notifier,
+            Renewals(world.limits.lease_s),
             stats,
             lambda: Budget(self._budget, partial(next, count())),
         )

@@ -243,15 +243,6 @@ class Simulation:
             self._note(f"{engine.engine_id} finishes {request.request_id}")
             engine.finish(request)
 
-    def heartbeat(self) -> None:
-        """A decode engine asks for longer leases."""
-        engine = self._any(self._decodes())
-        if engine is not None:
-            self._note(f"{engine.engine_id} renews")
-            engine.heartbeat()
-
-    # What should not, and does.
-
     def fail_read(self) -> None:
         """NIXL takes a read for failed, and it goes on."""
         read = self._any([read for read in self.world.wire.reads if not read.failed])
@@ -337,7 +328,6 @@ class Simulation:
             self.read: 4.5,
             self.compute: 2.0,
             self.finish: 3.0,
-            self.heartbeat: some(3.0),
             self.fail_read: some(2.0),
             self.lose_read: some(1.0),
             self.hang: some(2.0),
@@ -465,10 +455,22 @@ class Simulation:
             worker.turn(ticks=True)
         for _ in range(_MOST_TURNS):
             if not worker.is_awake:
+                self._check_asleep(worker)
                 return
             worker.turn(ticks=False)
             if not worker.transfer_engine.has_backlog:
                 return
+
+    def _check_asleep(self, worker: Worker) -> None:
+        """A turn of a worker that sleeps reads nothing.
+
+        In one schedule of two: the turn could do what should have woken the worker.
+        """
+        if self.seed % 2:
+            reads = list(self.world.wire.reads)
+            worker.turn(ticks=False)
+            asleep = f"{worker.name} sleeps though there was something to read"
+            check(self.world.wire.reads == reads, asleep)
 
     def _start_prefill(self, host: str) -> None:
         address = RemoteEngineAddress(self.world.wire.name("prefill"), host, 5600)

@@ -103,7 +103,7 @@ def test_reads_messages_and_lookups(make_source, make_reader):
         wanted = rank.bytes()[:, :, source_blocks, 0]
         assert np.array_equal(landed[:, :, source_blocks, head], wanted)
     for table in connection.engine.lease_tables.values():
-        connection.leases.check_later((table.buckets.peer, 1), "r", OFFER, table)
+        connection.leases.check_later((table.buckets.peer, 1), "r", OFFER, table, 1e9)
     assert not connection.is_drained
     verdicts = []
     wait_until(lambda: verdicts.extend(connection.leases.advance()) or len(verdicts) == 2)
@@ -157,7 +157,7 @@ def test_failed_read_is_in_doubt_until_its_lane_is_closed(reader):
 def test_lookups_keep_a_connection(connection):
     """Though nothing is in flight between two looks."""
     (table, *_) = connection.engine.lease_tables.values()
-    connection.leases.check_later(("a", 1), "r", OFFER, table)
+    connection.leases.check_later(("a", 1), "r", OFFER, table, 1e9)
     connection.lifetime.retire(NOW_S)
     assert not connection.lifetime.in_flight and not connection.is_drained
     assert connection.close_at_s == NOW_S + HUNG_GRACE_S

@@ -138,8 +138,9 @@ def test_request_whose_reads_do_not_end_fails_in_time(engines, prefill_and_decod
     progress.until(d, received="d-b")
     assert (d.blocks(MeshRank(0, 0), "layers.0", [6, 7, 8]) == whole[0]).all()
     progress.until(d, received="d-a")
-    # What was sent over its lane has left.
+    # What its producer was told has left by then.
     now_s += 1.0
+    worker._thread.wake()
     wait_until(lambda: not hung.is_connected, progress.step)
 
 

@@ -199,7 +199,7 @@ def test_retired_lane_ends_with_the_last_of_its_connections(making, reader):
     transfer = read_block(one)
     two.lifetime.begin_request()
     (table,) = three.engine.lease_tables.values()
-    three.leases.check_later(("a", 1), "r", OFFER, table)
+    three.leases.check_later(("a", 1), "r", OFFER, table, 1e9)
     lane = retired(lanes, one, two, three)
     hung_at_s = 10.0 + HUNG_GRACE_S
     assert lane.close_at_s() == lanes.next_due_s == hung_at_s

@@ -23,10 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
-    LOOKUP_PATIENCE_S,
-    OFFER_PATIENCE_S,
     LeaseChecker,
     LeaseCheckFailure,
+    LookupBuffer,
     PreparedTable,
     Verdict,
     prepare_table,
@@ -34,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check 
 
 DEADLINE_S = 60.0
 OFFER = OfferFingerprint(48, 1, 2)
+DUE_S = 1e12
 
 
 class Holder:
@@ -81,9 +81,9 @@ def test_only_held_requests_pass(reader):
     """A request that was struck or never entered is told apart from those that are held."""
     producer = Holder("a", "b", "c")
     producer.table.remove("b")
-    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
     for name in "abcd":
-        checker.check_later(f"our {name}", name, OFFER, table)
+        checker.check_later(f"our {name}", name, OFFER, table, DUE_S)
     found = {verdict.key: verdict for verdict in verdicts(checker, 4)}
     assert {name for name, verdict in found.items() if verdict.failure is None} == {
         "our a",
@@ -97,11 +97,11 @@ def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     """Ten requests read from one worker and one from another cost two reads."""
     producers = Holder(*map(str, range(10))), Holder("0")
     tables = [producer.seen_by(reader) for producer in producers]
-    checker, posted, read = LeaseChecker(reader, reader), [], reader.read
+    checker, posted, read = LeaseChecker(LookupBuffer(reader), reader), [], reader.read
     monkeypatch.setattr(reader, "read", lambda *lists: posted.append(lists) or read(*lists))
     for number in range(10):
-        checker.check_later(f"our {number}", str(number), OFFER, tables[0])
-    checker.check_later("our 0", "0", OFFER, tables[1])
+        checker.check_later(f"our {number}", str(number), OFFER, tables[0], DUE_S)
+    checker.check_later("our 0", "0", OFFER, tables[1], DUE_S)
     assert all(verdict.failure is None for verdict in verdicts(checker, 11))
     assert len(posted) == 2
 
@@ -110,20 +110,20 @@ def test_more_lookups_than_there_is_room_for_take_turns(reader, monkeypatch):
     """None is lost, none is mistaken for another, and the room is used again."""
     monkeypatch.setattr(lease_check, "_NUM_LOOKUPS", 3)
     producer = Holder(*(str(number) for number in range(0, 20, 2)))
-    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
     for number in range(20):
-        checker.check_later(f"our {number}", str(number), OFFER, table)
+        checker.check_later(f"our {number}", str(number), OFFER, table, DUE_S)
     found = verdicts(checker, 20)
     held = {verdict.key for verdict in found if verdict.failure is None}
     assert held == {f"our {number}" for number in range(0, 20, 2)}
     assert len({verdict.key for verdict in found}) == 20
-    assert sorted(checker._free) == [0, 1, 2]
+    assert sorted(checker._buffer.free) == [0, 1, 2]
 
 
 def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     """It fails its requests and nobody else's, and its room is free again."""
     gone, alive = Holder("a"), Holder("b")
-    checker = LeaseChecker(reader, reader)
+    checker = LeaseChecker(LookupBuffer(reader), reader)
     lost, table = gone.seen_by(reader), alive.seen_by(reader)
     read = reader.read
 
@@ -133,19 +133,19 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
         return read(local, local_indices, remote, remote_indices)
 
     monkeypatch.setattr(reader, "read", refuse)
-    checker.check_later("our a", "a", OFFER, lost)
-    checker.check_later("our b", "b", OFFER, table)
+    checker.check_later("our a", "a", OFFER, lost, DUE_S)
+    checker.check_later("our b", "b", OFFER, table, DUE_S)
     found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
     assert found["our b"] == Verdict("our b")
     assert found["our a"] == Verdict("our a", LeaseCheckFailure.PEER, "no")
-    assert len(checker._free) == lease_check._NUM_LOOKUPS
+    assert len(checker._buffer.free) == lease_check._NUM_LOOKUPS
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
     """What NIXL could not read proves nothing, and may still be written."""
     producer = Holder("a")
-    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
 
     def begin(*_):
         if refused:
@@ -153,24 +153,27 @@ def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
         return Transfer(producer.agent.name, object())
 
     monkeypatch.setattr(reader, "read", begin)
-    checker.check_later("our a", "a", OFFER, table)
+    checker.check_later("our a", "a", OFFER, table, DUE_S)
     (verdict,) = verdicts(checker, 1)
     assert verdict.failure is LeaseCheckFailure.PEER
     assert ("not any more" if refused else "could not be looked up") in verdict.fault
-    assert 0 not in checker._free and len(checker) == 0
+    assert 0 not in checker._buffer.free and len(checker) == 0
 
 
 def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypatch):
     """What waits, what is to be looked at again, and what is in flight; each once."""
     producer = Holder()
     producer.table.add("early")
-    checker, table = LeaseChecker(reader, reader, clock=lambda: 0.0), producer.seen_by(reader)
-    checker.check_later("early", "early", OFFER, table)
+    checker, table = (
+        LeaseChecker(LookupBuffer(reader), reader, clock=lambda: 0.0),
+        producer.seen_by(reader),
+    )
+    checker.check_later("early", "early", OFFER, table, DUE_S)
     until_put_off(checker)
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
-    checker.check_later("posted", "b", OFFER, table)
+    checker.check_later("posted", "b", OFFER, table, DUE_S)
     assert checker.advance() == []
-    checker.check_later("waiting", "c", OFFER, table)
+    checker.check_later("waiting", "c", OFFER, table, DUE_S)
     assert len(checker) == 3
     found = {verdict.key: verdict.failure for verdict in checker.give_up()}
     assert found == dict.fromkeys(("early", "posted", "waiting"), LeaseCheckFailure.PEER)
@@ -181,37 +184,35 @@ def test_producer_that_has_not_offered_yet_is_looked_at_again(reader):
     """What it says in the end counts, and nothing is reported before."""
     producer, now_s = Holder(), [0.0]
     producer.table.add("a")
-    checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
-    checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
-    assert checker.is_looking
+    checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
+    checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
-    # When it is offered nobody knows, and no step waits for that.
-    assert not checker.is_looking
+    assert checker.waits_for_offer("our a") and not checker.waits_for_offer("our b")
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
     assert verdicts(checker, 1) == [Verdict("our a")]
 
 
 def test_producer_that_never_offers_is_given_up(reader):
-    """Nobody waits for it without end."""
+    """It is looked up no longer than its request waits."""
     producer, now_s = Holder(), [0.0]
     producer.table.add("a")
-    checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
-    checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
+    checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
+    checker.check_later("our a", "a", OFFER, producer.seen_by(reader), 30.0)
     until_put_off(checker)
-    now_s[0] = OFFER_PATIENCE_S
-    (verdict,) = verdicts(checker, 1)
-    assert verdict.failure is LeaseCheckFailure.LEASE
-    assert "did not say within 30 s what it offers" in verdict.fault
+    now_s[0] = 30.0
+    # Its request has a deadline of its own, and asks before.
+    assert checker.waits_for_offer("our a")
+    assert checker.advance() == [] and len(checker) == 0
 
 
 def test_what_is_bound_to_something_else_is_told_apart(reader):
     """The request fails with what differs, and its neighbour passes."""
     producer = Holder("a", "b")
     producer.table.publish("a", OfferFingerprint(40, 1, 2))
-    checker, table = LeaseChecker(reader, reader), producer.seen_by(reader)
-    checker.check_later("our a", "a", OFFER, table)
-    checker.check_later("our b", "b", OFFER, table)
+    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
+    checker.check_later("our a", "a", OFFER, table, DUE_S)
+    checker.check_later("our b", "b", OFFER, table, DUE_S)
     found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
     assert found["our b"] == Verdict("our b")
     assert found["our a"].failure is LeaseCheckFailure.FINGERPRINT
@@ -222,8 +223,8 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
     """A difference is believed when it is seen twice."""
     producer, now_s = Holder("a"), [0.0]
     producer.table.publish("a", OfferFingerprint(48, 1, 9))
-    checker = LeaseChecker(reader, reader, clock=lambda: now_s[0])
-    checker.check_later("our a", "a", OFFER, producer.seen_by(reader))
+    checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
+    checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
@@ -233,12 +234,15 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
 def test_lookup_that_hangs_fails(reader, monkeypatch):
     """Also where nobody waits for it any more; its bucket stays its own."""
     producer, clock = Holder("a"), [0.0]
-    checker, table = LeaseChecker(reader, reader, lambda: clock[0]), producer.seen_by(reader)
+    checker, table = (
+        LeaseChecker(LookupBuffer(reader), reader, lambda: clock[0]),
+        producer.seen_by(reader),
+    )
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
-    free = len(checker._free)
-    checker.check_later("our a", "a", OFFER, table)
+    free = len(checker._buffer.free)
+    checker.check_later("our a", "a", OFFER, table, 120.0)
     assert checker.advance() == [] and len(checker) == 1
-    clock[0] = LOOKUP_PATIENCE_S
+    clock[0] = 120.0
     (verdict,) = checker.advance()
     assert verdict.failure is LeaseCheckFailure.PEER and len(checker) == 0
-    assert len(checker._free) == free - 1
+    assert len(checker._buffer.free) == free - 1

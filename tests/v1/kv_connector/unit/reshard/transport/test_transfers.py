@@ -19,21 +19,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import (
+    StagingPolicy,
+    Strategy,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     Prepared,
     Transfer,
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.measure import DEFAULT_COSTS
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
     PreparedStaging,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import StagingArea
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
-    PATIENCE_S,
+    _SPAN_WAIT_S,
     Part,
     PartDrained,
     PartFailed,
@@ -171,11 +173,10 @@ def test_read_that_ends_at_once_needs_no_look(one_window_parts, planes_in_arena)
     agent.ends_at_once = True
     transfers.start("r", one_window_parts, agent, 0.0)
     assert agent.released == [0, 1, 2, 3] and not transfers.is_lingering
-    assert transfers.is_ending == bool(planes_in_arena)
     for copy in copies.made:
         copy.made = True
     assert drained(transfers.advance(0.0)) == [("r", key) for key in range(4)]
-    assert len(transfers) == 0 and not transfers.is_ending
+    assert len(transfers) == 0
 
 
 def test_what_arrives_is_told_for_as_long_as_that_is_news(one_window_parts):
@@ -265,13 +266,13 @@ def test_window_without_a_span_goes_direct_after_a_while(one_window_parts):
     """A read that never ends holds up nobody for ever."""
     transfers, agent, _ = make(1)
     transfers.start("r", one_window_parts, agent, 0.0)
-    transfers.advance(PATIENCE_S * 0.9)
+    transfers.advance(_SPAN_WAIT_S * 0.9)
     assert len(agent.posted) == 1
-    transfers.advance(PATIENCE_S)
+    transfers.advance(_SPAN_WAIT_S)
     assert [lists[0] for lists in agent.posted] == [ARENA_LIST] + 3 * [DIRECT_LIST]
     for number in (1, 2, 3):
         agent.states[number] = TransferState.DONE
-    ended = transfers.advance(PATIENCE_S)
+    ended = transfers.advance(_SPAN_WAIT_S)
     assert {(each.key, each.strategy) for each in ended if isinstance(each, PartDrained)} == {
         (key, Strategy.DIRECT) for key in (1, 2, 3)
     }
@@ -283,7 +284,7 @@ def test_patience_begins_anew_when_a_span_was_given_back(one_window_parts):
     transfers.start("r", one_window_parts, agent, 0.0)
     now_s = 0.0
     for number in range(4):
-        now_s += PATIENCE_S * 0.9
+        now_s += _SPAN_WAIT_S * 0.9
         agent.states[number] = TransferState.DONE
         transfers.advance(now_s)
         copies.made[number].made = True
@@ -348,11 +349,11 @@ def test_copy_that_fails_fails_its_part(one_window_parts):
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 
 
-def test_costs_decide_for_each_read():
+def test_policy_decides_for_each_read():
     """A few small pages go direct, and without an arena everything does."""
     transfers, _, _ = make(8)
     assert all(part.window is not None for part in parts_of(transfers))
-    transfers.area.costs = DEFAULT_COSTS
+    transfers.area.policy = StagingPolicy()
     (part,) = parts_of(transfers)
     assert part.window is None
     transfers.area = None
@@ -396,12 +397,12 @@ def test_long_step_is_no_standstill(one_window_parts):
     transfers, agent, copies = make(1)
     transfers.start("r", one_window_parts, agent, 0.0)
     agent.states[0] = TransferState.DONE
-    transfers.advance(2 * PATIENCE_S)
+    transfers.advance(2 * _SPAN_WAIT_S)
     assert len(agent.posted) == 1
-    transfers.advance(4 * PATIENCE_S)
+    transfers.advance(4 * _SPAN_WAIT_S)
     assert len(agent.posted) == 1
     copies.made[0].made = True
-    transfers.advance(6 * PATIENCE_S)
+    transfers.advance(6 * _SPAN_WAIT_S)
     assert [lists[0] for lists in agent.posted] == 2 * [ARENA_LIST]
 
 

@@ -2,8 +2,8 @@
 """KV-cache transfer between engines of any two tensor- and pipeline-parallel layouts.
 
 A rank owns a box, layers x global KV heads. A destination rank needs its own box filled: intersect
-it with the source ranks' boxes, elect one producer where several hold the same heads, and the
-result is a list of reads. The code stands on five floors, and imports go down only:
+it with the source ranks' boxes, elect one holder where several hold the same heads, and the result
+is a list of reads. The code stands on five floors, and imports go down only:
 
     connector       the facade that vLLM constructs
     engine          5   vLLM's side: worker and scheduler

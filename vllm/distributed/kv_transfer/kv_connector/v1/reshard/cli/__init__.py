@@ -6,9 +6,10 @@ It stands on floors 1 to 3 and, like them, imports neither vLLM nor torch, so th
 once. `vllm kv-plan` is the same, as a subcommand of vLLM's own command line.
 
 command         arguments, and what is printed for them
-report          arguments -> a plan, and what it costs
+report          arguments -> a plan, and its figures
+figures         what a plan costs each rank
 model           a model's config.json -> sizes
-recurrent       recurrent state: what layers keep, and who reads it from whom
+recurrent_state what layers keep, and which rank reads it from which
 document        a plan as JSON
 text, advice    a plan as tables, and what would be better
 svg             a plan as a drawing

@@ -7,13 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..memory.strategy import Strategy
-from ..memory.summary import (
-    CacheFormat,
-    PlanFigures,
-    SourceFigures,
-    ranks_text,
-)
 from ..plan.shards import Shard
+from ..plan.text import ranks_text
+from .figures import CacheFormat, PlanFigures, SourceFigures
 
 SMALL_DESCRIPTOR_BYTES = 4096
 """Descriptors below this cost more to post than to move."""

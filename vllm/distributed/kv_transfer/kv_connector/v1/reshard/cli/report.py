@@ -7,11 +7,12 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..memory.summary import CacheFormat, PlanFigures, layers_text, measure_plan
 from ..plan.mesh import ParallelMesh
 from ..plan.reshard import ReshardPlan, plan_reshard
 from ..plan.shards import Shard, shard_model
+from ..plan.text import layers_text
 from ..plan.verify import verify_plan
+from .figures import CacheFormat, PlanFigures, measure_plan
 from .model import LayerSizes, ModelSizes, element_bytes, read_model
 from .recurrent_state import StateRead, plan_state
 

@@ -9,15 +9,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..memory.summary import SourceFigures, ranges_text, ranks_text
+from ..plan.text import ranges_text, ranks_text
 from .advice import advise, bytes_text
+from .figures import SourceFigures
 from .report import PlanReport
 
 _UNKNOWN = "?"
 _WAYS_NOTE = (
     "Merged: what is left where the blocks of a request adjoin at both ends; for a read by way of "
     "an arena, it is enough that they do at the source. How: what `auto` chooses for {tokens} "
-    "tokens at the costs of a small machine; engines measure their own, and choose for each read."
+    "tokens by its default thresholds."
 )
 
 

@@ -4,7 +4,7 @@
 A tensor's shape does not tell what lies where: some backends take a block for a page of their own
 and arrange its tokens for their kernels, in a cache that looks like any other. What is here was
 read in the backends' sources; everything else is refused. Bytes read from a wrong place are KV of
-other tokens, and nobody would notice but for the answers.
+other tokens, and nothing but the answers would tell.
 
 Names do not tell either: two backends are called FLASH_ATTN, and models subclass one that is plain
 to store in their own way. So a backend counts as the one of its name only where both its name and

@@ -39,7 +39,7 @@ CACHES_ARE_VIEWS = not _IS_0_22
 REQUEST_NUMBERS: tuple[int, ...] = (0,) if _IS_0_22 else (0, 0)
 """What follows the verb in a request to a side channel: the rank, or the stage and the rank.
 
-Upstream's listener unpacks exactly these; with more or fewer, its thread ends and answers nobody
+Upstream's listener unpacks exactly these; with more or fewer, its thread ends and answers no one
 any more. That of 0.22.1 wants one.
 """
 
@@ -53,8 +53,8 @@ blocks where there are several groups, and take ids always.
 RECOMPUTES_IN_OTHER_BLOCKS = not _IS_0_22
 """Whether a connector may take the blocks of a request that is to be computed anew.
 
-That of 0.22.1 is not shown who has them: there such a request waits until nothing can write into
-its blocks any more.
+That of 0.22.1 is not shown the cache manager: there such a request waits until nothing can write
+into its blocks any more.
 """
 
 CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22

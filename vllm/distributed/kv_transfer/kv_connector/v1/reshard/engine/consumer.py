@@ -2,7 +2,7 @@
 """The requests that a worker reads: from being asked for until nothing writes for them any more.
 
 A request is *failed* as soon as that is known, and *received* once it is whole, or has failed and
-is quiet. Its blocks are somebody else's to use only then: see `protocol.ledgers`.
+is drained. Its blocks may be used for something else only then: see `protocol.ledgers`.
 
 All of this belongs to the connector's thread.
 """
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from vllm.logger import init_logger
 
 from ..errors import ReshardError
-from ..protocol.ledgers import ConsumerLedger, RequestId
+from ..protocol.ids import RequestId
+from ..protocol.ledgers import ConsumerLedger, ReadState
 from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..transport.budget import Budget
@@ -49,13 +50,10 @@ _REMEDIES = {
     ReadFailure.DOUBT: ": restart the engines that do not answer, or this one",
 }
 
-_MOST_IN_DOUBT = 4
-"""One in so many blocks of the cache may be in doubt; beyond that, nobody waits for hung peers."""
+_NO_OFFER = "check that the engine runs, and send the request through prefill again"
 
-LOOKUPS_APART_S = 3e-3
-"""How long to wait between two turns that look leases up, as long as more reads are to be posted.
-Requests that were read meanwhile share a lookup, and what their producers are told. Reports are
-heard in the engine's next step, which most often is further away."""
+_MOST_IN_DOUBT = 4
+"""One in so many blocks of the cache may be in doubt; beyond that, hung peers are cut."""
 
 
 @dataclass(slots=True)
@@ -64,23 +62,33 @@ class _Reading:
 
     Attributes:
         number: Which of those that had this name.
+        due_at_s: When it fails unless it was received.
         receive: What to read.
-        peer: From where; None for one that nobody was asked for.
+        peer: From where; None where its parameters name none.
         connection: The connection that it is read with, once it is.
         lease_tables: Where to see, after that, that it was still held.
-        failed: Nobody wants it any more.
+        state: Where it is.
+        since_s: Since when.
         failure: What went wrong first here; None also where it did elsewhere.
+        failed_in: The state in which it failed, and how many seconds it had been in it.
         num_in_doubt: Its blocks, since it has failed and while they may be written.
     """
 
     number: int
+    due_at_s: float
     receive: Receive
     peer: Peer | None
     connection: PeerConnection | None = None
     lease_tables: Sequence[PreparedTable] = ()
-    failed: bool = False
+    state: ReadState = ReadState.WAITING
+    since_s: float = 0.0
     failure: ReadFailure | None = None
+    failed_in: tuple[ReadState, float] = (ReadState.WAITING, 0.0)
     num_in_doubt: int = 0
+
+    def waits_for(self, receive: Receive) -> bool:
+        """Whether it is this request of those that had its name, and waits to be read."""
+        return self.receive is receive and self.state is ReadState.WAITING
 
 
 class ConsumerSide:
@@ -89,7 +97,7 @@ class ConsumerSide:
     Args:
         peers: Where they are read from.
         transfers: What is on its way.
-        notifier: Tells those who hold their blocks.
+        notifier: Notifies the producers of their blocks.
         stats: Where to count.
         timeout_s: How long a request may take from `start_request` until it is received.
     """
@@ -112,11 +120,12 @@ class ConsumerSide:
         self._ready: dict[RemoteEngineAddress, Peer] = {}
         # Those with which leases are being looked up.
         self._looking: dict[PeerConnection, None] = {}
-        self._look_up_at_s = 0.0
         self._reading: dict[RequestId, _Reading] = {}
         # In the order in which they are due.
         self._deadlines: deque[tuple[float, RequestId, int]] = deque()
         self._num_taken_up = 0
+        # The time of the poll that is under way.
+        self._now_s = 0.0
         self._num_in_doubt = 0
         self._reader: LocalCache | None = None
 
@@ -131,20 +140,14 @@ class ConsumerSide:
 
     @property
     def is_moving(self) -> bool:
-        """Whether looking again soon may tell something that somebody waits for."""
+        """True while a poll soon may have results of requests."""
         return bool(self.has_backlog or self._transfers.is_moving or self._looking or self._hung)
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether all of some request has arrived, so that it is known soon how it ends."""
-        is_looking = any(connection.leases.is_looking for connection in self._looking)
-        return is_looking or self._transfers.is_ending
 
     @property
     def next_due_s(self) -> float | None:
         """When the next request fails that is not received before; None without one.
 
-        Also one that has failed before, and is not quiet by then: who does not let it be is waited
+        Also one that has failed before, and is not drained by then: its peer is waited
         for no longer.
         """
         while self._deadlines:
@@ -161,9 +164,10 @@ class ConsumerSide:
 
     def start_request(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
         """Read a request once its peer is connected."""
+        self._now_s = now_s
         if receive.fault is not None:
             if not any(receive.local_block_ids):
-                # Nothing was to be read, and nobody waits for it.
+                # Nothing was to be read, and no request waits for it.
                 return
             reading = self._account(request_id, receive, None, now_s)
             self._fail(request_id, reading, receive.fault, ReadFailure.PARAMETERS)
@@ -184,6 +188,7 @@ class ConsumerSide:
             now_s: The time.
             budget: As far as it goes.
         """
+        self._now_s = now_s
         self._transfers.post(now_s, budget)
         while self._ready:
             if self._transfers.has_backlog:
@@ -199,24 +204,29 @@ class ConsumerSide:
                 return
 
     def fail_waiting(self, peer: Peer, error: Exception) -> list[RequestId]:
-        """A peer cannot be connected: fail who waited for it; returns the requests."""
+        """A peer cannot be connected: fail the requests that waited for it, and return them."""
         failed = []
         for request_id, receive in peer.take_waiting():
             reading = self._reading.get(request_id)
-            if reading is not None and reading.receive is receive and not reading.failed:
+            if (
+                reading is not None
+                and reading.receive is receive
+                and reading.state is ReadState.WAITING
+            ):
                 reason = f"handshake failed: {error}"
                 self._fail(request_id, reading, reason, ReadFailure.HANDSHAKE)
                 failed.append(request_id)
         return failed
 
     def abandon(self, request_ids: Iterable[RequestId]) -> None:
-        """Another worker of this engine could not read these: nobody wants them any more."""
+        """Another worker of this engine could not read these: fail them here, too."""
         for request_id in request_ids:
             if (reading := self._reading.get(request_id)) is not None:
                 self._fail(request_id, reading, "another worker could not read it", None)
 
     def advance(self, now_s: float, budget: Budget) -> None:
         """Look at what is on its way, as far as the budget goes, and fail what takes too long."""
+        self._now_s = now_s
         for event in self._transfers.advance(now_s, budget):
             reading = self._reading[event.request_id]
             if isinstance(event, PartFailed):
@@ -229,8 +239,7 @@ class ConsumerSide:
                 self._stats.record_transfer(event.telemetry, event.strategy)
             if self._ledger.part_drained(event.request_id, event.key):
                 self._look_up(event.request_id, reading)
-        if not self.has_backlog or now_s >= self._look_up_at_s:
-            self._advance_lookups(now_s)
+        self._advance_lookups(now_s)
         while (due_at_s := self.next_due_s) is not None and due_at_s <= now_s:
             _, request_id, _ = self._deadlines.popleft()
             self._run_out_of_time(request_id, self._reading[request_id], now_s)
@@ -268,10 +277,13 @@ class ConsumerSide:
                 self._release(reading)
             # A failed handshake was told, with the requests that it cost.
             if failure is not ReadFailure.HANDSHAKE:
+                state, for_s = reading.failed_in
                 logger.error(
-                    "KV cache of request %s could not be read from engine %s: %s%s",
+                    "KV cache of request %s could not be read from engine %s (%s for %.1f s): %s%s",
                     outcome.request_id,
                     receive.source.engine_id,
+                    state.value,
+                    for_s,
                     outcome.failure,
                     _REMEDIES.get(failure, ""),
                 )
@@ -282,6 +294,7 @@ class ConsumerSide:
         received = set()
         for outcome in self._ledger.take_ended():
             reading = self._reading.pop(outcome.request_id)
+            self._enter(outcome.request_id, reading, ReadState.ENDED)
             if reading.num_in_doubt:
                 self._num_in_doubt -= reading.num_in_doubt
                 self._stats.record_blocks_in_doubt(self._num_in_doubt)
@@ -292,15 +305,35 @@ class ConsumerSide:
             received.add(outcome.request_id)
         return received
 
+    def _enter(self, request_id: RequestId, reading: _Reading, state: ReadState) -> None:
+        """Take note of a request's next state, and tell it in the log."""
+        logger.debug(
+            "Request %s: %s at engine %s, after %.1f ms of %s.",
+            request_id,
+            state.value,
+            reading.receive.source.engine_id,
+            1e3 * (self._now_s - reading.since_s),
+            reading.state.value,
+        )
+        reading.state, reading.since_s = state, self._now_s
+
     def _account(
         self, request_id: RequestId, receive: Receive, peer: Peer | None, now_s: float
     ) -> _Reading:
         """Take a request into account until it is reported."""
         self._num_taken_up += 1
-        reading = _Reading(self._num_taken_up, receive, peer)
+        due_at_s = now_s + self._timeout_s
+        reading = _Reading(self._num_taken_up, due_at_s, receive, peer, since_s=now_s)
         self._reading[request_id] = reading
-        self._deadlines.append((now_s + self._timeout_s, request_id, reading.number))
+        self._deadlines.append((reading.due_at_s, request_id, reading.number))
         self._ledger.begin(request_id)
+        logger.debug(
+            "Request %s: %s at engine %s, to read %d blocks.",
+            request_id,
+            reading.state.value,
+            receive.source.engine_id,
+            sum(map(len, receive.local_block_ids)),
+        )
         return reading
 
     def _begin_next(
@@ -313,7 +346,11 @@ class ConsumerSide:
             return
         reading = self._reading.get(request_id)
         # It may have failed while it waited.
-        if reading is not None and reading.receive is receive and not reading.failed:
+        if (
+            reading is not None
+            and reading.receive is receive
+            and reading.state is ReadState.WAITING
+        ):
             self._begin(request_id, reading, connection, now_s, budget)
 
     def _begin(
@@ -345,6 +382,7 @@ class ConsumerSide:
         read_from = {part.leg.remote.peer for part in parts}
         reading.connection = connection
         connection.lifetime.begin_request()
+        self._enter(request_id, reading, ReadState.READING)
         reading.lease_tables = [
             table for name, table in engine.lease_tables.items() if name in read_from
         ]
@@ -355,6 +393,7 @@ class ConsumerSide:
         """All of a request was read: see that it was still held, and was what was wanted."""
         receive, connection = reading.receive, reading.connection
         assert receive.fingerprint is not None and connection is not None
+        self._enter(request_id, reading, ReadState.CHECKING)
         if not connection.is_connected:
             # What had landed in the arena was copied from there after its connection was closed.
             fault = "its connection was given up before its lease could be looked up"
@@ -364,17 +403,20 @@ class ConsumerSide:
             self._looking[connection] = None
         for table in reading.lease_tables:
             connection.leases.check_later(
-                (request_id, reading.number), receive.remote_request_id, receive.fingerprint, table
+                (request_id, reading.number),
+                receive.remote_request_id,
+                receive.fingerprint,
+                table,
+                reading.due_at_s,
             )
 
     def _advance_lookups(self, now_s: float) -> None:
         """Look up the leases of what was read, and hear what was found."""
-        self._look_up_at_s = now_s + LOOKUPS_APART_S
         for connection in list(self._looking):
             for verdict in connection.leases.advance():
                 self._judge(verdict)
                 if verdict.failure is LeaseCheckFailure.PEER:
-                    # Also where its request has failed meanwhile: nobody else would tell.
+                    # Also where its request has failed meanwhile: nothing else would tell.
                     self._peers.break_off(connection, now_s)
             if not connection.leases:
                 del self._looking[connection]
@@ -393,7 +435,9 @@ class ConsumerSide:
     ) -> None:
         """Fail a request, unless it has failed already; what was not posted of it never is."""
         if self._ledger.fail(request_id, reason):
-            reading.failed, reading.failure = True, failure
+            reading.failed_in = reading.state, self._now_s - reading.since_s
+            self._enter(request_id, reading, ReadState.FAILED)
+            reading.failure = failure
             if reading.connection is not None:
                 reading.connection.lifetime.end_request()
             self._transfers.give_up(request_id)
@@ -404,7 +448,7 @@ class ConsumerSide:
             self._peers.break_off(reading.connection, now_s)
 
     def _run_out_of_time(self, request_id: RequestId, reading: _Reading, now_s: float) -> None:
-        """Fail a request whose time is over, and say who was waited for."""
+        """Fail a request whose time is over, and say what it waited for."""
         source = reading.receive.source
         where = f"{source.engine_id} at {source.host}:{source.port}"
         if reading.connection is None:
@@ -412,6 +456,10 @@ class ConsumerSide:
         elif num_legs := self._ledger.num_parts_of(request_id):
             waited_for = f"{num_legs} reads from {where}"
             self._break_off(reading, now_s)
+        elif reading.connection.leases.waits_for_offer((request_id, reading.number)):
+            fault = f"{where} did not say within {self._timeout_s:g} s what it offers: {_NO_OFFER}"
+            self._fail(request_id, reading, fault, ReadFailure.LEASE)
+            return
         else:
             waited_for = f"its lease to be looked up at {where}"
             self._break_off(reading, now_s)
@@ -451,7 +499,7 @@ class ConsumerSide:
         producers = (peer and peer.connection) or reading.connection
         if producers is None or (producers is reading.connection and not producers.is_connected):
             return
-        # Who cannot be read from may be gone; that he hears nothing is no news then.
+        # A peer that cannot be read from may be gone; that it cannot be notified is no news then.
         known = reading.failure in (ReadFailure.TRANSFER, ReadFailure.DEADLINE)
         self._notify(reading.receive, producers, known_as_broken=known)
 

@@ -17,8 +17,8 @@ from typing import Literal
 
 from vllm.logger import init_logger
 
-from ..memory.summary import layers_text
 from ..plan.shards import Shard
+from ..plan.text import layers_text
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import WorkerDescription
 from ..transport.agent import NixlAgent
@@ -45,6 +45,7 @@ class LocalEndpoint:
         area: Where staged reads stop over; None where all go direct.
         replica_offset: Spreads replicas of an engine over holders of the same heads.
         missing_drafts: What becomes of a draft's layers that the other engine has not.
+        verifies_plans: Whether each plan is checked by other means.
     """
 
     cache: LocalCache
@@ -53,6 +54,7 @@ class LocalEndpoint:
     area: StagingArea | None
     replica_offset: int
     missing_drafts: Literal["refuse", "compute"] = "refuse"
+    verifies_plans: bool = False
 
 
 class Dialer:
@@ -72,7 +74,12 @@ class Dialer:
     def begin(self, local: LocalEndpoint, ask: Ask) -> None:
         """What to connect and how to ask, known once the caches are registered."""
         self._local, self._ask = local, ask
-        self._planner = Planner(local.shards, local.replica_offset, local.missing_drafts)
+        self._planner = Planner(
+            local.shards,
+            local.replica_offset,
+            local.missing_drafts,
+            verifies=local.verifies_plans,
+        )
 
     def ask(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
         """Ask an engine, and lower what is read from it; waits for nothing.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of drafts: who has them, and what happens where the other engine has not.
+"""Layers of drafts: which workers have them, and what happens where the other engine has not.
 
 A draft's layers are read like any others, for they keep the KV of the same tokens. But two engines
 may draft with different models, whose layers have the same names; so a draft's layer is known to

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm import __version__ as vllm_version
 
-from ..protocol.compatibility import ANY
+from ..protocol.compatibility import ANY, DRAFT_FACTORS
 from .compat import draft_cache_dtype, prefill_lookahead_tokens
 from .content import items_named_by
 from .settings import Settings
@@ -26,16 +26,6 @@ _ARCHITECTURE = (
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
-)
-
-_DRAFT_FACTORS = (
-    "draft_method",
-    "draft_model",
-    "draft_layers",
-    "draft_aux_layers",
-    "draft_kv_cache_dtype",
-    "draft_lookahead",
-    "parallel_drafting",
 )
 
 
@@ -76,7 +66,7 @@ def compared_factors(factors: Mapping[str, str], settings: Settings) -> dict[str
     if not settings.enforce_handshake_compat:
         return None
     if settings.missing_draft_layers == "compute":
-        return {**factors, **dict.fromkeys(_DRAFT_FACTORS, ANY)}
+        return {**factors, **dict.fromkeys(DRAFT_FACTORS, ANY)}
     return dict(factors)
 
 
@@ -101,7 +91,7 @@ def _draft_factors(vllm_config: VllmConfig) -> dict[str, str]:
     """
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle():
-        return dict.fromkeys(_DRAFT_FACTORS, "none")
+        return dict.fromkeys(DRAFT_FACTORS, "none")
     return _draft_values(vllm_config)
 
 
@@ -122,7 +112,7 @@ def _draft_values(vllm_config: VllmConfig) -> dict[str, str]:
         str(prefill_lookahead_tokens(vllm_config)),
         _yes_or_no(speculative.parallel_drafting),
     )
-    return dict(zip(_DRAFT_FACTORS, values, strict=True))
+    return dict(zip(DRAFT_FACTORS, values, strict=True))
 
 
 def _architecture(text_config: object) -> str:

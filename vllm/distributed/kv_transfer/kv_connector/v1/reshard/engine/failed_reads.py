@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine ends a request whose read has failed, and keeps its blocks until nobody writes.
+"""How an engine ends a request whose read has failed, and keeps its blocks until nothing writes.
 
 Of a read that goes wrong a worker learns two things: that it has failed, and, perhaps minutes
 later, that nothing can write into its blocks any more. vLLM has a report for each, but holds the
@@ -17,7 +17,7 @@ reports if it is read everywhere, and two if it fails anywhere:
 vLLM counts each round over all workers. One that was through before another failed has made its
 first report then, and makes its second when it is told.
 
-On 0.22.1 failed reads are reported by their blocks, which nobody holds back: there every request
+On 0.22.1 failed reads are reported by their blocks, which are not held back: there every request
 takes one round, and a `ReadBook` lets it pass.
 """
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -145,7 +145,7 @@ class ReadBook:
     that, and must not be computed into these blocks: they are taken from it.
 
     Attributes:
-        manager: Who has the blocks. Without one, a request that is to be computed waits until
+        manager: The owner of the blocks. Without one, a request that is to be computed waits until
             nothing writes into its blocks.
     """
 

@@ -12,8 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ..protocol.fingerprint import OfferFingerprint
-from ..protocol.ledgers import RequestId
-from ..protocol.messages import Heartbeats, Receive
+from ..protocol.ids import RequestId
+from ..protocol.messages import Receive, RemoteRequest
 from ..protocol.metadata import WorkerHandshake
 from ..transport.announcements import AnnouncerAddress
 
@@ -41,9 +41,9 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             is older than the step.
         announcer: Where to hear of offers before the step that says so; None where that does not
             help, or was said before.
-        heartbeats: Leases to renew.
-        idle: Whether the engine has nothing to do in this step but to hear what has ended, and
-            rests after it.
+        awaited: Requests that wait for blocks from now on, and whose leases are to be renewed
+            until they have ended.
+        ended: Requests that do not wait any longer.
     """
 
     receive: dict[RequestId, Receive] = field(default_factory=dict)
@@ -55,8 +55,8 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     fingerprints: dict[RequestId, OfferFingerprint] = field(default_factory=dict)
     num_offers: int = 0
     announcer: AnnouncerAddress | None = None
-    heartbeats: list[Heartbeats] = field(default_factory=list)
-    idle: bool = False
+    awaited: dict[RequestId, RemoteRequest] = field(default_factory=dict)
+    ended: set[RequestId] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         """Whether anything is asked for."""
@@ -66,7 +66,8 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             or self.withdrawn
             or self.offered
             or self.fingerprints
-            or self.heartbeats
+            or self.awaited
+            or self.ended
             or self.failed
         )
 

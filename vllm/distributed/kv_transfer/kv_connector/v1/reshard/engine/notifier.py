@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker tells those who hold blocks for it. Belongs to the connector's thread."""
+"""What a worker tells the producers of its blocks. Belongs to the connector's thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from ..errors import TransferError
 from ..protocol.fingerprint import OfferFingerprint
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 from ..protocol.messages import DoneEntry, encode_done, encode_renewals
 from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
@@ -67,7 +67,7 @@ class Notifier:
 
         Args:
             request_id: The request, as its producers call it.
-            fingerprint: What they should offer under that name; they believe nobody who cannot say.
+            fingerprint: What they should offer under that name; they release nothing without it.
             producers: The connection with their engine.
             known_as_broken: That they cannot be told is no news.
         """

@@ -10,7 +10,7 @@ is announced as well, and a worker shows it at once.
 from __future__ import annotations
 
 from ..protocol.fingerprint import OfferFingerprint
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 from ..protocol.messages import Announcement, encode_announcement
 from ..transport.announcements import Announcer, AnnouncerAddress, open_announcer
 from .metadata import ReshardConnectorMetadata

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..errors import TransferError
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..transport.connection import PeerConnection
 from ..transport.lane import Lane, Lanes

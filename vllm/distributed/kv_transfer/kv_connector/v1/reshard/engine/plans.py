@@ -7,22 +7,17 @@ that it does. Two hundred of them are planned for once.
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal
 
-from vllm.logger import init_logger
-
 from ..errors import RemoteLayoutError
 from ..plan.reshard import ReshardPlan, plan_reshard
 from ..plan.shards import Layer, Shard
 from ..plan.verify import verify_plan
 from .drafts import without_missing_drafts
-
-logger = init_logger(__name__)
 
 MOST_PLANS = 8
 """More than there are layouts of engines that one worker reads from; a plan of 128 ranks with 128
@@ -47,17 +42,21 @@ class Planner:
 
     Args:
         shards: What every worker of this engine holds.
-        spread: Spreads replicas of this engine over producers of the same heads.
+        replica_offset: Spreads replicas of this engine over holders of the same heads.
         missing_drafts: What becomes of a draft's layers that the other engine has not.
+        verifies: Whether each plan is checked by other means.
     """
 
     def __init__(
         self,
         shards: Sequence[Shard],
-        spread: int,
+        replica_offset: int,
         missing_drafts: Literal["refuse", "compute"],
+        *,
+        verifies: bool = False,
     ) -> None:
-        self._shards, self._spread, self._missing_drafts = shards, spread, missing_drafts
+        self._shards, self._replica_offset = shards, replica_offset
+        self._missing_drafts, self._verifies = missing_drafts, verifies
         # By what other engines hold; the one that was wanted last is the last.
         self._planned: OrderedDict[bytes, Planned] = OrderedDict()
 
@@ -80,9 +79,9 @@ class Planner:
 
     def _plan(self, src: Sequence[Shard]) -> Planned:
         needed, missing = without_missing_drafts(src, self._shards, self._missing_drafts)
-        plan = plan_reshard(src, needed, spread=self._spread)
-        # It costs many times what planning does: it is for who looks for a defect of ours.
-        if logger.isEnabledFor(logging.DEBUG) and (faults := verify_plan(src, needed, plan)):
+        plan = plan_reshard(src, needed, spread=self._replica_offset)
+        # It costs many times what planning does.
+        if self._verifies and (faults := verify_plan(src, needed, plan)):
             raise RemoteLayoutError(
                 f"no plan fits what the engine says of itself ({faults[0]}): run the same build of "
                 "the connector on both engines"

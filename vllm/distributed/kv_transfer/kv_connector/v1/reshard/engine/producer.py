@@ -10,8 +10,9 @@ from vllm.logger import init_logger
 
 from ..errors import ReshardError
 from ..protocol.compatibility import quote
+from ..protocol.ids import RequestId
 from ..protocol.leases import LeaseTable, LeaseTableAddress
-from ..protocol.ledgers import Notice, ProducerLedger, Receipt, RequestId
+from ..protocol.ledgers import HeldState, Notice, ProducerLedger, Receipt
 from ..protocol.messages import Announcement, Done, Renew, decode_notification
 from ..transport.agent import NixlAgent
 from .metadata import ReshardConnectorMetadata
@@ -58,8 +59,10 @@ class ProducerSide:
         for request_id in metadata.withdrawn:
             self._table.remove(request_id)
             self._hold(request_id, 0)
+            self._tell(request_id, HeldState.WITHDRAWN)
         self._ledger.admit(metadata.admitted)
         for request_id in metadata.admitted:
+            self._tell(request_id, HeldState.ADMITTED)
             if not self._table.add(request_id):
                 logger.warning(
                     "Request %s will not be read: too many requests are held for other engines.",
@@ -71,19 +74,23 @@ class ProducerSide:
             self._table.publish(request_id, fingerprint)
             if self._ledger.offer(request_id, now_s + lease_s, fingerprint):
                 self._hold(request_id, metadata.offered_blocks.get(request_id, 0))
+                self._tell(request_id, HeldState.OFFERED, f", for {lease_s:g} s")
 
     def apply_announcement(self, announcement: Announcement) -> None:
         """Show readers what is offered, before the step that says so.
 
-        That step does the rest: until then nobody can be through with it, and no lease runs. When
-        it has been taken up, the name may be another request's.
+        That step does the rest: until then no reader can be through with it, and no lease runs.
+        When it has been taken up, the name may be another request's.
         """
         if announcement.number > self._num_offers:
             self._table.publish(announcement.request_id, announcement.fingerprint)
 
     def collect_released(self, now_s: float) -> set[RequestId]:
         """Requests whose blocks may be used for something else, and are held no more."""
-        gone = self._hear(now_s) | set(self._ledger.take_released())
+        released = self._hear(now_s) | set(self._ledger.take_released())
+        for request_id in released:
+            self._tell(request_id, HeldState.RELEASED)
+        expired: set[RequestId] = set()
         for expiry in self._ledger.expire(now_s):
             self._stats.record_kv_expired_req()
             logger.warning(
@@ -93,9 +100,11 @@ class ProducerSide:
                 expiry.heard,
                 "an unknown number of" if expiry.awaited is None else expiry.awaited,
             )
-            gone.add(expiry.request_id)
+            self._tell(expiry.request_id, HeldState.EXPIRED)
+            expired.add(expiry.request_id)
+        gone = released | expired
         for request_id in gone:
-            # Before anybody learns that the blocks may be used: see `leases`.
+            # Before the scheduler learns that the blocks may be used: see `leases`.
             self._table.remove(request_id)
             self._hold(request_id, 0)
         self._tell_mismatches()
@@ -153,6 +162,11 @@ class ProducerSide:
                 quote(mismatch.request_id),
                 quote(mismatch.notifier),
             )
+
+    def _tell(self, request_id: RequestId, state: HeldState, more: str = "") -> None:
+        """Tell in the log what a request has become, and how many blocks are held for it."""
+        num_blocks = self._num_blocks.get(request_id, 0)
+        logger.debug("Request %s: %s, with %d blocks%s.", request_id, state.value, num_blocks, more)
 
     def _hold(self, request_id: RequestId, num_blocks: int) -> None:
         """Take account of the blocks that a request holds from now on."""

@@ -10,7 +10,7 @@ A page holds a sequence's state, one component after another:
     short convolution  x
     linear attention                                     heads
 
-Each component is split by itself, so that each is a layer of its own to everybody who plans, named
+Each component is split by itself, so that each is a layer of its own to the plan, named
 for the layer and the component: `model.layers.0.mixer/B`. Its units are what adjoins on a rank and
 is never split: a head with all of its channels, a group, or a channel where nothing joins them.
 Groups are repeated where there are fewer of them than ranks, as KV heads are.

@@ -16,13 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConn
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
-from ..protocol.fingerprint import OfferFingerprint, TokenHash, fingerprint
-from ..protocol.messages import (
-    BlockIds,
-    EngineId,
-    Receive,
-    RemoteEngineAddress,
-)
+from ..protocol.fingerprint import OfferFingerprint, fingerprint
+from ..protocol.ids import BlockIds, EngineId
+from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.metadata import encode_reply
 from ..protocol.params import (
     RemoteBlocks,
@@ -37,10 +33,8 @@ from ..protocol.params import (
 from ..transport.side_channel import HandshakeServer
 from .compat import OUTPUTS_OUTLIVE_PREEMPTION, PRODUCERS_KEEP_THE_LAST_WINDOW
 from .content import content_keys
-from .digests import PromptDigests
 from .failed_reads import ReadBook
 from .geometry import state_groups, window_groups
-from .heartbeats import HeartbeatBook
 from .metadata import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .offers import OfferBook
 from .settings import read_settings, remarks
@@ -77,14 +71,13 @@ class ReshardScheduler(NixlConnectorScheduler):
             vllm_config.scheduler_config.async_scheduling
             or parallel_config.pipeline_parallel_size > 1
         )
-        # Whether nobody waits for a step in which nothing is computed. One that was scheduled ahead
-        # would, and a replica with the same experts.
-        self._nobody_waits = not self._is_ahead and parallel_config.data_parallel_size == 1
         self._state_groups = state_groups(kv_cache_config)
-        self._heartbeats = HeartbeatBook(settings.lease_s)
+        # Requests that wait for blocks, or wait no longer, since workers were told last.
+        self._awaited: dict[str, RemoteRequest] = {}
+        self._ended: set[str] = set()
+        # Those whose leases workers renew, or are about to.
+        self._renewed: set[str] = set()
         self._offers = OfferBook()
-        self._offered_digests = PromptDigests()
-        self._wanted_digests = PromptDigests()
         # Which request reads the blocks of another engine's request.
         self._readers: dict[tuple[str, str], str] = {}
         self._reads = ReadBook()
@@ -116,7 +109,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             self._offers.announce_from(self._host_for_workers())
 
     def set_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """Get to know who has the blocks."""
+        """Set the cache manager, which owns the blocks."""
         self._reads.manager = manager
 
     def on_new_request(self, request: Request) -> None:
@@ -140,19 +133,13 @@ class ReshardScheduler(NixlConnectorScheduler):
             params = params if is_free else without_source(params)
         request.kv_transfer_params = params
         super().on_new_request(request)
-        # The tokens of a session that goes on may be cut back.
-        is_known = not request.resumable
-        tokens = request.all_token_ids
-        if params and params.get("do_remote_decode") and is_known:
-            self._offered_digests.begin(request.request_id, tokens, len(tokens))
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
             if not isinstance(source, str):
-                producer = _address(source)
-                self._heartbeats.begin(request.request_id, producer, source.remote_request_id)
-                if is_known:
-                    num_tokens = self._num_held(request, source)
-                    self._wanted_digests.begin(request.request_id, tokens, num_tokens)
+                self._awaited[request.request_id] = RemoteRequest(
+                    _address(source), source.remote_request_id
+                )
+                self._renewed.add(request.request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -171,7 +158,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         computed.
 
         Nothing is read twice: a request that starts over, because it was preempted or because its
-        blocks did not arrive, would wait for ever for a read that nobody posts.
+        blocks did not arrive, would wait for ever for a read that is never posted.
         """
         if already_requested(request.kv_transfer_params):
             return 0, False
@@ -214,9 +201,10 @@ class ReshardScheduler(NixlConnectorScheduler):
                 request_id: max(expires_at_s - now_s, 0.0)
                 for request_id, expires_at_s in upstream.reqs_to_send.items()
             },
-            heartbeats=self._heartbeats.due(now_s),
-            idle=self._nobody_waits and scheduler_output.total_num_scheduled_tokens == 0,
+            awaited=self._awaited,
+            ended=self._ended,
         )
+        self._awaited, self._ended = {}, set()
         self._offers.write_to(metadata)
         metadata.receive = {
             request_id: self._receive(request, block_ids)
@@ -252,15 +240,15 @@ class ReshardScheduler(NixlConnectorScheduler):
             request: The request.
             local_block_ids: The blocks to fill.
         """
-        hashed = self._wanted_digests.take(request.request_id)
         source = remote_blocks(request.kv_transfer_params or {})
         if isinstance(source, str):
             nowhere = RemoteEngineAddress("unknown", "unknown", 0)
             return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
         remote_tokens = self._num_held(request, source)
-        # The producer believes nobody who does not know the tokens. Where nothing is read of a
-        # prompt that is shorter than what is held, as of the one that vLLM makes up to have the
-        # blocks of a request given back that it refused, it cannot be told: the lease ends it.
+        # The producer releases nothing for a reader that does not know the tokens. Where nothing is
+        # read of a prompt that is shorter than what is held, as of the one that vLLM makes up to
+        # have the blocks of a request given back that it refused, it cannot be told: the lease ends
+        # it.
         is_bound = any(local_block_ids) or request.num_tokens >= remote_tokens
         blocks = source.remote_block_ids
         return Receive(
@@ -271,7 +259,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             # What is being read counts as computed.
             local_tokens=min(remote_tokens, request.num_computed_tokens),
             remote_tokens=remote_tokens,
-            fingerprint=_bind(request, remote_tokens, blocks, hashed) if is_bound else None,
+            fingerprint=_fingerprint(request, remote_tokens, blocks) if is_bound else None,
         )
 
     def _num_held(self, request: Request, source: RemoteBlocks) -> int:
@@ -293,11 +281,10 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         Blocks and tokens beyond the answer, as those of drafts, are none of the next engine's. Nor
         are those of a request that no engine was asked about: workers would never report them as
-        sent. State that has taken in tokens beyond the answer is nobody's, and nor are blocks that
+        sent. State that has taken in tokens beyond the answer is not offered, nor are blocks that
         a step in flight may be filling: those of a request that began anew, where the output of
         the step before that can still end it.
         """
-        self._wanted_digests.forget(request.request_id)
         if not is_disaggregated(request.kv_transfer_params):
             return False, None
         remote = remote_request(request.kv_transfer_params or {})
@@ -319,17 +306,14 @@ class ReshardScheduler(NixlConnectorScheduler):
         if delay_free:
             assert params is not None
             params["remote_num_tokens"] = num_tokens
-            hashed = self._offered_digests.take(request.request_id)
-            fingerprint = _bind(request, num_tokens, params["remote_block_ids"], hashed)
+            fingerprint = _fingerprint(request, num_tokens, params["remote_block_ids"])
             self._offers.offer(request.request_id, sum(map(len, block_ids)), fingerprint)
-        else:
-            self._offered_digests.forget(request.request_id)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
 
     def _host_for_workers(self) -> str:
-        """Where this engine's workers reach its scheduler; on one machine nobody else does."""
+        """Where this engine's workers reach its scheduler; on one machine no other host does."""
         parallel_config = self.vllm_config.parallel_config
         is_local = (
             parallel_config.distributed_executor_backend in ("mp", "uni")
@@ -350,13 +334,14 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def _stop_heartbeat(self, req_id: str) -> None:
         """As upstream's, which calls this when a request was received or has ended."""
-        self._heartbeats.end(req_id)
+        if req_id in self._renewed:
+            self._renewed.remove(req_id)
+            if self._awaited.pop(req_id, None) is None:
+                self._ended.add(req_id)
         super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:
-        """Stop answering handshakes, announcing, and hashing prompts."""
-        self._offered_digests.close()
-        self._wanted_digests.close()
+        """Stop answering handshakes and announcing."""
         self._offers.close()
         if self._server is not None:
             self._server.close()
@@ -369,9 +354,7 @@ def _address(source: RemoteBlocks) -> RemoteEngineAddress:
     return RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port)
 
 
-def _bind(
-    request: Request, num_tokens: int, block_ids: BlockIds, hashed: TokenHash | None = None
-) -> OfferFingerprint:
-    """What stands for the first tokens of a request in blocks of this or of another engine."""
+def _fingerprint(request: Request, num_tokens: int, block_ids: BlockIds) -> OfferFingerprint:
+    """The fingerprint of a request's first tokens in blocks of this or of another engine."""
     keys = content_keys(request, num_tokens)
-    return fingerprint(request.all_token_ids, num_tokens, keys, block_ids, hashed)
+    return fingerprint(request.all_token_ids, num_tokens, keys, block_ids)

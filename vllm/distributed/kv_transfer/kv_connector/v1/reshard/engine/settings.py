@@ -16,9 +16,11 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import LocalLayoutError
+from ..memory.strategy import StagingPolicy
 from ..protocol.trust import TrustedPeers
 from ..transport.agent import can_be_polled
 from ..transport.authentication import ChannelKey, read_channel_key
+from ..transport.cpu import PROGRESS_REST_US
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -30,11 +32,6 @@ _Seconds = Annotated[float, Meta(gt=0, le=_MAX_S)]
 _Ttl = Annotated[float, Meta(ge=-_MAX_S, le=_MAX_S)]
 _Bytes = Annotated[int, Meta(ge=0, lt=1 << 36)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
-
-
-REST_ON_CPU_US = 10_000
-"""Where the model computes on the cores, none is to spare for a progress thread that spins. It
-wakes when something comes in, so that a read is no slower: measured over TCP, 4 KiB to 16 MiB."""
 
 
 class Settings(
@@ -66,13 +63,17 @@ class Settings(
         kv_hung_peer_timeout_s: How long memory is kept for reads that have neither ended nor failed
             after that. Then their connection is cut, which may end the prefill engine's worker if
             it is alive after all.
-        transfer_strategy: Whether blocks are read direct, by way of a staging arena, or the one or
-            the other, whichever promises to be faster.
+        transfer_strategy: Whether blocks are read direct, by way of a staging arena, or each as
+            the next three say.
+        staging_max_descriptor_bytes: As in `StagingPolicy`, as the next two.
+        staging_min_merge_factor: How many direct descriptors staging must make one.
+        staging_min_bytes: Of the smallest read that is staged.
         staging_arena_bytes: Size of that arena on each worker; None for what suits its memory, 0
             for none.
         side_channel_key_file: The key that engines know one another by, on each of their machines;
-            None where whoever reaches a side channel may ask there.
+            None where any host that reaches a side channel may ask there.
         trusted_peers: Networks that other engines are in; None for any.
+        verify_plans: Whether each plan is checked by other means, which takes longer than planning.
         missing_draft_layers: What becomes of a draft's layers that this engine has and the one that
             it reads from has not: the engine is refused, or the draft computes what it needs from
             then on, and starts cold.
@@ -81,7 +82,6 @@ class Settings(
     lease_s: _Seconds = 30
     num_threads: _Count = 4
     backends: Annotated[tuple[str, ...], Meta(min_length=1)] = ("UCX",)
-    num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
     nixl_progress_delay_us: _Count | None = None
     enforce_handshake_compat: bool = True
     bidirectional_kv_xfer: bool = False
@@ -93,15 +93,20 @@ class Settings(
     kv_hung_peer_timeout_s: _Seconds = 600
     transfer_strategy: Literal["auto", "direct", "staged"] = "auto"
     staging_arena_bytes: _Bytes | None = None
+    staging_max_descriptor_bytes: _Bytes = StagingPolicy().max_descriptor_bytes
+    staging_min_merge_factor: _Count = StagingPolicy().min_merge_factor
+    staging_min_bytes: _Bytes = StagingPolicy().min_bytes
     missing_draft_layers: Literal["refuse", "compute"] = "refuse"
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
+    num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
+    verify_plans: bool = False
 
     def channel_key(self) -> ChannelKey | None:
         """The key of `side_channel_key_file`; None without that.
 
         Raises:
-            LocalChannelError: The file holds none, or everybody can read it.
+            LocalChannelError: The file holds none, or is readable for all.
         """
         path = self.side_channel_key_file
         return None if path is None else read_channel_key(path)
@@ -109,6 +114,14 @@ class Settings(
     def trusted(self) -> TrustedPeers | None:
         """The networks of `trusted_peers`; None without that."""
         return None if self.trusted_peers is None else TrustedPeers.parse(self.trusted_peers)
+
+    def staging_policy(self) -> StagingPolicy | None:
+        """Which reads are staged; None for all of them."""
+        if self.transfer_strategy != "auto":
+            return None
+        return StagingPolicy(
+            self.staging_max_descriptor_bytes, self.staging_min_merge_factor, self.staging_min_bytes
+        )
 
     def lanes(self) -> int:
         """How many agents to read with, with what suits the backends where the option is not set.
@@ -118,10 +131,10 @@ class Settings(
         return self.num_lanes or (4 if can_be_polled(self.backends) else 1)
 
     def progress_delay_us(self, *, on_cpu: bool) -> int:
-        """How long NIXL's progress thread rests, with what suits the device where nobody says."""
+        """How long NIXL's progress thread rests, by default what suits the device."""
         if self.nixl_progress_delay_us is not None:
             return self.nixl_progress_delay_us
-        return REST_ON_CPU_US if on_cpu else 0
+        return PROGRESS_REST_US if on_cpu else 0
 
 
 def read_settings(config: KVTransferConfig) -> Settings:

@@ -110,7 +110,7 @@ class ReshardStats(NixlKVConnectorStats):
         handshake_failures     a `HandshakeFailure` for each that did not
         read_failures          a `ReadFailure` for each request that could not be read
         read_strategies        a `Strategy` for each value of upstream's `transfer_duration`
-        notifications_sent     how many, as often as somebody counted
+        notifications_sent     how many, as often as they were counted
         held_blocks            blocks held for other engines, each time that they changed
         blocks_in_doubt        blocks of failed requests that may still be written, each time that
                                they changed

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from vllm.logger import init_logger
 
-from ..protocol.ledgers import RequestId
-from ..protocol.messages import Announcement, Heartbeats
+from ..protocol.ids import RequestId
+from ..protocol.messages import Announcement, RemoteEngineAddress
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
 from ..transport.transfers import Transfers
@@ -26,6 +26,7 @@ from .metadata import ReshardConnectorMetadata
 from .notifier import Notifier
 from .peers import PeerTable
 from .producer import ProducerSide
+from .renewals import Renewals
 from .stats import ReshardStats
 
 logger = init_logger(__name__)
@@ -34,7 +35,7 @@ BUDGET_S = 0.25e-3
 """For how long a turn looks at what is on its way, and for how long again it posts what waits."""
 
 _LINGER_S = 0.05
-"""Between two looks at reads that nobody wants any more. Somebody has to see them end."""
+"""Between two looks at reads whose requests have failed. They are polled until they end."""
 
 
 class Event(Protocol):
@@ -85,7 +86,7 @@ class Report:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it says anything that somebody waits for: nobody does for figures."""
+        """True if it has request results, not only metrics."""
         return bool(self.sent or self.received or self.failed)
 
     def add(self, later: Report) -> None:
@@ -109,10 +110,11 @@ class TransferEngine:
     Args:
         agent: The worker's agent that others read from.
         producer: What it holds for them.
-        peers: Whom it reads from.
+        peers: The engines that it reads from.
         transfers: What is on its way.
         reads: The requests that it reads.
         notifier: What it tells others.
+        renewals: The leases that it renews.
         stats: What is counted.
         budget: What a turn may take for each of looking and posting, beginning when it is called.
     """
@@ -125,6 +127,7 @@ class TransferEngine:
         transfers: Transfers,
         consumer: ConsumerSide,
         notifier: Notifier,
+        renewals: Renewals,
         stats: ReshardStats,
         budget: Callable[[], Budget] = _budget,
     ) -> None:
@@ -134,6 +137,7 @@ class TransferEngine:
         self.transfers = transfers
         self.consumer = consumer
         self._notifier = notifier
+        self._renewals = renewals
         self._stats = stats
         self._budget = budget
         # What was not taken up yet, in order.
@@ -151,11 +155,13 @@ class TransferEngine:
         """
         self._incoming += incoming
         # An idle engine takes no steps: a handshake that has failed since the last one, however
-        # long ago, fails nobody who asks now.
+        # long ago, fails no request that comes now.
         self._advance_peers(now_s)
         while self._incoming and _may_begin(self._incoming[0]):
             self._apply(self._incoming.pop(0), now_s)
         self._advance_peers(now_s)
+        for address, request_ids in self._renewals.take_due(now_s).items():
+            self._renew(address, request_ids, now_s)
         self.consumer.begin(now_s, self._budget())
         self.consumer.advance(now_s, self._budget())
         for connection in self.peers.take_broken():
@@ -163,6 +169,7 @@ class TransferEngine:
         report = self._report
         report.failed |= self.consumer.take_failed()
         report.received |= self.consumer.take_received()
+        self._renewals.end((*report.failed, *report.received))
         if incoming:
             report.sent |= self.producer.collect_released(now_s)
         # Figures alone are no reason to have the engine's thread collect them.
@@ -172,7 +179,7 @@ class TransferEngine:
         return report
 
     def tell_producers(self, now_s: float) -> None:
-        """Tell those who hold what was read, and close connections that nothing is read with.
+        """Notify the producers of what was read, and close connections that nothing is read with.
 
         To be called after each turn: the engine need not wait for it.
         """
@@ -198,13 +205,8 @@ class TransferEngine:
 
     @property
     def is_moving(self) -> bool:
-        """Whether another turn soon may tell something that somebody waits for."""
+        """True while a poll soon may have results of requests."""
         return bool(self._incoming or self._has_ended or self.consumer.is_moving)
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether one of the next turns tells how something ends."""
-        return self.consumer.is_ending
 
     @property
     def is_talking(self) -> bool:
@@ -212,8 +214,8 @@ class TransferEngine:
         return self._notifier.is_talking
 
     def next_due_s(self, now_s: float) -> float | None:
-        """When another turn is due though nobody calls for it and nothing moves; None for never."""
-        due_s = [self.peers.next_due_s]
+        """When the next poll is due though nothing is handed over or moves; None for never."""
+        due_s = [self.peers.next_due_s, self._renewals.next_due_s]
         if (reads_due_s := self.consumer.next_due_s) is not None:
             due_s.append(reads_due_s)
         if self.transfers.is_lingering:
@@ -241,8 +243,13 @@ class TransferEngine:
         for request_id, receive in metadata.receive.items():
             self.consumer.start_request(request_id, receive, now_s)
         self.consumer.abandon(metadata.failed)
-        for heartbeats in metadata.heartbeats:
-            self._send_heartbeats(heartbeats, now_s)
+        self._renewals.end(metadata.ended)
+        self._renewals.begin(metadata.awaited)
+        self._renewals.end(
+            request_id
+            for request_id, receive in metadata.receive.items()
+            if not any(receive.local_block_ids)
+        )
 
     def _advance_peers(self, now_s: float) -> None:
         """Read what waited for an engine that is connected now; fail it where it cannot be."""
@@ -276,13 +283,15 @@ class TransferEngine:
                 error,
             )
 
-    def _send_heartbeats(self, heartbeats: Heartbeats, now_s: float) -> None:
+    def _renew(
+        self, address: RemoteEngineAddress, request_ids: set[RequestId], now_s: float
+    ) -> None:
         """Renew leases; an engine that is not connected yet is by the next time."""
-        peer = self.peers.get_or_connect(heartbeats.source, now_s)
+        peer = self.peers.get_or_connect(address, now_s)
         if peer.connection is not None:
-            self._notifier.renew(heartbeats.request_ids, peer.connection)
+            self._notifier.renew(request_ids, peer.connection)
 
 
 def _may_begin(incoming: Incoming) -> bool:
-    """Whether nobody writes into the blocks that a step reads into."""
+    """Whether nothing writes into the blocks that a step reads into."""
     return isinstance(incoming, Announcement) or incoming.before is None or incoming.before.query()

@@ -23,20 +23,20 @@ from vllm.platforms import current_platform
 from ..plan.mesh import MeshRank
 from ..plan.shards import Shard
 from ..protocol.bounds import ReplyBounds
-from ..protocol.ledgers import RequestId
-from ..protocol.messages import EngineId, RemoteEngineAddress, decode_announcement
+from ..protocol.ids import EngineId, RequestId
+from ..protocol.messages import RemoteEngineAddress, decode_announcement
 from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent
 from ..transport.announcements import Listener, listen_to
 from ..transport.connection import PeerConnection
-from ..transport.cores import run_on
+from ..transport.cpu import parents_cores, run_on
 from ..transport.enquiries import Enquirer
 from ..transport.lane import Lane, Lanes
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
 from .compat import REQUEST_NUMBERS
-from .connector_thread import PATIENCE_S, ConnectorThread
+from .connector_thread import ConnectorThread
 from .consumer import ConsumerSide
 from .dialer import Dialer, LocalEndpoint
 from .drafts import draft_identities
@@ -53,6 +53,7 @@ from .notifier import Notifier
 from .ownership import refuse_shared_names, shard_of_worker
 from .peers import PeerTable
 from .producer import ProducerSide
+from .renewals import Renewals
 from .settings import read_settings
 from .stats import ReshardStats
 from .transfer_engine import Event, Report, SchedulerStep, TransferEngine
@@ -97,7 +98,7 @@ class ReshardWorker:
         # On CPU this thread is bound to cores of its own, which others would have to share with it;
         # and where it waits for them, it does not let them run.
         self._on_cpu = current_platform.device_type == "cpu"
-        self._cores = _parents_cores() if self._on_cpu else None
+        self._cores = parents_cores() if self._on_cpu else None
         # What these are made of belongs to the connector's thread once that has begun.
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
         stats = ReshardStats()
@@ -113,6 +114,7 @@ class ReshardWorker:
             self._transfers,
             ConsumerSide(peers, self._transfers, notifier, stats, self._settings.kv_read_timeout_s),
             notifier,
+            Renewals(self._settings.lease_s),
             stats,
         )
         self._clock = clock
@@ -120,7 +122,6 @@ class ReshardWorker:
         self._device: torch.device | None = None
         self._enquirer: Enquirer | None = None
         self._listener: Listener | None = None
-        self._idle = False
         self._failed: dict[RequestId, frozenset[int]] = {}
         self._stats: ReshardStats | None = None
         # Known once the caches are registered.
@@ -157,7 +158,9 @@ class ReshardWorker:
         required = compared_factors(self._factors, self._settings)
         policy = self._settings.missing_draft_layers
         self._dialer.begin(
-            LocalEndpoint(local, shards, regions, area, replica_offset, policy),
+            LocalEndpoint(
+                local, shards, regions, area, replica_offset, policy, self._settings.verify_plans
+            ),
             lambda address: enquirer.ask(address, required),
         )
         if self._reads:
@@ -175,7 +178,7 @@ class ReshardWorker:
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over what the scheduler asks for in this step; blocks on nothing."""
-        self._idle = metadata.idle
+        self._thread.begin_step()
         if metadata.announcer is not None:
             self._listener = listen_to(
                 metadata.announcer, self._submit_announcement, self._helpers_cores()
@@ -188,10 +191,8 @@ class ReshardWorker:
 
         One that could not be read is told by `take_failed` first, and is among the received ones
         once nothing can write into its blocks any more: in the same call, or in a later one.
-
-        Where the engine has nothing to do but to hear that, it is waited for.
         """
-        report: Report = self._thread.collect(PATIENCE_S if self._idle else 0.0)
+        report: Report = self._thread.collect()
         self._failed |= report.failed
         if self._stats is None:
             self._stats = report.stats
@@ -266,23 +267,17 @@ class ReshardWorker:
         return open_area(
             caches,
             self._settings.staging_arena_bytes,
-            make_agents=self._make_agents if strategy == "auto" else None,
+            policy=self._settings.staging_policy(),
             cores=self._helpers_cores(),
             announce=self._thread.wake,
         )
 
-    def _make_agents(self) -> tuple[NixlAgent, NixlAgent]:
-        """One that reads, and one that is read from."""
-        # Threads would divide the larger of the reads that are measured, and not the smaller.
-        reader = self._make_agent(f"measure/{uuid.uuid4()}", polled=True, divides=False)
-        return reader, self._make_agent(f"stand-in/{uuid.uuid4()}", polled=False, divides=False)
-
-    def _make_agent(self, name: str, *, polled: bool, divides: bool = True) -> NixlAgent:
+    def _make_agent(self, name: str, *, polled: bool) -> NixlAgent:
         return NixlAgent(
             f"{self._name}/{name}",
             memory="DRAM" if self._on_cpu else "VRAM",
             backends=self._settings.backends,
-            num_threads=self._settings.num_threads if divides else 0,
+            num_threads=self._settings.num_threads,
             polled=polled,
             progress_delay_us=self._settings.progress_delay_us(on_cpu=self._on_cpu),
             cores=self._cores,
@@ -308,15 +303,6 @@ class ReshardWorker:
             list(names),
         )
         return {name: layer.get_attn_backend() for name, layer in layers.items()}
-
-
-def _parents_cores() -> set[int] | None:
-    """The cores of the process that has started this one, which nobody has bound since."""
-    try:
-        return os.sched_getaffinity(os.getppid())
-    except (AttributeError, OSError):
-        # There is no such thing on this system, or no such process any more.
-        return None
 
 
 def _gather(shard: Shard) -> tuple[Shard, ...]:

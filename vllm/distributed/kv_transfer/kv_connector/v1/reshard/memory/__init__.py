@@ -4,6 +4,5 @@
 cache           a rank's planes: addresses, strides, blocks
 lowering        reads -> lists of descriptors, requests -> indices
 arena, staging  where staged reads stop over, and how they are cut and copied on
-strategy        direct or staged, by cost
-summary         what a plan costs, and how it is told to people
+strategy        direct or staged, by thresholds
 """

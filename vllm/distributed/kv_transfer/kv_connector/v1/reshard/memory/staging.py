@@ -28,7 +28,7 @@ import numpy.typing as npt
 from .arena import Span
 from .cache import Order, Plane, RankCache
 from .lowering import Indices, Leg, LegEnd, Run, Selection, count_chunks, write_end
-from .strategy import CostModel, Strategy, Work
+from .strategy import StagingPolicy, Strategy, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,39 +191,23 @@ class StagedLeg:
             for each in selections
         )
 
-    def choose(
-        self, selections: Sequence[Selection], costs: CostModel, arena_bytes: int
-    ) -> Strategy:
-        """The better way to read what was selected.
+    def choose(self, selections: Sequence[Selection], policy: StagingPolicy) -> Strategy:
+        """The way to read what was selected.
 
         Args:
             selections: From the leg's `select`.
-            costs: What either way takes.
-            arena_bytes: Size of the arena.
+            policy: Which reads are staged.
         """
-        num_planes = sum(len(each.planes) for each in selections)
-        num_chunks = count_chunks(selections)
         chunk_bytes = self.slice_bytes // self.leg.src.block_tokens * self.leg.chunk_tokens
-        num_bytes = num_chunks * chunk_bytes
-        # If a short read gains nothing even where nothing merges direct, and all does staged, it
-        # needs no counting.
-        choice = costs.choose(
-            Work(self.leg.num_descriptors(selections), num_bytes),
-            Work(num_planes, num_bytes),
-            num_chunks,
-            arena_bytes,
-        )
-        if choice is Strategy.DIRECT:
-            return choice
-        num_direct, num_staged = self.leg.num_merged(selections), self.num_merged(selections)
-        # Most others merge as well as they can.
-        if num_staged >= num_direct:
+        num_bytes = count_chunks(selections) * chunk_bytes
+        num_planes = sum(len(each.planes) for each in selections)
+        # Where nothing merges direct, and all does staged: what goes direct then needs no counting.
+        best = Work(self.leg.num_descriptors(selections), num_bytes), Work(num_planes, num_bytes)
+        if policy.choose(*best) is Strategy.DIRECT:
             return Strategy.DIRECT
-        return costs.choose(
-            Work(num_direct, num_bytes),
-            Work(num_staged, self.num_bytes(selections)),
-            num_chunks,
-            arena_bytes,
+        return policy.choose(
+            Work(self.leg.num_merged(selections), num_bytes),
+            Work(self.num_merged(selections), self.num_bytes(selections)),
         )
 
 

@@ -4,4 +4,5 @@
 mesh, shards    who holds what
 reshard         who reads what from whom, and who releases whom
 verify          a check of that by other means
+text            how it is told in a log or a table
 """

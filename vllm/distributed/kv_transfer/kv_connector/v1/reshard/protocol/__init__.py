@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floor 3: bytes and state machines. No socket, no clock.
 
+ids                         what requests, engines and blocks are called
 ledgers                     what each side knows of its requests
-lifetimes                   how long an agent that reads must live
-fingerprint                     what stands for tokens and blocks that are offered
+lifetimes                   how long a connection must stay
+fingerprint                 what stands for tokens and blocks that are offered
 leases                      which requests a worker holds, where readers can see it
 compatibility, metadata     what engines tell each other when they shake hands
-bounds, trust               what that may cost, and who may be asked
+bounds, trust               what that may cost, and which hosts may be asked
 messages                    what travels afterwards
 params                      what requests ask for
 """

@@ -11,6 +11,17 @@ from collections.abc import Mapping
 
 from ..errors import RemoteIncompatibleError
 
+DRAFT_FACTORS = (
+    "draft_method",
+    "draft_model",
+    "draft_layers",
+    "draft_aux_layers",
+    "draft_kv_cache_dtype",
+    "draft_lookahead",
+    "parallel_drafting",
+)
+"""What must be equal of drafts."""
+
 _REMEDIES = {
     "vllm_version": "install the same version of vLLM",
     "model": "serve the same model, with the same --hf-overrides",
@@ -20,18 +31,7 @@ _REMEDIES = {
     "mla": "serve the same model, with the same VLLM_MLA_DISABLE",
     "dtype": "give the same --dtype",
     "kv_cache_dtype": "give the same --kv-cache-dtype",
-    **dict.fromkeys(
-        (
-            "draft_method",
-            "draft_model",
-            "draft_layers",
-            "draft_aux_layers",
-            "draft_kv_cache_dtype",
-            "draft_lookahead",
-            "parallel_drafting",
-        ),
-        "give the same --speculative-config",
-    ),
+    **dict.fromkeys(DRAFT_FACTORS, "give the same --speculative-config"),
     "multimodal_items_named_by": "give --model the same name or path",
     "hybrid_kv_cache_manager": "give --disable-hybrid-kv-cache-manager on both or on neither",
 }

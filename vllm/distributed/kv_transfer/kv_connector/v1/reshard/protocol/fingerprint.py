@@ -6,11 +6,10 @@ prompt may have been cut or tokenized anew on the way, and a client may name blo
 its own. So the producer says in its table of leases what it offered, the reader computes the same
 from its *own* prompt and from what it was told, and believes what it has read only if both agree.
 
-    producer   tokens it computed, blocks it offers  --bind-->  OfferFingerprint, in its table
-    reader   tokens of its prompt, blocks it read  --bind-->  the same OfferFingerprint, or the read
-    fails
+    producer   tokens it computed, blocks it offers   ->  fingerprint, in its table
+    reader     tokens of its prompt, blocks it read   ->  the same one, or the read fails
 
-Digests are cut to one word each. Nobody learns a digest of what he does not know, and each guess
+Digests are cut to one word each. A digest of something unknown can only be guessed, and each guess
 costs a request: 64 bits are enough.
 """
 
@@ -20,12 +19,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:
-    from .messages import BlockIds
+from .ids import BlockIds
 
 _TOKENS_AT_ONCE = 4096
 _NO_ID = (1 << 32) - 1
@@ -33,7 +30,7 @@ _NO_ID = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class OfferFingerprint:
-    """What stands for an offer.
+    """Token count, and 64-bit digests of token ids and of block ids.
 
     Attributes:
         num_tokens: Tokens in the blocks; from 1.
@@ -46,7 +43,7 @@ class OfferFingerprint:
     blocks: int
 
     def difference(self, wanted: OfferFingerprint) -> str | None:
-        """Why a reader who wanted something else must not use what it has read.
+        """Why a reader that wanted something else must not use what it has read.
 
         Args:
             wanted: What the reader computed from its own prompt and from what it was told.
@@ -63,47 +60,13 @@ class OfferFingerprint:
         return None
 
 
-class TokenHash:
-    """A digest of a request's first tokens, as far as it has come.
-
-    Belongs to one thread at a time.
-    """
-
-    def __init__(self) -> None:
-        self._hash = sha256()
-        self._num_tokens = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens it stands for."""
-        return self._num_tokens
-
-    def advance(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Take in tokens until it stands for so many, or for all where they are fewer.
-
-        The interpreter is let go after every few thousand: another thread of its never waits for
-        all of a long prompt.
-        """
-        for start in range(self._num_tokens, num_tokens, _TOKENS_AT_ONCE):
-            part = token_ids[start : min(start + _TOKENS_AT_ONCE, num_tokens)]
-            self._hash.update(_words(part))
-            self._num_tokens += len(part)
-
-    def content(self, extra_keys: object) -> int:
-        """The digest of these tokens, and of what else their KV depends on."""
-        whole = self._hash.copy()
-        whole.update(msgspec.msgpack.encode(extra_keys, enc_hook=repr))
-        return _word(whole.digest())
-
-
 def fingerprint(
-    token_ids: Sequence[int],
-    num_tokens: int,
-    extra_keys: object,
-    block_ids: BlockIds,
-    hashed: TokenHash | None = None,
+    token_ids: Sequence[int], num_tokens: int, extra_keys: object, block_ids: BlockIds
 ) -> OfferFingerprint:
-    """What stands for some tokens in some blocks, the same in every process.
+    """The fingerprint of some tokens in some blocks, the same in every process.
+
+    It takes 9 us for a thousand tokens (two cores, Python 3.11): 0.3 ms for a prompt of 32k, which
+    vLLM's own block hashes take longer for on the same thread.
 
     Args:
         token_ids: The request's tokens. Where they are fewer than `num_tokens`, the result is that
@@ -112,17 +75,18 @@ def fingerprint(
         extra_keys: What else the KV of these tokens depends on, as vLLM's own block hashes take it
             in: multimodal items, LoRA, the cache's salt.
         block_ids: The blocks as they are offered, for each KV-cache group.
-        hashed: The first of these tokens, where they were hashed before; it is used up.
     """
-    if hashed is None or hashed.num_tokens > num_tokens:
-        hashed = TokenHash()
-    hashed.advance(token_ids, num_tokens)
+    content = sha256()
+    for start in range(0, num_tokens, _TOKENS_AT_ONCE):
+        # The interpreter is let go of in between: no other thread waits for all of a long prompt.
+        content.update(_words(token_ids[start : min(start + _TOKENS_AT_ONCE, num_tokens)]))
+    content.update(msgspec.msgpack.encode(extra_keys, enc_hook=repr))
     blocks = sha256()
     for group in block_ids:
         ids = _words(group)
         blocks.update(len(group).to_bytes(8, "little"))
         blocks.update(ids)
-    return OfferFingerprint(num_tokens, hashed.content(extra_keys), _word(blocks.digest()))
+    return OfferFingerprint(num_tokens, _word(content.digest()), _word(blocks.digest()))
 
 
 def _words(ids: Sequence[int]) -> array[int]:

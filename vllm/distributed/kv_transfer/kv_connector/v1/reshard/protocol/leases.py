@@ -23,9 +23,9 @@ read and which word to find there. An entry is four words and never crosses a ca
     content   digest of these tokens
     blocks    digest of their blocks' ids
 
-The producer writes `tokens` last and takes `name` away first. Who reads a line in one piece finds
-all four as they belong together; who may have read it in two, and finds something else than he
-wants, looks again.
+The producer writes `tokens` last and takes `name` away first. A read of the line
+in one piece finds all four as they belong together; one that was torn finds something else than is
+wanted, and is repeated once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .fingerprint import OfferFingerprint
-from .ledgers import RequestId
+from .ids import RequestId
 
 ENTRIES_PER_BUCKET = 4
 WORDS_PER_ENTRY = 4

@@ -16,11 +16,11 @@ A producer's request goes through these states:
                                 (unknown)
 
 The decode side may be faster than the producer's own scheduler: notifications are kept from
-admission on. But a request that is still being computed is nobody's to release, whoever says that
-he has read it: one that everybody was through with before is released when it is offered.
+admission on. But a request that is still being computed is not released, whatever says that it
+was read: one that all readers were through with before is released when it is offered.
 
 A notification counts only where it is bound to what is offered: the same tokens in the same blocks.
-Who knows a request's id alone has neither, and costs nobody anything.
+A reader that knows a request's id alone has neither, and releases nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
 from .fingerprint import OfferFingerprint
-
-RequestId = str
+from .ids import RequestId
 
 PartKey = TypeVar("PartKey", bound=Hashable)
 
@@ -65,6 +64,44 @@ class Receipt(Enum):
     have read blocks that were in use for something else."""
 
 
+class HeldState(Enum):
+    """Where a request is that a producer computes or holds for others."""
+
+    ADMITTED = "admitted"
+    """It is being computed."""
+
+    OFFERED = "offered"
+    """Its blocks are held until its readers were heard, or its lease has run out."""
+
+    RELEASED = "released"
+    """All readers were heard."""
+
+    EXPIRED = "expired"
+    """Its lease ran out before."""
+
+    WITHDRAWN = "withdrawn"
+    """It is not offered after all."""
+
+
+class ReadState(Enum):
+    """Where a request is that a consumer reads."""
+
+    WAITING = "waiting for its peer"
+    """It waits until its peer is connected, and for its turn."""
+
+    READING = "being read"
+    """Its parts are queued, posted, or copied to where they belong."""
+
+    CHECKING = "having its lease looked up"
+    """All of it was read; whether it was still held, and what was wanted, is to be seen."""
+
+    FAILED = "failed"
+    """It has failed, and something may still write into its blocks."""
+
+    ENDED = "over"
+    """It was received, or has failed and nothing writes into its blocks any more."""
+
+
 class Notice(NamedTuple):
     """What a reader says when it is through with a request's blocks.
 
@@ -85,7 +122,7 @@ class Mismatch:
 
     Attributes:
         request_id: The request that it names.
-        notifier: Who sent it.
+        notifier: Its sender.
     """
 
     request_id: RequestId
@@ -117,7 +154,7 @@ class _Held:
         expires_at_s: When the lease runs out; infinite as long as there is none.
         heard: The notifiers that were counted.
         awaited: How many there should be.
-        doubted: Whether somebody has been told of a notification that does not fit.
+        doubted: Whether a notification that does not fit was told of.
     """
 
     early: set[Notice] = field(default_factory=set)
@@ -319,7 +356,7 @@ class ConsumerLedger(Generic[PartKey]):
 
     A request fails at once, and for good: one fault is enough, and nothing turns a failed request
     into a received one. It *ends* exactly once, and only after everything that could still write
-    into its blocks is quiet: all of its parts, also those that nobody wants any more. The steps
+    into its blocks is quiet: all of its parts, also those of a failed request. The steps
     that follow the parts, such as looking its lease up, write nothing there, and are not waited for
     once it has failed.
 
@@ -391,7 +428,7 @@ class ConsumerLedger(Generic[PartKey]):
         return True
 
     def check_done(self, request_id: RequestId) -> None:
-        """Take note that one of the steps that follow the parts has ended, if anybody cares."""
+        """Take note that one of the checks that follow the parts has ended."""
         receiving = self._receiving.get(request_id)
         if receiving is None or receiving.failure is not None:
             return

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias, TypeVar
 
@@ -12,17 +12,12 @@ from msgspec import Meta
 
 from ..errors import RemoteLayoutError
 from .fingerprint import OfferFingerprint
-from .ledgers import RequestId
-
-EngineId: TypeAlias = str
+from .ids import BlockIds, EngineId, RequestId
 
 _RequestId: TypeAlias = Annotated[str, Meta(max_length=1 << 10)]
 """As long as an id may be in a request's parameters."""
 
 _Entry = TypeVar("_Entry")
-
-BlockIds: TypeAlias = Sequence[Sequence[int]]
-"""A request's block ids, one sequence for each KV-cache group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +25,7 @@ class RemoteEngineAddress:
     """Where an engine's side channel listens.
 
     Attributes:
-        engine_id: Who should answer; a restarted engine has another id.
+        engine_id: Which should answer; a restarted engine has another id.
         host: Host name or address.
         port: TCP port.
     """
@@ -69,16 +64,16 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeats:
-    """Requests whose leases at another engine are to be renewed.
+class RemoteRequest:
+    """A request as the engine knows it that holds its blocks.
 
     Attributes:
-        source: The engine that holds the requests' blocks.
-        request_ids: What the requests are called there.
+        source: That engine.
+        request_id: What the request is called there.
     """
 
     source: RemoteEngineAddress
-    request_ids: frozenset[RequestId]
+    request_id: RequestId
 
 
 class Announcement(msgspec.Struct, frozen=True, array_like=True):

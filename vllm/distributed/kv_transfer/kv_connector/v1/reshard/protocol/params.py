@@ -63,7 +63,7 @@ def sanitize_params(
 
     Returns:
         The parameters as they are, but for names that only schedulers may use; or, where a prompt's
-        blocks should be read and nobody can tell where from, some that lead to `remote_blocks`
+        blocks should be read and it is not known where from, some that lead to `remote_blocks`
         returning the fault, so that the request fails or is computed here, as
         `kv_load_failure_policy` has it; or, where blocks of the last turn need not or cannot be
         read, the same without them. And why blocks that should be read back cannot be, if so.
@@ -124,7 +124,7 @@ def offered_tokens(params: Params | None) -> int | None:
 
 
 def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:
-    """Where to read from, out of `sound` parameters, or why nobody can tell."""
+    """Where to read from, out of `sound` parameters, or why that is not known."""
     fault = params.get(_FAULT)
     return fault if isinstance(fault, str) else msgspec.convert(params, RemoteBlocks)
 

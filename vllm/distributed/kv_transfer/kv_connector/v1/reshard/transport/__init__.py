@@ -6,8 +6,10 @@ side_channel                where other engines ask what this one is
 enquiries, lookups          asking other engines, all of them in one thread
 authentication              the key that engines know one another by
 announcements               what an engine's scheduler tells its workers between two steps
-sockets, waking, cores      how one listens, how a thread is woken, and where it runs
-connection, remote          a connection with an engine, and what is prepared for it
+sockets, wakeup             how one listens, and how a thread is woken
+cpu                         what is for engines on CPU only
+lane                        the agents that peers share
+connection, remote          a connection with an engine over a lane, and what is prepared for it
 transfers                   reads in flight
 staging_area, scatter       the arena's memory, and copies out of it
 measure                     what reads and copies cost here

@@ -27,7 +27,7 @@ from vllm.logger import init_logger
 
 from ..errors import InDoubtError, LocalLayoutError, TransferError
 from ..memory.lowering import Indices, Rows
-from .cores import running_on
+from .cpu import running_on
 
 logger = init_logger(__name__)
 
@@ -83,7 +83,7 @@ class NixlAgent:
     It belongs to one thread at a time: NIXL does not promise that two may use an agent at once.
 
     One that is read from has a progress thread of NIXL's, which answers while the worker computes.
-    One that reads is *polled*: whoever looks at its reads, or takes its notifications, makes it
+    One that reads is *polled*: looking at its reads, or taking its notifications, makes it
     advance. Its other threads sleep but while they share in a read of many descriptors.
 
     Args:
@@ -341,7 +341,7 @@ class NixlAgent:
 def can_be_polled(backends: Sequence[str]) -> bool:
     """Whether an agent with these backends advances without a progress thread.
 
-    UCX's was seen to do so. Of the others nobody has seen how they do.
+    UCX's was seen to do so. The others were not measured.
     """
     return list(backends) == ["UCX"]
 

@@ -6,11 +6,11 @@
 
 Steps reach a worker one after the other, each when the last one is computed. What is announced
 reaches it while it computes. It may come late or not at all, and says nothing that a later step
-does not say as well: who misses it is where he would be without.
+does not say as well: a lost announcement costs latency only.
 
-Workers learn from a step where the announcer is, and its public key, without which nobody connects:
-ZeroMQ's CURVE sends neither that key nor what is told in the clear. Nobody but the announcer has
-the secret one, so that a worker hears nobody else.
+Workers learn from a step where the announcer is, and its public key, without which no client
+connects: ZeroMQ's CURVE sends neither that key nor what is told in the clear. The announcer alone
+has the secret one, so that a worker hears nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import zmq
 from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
 
-from .cores import running_on
+from .cpu import running_on
 from .sockets import listen
 
 logger = init_logger(__name__)
@@ -43,7 +43,7 @@ class AnnouncerAddress:
     Attributes:
         host: Host name or address.
         port: TCP port.
-        public_key: What it is known by; who does not know it is not let in.
+        public_key: What it is known by; clients without it are rejected.
     """
 
     host: str
@@ -141,7 +141,7 @@ def _connect(socket: zmq.Socket[bytes], address: AnnouncerAddress) -> None:
     socket.linger = 0
     socket.ipv6 = is_valid_ipv6_address(address.host)
     socket.curve_serverkey = address.public_key
-    # Who knows the other key is let in with any of his own.
+    # A client that knows the other key is let in with any of its own.
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.subscribe(b"")
     socket.connect(make_zmq_path("tcp", address.host, address.port))

@@ -5,8 +5,8 @@ All cryptography is ZeroMQ's: CURVE, which encrypts a connection once both ends 
 have the secret keys that they should. Engines that read from each other are one party here, with
 one pair of keys between them, made from one secret in one file:
 
-    a client    connects only to who has the secret key
-    a server    lets in only who has it: ZeroMQ asks a `ZapHandler`, in the server's own thread
+    a client    connects only to a server that has the secret key
+    a server    admits clients that have it: ZeroMQ asks a `ZapHandler`, in the server's own thread
 
 Others get no further than ZeroMQ's own handshake, which tells them that CURVE is spoken. A new key
 is made with
@@ -41,20 +41,20 @@ class ChannelKey:
 
     Attributes:
         public: Follows from the secret one.
-        secret: What engines must not lose to anybody else.
+        secret: What only engines may know.
     """
 
     public: bytes
     secret: bytes = field(repr=False)
 
     def guard(self, server: zmq.Socket[bytes]) -> None:
-        """Let nobody in at a socket who has not this key; a `ZapHandler` must be in its context."""
+        """Reject clients without this key at a socket; a `ZapHandler` must be in its context."""
         server.curve_server = True
         server.curve_secretkey = self.secret
         server.zap_domain = _DOMAIN
 
     def show(self, client: zmq.Socket[bytes]) -> None:
-        """Connect a socket to nobody who has not this key, and show that we have it."""
+        """Connect a socket only to servers that have this key, and show that we have it."""
         client.curve_serverkey = self.public
         client.curve_publickey = self.public
         client.curve_secretkey = self.secret
@@ -65,7 +65,7 @@ def read_channel_key(path: str) -> ChannelKey:
 
     Raises:
         LocalChannelError: ZeroMQ has no CURVE here, or the file cannot be read, can be read by
-            everybody, or holds no key.
+            all, or holds no key.
     """
     what = f"side_channel_key_file {path}"
     if not zmq.has("curve"):
@@ -74,7 +74,7 @@ def read_channel_key(path: str) -> ChannelKey:
             "install pyzmq from its wheel, or leave the option out on all engines"
         )
     try:
-        # A pipe that nobody writes to is not waited for.
+        # A pipe without a writer is not waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             mode = os.fstat(descriptor).st_mode
@@ -108,7 +108,7 @@ class ZapHandler:
 
     Args:
         context: Where the guarded socket is, before that is bound.
-        key: Who has it may pass.
+        key: Clients that have it may pass.
 
     Attributes:
         socket: To be polled; readable when a client waits.

@@ -2,7 +2,8 @@
 """How much of a turn some work may take.
 
 The connector's thread shares the interpreter with the engine's, which waits for as long as a turn
-takes at worst. So whatever may pile up is worked off in pieces, and who works asks after each of
+takes at worst. So whatever may pile up is worked off in pieces, and the budget is asked after each
+of
 them: one is always done, so that everything gets on.
 """
 
@@ -32,4 +33,4 @@ class Budget:
 
 
 UNLIMITED = Budget(math.inf)
-"""Of one who shares with nobody."""
+"""Without a limit."""

@@ -285,7 +285,8 @@ class Lanes:
         making = self._slots[slot]
         if making is None and now_s >= self._retry_at_s:
             self._slots[slot] = self._make()
-        elif making is not None and making.done() and (error := making.exception()) is not None:
+        elif making is not None and making.done() and not _is_made(making):
+            error = None if making.cancelled() else making.exception()
             self._slots[slot] = None
             self._retry_at_s = now_s + _RETRY_S
             raise TransferError(f"no NIXL agent can be made to read with: {error}") from error
@@ -295,7 +296,9 @@ class Lanes:
 
 
 def _is_made(making: Future[Lane] | None) -> TypeGuard[Future[Lane]]:
-    return making is not None and making.done() and making.exception() is None
+    if making is None or not making.done() or making.cancelled():
+        return False
+    return making.exception() is None
 
 
 def _close_made(making: Future[Lane]) -> None:

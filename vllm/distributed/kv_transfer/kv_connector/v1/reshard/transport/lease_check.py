@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ..errors import InDoubtError, TransferError
 from ..memory.lowering import Indices, Rows
 from ..protocol.fingerprint import OfferFingerprint
+from ..protocol.ids import RequestId
 from ..protocol.leases import (
     BUCKET_BYTES,
     WORDS_PER_BUCKET,
@@ -29,17 +30,10 @@ from ..protocol.leases import (
     entry_of,
     look_up,
 )
-from ..protocol.ledgers import RequestId
 from .agent import NixlAgent, Prepared, Transfer, TransferState
 
 _NUM_LOOKUPS = 1 << 10
 """Requests that are looked up at the same time; more wait for their turn."""
-
-OFFER_PATIENCE_S = 30.0
-"""How long a producer may take to say what it offers: as long as a few of its longest steps."""
-
-LOOKUP_PATIENCE_S = 120.0
-"""A lookup that takes so long has failed, whether or not anybody still waits for it."""
 
 _LOOK_AGAIN_S = 0.002
 """How long to wait before looking again."""
@@ -115,14 +109,14 @@ class _Wanted(Generic[Key]):
         key: Names the lookup.
         remote_request_id: The request, as its producer calls it.
         fingerprint: What should stand under that name.
-        give_up_at_s: Until when its producer may say so.
+        due_at_s: Until then its request waits for it.
         differed: Whether something else stood there already when it was looked at.
     """
 
     key: Key
     remote_request_id: RequestId
     fingerprint: OfferFingerprint
-    give_up_at_s: float
+    due_at_s: float
     differed: bool = False
 
 
@@ -135,7 +129,6 @@ class _Lookup(Generic[Key]):
     names: list[int]
     landed_in: npt.NDArray[np.int32]
     transfer: Transfer
-    posted_at_s: float
 
 
 def prepare_table(agent: NixlAgent, table: LeaseTableAddress, peer: str) -> PreparedTable:
@@ -195,10 +188,9 @@ class LeaseChecker(Generic[Key]):
         waiting = sum(map(len, self._wanted.values())) + len(self._early)
         return waiting + sum(len(lookup.wanted) for lookup in self._lookups)
 
-    @property
-    def is_looking(self) -> bool:
-        """Whether a table is being read, or is to be; not where its producer has still to write."""
-        return bool(self._wanted or self._lookups)
+    def waits_for_offer(self, key: Key) -> bool:
+        """Whether a lookup has no verdict because its producer has not said what it offers."""
+        return any(wanted.key == key for _, _, wanted in self._early)
 
     def check_later(
         self,
@@ -206,30 +198,33 @@ class LeaseChecker(Generic[Key]):
         remote_request_id: RequestId,
         fingerprint: OfferFingerprint,
         at: PreparedTable,
+        due_at_s: float,
     ) -> None:
-        """Look a request up; there will be one verdict.
+        """Look a request up; there will be one verdict, unless it is not offered in time.
 
         Args:
             key: Names the lookup.
             remote_request_id: The request, as its producer calls it.
             fingerprint: What its producer should offer under that name.
             at: The table of a worker that its blocks were read from.
+            due_at_s: Until then its request waits for it.
         """
-        give_up_at_s = self._clock() + OFFER_PATIENCE_S
-        self._wanted[at].append(_Wanted(key, remote_request_id, fingerprint, give_up_at_s))
+        wanted = _Wanted(key, remote_request_id, fingerprint, due_at_s)
+        self._wanted[at].append(wanted)
 
     def advance(self) -> list[Verdict[Key]]:
         """Post what is wanted, and see what was found."""
         now_s = self._clock()
         while self._early and self._early[0][0] <= now_s:
             _, table, wanted = self._early.popleft()
-            self._wanted[table].append(wanted)
+            if now_s < wanted.due_at_s:
+                self._wanted[table].append(wanted)
         tables = list(self._wanted)
         verdicts = [verdict for table in tables for verdict in self._post(table, now_s)]
         in_flight = []
         for lookup in self._lookups:
             state = self._reads.poll(lookup.transfer)
-            hangs = now_s >= lookup.posted_at_s + LOOKUP_PATIENCE_S
+            hangs = now_s >= max(wanted.due_at_s for wanted in lookup.wanted)
             if state is TransferState.IN_FLIGHT and not hangs:
                 in_flight.append(lookup)
                 continue
@@ -270,7 +265,7 @@ class LeaseChecker(Generic[Key]):
                 self._buffer.free.extend(landed_in.tolist())
             return [Verdict(each.key, LeaseCheckFailure.PEER, str(error)) for each in wanted]
         names = [entry.name for entry in entries]
-        self._lookups.append(_Lookup(table, wanted, names, landed_in, transfer, now_s))
+        self._lookups.append(_Lookup(table, wanted, names, landed_in, transfer))
         return []
 
     def _judge(self, lookup: _Lookup[Key], now_s: float, *, done: bool) -> list[Verdict[Key]]:
@@ -284,7 +279,7 @@ class LeaseChecker(Generic[Key]):
         ):
             held = look_up(row, name)
             differs = held.fingerprint is not None and held.fingerprint != wanted.fingerprint
-            if held.entered and held.fingerprint is None and now_s < wanted.give_up_at_s:
+            if held.entered and held.fingerprint is None:
                 self._early.append((now_s + _LOOK_AGAIN_S, lookup.table, wanted))
             elif differs and not wanted.differed:
                 # Not every transport reads a line in one piece: part of it may be from before.
@@ -304,13 +299,7 @@ def _verdict(wanted: _Wanted[Key], held: Held, peer: str) -> Verdict[Key]:
             f"its lease at {peer} had run out when all was read: give readers longer there with "
             "kv_lease_duration",
         )
-    if held.fingerprint is None:
-        return Verdict(
-            wanted.key,
-            LeaseCheckFailure.LEASE,
-            f"{peer} did not say within {OFFER_PATIENCE_S:g} s what it offers: check that the "
-            "engine runs, and send the request through prefill again",
-        )
+    assert held.fingerprint is not None
     if (difference := held.fingerprint.difference(wanted.fingerprint)) is not None:
         return Verdict(
             wanted.key,

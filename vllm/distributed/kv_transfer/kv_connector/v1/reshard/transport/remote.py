@@ -20,9 +20,9 @@ from ..memory.cache import RankCache
 from ..memory.lowering import Leg, LegEnd, Rows, Selection, lower_read
 from ..memory.overlap import BlockSpan, Overlap, overlap
 from ..memory.staging import StagedLeg, stage_leg
-from ..memory.summary import describe_reads
 from ..plan.mesh import MeshRank
 from ..plan.reshard import ReshardPlan
+from ..plan.text import describe_reads
 from ..protocol.messages import Receive
 from ..protocol.metadata import WorkerDescription
 from .agent import Prepared

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..memory.staging import Scatter
-from .cores import run_on
+from .cpu import compute_alone
 
 _WORDS = {
     16: torch.complex128,
@@ -60,7 +60,7 @@ class HostScatterer:
     """Copies in host memory.
 
     `submit` and `close` belong to the connector's thread. The copying thread is given values, and
-    writes into blocks and reads from spans that nobody else touches until the copy is done.
+    writes into blocks and reads from spans that nothing else touches until the copy is done.
 
     Args:
         arena: The arena; uint8, contiguous.
@@ -81,7 +81,7 @@ class HostScatterer:
         self._memory = _stretch(self._caches)
         self._announce = announce
         self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="reshard-scatter", initializer=_be_modest, initargs=(cores,)
+            1, thread_name_prefix="reshard-scatter", initializer=compute_alone, initargs=(cores,)
         )
 
     def submit(self, scatter: Scatter) -> Copy:
@@ -123,7 +123,7 @@ class DeviceScatterer:
                 event = torch.cuda.Event()
                 event.record(self._stream)
         except Exception:
-            # A part of it may be running, out of a span that is somebody else's next.
+            # A part of it may be running, out of a span that is another part's next.
             self._stream.synchronize()
             raise
         return _DeviceCopy(event)
@@ -259,17 +259,3 @@ def _word_bytes(scatter: Scatter, sources: np.ndarray, targets: np.ndarray) -> i
 
 def _indices(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(numbers).to(device, non_blocking=True)
-
-
-def _be_modest(cores: Collection[int] | None) -> None:
-    """Let this thread compute by itself, on some of the cores.
-
-    `torch.set_num_threads` would not do: it sets a default for threads of others as well, and a
-    worker on CPU replaces it by one that does nothing.
-    """
-    # What torch sets when a thread first asks comes before what is set here.
-    torch.get_num_threads()
-    openmp = ctypes.CDLL(None)
-    if hasattr(openmp, "omp_set_num_threads"):
-        openmp.omp_set_num_threads(1)
-    run_on(cores)

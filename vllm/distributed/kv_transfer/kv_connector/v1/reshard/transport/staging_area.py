@@ -15,8 +15,7 @@ from vllm.logger import init_logger
 
 from ..memory.arena import ArenaAllocator
 from ..memory.lowering import Rows
-from ..memory.strategy import LARGEST_ARENA_BYTES, CostModel
-from .measure import MakeAgents, measure_costs
+from ..memory.strategy import LARGEST_ARENA_BYTES, StagingPolicy
 from .scatter import DeviceScatterer, HostScatterer, Scatterer
 
 logger = init_logger(__name__)
@@ -31,15 +30,15 @@ class StagingArea:
     Attributes:
         memory: The arena; uint8, contiguous.
         scatterer: Brings what has landed to where it belongs.
+        policy: Which reads are staged; None for all of them.
         spans: Which bytes of the arena are in use. That of a read that has failed is, until the
             agent which has posted it is gone.
-        costs: Decides which reads are staged; None for all of them.
     """
 
     memory: torch.Tensor
     scatterer: Scatterer
+    policy: StagingPolicy | None = None
     spans: ArenaAllocator = field(init=False)
-    costs: CostModel | None = None
 
     def __post_init__(self) -> None:
         self.spans = ArenaAllocator(self.memory.nbytes)
@@ -66,20 +65,19 @@ def open_area(
     caches: Iterable[torch.Tensor],
     size_bytes: int | None,
     *,
-    make_agents: MakeAgents | None = None,
+    policy: StagingPolicy | None = None,
     cores: Collection[int] | None = None,
     announce: Callable[[], None] | None = None,
 ) -> StagingArea | None:
-    """Allocate the arena, and measure what staging costs.
+    """Allocate the arena.
 
     Args:
         caches: The KV cache; the arena is on the same device.
         size_bytes: Size of the arena; None for a sixteenth of the memory that is free, but no more
             than 256 MiB.
-        make_agents: Makes what to measure with, as `measure_costs` wants it; None where all reads
-            are to be staged.
+        policy: Which reads are staged; None for all of them.
         cores: Where the thread may run that copies on the host; None for where this one may.
-        announce: Called by that thread when something was copied. On a device nobody calls.
+        announce: Called by that thread when something was copied; never on a device.
 
     Returns:
         The area; None where its size is 0, or there is no such memory. Reads go direct then.
@@ -102,13 +100,7 @@ def open_area(
             error,
         )
         return None
-    area = StagingArea(memory, make_scatterer(memory, tensors, cores, announce))
-    if make_agents is not None:
-        area.costs = measure_costs(
-            make_agents, memory, lambda scratch: make_scatterer(memory, (scratch,), cores)
-        )
-        logger.info("Reads are staged where that is faster: %s.", area.costs)
-    return area
+    return StagingArea(memory, make_scatterer(memory, tensors, cores, announce), policy)
 
 
 def make_scatterer(
@@ -145,7 +137,7 @@ def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Memory of a device that nobody uses."""
+    """Free memory of a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

@@ -9,7 +9,7 @@ next turn goes on from there.
 
 What fails on its way, or is given up, stays here until nothing of it can write any more: until its
 read is done after all, or the connection that it was posted with is closed. Only then it is *quiet*
-and its blocks, or its span, are somebody else's to use.
+and its blocks, or its span, may be used for something else.
 
 Everything here belongs to the connector's thread of the worker that reads.
 """
@@ -26,7 +26,7 @@ from ..memory.arena import Span
 from ..memory.lowering import Selection
 from ..memory.staging import Window
 from ..memory.strategy import Strategy
-from ..protocol.ledgers import RequestId
+from ..protocol.ids import RequestId
 from .agent import Transfer, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
@@ -34,7 +34,7 @@ from .remote import PreparedLeg
 from .scatter import Copy, fault_of
 from .staging_area import StagingArea
 
-PATIENCE_S = 0.1
+_SPAN_WAIT_S = 0.1
 """A window goes direct when so long no span was to be had and none was given back."""
 
 _WINDOWS_PER_ARENA = 8
@@ -76,7 +76,7 @@ class PartFailed:
 
 @dataclass(frozen=True, slots=True)
 class PartDrained:
-    """A part that nothing writes for any more. It has arrived if nobody said that it failed.
+    """A part that nothing writes for any more. It has arrived unless it has failed before.
 
     Attributes:
         request_id: Of which request.
@@ -120,7 +120,7 @@ class Transfers:
     """All parts on their way.
 
     Both queues keep the order of requests. No part waits for ever in that in front of the arena:
-    one for which there is no span, while nobody gives any back, goes direct.
+    one for which there is no span, while none is given back, goes direct.
 
     Attributes:
         area: Where staged reads stop over; None where all go direct.
@@ -148,7 +148,7 @@ class Transfers:
 
     @property
     def is_moving(self) -> bool:
-        """Whether looking again soon may tell something that somebody waits for."""
+        """True while a poll soon may have results of requests."""
         return bool(
             self._direct
             or self._queue
@@ -158,18 +158,13 @@ class Transfers:
         )
 
     @property
-    def is_ending(self) -> bool:
-        """Whether all that is on its way has landed, and is being copied to where it belongs."""
-        return bool(self._landed) and not (self._posted or self._queue or self._direct)
-
-    @property
     def has_backlog(self) -> bool:
         """Whether more is to be posted than a turn's budget has allowed."""
         return bool(self._direct) or self._is_cut_short
 
     @property
     def is_lingering(self) -> bool:
-        """Whether reads are in flight, whoever wants them: somebody has to see them end."""
+        """True while reads are in flight, also of failed requests."""
         return bool(self._posted)
 
     def cut(self, leg: PreparedLeg, selections: Sequence[Selection]) -> Iterable[Part]:
@@ -179,11 +174,9 @@ class Transfers:
         area, staging = self.area, leg.staging
         if area is None or staging is None:
             return (Part(leg, selections),)
-        # Without costs nothing is chosen: all reads are to be staged.
-        if area.costs is not None:
-            choice = staging.leg.choose(selections, area.costs, area.spans.size_bytes)
-            if choice is Strategy.DIRECT:
-                return (Part(leg, selections),)
+        policy = area.policy
+        if policy and staging.leg.choose(selections, policy) is Strategy.DIRECT:
+            return (Part(leg, selections),)
         limit_bytes = min(area.spans.size_bytes // _WINDOWS_PER_ARENA, _MAX_WINDOW_BYTES)
         return (
             Part(leg, (window.selection,), window)
@@ -221,7 +214,7 @@ class Transfers:
         self._serve_queue(now_s, budget)
 
     def give_up(self, request_id: RequestId) -> None:
-        """Nobody wants a request any more: what was not posted of it ends now, the rest later."""
+        """A request has failed: what was not posted of it ends now, the rest later."""
         for each in (*self._posted, *self._landed):
             each.unwanted = each.unwanted or each.request_id == request_id
         for queue in (self._direct, self._queue):
@@ -279,7 +272,7 @@ class Transfers:
             assert area is not None and staging is not None and window is not None
             span = area.spans.allocate(window.size_bytes, staging.leg.descriptor_bytes)
             too_large = window.size_bytes > area.spans.size_bytes
-            moves = self._landed or now_s - self._moved_at_s < PATIENCE_S
+            moves = self._landed or now_s - self._moved_at_s < _SPAN_WAIT_S
             if span is None and moves and not too_large:
                 return
             self._queue.popleft()
@@ -326,7 +319,7 @@ class Transfers:
         if state is TransferState.IN_FLIGHT:
             return False
         if state is TransferState.FAILED:
-            # Also where nobody wants it any more: only the end of its connection makes it quiet.
+            # Also where its request has failed: only the end of its lane drains it.
             fault = f"NIXL could not read from {transfer.peer}"
             self._events.append(PartFailed(running.request_id, fault))
             self._in_doubt.append(running)
@@ -378,7 +371,7 @@ class Transfers:
 
 
 def _look(parts: deque[_Running], is_through: Callable[[_Running], bool], budget: Budget) -> int:
-    """Look at parts in turns; who is through leaves, and who is not is the last the next time.
+    """Look at parts in turns: one that is through leaves, another is the last the next time.
 
     Returns:
         How many were through.

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 class Wakeup:
     """What one thread waits for and others ring.
 
-    Who rings waits for nothing. `threading.Event` has a lock for that, and a thread that has lost
+    Setting it waits for nothing. `threading.Event` has a lock for that, and a thread that has lost
     its core while it held it keeps all others waiting: 18 ms were seen.
 
     `set` may be called by any thread; everything else belongs to the one that waits.
@@ -27,7 +27,7 @@ class Wakeup:
 
     def clear(self) -> None:
         """Discard pending wake-ups."""
-        # Nobody else takes from it.
+        # No other thread takes from it.
         while not self._rung.empty():
             self._rung.get_nowait()
 
@@ -62,7 +62,7 @@ class Waker:
 
     def wake(self) -> None:
         """Make the poller return, now or when it is next called."""
-        # Where the pipe is full, or nobody polls any more, there is nobody to wake.
+        # Where the pipe is full, or closed, there is no thread to wake.
         with contextlib.suppress(OSError):
             self._writable.send(b"\0")
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.cores import run_on, running_on
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.cpu import run_on, running_on
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinity"

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a plan is told to people, in a log or by `kv-plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .mesh import MeshRank
+from .reshard import ReshardPlan
+from .shards import Layer
+
+
+def only_notified_by(plan: ReshardPlan, dst_rank: MeshRank) -> tuple[MeshRank, ...]:
+    """The source ranks that a destination rank releases without reading from them."""
+    read_from = {read.src_rank for read in plan.reads_of(dst_rank)}
+    return tuple(
+        release.src_rank
+        for release in plan.notified_by(dst_rank)
+        if release.src_rank not in read_from
+    )
+
+
+def describe_reads(plan: ReshardPlan, dst_rank: MeshRank) -> str:
+    """What one destination rank reads from whom, and whom it only notifies, in one line."""
+    reads = "; ".join(
+        f"{layers_text(read.layers)}, heads {read.units} from {read.src_rank}"
+        for read in plan.reads_of(dst_rank)
+    )
+    parts = [f"reads {reads}" if reads else "reads nothing"]
+    if notified := only_notified_by(plan, dst_rank):
+        parts.append(f"only notifies {ranks_text(notified)}")
+    return "; ".join(parts)
+
+
+def layers_text(layers: Sequence[Layer]) -> str:
+    """Name layers by their indices, as ranges, or count them where their names have none.
+
+    Names such as `model.layers.3.self_attn.attn` hold one index each, and are alike beside it.
+    """
+    indices = [_index_in(layer) for layer in layers]
+    known = sorted(index for index, _ in indices if index is not None)
+    if len(set(known)) < len(layers) or len({rest for _, rest in indices}) > 1:
+        return f"{len(layers)} layer{'s' * (len(layers) != 1)}"
+    return f"layer{'s' * (len(layers) != 1)} {ranges_text(known)}"
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Write ascending numbers as ranges: 0-9, 20-31."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
+
+
+def ranks_text(ranks: Iterable[MeshRank]) -> str:
+    """Write ranks, those of a stage as ranges: pp0tp1-7, pp1tp0."""
+    tp_ranks_by_stage: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        tp_ranks_by_stage.setdefault(rank.pp_rank, []).append(rank.tp_rank)
+    return ", ".join(
+        f"pp{pp_rank}tp{part}"
+        for pp_rank, tp_ranks in tp_ranks_by_stage.items()
+        for part in ranges_text(tp_ranks).split(", ")
+    )
+
+
+def _index_in(layer: Layer) -> tuple[int | None, str]:
+    """The index in a layer's name, if it is the only one, and the name without it."""
+    if isinstance(layer, int):
+        return layer, ""
+    parts = layer.split(".")
+    numbers = [part for part in parts if part.isdecimal()]
+    if len(numbers) != 1:
+        return None, layer
+    return int(numbers[0]), ".".join(part for part in parts if not part.isdecimal())

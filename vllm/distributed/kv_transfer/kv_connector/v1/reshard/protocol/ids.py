@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests, engines and blocks are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+RequestId: TypeAlias = str
+
+EngineId: TypeAlias = str
+
+BlockIds: TypeAlias = Sequence[Sequence[int]]
+"""A request's block ids, one sequence for each KV-cache group."""
