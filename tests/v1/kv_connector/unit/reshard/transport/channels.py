@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -35,7 +35,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     encode_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.authentication import ChannelKey
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.enquiries import Enquirer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
+    HandshakeClient,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
     HandshakeServer,
 )
@@ -61,7 +63,7 @@ def describe(tp_rank: int, engine_id: str) -> WorkerDescription:
 WORKERS = tuple(describe(tp_rank, "engine") for tp_rank in range(2))
 
 
-def reply_of(*workers: WorkerDescription) -> bytes:
+def reply_of(*workers: WorkerDescription) -> list[bytes]:
     """What an engine with these workers answers."""
     return encode_reply(
         {
@@ -76,7 +78,7 @@ REPLY = reply_of(*WORKERS)
 
 @contextlib.contextmanager
 def serving(
-    reply: bytes = REPLY, port: int = 0, key: ChannelKey | None = None
+    reply: Sequence[bytes] = REPLY, port: int = 0, key: ChannelKey | None = None
 ) -> Iterator[HandshakeServer]:
     """A started server."""
     server = HandshakeServer(HOST, port, reply, key)
@@ -125,14 +127,14 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def enquiring(bounds: Any = None, **options: Any) -> Iterator[Enquirer]:
-    """An enquirer that is closed in the end."""
+def asking(bounds: Any = None, **options: Any) -> Iterator[HandshakeClient]:
+    """A client that is closed in the end."""
     options = {"numbers": REQUEST_NUMBERS, "timeout_s": DEADLINE_S} | options
-    enquirer = Enquirer(bounds, **options)
+    client = HandshakeClient(bounds, **options)
     try:
-        yield enquirer
+        yield client
     finally:
-        enquirer.close()
+        client.close()
 
 
 def engine_at(port: int, host: str = HOST, engine_id: str = "engine") -> RemoteEngineAddress:
@@ -150,12 +152,12 @@ def fetch(
     **options: Any,
 ) -> tuple[WorkerDescription, ...]:
     """Ask one engine, and wait for it."""
-    with enquiring(bounds, **options) as enquirer:
-        return enquirer.ask(engine_at(port, host, engine_id), factors).result(3 * DEADLINE_S)
+    with asking(bounds, **options) as client:
+        return client.request(engine_at(port, host, engine_id), factors).result(3 * DEADLINE_S)
 
 
-def ask(port: int, frame: bytes) -> bytes:
+def ask(port: int, frame: bytes) -> list[bytes]:
     """Send a frame as a request, and return the answer."""
     with open_socket(zmq.REQ, port) as bare:
         bare.send(frame)
-        return bare.recv()
+        return bare.recv_multipart()

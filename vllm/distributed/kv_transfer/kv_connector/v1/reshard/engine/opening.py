@@ -120,8 +120,8 @@ class Opener:
     def open(self, address: RemoteEngineAddress) -> Future[Generation]:
         """Shake hands with an engine and prepare all lists; waits for nothing.
 
-        The future raises what an `Enquirer` does; `ReshardError` where the engine's layout does not
-        fit ours, and `TransferError` where NIXL does not accept it.
+        The future raises what a `HandshakeClient` does; `ReshardError` where the engine's layout
+        does not fit ours, and `TransferError` where NIXL does not accept it.
         """
         assert self._ask is not None
         opened: Future[Generation] = Future()

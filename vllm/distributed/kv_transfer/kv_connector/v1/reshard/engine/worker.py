@@ -29,8 +29,8 @@ from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NixlAgent, can_be_polled
 from ..transport.announcements import Listener, listen_to
 from ..transport.cores import run_on
-from ..transport.enquiries import Enquirer
 from ..transport.generation import Generation
+from ..transport.handshake_client import HandshakeClient
 from ..transport.remote import Reader
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
@@ -117,7 +117,7 @@ class ReshardWorker:
             self._exchange, clock, self._prepare_thread, self._opener.quiet
         )
         self._device: torch.device | None = None
-        self._enquirer: Enquirer | None = None
+        self._handshake_client: HandshakeClient | None = None
         self._listener: Listener | None = None
         self._idle = False
         self._failed: dict[RequestId, frozenset[int]] = {}
@@ -152,12 +152,12 @@ class ReshardWorker:
         # Not the rank, which is 0 in every replica of a dense model.
         spread = self._vllm_config.parallel_config.data_parallel_index
         self._factors = compatibility_factors(self._vllm_config)
-        self._enquirer = enquirer = self._make_enquirer(shards)
+        self._handshake_client = client = self._make_handshake_client(shards)
         required = compared_factors(self._factors, self._settings)
         policy = self._settings.missing_draft_layers
         self._opener.begin(
             Local(reader, shards, regions, area, spread, policy),
-            lambda address: enquirer.ask(address, required),
+            lambda address: client.request(address, required),
             # One that waits with a thread that does not rest would cost a core.
             stays_ready=self._reads and can_be_polled(self._settings.backends),
         )
@@ -210,8 +210,8 @@ class ReshardWorker:
         """Give everything back to NIXL."""
         if self._listener is not None:
             self._listener.close()
-        if self._enquirer is not None:
-            self._enquirer.close()
+        if self._handshake_client is not None:
+            self._handshake_client.close()
         self._opener.close()
         self._thread.close()
 
@@ -278,9 +278,9 @@ class ReshardWorker:
             cores=self._cores,
         )
 
-    def _make_enquirer(self, shards: tuple[Shard, ...]) -> Enquirer:
+    def _make_handshake_client(self, shards: tuple[Shard, ...]) -> HandshakeClient:
         """What asks other engines, which may say no more than fits what this one is."""
-        return Enquirer(
+        return HandshakeClient(
             ReplyBounds.of(shards),
             numbers=REQUEST_NUMBERS,
             key=self._key,

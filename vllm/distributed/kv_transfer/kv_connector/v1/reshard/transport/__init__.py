@@ -3,7 +3,8 @@
 
 agent                       NIXL
 side_channel                where other engines ask what this one is
-enquiries, lookups          asking other engines, all of them in one thread
+handshake_client            asks other engines what they are, all of them in one thread
+zmtp                        bounds what comes over a ZeroMQ connection
 authentication              the key that engines know one another by
 announcements               what an engine's scheduler tells its workers between two steps
 sockets, waking, cores      how one listens, how a thread is woken, and where it runs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side channel: where an engine says what it is; `enquiries` asks others.
+"""The side channel: where an engine says what it is; `handshake_client` asks others.
 
 A server has one reply, made once, for whoever asks; a client asks once. Both speak ZeroMQ's request
 and reply over TCP. A request is the same kind of frame that upstream's NixlConnector sends, a verb
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -116,14 +116,16 @@ class HandshakeServer:
     Args:
         host: Address of this machine to listen at.
         port: TCP port; 0 for any that is free.
-        reply: What to answer.
+        reply: What to answer, as frames.
         key: What engines know one another by; None to answer anybody.
     """
 
-    def __init__(self, host: str, port: int, reply: bytes, key: ChannelKey | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, reply: Sequence[bytes], key: ChannelKey | None = None
+    ) -> None:
         self._host = host
         self._port = port
-        self._reply = reply
+        self._reply = list(reply)
         self._key = key
         self._counters = ServerCounters()
         self._complained_at_s: dict[_Complaint, float] = {}
@@ -292,7 +294,7 @@ class HandshakeServer:
             return
         verb = request.verb
         if verb == OUR_VERB:
-            answer = [self._reply]
+            answer = self._reply
             self._count(answered=1)
         else:
             name = quote(verb[:100].decode(errors="backslashreplace"))
