@@ -230,6 +230,7 @@ class HandshakeClient:
             target=self._run, args=(loop,), name="reshard-handshakes", daemon=True
         )
         self._closing = asyncio.Event()
+        self._breakdown: Exception | None = None
         self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
         self._allowance = Allowance(
             self._limits.max_ranks + _OTHER_FRAMES,
@@ -254,16 +255,16 @@ class HandshakeClient:
             try:
                 loop.run_until_complete(self._closing.wait())
             except Exception as error:
-                num_failed = len(self._pending)
+                self._breakdown, num_failed = error, len(self._pending)
                 logger.error("Handshakes broke off (%r): %d fail with it.", error, num_failed)
-            with self._lock:
-                self._loop = None
             loop.run_until_complete(_cancel([*self._lookups.values(), *asyncio.all_tasks(loop)]))
         finally:
             self._context.destroy(linger=0)
             loop.close()
-            # Only where the loop could not even do that.
-            for future in list(self._pending):
+            with self._lock:
+                self._loop, left = None, list(self._pending)
+            # Where the loop could not even do that, or was asked meanwhile.
+            for future in left:
                 future.cancel()
 
     async def _shake_hands(self, handshake: _Handshake, deadline_s: float) -> Answer:
@@ -275,9 +276,9 @@ class HandshakeClient:
             missing = _MISSING[handshake.stage].format(f"{self._timeout_s:g}")
             error: RemoteHandshakeError = RemoteUnreachableError(missing)
         except asyncio.CancelledError:
-            if self._closed or self._loop is not None:
+            if self._breakdown is None:
                 raise
-            error = _broken_off("its thread ended")
+            error = _broken_off(self._breakdown)
         except (OSError, zmq.ZMQError) as fault:
             error = _broken_off(fault)
         except ProtocolError as fault:
@@ -432,5 +433,5 @@ def addresses_of(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
 
 
-def _broken_off(fault: object) -> RemoteUnreachableError:
+def _broken_off(fault: Exception) -> RemoteUnreachableError:
     return RemoteUnreachableError(f"the exchange broke off ({fault}): check that the engine runs")
