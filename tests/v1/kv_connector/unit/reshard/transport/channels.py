@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -116,6 +119,28 @@ def free_port() -> int:
     """A port that nobody listens at."""
     with listening() as (_, port):
         return port
+
+
+def greet(peer: socket.socket, kind: str) -> None:
+    """Begin to speak ZMTP 3, as a ZeroMQ socket of a kind, without a key."""
+    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    peer.recv(64, socket.MSG_WAITALL)
+    values = {b"Socket-Type": kind.encode(), b"Identity": b""}
+    ready = b"\x05READY" + b"".join(
+        bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+        for name, value in values.items()
+    )
+    peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def num_descriptors() -> int:
+    """Open descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def wait_until(condition: Callable[[], object]) -> None:

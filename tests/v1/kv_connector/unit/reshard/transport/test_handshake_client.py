@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
-import resource
 import socket
 import struct
 import subprocess
@@ -32,9 +31,12 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     engine_at,
     fetch,
     free_port,
+    greet,
     listening,
+    num_descriptors,
     open_socket,
     reply_of,
+    resident_bytes,
     serving,
     wait_until,
 )
@@ -420,10 +422,7 @@ def tcp_peer(talk: Callable[[socket.socket], object]) -> Iterator[int]:
 
 def begin_answer(peer: socket.socket) -> None:
     """Speak ZMTP 3 with a client up to the first frame of its answer."""
-    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    peer.recv(64, socket.MSG_WAITALL)
-    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00"
-    peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    greet(peer, "ROUTER")
     heard = b""
     while not heard.rstrip(b"\0").endswith(b"reshard/4"):
         heard += peer.recv(1 << 16)
@@ -459,16 +458,6 @@ def stalling_answer(num_bytes: int) -> Iterator[tuple[int, threading.Event]]:
         yield port, stalled
 
 
-def resident_bytes() -> int:
-    """Memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def num_descriptors() -> int:
-    """Open descriptors of this process."""
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def no_more_threads(_: threading.Thread) -> None:
     """Instead of starting one."""
     raise RuntimeError("can't start new thread")
@@ -488,30 +477,6 @@ class TestConnections:
             first.close()
             with serving(port=port):
                 assert asked.result(DEADLINE_S) == WORKERS
-
-    def test_no_other_process_gets_between(self):
-        """The way from the relay to ZeroMQ is closed to all but this process."""
-        with listening() as (listener, port), asking() as client:
-            asked = client.request(engine_at(port), None)
-            peer, _ = listener.accept()
-            with peer:
-                peer.settimeout(DEADLINE_S)
-                # ZeroMQ has begun to speak over it.
-                assert peer.recv(1) == b"\xff"
-                words = Path("/proc/net/unix").read_text().split()
-                names = {word for word in words if word.startswith("@reshard-")}
-                program = (
-                    "import socket, sys\n"
-                    "s = socket.socket(socket.AF_UNIX)\n"
-                    "s.connect(chr(0) + sys.argv[1])\n"
-                    "s.settimeout(20)\n"
-                    "sys.exit(len(s.recv(64)))"
-                )
-                for name in names:
-                    command = [sys.executable, "-c", program, name.removeprefix("@")]
-                    assert subprocess.run(command, check=False, timeout=60).returncode == 0
-                assert names
-            asked.cancel()
 
     def test_no_descriptors_are_left(self):
         """Whatever became of the handshakes."""

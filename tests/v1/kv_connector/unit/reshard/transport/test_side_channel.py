@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import struct
 import threading
 import time
 import traceback
@@ -36,9 +37,11 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     describe,
     fetch,
     free_port,
+    greet,
     listening,
     open_socket,
     reply_of,
+    resident_bytes,
     serving,
     wait_until,
 )
@@ -333,21 +336,63 @@ class TestStrangers:
         """The thread is alive afterwards, and has counted each of them."""
         noise = random.Random(0)
         good = encode([b"reshard/4", 0])
-        with open_socket(zmq.DEALER, server.port) as stranger:
-            for _ in range(10_000):
-                kind = noise.randrange(4)
-                if kind == 0:
-                    parts = [noise.randbytes(noise.randrange(1, 200))]
-                elif kind == 1:
-                    parts = [b"", b"\xc1" + noise.randbytes(noise.randrange(200))]
-                elif kind == 2:
-                    parts = [b"", encode([noise.randrange(1 << 60), b"reshard/4"])]
-                else:
-                    parts = [b"x", *[good] * noise.randrange(1, 9)]
-                stranger.send_multipart(parts)
-            wait_until(lambda: server.counters.dropped == 10_000)
+        for number in range(100):
+            # As many as one connection may bring.
+            with open_socket(zmq.DEALER, server.port) as stranger:
+                for _ in range(100):
+                    kind = noise.randrange(4)
+                    if kind == 0:
+                        parts = [noise.randbytes(noise.randrange(1, 200))]
+                    elif kind == 1:
+                        parts = [b"", b"\xc1" + noise.randbytes(noise.randrange(200))]
+                    elif kind == 2:
+                        parts = [b"", encode([noise.randrange(1 << 60), b"reshard/4"])]
+                    else:
+                        parts = [b"x", *[good] * noise.randrange(1, 9)]
+                    stranger.send_multipart(parts)
+                wait_until(lambda so_far=100 * (number + 1): server.counters.dropped == so_far)
         assert fetch(server.port) == WORKERS
         assert server.counters == ServerCounters(answered=1, dropped=10_000)
+
+    @pytest.mark.parametrize("frame_bytes", [0, 1000, 60 << 10])
+    def test_request_that_never_ends(self, server, frame_bytes):
+        """However it is divided, it is cut off with its connection, and costs next to nothing."""
+        frame = b"\x03" + struct.pack(">Q", frame_bytes) + bytes(frame_bytes)
+        before_bytes = resident_bytes()
+        for _ in range(20):
+            with socket.create_connection((HOST, server.port)) as stranger:
+                stranger.settimeout(DEADLINE_S)
+                greet(stranger, "REQ")
+                with pytest.raises(ConnectionError):
+                    while True:
+                        stranger.sendall(b"\x01\x00" + frame * 100)
+        assert resident_bytes() - before_bytes < 16 << 20
+        assert fetch(server.port) == WORKERS
+        assert server.counters == ServerCounters(answered=1)
+
+    def test_honest_peer_is_served_while_a_stranger_sends(self, server):
+        """As fast as it can, over one connection after another."""
+        over = threading.Event()
+
+        def send() -> None:
+            while not over.is_set():
+                with (
+                    contextlib.suppress(OSError),
+                    socket.create_connection((HOST, server.port)) as stranger,
+                ):
+                    stranger.settimeout(DEADLINE_S)
+                    greet(stranger, "REQ")
+                    while not over.is_set():
+                        stranger.sendall(b"\x03" + struct.pack(">Q", 60 << 10) + bytes(60 << 10))
+
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(send)
+            try:
+                for _ in range(20):
+                    assert fetch(server.port) == WORKERS
+            finally:
+                over.set()
+            sending.result(DEADLINE_S)
 
     def test_oversized_frame_ends_its_connection(self, server):
         """It is not taken in, and nobody else notices."""
@@ -452,6 +497,26 @@ class TestStrangers:
         assert broken.is_set()
         assert server.counters == ServerCounters(answered=1, breakdowns=1)
         assert len(warnings) == 1
+
+    def test_end_of_the_relay_is_survived(self, warnings, monkeypatch):
+        """Connections are taken in again, by another thread."""
+        monkeypatch.setattr(side_channel, "REOPEN_INTERVAL_S", 0.01)
+        monkeypatch.setattr(side_channel, "_CHECK_INTERVAL_MS", 10)
+        open_sockets, opened = HandshakeServer._open, []
+
+        def remember(server: HandshakeServer) -> object:
+            opened.append(open_sockets(server))
+            return opened[-1]
+
+        monkeypatch.setattr(HandshakeServer, "_open", remember)
+        with serving() as server:
+            assert fetch(server.port) == WORKERS
+            loop = opened[0].relay._loop
+            loop.call_soon_threadsafe(loop.stop)
+            wait_until(lambda: server.counters.breakdowns)
+            assert fetch(server.port) == WORKERS
+        (line,) = warnings
+        assert "it broke down (connections are not taken in any more)" in line
 
     def test_port_that_was_taken_meanwhile_is_tried_again(self, warnings, monkeypatch):
         """A server whose port is taken while it is broken listens once it is free, and says so."""

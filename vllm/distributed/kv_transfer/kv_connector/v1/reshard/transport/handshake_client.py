@@ -235,8 +235,8 @@ class HandshakeClient:
         self._allowance = Allowance(
             self._limits.max_ranks + _OTHER_FRAMES,
             self._limits.max_reply_bytes,
-            SMALL_ANSWER_BYTES,
             asyncio.Semaphore(MAX_LARGE_ANSWERS),
+            SMALL_ANSWER_BYTES,
         )
         self._lookups: dict[str, asyncio.Future[tuple[str, ...]]] = {}
         self._context = zmq.asyncio.Context()

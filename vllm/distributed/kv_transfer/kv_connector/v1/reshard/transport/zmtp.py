@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 import uuid
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Iterable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -29,7 +30,9 @@ FRAME_OVERHEAD_BYTES = 64
 
 _GREETING_BYTES = 64
 _CHUNK_BYTES = 64 << 10
+_FRAMES_PER_TURN = 16
 _LONG = 0x02
+_ACCEPT_PAUSE_S = 0.1
 
 _Result = TypeVar("_Result")
 
@@ -45,14 +48,15 @@ class Allowance:
     Attributes:
         max_frames: Frames, those of ZeroMQ's own among them.
         max_bytes: Bytes in all frames.
-        free_bytes: As many may come at once.
-        turns: Further ones come only while there is a turn to be had, which is kept to the end.
+        turns: What a connection must have for more than `free_bytes`, and keeps to its end; None
+            where there are none to be had.
+        free_bytes: See `turns`.
     """
 
     max_frames: int
     max_bytes: int
-    free_bytes: int
-    turns: asyncio.Semaphore
+    turns: asyncio.Semaphore | None = None
+    free_bytes: int = 0
 
 
 def bind_privately(zmq_socket: zmq.Socket[Any]) -> str:
@@ -88,6 +92,98 @@ async def relay(peer: socket.socket, name: str, allowance: Allowance) -> NoRetur
         await loop.sock_connect(local, f"\0{name}")
         await first_of(_pass_all(local, peer), _pass_frames(peer, local, allowance))
     raise AssertionError("both directions end with an error only")
+
+
+class RelayServer:
+    """Relays whatever connects over TCP to a ZeroMQ socket, in a thread of its own.
+
+    Args:
+        listener: A TCP socket that listens; closed with this.
+        name: Where the ZeroMQ socket is bound.
+        allowance: What may come over each connection.
+        max_connections: Connections at once; the oldest is closed for one more.
+        max_age_s: How long one is kept.
+
+    Raises:
+        OSError: There are no more descriptors.
+        RuntimeError: There are no more threads.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        name: str,
+        allowance: Allowance,
+        max_connections: int,
+        max_age_s: float,
+    ) -> None:
+        self._listener = listener
+        self._name = name
+        self._allowance = allowance
+        self._max_connections = max_connections
+        self._max_age_s = max_age_s
+        self._relays: dict[asyncio.Task[None], None] = {}
+        self._closing = asyncio.Event()
+        listener.setblocking(False)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="reshard-relay", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._loop.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether connections are still taken in."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Close all connections, and wait until the thread has ended."""
+        # There is no loop any more where it has ended by itself.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        """The thread."""
+        try:
+            self._loop.run_until_complete(first_of(self._closing.wait(), self._accept()))
+            self._loop.run_until_complete(_end(self._relays))
+        finally:
+            self._listener.close()
+            self._loop.close()
+
+    async def _accept(self) -> NoReturn:
+        """Take connections in, however many come."""
+        while True:
+            try:
+                peer, _ = await self._loop.sock_accept(self._listener)
+            except OSError:
+                # There are no more descriptors, until a connection ends.
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if len(self._relays) >= self._max_connections:
+                oldest = next(iter(self._relays))
+                oldest.cancel()
+                await asyncio.wait([oldest])
+            task = asyncio.create_task(self._relay(peer))
+            self._relays[task] = None
+            task.add_done_callback(self._relays.pop)
+
+    async def _relay(self, peer: socket.socket) -> None:
+        """Relay one connection to its end."""
+        # Whatever it is that ends one, it is its peer's.
+        with peer, suppress(OSError, ProtocolError, asyncio.TimeoutError):
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.wait_for(relay(peer, self._name, self._allowance), self._max_age_s)
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def first_of(*work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -128,7 +224,7 @@ async def _pass_frames(
             if head[0] & _LONG:
                 head += await _receive_exactly(source, 7)
             left_bytes = int.from_bytes(head[1:], "big")
-            small = num_bytes <= allowance.free_bytes
+            had_bytes = num_bytes
             num_frames, num_bytes = num_frames + 1, num_bytes + left_bytes
             max_bytes = allowance.max_bytes + num_frames * FRAME_OVERHEAD_BYTES
             if num_frames > allowance.max_frames or num_bytes > max_bytes:
@@ -136,13 +232,17 @@ async def _pass_frames(
                     f"what comes goes on after {num_frames - 1} frames, to {num_bytes} bytes, and "
                     f"at most {allowance.max_frames} of {max_bytes} bytes are read"
                 )
-            if small and num_bytes > allowance.free_bytes:
+            if allowance.turns is not None and had_bytes <= allowance.free_bytes < num_bytes:
                 await held.enter_async_context(allowance.turns)
             await _send(target, head)
             while left_bytes:
                 part = await _receive(source, min(left_bytes, _CHUNK_BYTES))
                 left_bytes -= len(part)
                 await _send(target, part)
+            # Neither receiving nor sending waits where it can be done at once: others have their
+            # turn here, and after a chunk.
+            if num_frames % _FRAMES_PER_TURN == 0:
+                await asyncio.sleep(0)
 
 
 async def _receive_exactly(source: socket.socket, num_bytes: int) -> bytes:
@@ -156,10 +256,10 @@ async def _receive(source: socket.socket, max_bytes: int) -> bytes:
     data = await asyncio.get_running_loop().sock_recv(source, max_bytes)
     if not data:
         raise ConnectionResetError("the connection was closed")
+    if len(data) == _CHUNK_BYTES:
+        await asyncio.sleep(0)
     return data
 
 
 async def _send(target: socket.socket, data: bytes) -> None:
-    # Neither sending nor receiving waits where it can be done at once: others have their turn here.
-    await asyncio.sleep(0)
     await asyncio.get_running_loop().sock_sendall(target, data)
