@@ -88,7 +88,7 @@ class AnswersHost:
             raise BenchmarkError(f"{num_engines} engines are read from with {num_legs} legs")
         return pauses.summary()
 
-    def _answer(self) -> bytes:
+    def _answer(self) -> list[bytes]:
         """What a prefill engine says."""
         said = {}
         for shard in _shards(self._shape, self._shape.prefill):
@@ -103,7 +103,7 @@ class AnswersHost:
             said[rank] = WorkerHandshake({}, encode_worker(description))
         return encode_reply(said)
 
-    def _prepare(self, answer: bytes) -> int:
+    def _prepare(self, answer: list[bytes]) -> int:
         """Do with an answer what is done before any agent is asked; returns the number of legs."""
         descriptions = decode_reply(answer, {}, self._bounds)
         plan = self._planner.plan([each.shard for each in descriptions]).plan

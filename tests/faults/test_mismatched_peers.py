@@ -127,7 +127,7 @@ def test_ours_cannot_read_from_upstreams_connector(
 @contextmanager
 def side_channel_of_another_version() -> Iterator[int]:
     """Answer handshakes as a later version of the connector does; yields the port."""
-    refusal = f"request reshard/3 is unknown, reshard/{OTHER_VERSION} is not"
+    refusal = f"request reshard/{CONNECTOR_VERSION} is unknown, reshard/{OTHER_VERSION} is not"
     says = {"connector": "reshard", "version": OTHER_VERSION, "refusal": refusal}
     context = zmq.Context()
     listener = context.socket(zmq.REP)
@@ -175,7 +175,8 @@ def test_another_version_that_reads_is_refused(stage: Stage) -> None:
         assert client.poll(10_000)
         reply = msgspec.msgpack.decode(client.recv())
     assert (reply["connector"], reply["version"]) == ("reshard", CONNECTOR_VERSION)
-    assert reply["refusal"] == f"request reshard/{OTHER_VERSION} is unknown, reshard/3 is not"
+    known = f"reshard/{CONNECTOR_VERSION}"
+    assert reply["refusal"] == f"request reshard/{OTHER_VERSION} is unknown, {known} is not"
     (line,) = log.complaints(but=LEASE_RAN_OUT)
     assert ROWS["another version of the connector reads from this one"].tells(
         "500", line, "lease"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -30,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     UnitInterval,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import metadata
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import MAX_GREETING_BYTES
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
     CONNECTOR_NAME,
@@ -155,7 +155,7 @@ def test_hostile_bytes_are_refused(data):
     with pytest.raises(RemoteHandshakeError):
         decode_worker(data)
     with pytest.raises(RemoteHandshakeError):
-        decode_reply(data, FACTORS)
+        decode_reply([data], FACTORS)
 
 
 def test_hostile_fields_are_refused():
@@ -164,9 +164,9 @@ def test_hostile_fields_are_refused():
         with pytest.raises(RemoteHandshakeError, match="not understood"):
             decode_worker(b"\x98" + value)
         with pytest.raises(RemoteHandshakeError, match="not understood"):
-            decode_reply(b"\x81" + encode("connector") + value, FACTORS)
+            decode_reply([b"\x81" + encode("connector") + value], FACTORS)
         with pytest.raises(RemoteHandshakeError):
-            decode_reply(b"\x81" + encode("unknown") + value, FACTORS)
+            decode_reply([b"\x81" + encode("unknown") + value], FACTORS)
 
 
 msgpack_values = st.recursive(
@@ -186,19 +186,20 @@ def test_random_bytes_are_refused(data):
     with pytest.raises(RemoteHandshakeError):
         decode_worker(data)
     with pytest.raises(RemoteHandshakeError):
-        decode_reply(data, FACTORS)
+        decode_reply([data], FACTORS)
 
 
 @given(
     st.fixed_dictionaries(
         {"connector": st.just(CONNECTOR_NAME), "version": st.just(CONNECTOR_VERSION)},
-        optional={name: msgpack_values for name in ("factors", "workers", "refusal")},
-    )
+        optional={name: msgpack_values for name in ("factors", "refusal")},
+    ),
+    st.lists(st.binary() | msgpack_values.map(encode), max_size=3),
 )
-def test_random_replies_of_our_own_version_are_refused(reply):
+def test_random_replies_of_our_own_version_are_refused(greeting, workers):
     """Whoever knows our name still has to say something that makes sense."""
     with pytest.raises(RemoteHandshakeError):
-        decode_reply(encode(reply), FACTORS)
+        decode_reply([encode(greeting), *workers], FACTORS)
 
 
 def wire(**changes: object) -> bytes:
@@ -358,12 +359,17 @@ class TestOwnEngine:
         with pytest.raises(LocalLayoutError, match="but peers accept 100"):
             encode_reply(handshakes(describe()))
 
+    def test_size_of_the_greeting(self):
+        """What peers would not accept is not said."""
+        factors = {"model": "x" * MAX_GREETING_BYTES}
+        with pytest.raises(LocalLayoutError, match="but peers accept 65536: give shorter --hf-ov"):
+            encode_reply(handshakes(describe(), factors=factors))
 
-def with_reply(change: Callable[[dict], object]) -> bytes:
-    """A good reply of one worker, changed."""
-    reply = msgspec.msgpack.decode(encode_reply(handshakes(describe())))
-    change(reply)
-    return encode(reply)
+
+def with_greeting(**changes: object) -> list[bytes]:
+    """A good reply of one worker, whose greeting is changed."""
+    greeting, *workers = encode_reply(handshakes(describe()))
+    return [encode(msgspec.msgpack.decode(greeting) | changes), *workers]
 
 
 class TestPeer:
@@ -374,23 +380,33 @@ class TestPeer:
         with pytest.raises(
             RemoteIncompatibleError, match=r"runs upstream's NixlConnector.*same connector on both"
         ):
-            decode_reply(encode(NixlHandshakePayload("5ca1ab1e", b"")), FACTORS)
+            decode_reply([encode(NixlHandshakePayload("5ca1ab1e", b""))], FACTORS)
 
     def test_another_connector(self):
         """It is named."""
-        with pytest.raises(RemoteIncompatibleError, match=r"connector other, but .* reshard/3"):
-            decode_reply(encode({"connector": "other"}), FACTORS)
+        with pytest.raises(RemoteIncompatibleError, match=r"connector other, but .* reshard/4"):
+            decode_reply([encode({"connector": "other"})], FACTORS)
 
     def test_another_version_is_not_read_further(self):
         """Both versions are named, however else that version writes what follows."""
-        for change in ({"factors": 1, "workers": {}}, {"refusal": "request reshard/3 is unknown"}):
-            reply = with_reply(lambda reply, change=change: reply.update(change, version=4))
-            with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/4.* reshard/3"):
-                decode_reply(reply, FACTORS)
+        for change in ({"factors": 1}, {"refusal": "request reshard/4 is unknown"}):
+            greeting, *_ = with_greeting(**change, version=5)
+            for reply in ([greeting], [greeting, b"\xc1"]):
+                with pytest.raises(
+                    RemoteIncompatibleError, match=r"peer runs reshard/5.* reshard/4"
+                ):
+                    decode_reply(reply, FACTORS)
+
+    def test_version_before_frames_is_told_apart(self):
+        """It answered in one frame, and refuses in one that is read as ever."""
+        refusal = {"connector": "reshard", "version": 3, "refusal": "request reshard/4 is unknown"}
+        for answer in (refusal, {**refusal, "refusal": "", "factors": {}, "workers": [b"x"]}):
+            with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/3, .* reshard/4"):
+                decode_reply([encode(answer)], FACTORS)
 
     def test_factors_are_checked_before_workers_are_read(self):
         """A description is only read where its meaning is agreed upon."""
-        reply = with_reply(lambda reply: reply.update(workers=[b"\xc1"]))
+        reply = [*with_greeting()[:1], b"\xc1"]
         with pytest.raises(RemoteIncompatibleError, match="num_kv_heads is 2 there and 4 here"):
             decode_reply(reply, {**FACTORS, "num_kv_heads": "4"})
         with pytest.raises(RemoteHandshakeError, match="worker's description of 1 bytes"):
@@ -399,29 +415,33 @@ class TestPeer:
     def test_refusal(self):
         """The peer's reason is passed on."""
         with pytest.raises(RemoteRefusedError, match="the peer refuses: not today"):
-            decode_reply(encode_refusal("not today"), FACTORS)
+            decode_reply([encode_refusal("not today")], FACTORS)
 
     def test_rank_described_twice(self):
         """A rank is in one place."""
-        reply = with_reply(lambda reply: reply.update(workers=reply["workers"] * 2))
+        greeting, worker = with_greeting()
         with pytest.raises(RemoteHandshakeError, match="rank pp0tp0 twice"):
-            decode_reply(reply, FACTORS)
+            decode_reply([greeting, worker, worker], FACTORS)
 
     def test_several_engines(self):
         """One side channel serves one engine."""
         other = encode_worker(describe((0, 1), "other"))
-        reply = with_reply(lambda reply: reply["workers"].append(other))
         with pytest.raises(RemoteHandshakeError, match="several engines, engine and other"):
-            decode_reply(reply, FACTORS)
+            decode_reply([*with_greeting(), other], FACTORS)
 
     def test_no_workers(self):
         """An engine has at least one worker."""
-        with pytest.raises(RemoteHandshakeError, match="not understood"):
-            decode_reply(with_reply(lambda reply: reply.update(workers=[])), FACTORS)
+        with pytest.raises(RemoteHandshakeError, match="describes 0 ranks, but an engine has 1 to"):
+            decode_reply(with_greeting()[:1], FACTORS)
+
+    def test_greeting_that_is_too_long(self):
+        """It is not decoded, whatever it says."""
+        with pytest.raises(RemoteHandshakeError, match=r"begins with 65537 bytes, .* 65536"):
+            decode_reply([bytes(MAX_GREETING_BYTES + 1)], FACTORS)
 
     def test_new_fields_are_no_harm(self):
         """What a later build adds to this version is passed over."""
-        assert decode_reply(with_reply(lambda reply: reply.update(more=1)), FACTORS)
+        assert decode_reply(with_greeting(more=1), FACTORS)
 
 
 def test_refusal_for_upstream_is_what_upstream_reads():

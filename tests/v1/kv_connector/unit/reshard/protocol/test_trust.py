@@ -46,6 +46,13 @@ def test_names_are_left_to_who_looks_them_up(host):
     assert TRUSTED.fault(host) is None
 
 
+@pytest.mark.parametrize("zone", ["", "lo]:7777;[fd00::2", "a b", "eth0\n", "a%b", "\u00e9"])
+def test_zones_are_names_of_interfaces(zone):
+    """What else is written behind a trusted address makes it no address."""
+    assert numeric("fd00::1%eth0.1_a-b") is not None
+    assert numeric(f"fd00::1%{zone}") is None
+
+
 def test_no_network_trusts_nobody():
     """An empty list is none at all, rather than all."""
     assert "none at all" in (TrustedPeers.parse([]).fault("127.0.0.1") or "")

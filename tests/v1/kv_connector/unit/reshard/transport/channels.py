@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -35,7 +38,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     encode_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.authentication import ChannelKey
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.enquiries import Enquirer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
+    HandshakeClient,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
     HandshakeServer,
 )
@@ -61,7 +66,7 @@ def describe(tp_rank: int, engine_id: str) -> WorkerDescription:
 WORKERS = tuple(describe(tp_rank, "engine") for tp_rank in range(2))
 
 
-def reply_of(*workers: WorkerDescription) -> bytes:
+def reply_of(*workers: WorkerDescription) -> list[bytes]:
     """What an engine with these workers answers."""
     return encode_reply(
         {
@@ -76,7 +81,7 @@ REPLY = reply_of(*WORKERS)
 
 @contextlib.contextmanager
 def serving(
-    reply: bytes = REPLY, port: int = 0, key: ChannelKey | None = None
+    reply: Sequence[bytes] = REPLY, port: int = 0, key: ChannelKey | None = None
 ) -> Iterator[HandshakeServer]:
     """A started server."""
     server = HandshakeServer(HOST, port, reply, key)
@@ -116,6 +121,28 @@ def free_port() -> int:
         return port
 
 
+def greet(peer: socket.socket, kind: str) -> None:
+    """Begin to speak ZMTP 3, as a ZeroMQ socket of a kind, without a key."""
+    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+    peer.recv(64, socket.MSG_WAITALL)
+    values = {b"Socket-Type": kind.encode(), b"Identity": b""}
+    ready = b"\x05READY" + b"".join(
+        bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+        for name, value in values.items()
+    )
+    peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def num_descriptors() -> int:
+    """Open descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def wait_until(condition: Callable[[], object]) -> None:
     """Poll until a condition holds; fail after a deadline."""
     deadline = time.monotonic() + DEADLINE_S
@@ -125,14 +152,14 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 @contextlib.contextmanager
-def enquiring(bounds: Any = None, **options: Any) -> Iterator[Enquirer]:
-    """An enquirer that is closed in the end."""
+def asking(bounds: Any = None, **options: Any) -> Iterator[HandshakeClient]:
+    """A client that is closed in the end."""
     options = {"numbers": REQUEST_NUMBERS, "timeout_s": DEADLINE_S} | options
-    enquirer = Enquirer(bounds, **options)
+    client = HandshakeClient(bounds, **options)
     try:
-        yield enquirer
+        yield client
     finally:
-        enquirer.close()
+        client.close()
 
 
 def engine_at(port: int, host: str = HOST, engine_id: str = "engine") -> RemoteEngineAddress:
@@ -150,12 +177,12 @@ def fetch(
     **options: Any,
 ) -> tuple[WorkerDescription, ...]:
     """Ask one engine, and wait for it."""
-    with enquiring(bounds, **options) as enquirer:
-        return enquirer.ask(engine_at(port, host, engine_id), factors).result(3 * DEADLINE_S)
+    with asking(bounds, **options) as client:
+        return client.request(engine_at(port, host, engine_id), factors).result(3 * DEADLINE_S)
 
 
-def ask(port: int, frame: bytes) -> bytes:
+def ask(port: int, frame: bytes) -> list[bytes]:
     """Send a frame as a request, and return the answer."""
     with open_socket(zmq.REQ, port) as bare:
         bare.send(frame)
-        return bare.recv()
+        return bare.recv_multipart()

@@ -30,7 +30,7 @@ from ..transport.agent import NixlAgent
 from ..transport.announcements import Listener, listen_to
 from ..transport.connection import PeerConnection
 from ..transport.cpu import parents_cores, run_on
-from ..transport.enquiries import Enquirer
+from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.staging_area import StagingArea, open_area
@@ -120,7 +120,7 @@ class ReshardWorker:
         self._clock = clock
         self._thread = ConnectorThread(self._transfer_engine, clock, self._prepare_thread)
         self._device: torch.device | None = None
-        self._enquirer: Enquirer | None = None
+        self._handshake_client: HandshakeClient | None = None
         self._listener: Listener | None = None
         self._failed: dict[RequestId, frozenset[int]] = {}
         self._stats: ReshardStats | None = None
@@ -154,14 +154,14 @@ class ReshardWorker:
         # Not the rank, which is 0 in every replica of a dense model.
         replica_offset = self._vllm_config.parallel_config.data_parallel_index
         self._factors = compatibility_factors(self._vllm_config)
-        self._enquirer = enquirer = self._make_enquirer(shards)
+        self._handshake_client = client = self._make_handshake_client(shards)
         required = compared_factors(self._factors, self._settings)
         policy = self._settings.missing_draft_layers
         self._dialer.begin(
             LocalEndpoint(
                 local, shards, regions, area, replica_offset, policy, self._settings.verify_plans
             ),
-            lambda address: enquirer.ask(address, required),
+            lambda address: client.request(address, required),
         )
         if self._reads:
             transfer_engine.peers.lanes.prepare(self._clock())
@@ -214,8 +214,8 @@ class ReshardWorker:
         """Give everything back to NIXL."""
         if self._listener is not None:
             self._listener.close()
-        if self._enquirer is not None:
-            self._enquirer.close()
+        if self._handshake_client is not None:
+            self._handshake_client.close()
         self._dialer.close()
         self._thread.close()
 
@@ -283,9 +283,9 @@ class ReshardWorker:
             cores=self._cores,
         )
 
-    def _make_enquirer(self, shards: tuple[Shard, ...]) -> Enquirer:
+    def _make_handshake_client(self, shards: tuple[Shard, ...]) -> HandshakeClient:
         """What asks other engines, which may say no more than fits what this one is."""
-        return Enquirer(
+        return HandshakeClient(
             ReplyBounds.of(shards),
             numbers=REQUEST_NUMBERS,
             key=self._key,

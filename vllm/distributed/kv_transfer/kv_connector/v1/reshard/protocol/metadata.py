@@ -5,11 +5,12 @@
     scheduler  WorkerHandshakes of all workers --encode_reply--> one reply, served to any peer
     peer       reply --decode_reply--> WorkerDescriptions
 
-A reply is read in phases, each with types of its own, so that a later phase may change from version
-to version without making an earlier one unreadable: who answers (connector and version), then what
-must be equal (factors), then the workers' descriptions, one by one. What a peer writes is bounded
-and checked before it is used, and nothing but a `RemoteHandshakeError` comes out of decoding.
-`bounds` says what a reply may cost.
+A reply is frames: a greeting, and one for each worker. It is read in phases, each with types of its
+own, so that a later phase may change from version to version without making an earlier one
+unreadable: who answers (connector and version), then what must be equal (factors), both in the
+greeting, then the workers' descriptions, one by one. What a peer writes is bounded and checked
+before it is used, and nothing but a `RemoteHandshakeError` comes out of decoding. `bounds` says
+what a reply may cost.
 """
 
 from __future__ import annotations
@@ -35,11 +36,10 @@ from ..plan.mesh import MeshRank
 from ..plan.shards import Holding, Layer, Shard, UnitInterval
 from .bounds import (
     MAX_AGENT_METADATA_BYTES,
-    MAX_ELEMENTS,
+    MAX_GREETING_BYTES,
     MAX_RANKS,
     MAX_REPLY_BYTES,
     ReplyBounds,
-    has_more_elements,
 )
 from .compatibility import check_compatibility, quote, remedy
 from .leases import LeaseTableAddress
@@ -55,7 +55,8 @@ CONNECTOR_NAME = "reshard"
 #   3  notifications are bound, too, and one tells a producer of many requests; layers say how many
 #      heads the model has of each, how many blocks an id of theirs stands for, and which attention
 #      backend keeps them; planes say how many heads are a unit, and whether they hold state
-CONNECTOR_VERSION = 3
+#   4  each worker's description is a frame of its own
+CONNECTOR_VERSION = 4
 
 OUR_VERB = f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}".encode()
 """What a request to a side channel begins with."""
@@ -80,6 +81,8 @@ _Backend: TypeAlias = Annotated[str, Meta(max_length=1 << 7)]
 _EngineId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
 _AgentMetadata: TypeAlias = Annotated[bytes, Meta(max_length=MAX_AGENT_METADATA_BYTES)]
 _Words: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
+
+_MAX_LAYERS = 1 << 12
 
 _Struct = TypeVar("_Struct")
 
@@ -156,7 +159,7 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     lease_address: _Address
     num_lease_buckets: _LeaseBuckets
     agent_metadata: _AgentMetadata
-    layers: Annotated[list[_WireLayer], Meta(min_length=1, max_length=1 << 12)]
+    layers: Annotated[list[_WireLayer], Meta(min_length=1, max_length=_MAX_LAYERS)]
 
 
 class _Greeting(msgspec.Struct, frozen=True):
@@ -175,13 +178,12 @@ class _Greeting(msgspec.Struct, frozen=True):
     compatibility_hash: _Words | None = None
 
 
-class _Reply(msgspec.Struct, frozen=True):
+class _Terms(msgspec.Struct, frozen=True):
     """The second phase, which this version of the connector can read of its own version."""
 
     connector: str
     version: int
     factors: Annotated[dict[_Words, _Words], Meta(max_length=1 << 8)]
-    workers: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class _UpstreamReply(msgspec.Struct, frozen=True):
@@ -194,7 +196,7 @@ class _UpstreamReply(msgspec.Struct, frozen=True):
 _ENCODER = msgspec.msgpack.Encoder()
 _WORKER_DECODER = msgspec.msgpack.Decoder(_WireWorker)
 _GREETING_DECODER = msgspec.msgpack.Decoder(_Greeting)
-_REPLY_DECODER = msgspec.msgpack.Decoder(_Reply)
+_TERMS_DECODER = msgspec.msgpack.Decoder(_Terms)
 
 
 def encode_worker(description: WorkerDescription) -> bytes:
@@ -231,20 +233,27 @@ def encode_worker(description: WorkerDescription) -> bytes:
     return data
 
 
-def decode_worker(data: bytes) -> WorkerDescription:
+def decode_worker(data: bytes, max_layers: int = _MAX_LAYERS) -> WorkerDescription:
     """Read a worker's description from the wire.
+
+    Args:
+        data: The description.
+        max_layers: Layers that it may have.
 
     Raises:
         RemoteHandshakeError: It is malformed, out of bounds, or contradicts itself.
     """
-    return _read_worker(data, RemoteHandshakeError, "a worker's description")
+    return _read_worker(data, RemoteHandshakeError, "a worker's description", max_layers)
 
 
-def encode_reply(handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> bytes:
+def encode_reply(handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> list[bytes]:
     """Write the reply of an engine to any peer.
 
     Args:
         handshakes: What each worker says, by pipeline and tensor-parallel rank.
+
+    Returns:
+        Its frames.
 
     Raises:
         LocalLayoutError: There are no workers, or they disagree about their engine, their ranks or
@@ -272,20 +281,20 @@ def encode_reply(handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> bytes
                 f"{said.shard.rank} of engine {said.engine_id}: start all workers of an engine "
                 "with one configuration"
             )
-    data = _ENCODER.encode(
-        _Reply(
-            CONNECTOR_NAME,
-            CONNECTOR_VERSION,
-            first.factors,
-            [handshake.body for _, handshake in ordered],
-        )
-    )
-    if len(data) > MAX_REPLY_BYTES or len(ordered) > MAX_RANKS:
+    greeting = _ENCODER.encode(_Terms(CONNECTOR_NAME, CONNECTOR_VERSION, first.factors))
+    if len(greeting) > MAX_GREETING_BYTES:
         raise LocalLayoutError(
-            f"the handshake of {len(ordered)} workers takes {len(data)} bytes but peers accept "
+            f"what must be equal at both engines takes {len(greeting)} bytes but peers accept "
+            f"{MAX_GREETING_BYTES}: give shorter --hf-overrides"
+        )
+    frames = [greeting, *(handshake.body for _, handshake in ordered)]
+    num_bytes = sum(map(len, frames))
+    if num_bytes > MAX_REPLY_BYTES or len(ordered) > MAX_RANKS:
+        raise LocalLayoutError(
+            f"the handshake of {len(ordered)} workers takes {num_bytes} bytes but peers accept "
             f"{MAX_REPLY_BYTES} of {MAX_RANKS} workers: use fewer workers in one engine"
         )
-    return data
+    return frames
 
 
 def encode_refusal(reason: str) -> bytes:
@@ -309,12 +318,14 @@ def encode_refusal_for_upstream() -> bytes:
 
 
 def decode_reply(
-    data: bytes, local_factors: Mapping[str, str] | None, bounds: ReplyBounds | None = None
+    frames: Sequence[bytes],
+    local_factors: Mapping[str, str] | None,
+    bounds: ReplyBounds | None = None,
 ) -> tuple[WorkerDescription, ...]:
     """Read the reply of an engine.
 
     Args:
-        data: The reply.
+        frames: The reply, at least one.
         local_factors: What must be equal at both engines, as it is here; None to take any.
         bounds: What it may hold, where it may come from anybody; None to take whatever an engine of
             any model could say.
@@ -327,19 +338,25 @@ def decode_reply(
         RemoteRefusedError: The peer declined.
         RemoteHandshakeError: The reply is malformed, out of bounds, or contradicts itself.
     """
-    if has_more_elements(data, MAX_ELEMENTS):
+    greeting, *bodies = frames
+    if len(greeting) > MAX_GREETING_BYTES:
         raise RemoteHandshakeError(
-            f"the answer of {len(data)} bytes has more than {MAX_ELEMENTS} values: check that the "
-            "port is an engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
+            f"the answer begins with {len(greeting)} bytes, which are more than "
+            f"{MAX_GREETING_BYTES}: check that the port is an engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
         )
-    _check_greeting(_decode(_GREETING_DECODER, data, RemoteHandshakeError, "the answer"))
-    reply = _decode(_REPLY_DECODER, data, RemoteHandshakeError, "the answer")
+    _check_greeting(_decode(_GREETING_DECODER, greeting, RemoteHandshakeError, "the answer"))
+    terms = _decode(_TERMS_DECODER, greeting, RemoteHandshakeError, "the answer")
     if local_factors is not None:
-        check_compatibility(local_factors, reply.factors)
+        check_compatibility(local_factors, terms.factors)
+    if not 0 < len(bodies) <= MAX_RANKS:
+        raise RemoteHandshakeError(
+            f"the answer describes {len(bodies)} ranks, but an engine has 1 to {MAX_RANKS}: run "
+            "the same build of the connector on both engines"
+        )
     workers = (
-        sorted(map(decode_worker, reply.workers), key=lambda worker: worker.shard.rank)
+        sorted(map(decode_worker, bodies), key=lambda worker: worker.shard.rank)
         if bounds is None
-        else _decode_within(bounds, reply.workers)
+        else _decode_within(bounds, bodies)
     )
     ranks = [worker.shard.rank for worker in workers]
     for rank, following in pairwise(ranks):
@@ -361,10 +378,11 @@ def _decode_within(bounds: ReplyBounds, bodies: Sequence[bytes]) -> list[WorkerD
     """Decode workers, each only after those before it were found within bounds."""
     bounds.check_sizes(map(len, bodies))
     # The last one says how large the mesh is.
-    left = bounds.begin(decode_worker(bodies[-1]).shard.rank, len(bodies))
+    last = decode_worker(bodies[-1], bounds.max_layers)
+    left = bounds.begin(last.shard.rank, len(bodies))
     workers = []
     for body in bodies:
-        worker = decode_worker(body)
+        worker = decode_worker(body, bounds.max_layers)
         left.check(worker.shard)
         workers.append(worker)
     return workers
@@ -406,10 +424,17 @@ def _wire_layer(layer: Layer, holding: Holding, cache: LayerCache) -> _WireLayer
     )
 
 
-def _read_worker(data: bytes, error: type[ReshardError], what: str) -> WorkerDescription:
+def _read_worker(
+    data: bytes, error: type[ReshardError], what: str, max_layers: int = _MAX_LAYERS
+) -> WorkerDescription:
     """Decode a description and check what types cannot say."""
     wire = _decode(_WORKER_DECODER, data, error, what)
     rank = MeshRank(wire.pp_rank, wire.tp_rank)
+    if len(wire.layers) > max_layers:
+        raise error(
+            f"rank {rank} describes {len(wire.layers)} layers, but at most {max_layers} are read, "
+            "twice as many as this engine has: run the same model on both engines"
+        )
     holdings: dict[Layer, Holding] = {}
     layers: dict[Layer, LayerCache] = {}
     for layer in wire.layers:

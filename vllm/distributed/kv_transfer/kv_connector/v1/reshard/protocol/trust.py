@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_ZONE = re.compile(r"[A-Za-z0-9_.-]+")
+"""Names of network interfaces. `ipaddress` takes anything for a zone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,9 @@ class TrustedPeers:
 
 def numeric(host: str) -> Address | None:
     """The address that a host is written as; None where it is a name, or nothing at all."""
+    _, percent, zone = host.partition("%")
+    if percent and not _ZONE.fullmatch(zone):
+        return None
     try:
         return ipaddress.ip_address(host)
     except ValueError:

@@ -3,7 +3,8 @@
 
 agent                       NIXL
 side_channel                where other engines ask what this one is
-enquiries, lookups          asking other engines, all of them in one thread
+handshake_client            asks other engines what they are
+zmtp                        bounds what comes over a ZeroMQ connection
 authentication              the key that engines know one another by
 announcements               what an engine's scheduler tells its workers between two steps
 sockets, wakeup             how one listens, and how a thread is woken
@@ -12,6 +13,5 @@ lane                        the agents that peers share
 connection, remote          a connection with an engine over a lane, and what is prepared for it
 transfers                   reads in flight
 staging_area, scatter       the arena's memory, and copies out of it
-measure                     what reads and copies cost here
 lease_check                 whether what was read was still held
 """

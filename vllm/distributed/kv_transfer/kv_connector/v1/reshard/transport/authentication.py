@@ -20,6 +20,7 @@ import os
 import stat
 import struct
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -53,7 +54,7 @@ class ChannelKey:
         server.curve_secretkey = self.secret
         server.zap_domain = _DOMAIN
 
-    def show(self, client: zmq.Socket[bytes]) -> None:
+    def show(self, client: zmq.Socket[Any]) -> None:
         """Connect a socket only to servers that have this key, and show that we have it."""
         client.curve_serverkey = self.public
         client.curve_publickey = self.public

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side channel: where an engine says what it is; `enquiries` asks others.
+"""The side channel: where an engine says what it is; `handshake_client` asks others.
 
 A server has one reply, made once, for whoever asks; a client asks once. Both speak ZeroMQ's request
 and reply over TCP. A request is the same kind of frame that upstream's NixlConnector sends, a verb
@@ -18,35 +18,43 @@ second frame being its clock. Its listener ends when it is sent more or fewer nu
     upstream's listener                      what it has for numbers 0, by which we recognise it
     another version of ours                  a refusal with its version
 
-The address can be reached by others than engines. ZeroMQ itself closes connections that do not
-speak its protocol or that send more than `MAX_REQUEST_BYTES`; what gets through is counted. With a
-key, nobody gets through who has it not (`authentication`); how many tried is counted.
+The address can be reached by others than engines. A relay (`zmtp`) closes connections that do not
+speak ZeroMQ's protocol or that send more than `MAX_REQUEST_BYTES`; what gets through is counted.
+With a key, nobody gets through who has it not (`authentication`); how many tried is counted.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import msgspec
 import zmq
 from vllm.logger import init_logger
+from vllm.utils.network_utils import is_valid_ipv6_address
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import LocalChannelError
 from ..protocol.compatibility import quote
 from ..protocol.metadata import OUR_VERB, encode_refusal, encode_refusal_for_upstream
 from .authentication import ChannelKey, ZapHandler
-from .sockets import listen
 from .wakeup import Waker
+from .zmtp import Allowance, RelayServer, bind_privately
 
 logger = init_logger(__name__)
 
 MAX_REQUEST_BYTES = 64 << 10
-"""Size of the largest frame that a server accepts, in bytes."""
+"""What one connection may bring, in bytes. A request takes 20."""
+
+MAX_CONNECTIONS = 256
+"""Connections at once; the oldest makes room for another one."""
+
+MAX_AGE_S = 30.0
+"""How long a connection is kept. Clients give up after 10 s."""
 
 REOPEN_INTERVAL_S = 1.0
 """How long after a breakdown, and after each try that failed, a server tries to listen anew."""
@@ -62,6 +70,13 @@ _LOCKED_OUT = (
 _QUEUED_MESSAGES = 4
 """Messages that ZeroMQ holds for one connection in each direction; a client waits for its reply, so
 that more are held for those only who do not read."""
+
+
+_ALLOWANCE = Allowance(1024, MAX_REQUEST_BYTES)
+"""A frame takes ZeroMQ 64 bytes, however short it is."""
+
+_CHECK_INTERVAL_MS = 10_000
+"""How often is looked whether connections are still taken in."""
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -116,14 +131,16 @@ class HandshakeServer:
     Args:
         host: Address of this machine to listen at.
         port: TCP port; 0 for any that is free.
-        reply: What to answer.
+        reply: What to answer, as frames.
         key: What engines know one another by; None to answer anybody.
     """
 
-    def __init__(self, host: str, port: int, reply: bytes, key: ChannelKey | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, reply: Sequence[bytes], key: ChannelKey | None = None
+    ) -> None:
         self._host = host
         self._port = port
-        self._reply = reply
+        self._reply = list(reply)
         self._key = key
         self._counters = ServerCounters()
         self._complained_at_s: dict[_Complaint, float] = {}
@@ -182,27 +199,47 @@ class HandshakeServer:
         try:
             listener = context.socket(zmq.ROUTER)
             gate = monitor = None
+            listener.linger = 0
+            listener.sndhwm = listener.rcvhwm = _QUEUED_MESSAGES
+            listener.maxmsgsize = MAX_REQUEST_BYTES
+            listener.backlog = MAX_CONNECTIONS
             if self._key is not None:
                 gate = ZapHandler(context, self._key)
                 self._key.guard(listener)
                 monitor = listener.get_monitor_socket(_LOCKED_OUT)
-            self._bind(listener)
+            relay = self._relay_to(bind_privately(listener))
         except BaseException:
             context.destroy(linger=0)
             raise
-        return _Sockets(context, listener, gate, monitor)
+        return _Sockets(context, listener, gate, monitor, relay)
 
-    def _bind(self, listener: zmq.Socket[bytes]) -> None:
-        listener.sndhwm = listener.rcvhwm = _QUEUED_MESSAGES
+    def _relay_to(self, name: str) -> RelayServer:
+        """Listen over TCP.
+
+        Raises:
+            LocalChannelError: The address cannot be bound.
+        """
+        ipv6 = is_valid_ipv6_address(self._host)
         try:
-            self._port = listen(listener, self._host, self._port, MAX_REQUEST_BYTES)
-        except zmq.ZMQError as error:
-            # The engine ends with this error, and ZeroMQ's, which it quotes, would stand before it.
+            listener = socket.create_server(
+                (self._host, self._port),
+                family=socket.AF_INET6 if ipv6 else socket.AF_INET,
+                backlog=MAX_CONNECTIONS,
+                dualstack_ipv6=ipv6 and socket.has_dualstack_ipv6(),
+            )
+        except OSError as error:
+            # The engine ends with this error, and the one that it quotes would stand before it.
             raise LocalChannelError(
                 f"the side channel cannot listen at {self._host}:{self._port} ({error}): set "
                 "VLLM_NIXL_SIDE_CHANNEL_PORT to a free port, another one for every engine on a "
                 "machine, and VLLM_NIXL_SIDE_CHANNEL_HOST to a numeric address of this machine"
             ) from None
+        try:
+            self._port = listener.getsockname()[1]
+            return RelayServer(listener, name, _ALLOWANCE, MAX_CONNECTIONS, MAX_AGE_S)
+        except BaseException:
+            listener.close()
+            raise
 
     def _run(self, sockets: _Sockets | None, running: _Running) -> None:
         """The thread: answer until stopped, on other sockets where these break down."""
@@ -219,12 +256,12 @@ class HandshakeServer:
                         f"{REOPEN_INTERVAL_S:g} s",
                     )
                     if sockets is not None:
-                        sockets.context.destroy(linger=0)
+                        sockets.close()
                         sockets = None
                     running.stopping.wait(REOPEN_INTERVAL_S)
         finally:
             if sockets is not None:
-                sockets.context.destroy(linger=0)
+                sockets.close()
             if not running.stopping.is_set():
                 logger.error(
                     "Side channel %s:%d has ended: no other engine can connect to this one any "
@@ -238,6 +275,7 @@ class HandshakeServer:
 
         Raises:
             ZMQError: A socket cannot be used any more.
+            RuntimeError: Nobody can connect any more.
         """
         handlers: dict[object, Callable[[], None]] = {
             sockets.listener: lambda: self._serve_one(sockets.listener)
@@ -248,12 +286,14 @@ class HandshakeServer:
             handlers[monitor] = lambda: self._count_locked_out(monitor)
         poller = zmq.Poller()
         poller.register(running.waker, zmq.POLLIN)
-        for socket in handlers:
-            poller.register(socket, zmq.POLLIN)
+        for polled in handlers:
+            poller.register(polled, zmq.POLLIN)
         while not running.stopping.is_set():
-            for ready, _ in poller.poll():
+            for ready, _ in poller.poll(_CHECK_INTERVAL_MS):
                 if ready in handlers:
                     handlers[ready]()
+            if not sockets.relay.is_alive:
+                raise RuntimeError("connections are not taken in any more")
 
     def _count_locked_out(self, monitor: zmq.Socket[bytes]) -> None:
         """Take note of a connection that ended before it was one."""
@@ -292,7 +332,7 @@ class HandshakeServer:
             return
         verb = request.verb
         if verb == OUR_VERB:
-            answer = [self._reply]
+            answer = self._reply
             self._count(answered=1)
         else:
             name = quote(verb[:100].decode(errors="backslashreplace"))
@@ -314,7 +354,7 @@ class HandshakeServer:
                 )
             self._count(refused=1)
         # A peer that does not read loses its answers, and holds up nobody.
-        listener.send_multipart([sender, b"", *answer], zmq.NOBLOCK)
+        listener.send_multipart([sender, b"", *answer], zmq.NOBLOCK, copy=False)
 
     def _count(self, **more: int) -> None:
         counters = self._counters
@@ -354,6 +394,12 @@ class _Sockets:
     listener: zmq.Socket[bytes]
     gate: ZapHandler | None
     monitor: zmq.Socket[bytes] | None
+    relay: RelayServer
+
+    def close(self) -> None:
+        """Give all descriptors back."""
+        self.relay.close()
+        self.context.destroy(linger=0)
 
 
 def _read_request(frame: bytes) -> _Request | None:

@@ -1,0 +1,649 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handshakes over real sockets: many at once, most of them with what is no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.v1.kv_connector.unit.reshard.transport.channels import (
+    DEADLINE_S,
+    FACTORS,
+    HOST,
+    REPLY,
+    SHORT_S,
+    WORKERS,
+    asking,
+    describe,
+    engine_at,
+    fetch,
+    free_port,
+    greet,
+    listening,
+    num_descriptors,
+    open_socket,
+    reply_of,
+    resident_bytes,
+    serving,
+    wait_until,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    RemoteHandshakeError,
+    RemoteUnreachableError,
+    RemoteUntrustedError,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import (
+    MAX_REPLY_BYTES,
+    ReplyBounds,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    RemoteEngineAddress,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import handshake_client
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
+    MAX_ADDRESSES,
+    HandshakeClient,
+    addresses_of,
+)
+
+NUM_BOGUS = 320
+THREAD = "reshard-handshakes"
+
+
+@pytest.fixture
+def resolver(monkeypatch) -> Iterator[Resolver]:
+    """Stands for this machine's resolver."""
+    resolver = Resolver()
+    monkeypatch.setattr(handshake_client, "addresses_of", resolver.addresses_of)
+    yield resolver
+    resolver.answers.set()
+
+
+class Resolver:
+    """Knows some names at once, and says of the others that it knows nothing when it is told to."""
+
+    def __init__(self) -> None:
+        self.known = {"engine.example": (HOST,)}
+        self.answers = threading.Event()
+        self.asked: list[str] = []
+
+    def addresses_of(self, name: str) -> tuple[str, ...]:
+        """As the function that it stands for."""
+        self.asked.append(name)
+        if name not in self.known:
+            self.answers.wait()
+            raise OSError(f"{name} is unknown")
+        return self.known[name]
+
+
+def bogus_addresses(silent_port: int, closed_port: int) -> list[RemoteEngineAddress]:
+    """Addresses where nobody listens, where somebody listens who never answers, and far away."""
+    places = [(HOST, silent_port), (HOST, closed_port), ("192.0.2.1", 5600)]
+    return [engine_at(*reversed(places[n % 3]), f"bogus {n}") for n in range(NUM_BOGUS)]
+
+
+def test_healthy_peer_is_not_held_up_by_unreachable_ones():
+    """Of 321 handshakes, the last is the first to end, while all others wait for deadlines."""
+    with serving() as server, listening() as (_, silent_port), asking() as client:
+        asked = [
+            client.request(address, FACTORS)
+            for address in bogus_addresses(silent_port, free_port())
+        ]
+        assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+        assert not any(future.done() for future in asked)
+        assert sum(thread.name == THREAD for thread in threading.enumerate()) == 1
+
+
+def test_healthy_peer_is_not_held_up_by_names_that_resolve_slowly(resolver):
+    """Addresses need no resolver, and a name that is known is served meanwhile."""
+    with serving() as server, asking() as client:
+        asked = [
+            client.request(engine_at(server.port, f"slow-{n}.example"), FACTORS)
+            for n in range(NUM_BOGUS)
+        ]
+        for host in (HOST, "engine.example"):
+            healthy = client.request(engine_at(server.port, host), FACTORS)
+            assert healthy.result(DEADLINE_S) == WORKERS
+        assert not any(future.done() for future in asked)
+        resolver.answers.set()
+        for number, future in enumerate(asked):
+            with pytest.raises(RemoteUnreachableError, match=f"slow-{number}.example is unknown"):
+                future.result(DEADLINE_S)
+
+
+def test_requests_beyond_the_places_wait_with_their_deadlines_running(monkeypatch):
+    """What comes after them ends in time, and says what it waited for."""
+    monkeypatch.setattr(handshake_client, "MAX_CONNECTIONS", 2)
+    with listening() as (_, port), asking() as client:
+        kept = [client.request(engine_at(port, engine_id=str(n)), None) for n in range(2)]
+        monkeypatch.setattr(client, "_timeout_s", SHORT_S)
+        late = [client.request(engine_at(port, engine_id=str(n)), None) for n in range(3)]
+        messages = [str(future.exception(DEADLINE_S)) for future in late]
+        assert not any(future.done() for future in kept)
+    assert all(
+        "not asked within 0.3 s, as too many other engines were" in each for each in messages
+    )
+
+
+def test_places_are_given_back(monkeypatch):
+    """Many more handshakes than there are places all end well."""
+    monkeypatch.setattr(handshake_client, "MAX_CONNECTIONS", 2)
+    with serving() as server, asking() as client:
+        asked = [client.request(engine_at(server.port), FACTORS) for _ in range(40)]
+        assert [future.result(DEADLINE_S) for future in asked] == [WORKERS] * 40
+
+
+def test_nothing_is_unbounded(monkeypatch):
+    """What could not even wait is refused at once."""
+    monkeypatch.setattr(handshake_client, "MAX_PENDING", 3)
+    with listening() as (_, port), asking() as client:
+        asked = [client.request(engine_at(port, engine_id=str(n)), FACTORS) for n in range(4)]
+        with pytest.raises(
+            RemoteUnreachableError, match=f"{HOST}:{port}: not asked \\(3 other engines are being"
+        ):
+            asked[3].result(DEADLINE_S)
+        assert not any(future.done() for future in asked[:3])
+
+
+def let_all_wait(client: HandshakeClient) -> None:
+    """Return when all that was requested has come as far as it can without waiting."""
+
+    async def turns() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    assert client._loop is not None
+    asyncio.run_coroutine_threadsafe(turns(), client._loop).result(DEADLINE_S)
+
+
+class TestNames:
+    """Hosts that are no addresses."""
+
+    def test_not_resolved_in_time(self, resolver):
+        """The error says that it was the name, and nothing more is waited for."""
+        with pytest.raises(
+            RemoteUnreachableError,
+            match=r"^side channel slow\.example:1: the host's name was not resolved within 0\.3 s",
+        ):
+            fetch(1, host="slow.example", timeout_s=SHORT_S)
+
+    def test_looked_up_once_for_all_who_ask(self, resolver):
+        """Requests for one engine come in crowds; whoever gives up first takes it from nobody."""
+        with asking() as client:
+            asked = [client.request(engine_at(1, "slow.example", str(n)), None) for n in range(9)]
+            wait_until(lambda: resolver.asked)
+            let_all_wait(client)
+            assert asked[0].cancel()
+            resolver.answers.set()
+            for future in asked[1:]:
+                assert "slow.example is unknown" in str(future.exception(DEADLINE_S))
+        assert resolver.asked == ["slow.example"]
+
+    def test_no_more_than_some_at_once(self, resolver, monkeypatch):
+        """Each has a thread, and those beyond are refused at once; later ones are looked up."""
+        monkeypatch.setattr(handshake_client, "MAX_LOOKUPS", 2)
+        with asking() as client:
+            slow = [client.request(engine_at(1, f"{n}.example"), None) for n in range(2)]
+            wait_until(lambda: len(resolver.asked) == 2)
+            third = client.request(engine_at(1, "third.example"), None)
+            assert "2 other names are being looked up" in str(third.exception(DEADLINE_S))
+            resolver.answers.set()
+            for future in slow:
+                assert "is unknown" in str(future.exception(DEADLINE_S))
+            fourth = client.request(engine_at(1, "fourth.example"), None)
+            assert "fourth.example is unknown" in str(fourth.exception(DEADLINE_S))
+
+    def test_machine_without_more_threads(self, resolver, monkeypatch):
+        """The handshake fails and says so, and the next one is served."""
+        with serving() as server, asking() as client:
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", no_more_threads)
+                failed = client.request(engine_at(server.port, "engine.example"), FACTORS)
+                with pytest.raises(RemoteUnreachableError, match="to \\(can't start new thread\\)"):
+                    failed.result(DEADLINE_S)
+            named = client.request(engine_at(server.port, "engine.example"), FACTORS)
+            assert named.result(DEADLINE_S) == WORKERS
+
+    def test_all_addresses_are_tried(self, resolver):
+        """An engine that listens at one of them is found, whichever comes first."""
+        resolver.known["engine.example"] = ("127.0.0.2", HOST)
+        with serving() as server:
+            assert fetch(server.port, host="engine.example") == WORKERS
+
+    def test_address_that_says_nothing_does_not_hide_the_next(self, resolver):
+        """Something else may listen at the first one, and keep the line open."""
+        resolver.known["engine.example"] = ("127.0.0.2", HOST)
+        with serving() as server, socket.socket() as other:
+            other.bind(("127.0.0.2", server.port))
+            other.listen()
+            assert fetch(server.port, host="engine.example") == WORKERS
+
+    @pytest.mark.parametrize("host", ["2130706433", "0x7f.1", "127.1"])
+    def test_old_spellings_of_addresses_are_names(self, host):
+        """The resolver reads them; what it says is held to the trusted networks."""
+        trusted = TrustedPeers.parse(["10.0.0.0/8"])
+        with pytest.raises(RemoteUntrustedError, match=r"host 127\.0\.0\.1 is not among trusted_p"):
+            fetch(1, host=host, trusted=trusted)
+
+    @pytest.mark.parametrize("name", ["", "\udc80", "a\0b", "x" * 64 + ".example", "::1%a]:1;[b"])
+    def test_what_cannot_be_a_name(self, name):
+        """It is found that there are no addresses, in words."""
+        with pytest.raises(RemoteUnreachableError, match=r"no address to connect to \(.+\)"):
+            fetch(1, host=name)
+
+    def test_addresses_of_this_machine(self):
+        """Numeric, each once."""
+        assert "127.0.0.1" in addresses_of("localhost")
+
+    def test_not_all_addresses_are_used(self, monkeypatch):
+        """A name may have any number of them, of kinds that are none of ours."""
+        infos = [(socket.AF_INET, 0, 0, "", (f"10.0.0.{n // 2}", 0)) for n in range(50)]
+        infos.insert(0, (socket.AF_UNIX, 0, 0, "", ("/path", 0)))
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: infos)
+        assert addresses_of("many") == tuple(f"10.0.0.{n}" for n in range(MAX_ADDRESSES))
+
+
+def link_local_address() -> str:
+    """An address of this machine that has a zone."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            if digits.startswith("fe80"):
+                return f"{ipaddress.IPv6Address(int(digits, 16))}%{name}"
+    pytest.skip("this machine has no link-local address of IPv6")
+
+
+def test_address_with_a_zone(resolver):
+    """It is connected to without a resolver."""
+    host = link_local_address()
+    with socket.socket(socket.AF_INET6) as listener, asking() as client:
+        listener.settimeout(DEADLINE_S)
+        place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4]
+        listener.bind(place)
+        listener.listen()
+        asked = client.request(engine_at(listener.getsockname()[1], host), None)
+        listener.accept()[0].close()
+        assert asked.cancel()
+    assert resolver.asked == []
+
+
+def test_address_with_a_zone_that_is_none():
+    """It is told at once."""
+    with pytest.raises(RemoteUnreachableError, match=r"fe80::1%none:1: the exchange broke off"):
+        fetch(1, host="fe80::1%none")
+
+
+class TestTrustedPeers:
+    """Hosts that may be asked, and those that may not."""
+
+    def test_address_in_a_trusted_network(self):
+        """It is asked."""
+        with serving() as server:
+            trusted = TrustedPeers.parse(["127.0.0.0/8"])
+            assert fetch(server.port, trusted=trusted) == WORKERS
+
+    @pytest.mark.parametrize("host", [HOST, "engine.example", "::ffff:127.0.0.1"])
+    def test_others_are_not_connected_to(self, resolver, host):
+        """Whether named by an address or by a name; nothing is sent to them."""
+        with listening() as (listener, port):
+            trusted = TrustedPeers.parse(["10.0.0.0/8"])
+            with pytest.raises(RemoteUntrustedError, match=r"trusted_peers \(10\.0\.0\.0/8\)"):
+                fetch(port, host=host, trusted=trusted)
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+
+    def test_only_trusted_addresses_of_a_name_are_used(self, resolver):
+        """A name that also leads elsewhere does not."""
+        resolver.known["engine.example"] = ("127.0.0.2", HOST)
+        with serving() as server, socket.socket() as other:
+            other.bind(("127.0.0.2", server.port))
+            other.listen()
+            trusted = TrustedPeers.parse(["127.0.0.1/32"])
+            assert fetch(server.port, host="engine.example", trusted=trusted) == WORKERS
+            other.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                other.accept()
+
+
+class TestBounds:
+    """Answers of those who say more than an engine like ours could."""
+
+    BOUNDS = ReplyBounds.of([worker.shard for worker in WORKERS])
+
+    def test_honest_answer(self):
+        """It is within them."""
+        with serving() as server:
+            assert fetch(server.port, bounds=self.BOUNDS) == WORKERS
+
+    def test_answer_beyond_them(self):
+        """The error says who was asked, and what does not fit."""
+        stranger = describe(3, "engine")
+        with (
+            serving(reply_of(stranger)) as server,
+            pytest.raises(RemoteHandshakeError, match=rf":{server.port}: .* last of them pp0tp3"),
+        ):
+            fetch(server.port, bounds=self.BOUNDS)
+
+    def test_answer_beyond_its_size_is_not_received(self, monkeypatch):
+        """It ends with the connection, and at once."""
+        monkeypatch.setattr(ReplyBounds, "max_reply_bytes", 2000)
+        with (
+            serving([*REPLY, bytes(10_000)]) as server,
+            pytest.raises(RemoteHandshakeError, match=r"goes on after \d frames, to"),
+        ):
+            fetch(server.port, bounds=self.BOUNDS)
+
+    @pytest.mark.parametrize("frame_bytes", [0, 1000, 1 << 20])
+    def test_answer_that_never_ends(self, frame_bytes):
+        """However it is divided, it is cut off, and costs memory within the bounds."""
+        with endless_answer(frame_bytes) as port:
+            before_bytes = resident_bytes()
+            with pytest.raises(RemoteHandshakeError, match=r"what comes goes on after \d+ frames"):
+                fetch(port, bounds=self.BOUNDS)
+            # What is received is held by ZeroMQ once.
+            assert resident_bytes() - before_bytes < MAX_REPLY_BYTES + (8 << 20)
+
+    def test_large_answers_take_turns(self, monkeypatch):
+        """One that stalls keeps others of its size waiting, and no small one."""
+        monkeypatch.setattr(handshake_client, "MAX_LARGE_ANSWERS", 1)
+        monkeypatch.setattr(handshake_client, "SMALL_ANSWER_BYTES", 4 << 10)
+        large = [*REPLY[:2], REPLY[2] + bytes(8 << 10)]
+        with (
+            stalling_answer(8 << 10) as (port, stalled),
+            serving(large) as others,
+            serving() as server,
+            asking() as client,
+        ):
+            first = client.request(engine_at(port), FACTORS)
+            assert stalled.wait(DEADLINE_S)
+            wait_until(lambda: client._allowance.turns.locked())
+            second = client.request(engine_at(others.port), FACTORS)
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+            assert not second.done()
+            assert first.cancel()
+            # Its last rank says more than it should.
+            assert isinstance(second.exception(DEADLINE_S), RemoteHandshakeError)
+
+    @pytest.mark.parametrize(
+        "greeting",
+        [
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            b"\x01\x00",
+            b"\xff" + bytes(8) + b"\x7f\x01",
+            b"\xff" * 64,
+        ],
+        ids=["http", "zmtp 1", "zmtp 2", "ones"],
+    )
+    def test_other_protocols(self, greeting):
+        """They are told apart at once, and nothing of them reaches ZeroMQ."""
+        with (
+            tcp_peer(lambda peer: peer.sendall(greeting)) as port,
+            pytest.raises(RemoteHandshakeError, match=r"what begins with b.* is no ZeroMQ"),
+        ):
+            fetch(port)
+
+
+@contextlib.contextmanager
+def tcp_peer(talk: Callable[[socket.socket], object]) -> Iterator[int]:
+    """Someone at a port who talks to the first that connects, and then keeps the line open."""
+    over = threading.Event()
+
+    def serve() -> None:
+        peer, _ = listener.accept()
+        with peer, contextlib.suppress(OSError):
+            talk(peer)
+            over.wait()
+
+    with listening() as (listener, port):
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield port
+        finally:
+            over.set()
+            thread.join(DEADLINE_S)
+
+
+def begin_answer(peer: socket.socket) -> None:
+    """Speak ZMTP 3 with a client up to the first frame of its answer."""
+    greet(peer, "ROUTER")
+    heard = b""
+    while not heard.rstrip(b"\0").endswith(b"reshard/4"):
+        heard += peer.recv(1 << 16)
+    peer.sendall(b"\x01\x00")
+
+
+@contextlib.contextmanager
+def endless_answer(frame_bytes: int) -> Iterator[int]:
+    """Someone whose answer never ends, at a port."""
+
+    def talk(peer: socket.socket) -> None:
+        begin_answer(peer)
+        frame = b"\x03" + struct.pack(">Q", frame_bytes) + bytes(frame_bytes)
+        frames = frame * max(1, (1 << 20) // len(frame))
+        while True:
+            peer.sendall(frames)
+
+    with tcp_peer(talk) as port:
+        yield port
+
+
+@contextlib.contextmanager
+def stalling_answer(num_bytes: int) -> Iterator[tuple[int, threading.Event]]:
+    """Someone who never sends the last byte of a frame, and whether it has sent the others."""
+    stalled = threading.Event()
+
+    def talk(peer: socket.socket) -> None:
+        begin_answer(peer)
+        peer.sendall(b"\x02" + struct.pack(">Q", num_bytes) + bytes(num_bytes - 1))
+        stalled.set()
+
+    with tcp_peer(talk) as port:
+        yield port, stalled
+
+
+def no_more_threads(_: threading.Thread) -> None:
+    """Instead of starting one."""
+    raise RuntimeError("can't start new thread")
+
+
+class TestConnections:
+    """What becomes of connections that fail, or are lost."""
+
+    def test_peer_that_closes_is_asked_again(self):
+        """An engine that restarts within the time is served."""
+        port = free_port()
+        with open_socket(zmq.ROUTER) as first, asking() as client:
+            first.linger = 0
+            first.bind(f"tcp://{HOST}:{port}")
+            asked = client.request(engine_at(port), FACTORS)
+            first.recv_multipart()
+            first.close()
+            with serving(port=port):
+                assert asked.result(DEADLINE_S) == WORKERS
+
+    def test_no_descriptors_are_left(self):
+        """Whatever became of the handshakes."""
+        with serving() as server, listening() as (_, port), asking() as client:
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+            before = num_descriptors()
+            stuck = [client.request(engine_at(port), None) for _ in range(20)]
+            good = [client.request(engine_at(server.port), FACTORS) for _ in range(20)]
+            assert [future.result(DEADLINE_S) for future in good] == [WORKERS] * 20
+            assert all(future.cancel() for future in stuck)
+            wait_until(lambda: num_descriptors() <= before)
+
+    def test_no_more_descriptors(self, monkeypatch):
+        """The handshake ends at once with an error that says so, and the next one is served."""
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with serving() as server, asking() as client:
+            with monkeypatch.context() as patch:
+                patch.setattr(handshake_client, "bind_privately", refuse)
+                failed = client.request(engine_at(server.port), FACTORS)
+                with pytest.raises(
+                    RemoteUnreachableError, match=r"broke off .*Too many open files"
+                ):
+                    failed.result(DEADLINE_S)
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+
+
+class TestLife:
+    """Beginning, end, and what breaks in between."""
+
+    def test_many_threads_ask(self):
+        """All get their own answers."""
+        with serving() as server, asking() as client, ThreadPoolExecutor(8) as pool:
+            asked = pool.map(
+                lambda _: client.request(engine_at(server.port), FACTORS).result(DEADLINE_S),
+                range(80),
+            )
+            assert list(asked) == [WORKERS] * 80
+
+    def test_no_thread_without_a_request(self):
+        """Engines that only hold blocks for others have none."""
+        before = threading.active_count()
+        with asking():
+            assert threading.active_count() == before
+
+    def test_thread_that_does_not_start(self, monkeypatch):
+        """The handshake fails and says so, the next one is served, and closing ends."""
+        with serving() as server, asking() as client:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", no_more_threads)
+                failed = client.request(engine_at(server.port), FACTORS)
+            with pytest.raises(RemoteUnreachableError, match=r"not asked \(can't start new thr"):
+                failed.result(0)
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+        with asking() as client, monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_more_threads)
+            client.request(engine_at(1), FACTORS)
+
+    def test_close_cancels_what_is_under_way(self, resolver):
+        """In whichever stage; and nothing is asked any more."""
+        with listening() as (_, port):
+            client = HandshakeClient(None)
+            hosts = (HOST, "slow.example")
+            asked = [client.request(engine_at(port, host), None) for host in hosts]
+            wait_until(lambda: resolver.asked)
+            client.close()
+            client.close()
+            assert all(future.cancelled() for future in asked)
+            assert THREAD not in [thread.name for thread in threading.enumerate()]
+            with pytest.raises(RuntimeError, match="closed"):
+                client.request(engine_at(port), None)
+
+    def test_end_of_the_interpreter_does_not_wait_for_a_resolver(self):
+        """Nor does closing: a resolver may take minutes to say that it knows nothing."""
+        package = HandshakeClient.__module__.rpartition(".")[0].rpartition(".")[0]
+        program = (
+            "import threading\n"
+            f"from {package}.protocol.messages import RemoteEngineAddress\n"
+            f"from {package}.transport import handshake_client\n"
+            "asked = threading.Event()\n"
+            "def hang(name):\n"
+            "    asked.set()\n"
+            "    threading.Event().wait()\n"
+            "handshake_client.addresses_of = hang\n"
+            "client = handshake_client.HandshakeClient(None)\n"
+            "client.request(RemoteEngineAddress('e', 'slow.example', 1), None)\n"
+            "assert asked.wait(20)\n"
+            "client.close()\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+    def test_request_that_was_cancelled(self):
+        """Nobody is told, and the next is served."""
+        with (
+            listening() as (_, port),
+            serving() as server,
+            asking(timeout_s=2 * SHORT_S) as client,
+        ):
+            cancelled = client.request(engine_at(port), None)
+            assert cancelled.cancel()
+            late = client.request(engine_at(port), None)
+            assert isinstance(late.exception(DEADLINE_S), RemoteUnreachableError)
+        with serving() as server, asking() as client:
+            cancelled = client.request(engine_at(port), None)
+            assert cancelled.cancel()
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+
+    def test_breakdown_costs_what_was_under_way_only(self, monkeypatch):
+        """The next handshake is served by another thread."""
+        lines: list[str] = []
+        monkeypatch.setattr(
+            handshake_client.logger, "error", lambda text, *values: lines.append(text % values)
+        )
+        with serving() as server, listening() as (_, port), asking() as client:
+            asked = client.request(engine_at(port), None)
+            wait_until(lambda: client._loop is not None and client._loop.is_running())
+            loop, thread = client._loop, client._thread
+            select = loop._selector.select
+
+            def fail_once(timeout: float | None = None) -> object:
+                loop._selector.select = select
+                raise OSError(errno.EBADF, "Bad file descriptor")
+
+            loop._selector.select = fail_once
+            loop.call_soon_threadsafe(lambda: None)
+            with pytest.raises(RemoteUnreachableError, match=f":{port}: the exchange broke off"):
+                asked.result(DEADLINE_S)
+            thread.join(DEADLINE_S)
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+        (line,) = lines
+        assert "Bad file descriptor')): 1 fail with it" in line
+
+    def test_breakdown_for_good_ends_what_was_under_way(self, monkeypatch):
+        """Also where the loop cannot be used any more; nothing is left that would never end."""
+        monkeypatch.setattr(handshake_client.logger, "error", lambda *_: None)
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        with serving() as server, listening() as (_, port), asking() as client:
+            asked = client.request(engine_at(port), None)
+            wait_until(lambda: client._loop is not None and client._loop.is_running())
+            loop, thread = client._loop, client._thread
+
+            def fail(timeout: float | None = None) -> object:
+                raise OSError(errno.EBADF, "Bad file descriptor")
+
+            loop._selector.select = fail
+            loop.call_soon_threadsafe(lambda: None)
+            thread.join(DEADLINE_S)
+            assert asked.cancelled()
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+
+    def test_answer_that_breaks_our_reading(self, monkeypatch):
+        """Whatever comes out of it costs this handshake, and no other."""
+        with serving() as server, asking() as client:
+            with monkeypatch.context() as patch:
+                patch.setattr(handshake_client, "decode_reply", lambda *_: 1 / 0)
+                asked = client.request(engine_at(server.port), FACTORS)
+                assert isinstance(asked.exception(DEADLINE_S), ZeroDivisionError)
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+
+    def test_tasks_end_with_their_handshakes(self):
+        """Nothing is left on the loop but the client itself."""
+        with serving() as server, listening() as (_, port), asking() as client:
+            stuck = client.request(engine_at(port), None)
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+            assert stuck.cancel()
+            loop = client._loop
+            assert loop is not None
+            wait_until(lambda: len(asyncio.all_tasks(loop)) == 1)

@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking other engines what they are: all of them at once, on one event loop in one thread.
+
+    request --> resolve the host's name --> wait for a place --> connect --> wait for the answer
+
+Clients name the hosts, so that any number of them may not be there, not answer, or answer with
+anything. Each handshake is a task with one deadline, whatever it waits for; how many are under way
+is bounded, and so is what an answer may hold before it is received (`zmtp`, `bounds`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.logger import init_logger
+
+from ..errors import (
+    RemoteEngineChangedError,
+    RemoteHandshakeError,
+    RemoteUnreachableError,
+    RemoteUntrustedError,
+)
+from ..protocol.bounds import ReplyBounds
+from ..protocol.compatibility import quote
+from ..protocol.messages import RemoteEngineAddress
+from ..protocol.metadata import OUR_VERB, WorkerDescription, decode_reply
+from ..protocol.trust import TrustedPeers, numeric
+from .authentication import ChannelKey
+from .zmtp import FRAME_OVERHEAD_BYTES, Allowance, ProtocolError, bind_privately, first_of, relay
+
+logger = init_logger(__name__)
+
+DEFAULT_TIMEOUT_S = 10.0
+
+MAX_PENDING = 4096
+"""Handshakes under way, with those that wait; more are refused at once."""
+
+MAX_CONNECTIONS = 512
+"""Connections at once, of five descriptors each; the others wait."""
+
+MAX_LOOKUPS = 512
+"""Names that are looked up at once, each in a thread; more are refused at once."""
+
+MAX_ADDRESSES = 4
+"""As many of a name's addresses are used."""
+
+SMALL_ANSWER_BYTES = 256 << 10
+"""Answers of up to this size are received at once. An engine of eight workers says 100 KiB."""
+
+MAX_LARGE_ANSWERS = 8
+"""Larger answers that are received at once; the others wait."""
+
+_OTHER_FRAMES = 16
+"""Frames of an answer beside its ranks': ZeroMQ's own, an empty one, and a greeting."""
+
+_RETRY_S, _LAST_RETRY_S = 0.1, 1.0
+"""How soon a connection that failed is tried again, and how soon after many tries."""
+
+_NEXT_ADDRESS_S = 0.25
+"""How long one of a name's addresses is tried before the next one is, too (RFC 8305)."""
+
+_OTHER_SOCKETS = 16
+
+Answer: TypeAlias = tuple[WorkerDescription, ...]
+
+
+class _Stage(IntEnum):
+    """What a handshake waits for."""
+
+    NAME = 0
+    PLACE = 1
+    CONNECTION = 2
+    ANSWER = 3
+
+
+_MISSING = {
+    _Stage.NAME: "the host's name was not resolved within {} s: check what the router passes on as "
+    "remote_host, and this machine's resolver",
+    _Stage.PLACE: "not asked within {} s, as too many other engines were: see who names so many "
+    "hosts that do not answer; trusted_peers says where they may be",
+    _Stage.CONNECTION: "no connection within {} s: check that the engine runs, that this machine "
+    "can reach its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, and that both engines have the same "
+    "side_channel_key_file, or none",
+    _Stage.ANSWER: "connected, but no answer within {} s: check that the port is the engine's "
+    "VLLM_NIXL_SIDE_CHANNEL_PORT, and that the engine is not stuck",
+}
+"""What a handshake still waited for at its end, and what to do about it."""
+
+
+@dataclass(slots=True)
+class _Handshake:
+    """One handshake.
+
+    Attributes:
+        address: Where to ask, and who should answer.
+        required: What must be equal at both engines; None to take any.
+        stage: How far it has come, with whichever of the host's addresses.
+    """
+
+    address: RemoteEngineAddress
+    required: Mapping[str, str] | None
+    stage: _Stage = _Stage.NAME
+
+    def reach(self, stage: _Stage) -> None:
+        """Take note of how far it has come."""
+        self.stage = max(self.stage, stage)
+
+    def error(self, error: RemoteHandshakeError) -> RemoteHandshakeError:
+        """An error that says who was asked."""
+        address = self.address
+        return type(error)(f"side channel {quote(address.host)}:{address.port}: {error}")
+
+
+class HandshakeClient:
+    """Asks engines what they are.
+
+    `request` and `close` may be called by any thread. Everything else belongs to the client's own
+    thread, which `request` starts, and which completes the futures.
+
+    Args:
+        bounds: What an answer may hold; None to take whatever an engine of any model could say.
+        numbers: What follows the verb, as many as upstream's listener of this release takes.
+        key: What engines know one another by; None where they do not.
+        trusted: Where hosts may be; None for anywhere.
+        timeout_s: How long a handshake may take, from the call to its end.
+    """
+
+    def __init__(
+        self,
+        bounds: ReplyBounds | None,
+        *,
+        numbers: Sequence[int] = (0, 0),
+        key: ChannelKey | None = None,
+        trusted: TrustedPeers | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._bounds = bounds
+        self._question = msgspec.msgpack.encode((OUR_VERB, *numbers))
+        self._key = key
+        self._trusted = trusted
+        self._timeout_s = timeout_s
+        self._limits = bounds or ReplyBounds({})
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pending: set[Future[Answer]] = set()
+
+    def request(
+        self, address: RemoteEngineAddress, required: Mapping[str, str] | None
+    ) -> Future[Answer]:
+        """Ask an engine what it is; does not wait.
+
+        Args:
+            address: Where its side channel listens, and who should answer.
+            required: What must be equal at both engines, as it is here; None to take any.
+
+        Returns:
+            What each of its workers says, in the order of ranks, at least one; or one of these:
+
+                RemoteUnreachableError     nobody answered in time, or there is no such host
+                RemoteUntrustedError       the host is not where hosts may be
+                RemoteIncompatibleError    another connector or version, or factors differ
+                RemoteRefusedError         the peer declined
+                RemoteEngineChangedError   another engine answers there
+                RemoteHandshakeError       the answer is malformed, out of bounds, or contradicts
+                                           itself
+
+            One that is cancelled, or is under way at `close`, is cancelled.
+
+        Raises:
+            RuntimeError: The client is closed.
+        """
+        handshake, deadline_s = _Handshake(address, required), time.monotonic() + self._timeout_s
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("handshake client is closed")
+            try:
+                if len(self._pending) >= MAX_PENDING:
+                    raise RuntimeError(f"{MAX_PENDING} other engines are being asked")
+                loop = self._loop or self._start()
+                shaking = self._shake_hands(handshake, deadline_s)
+                future = asyncio.run_coroutine_threadsafe(shaking, loop)
+            except (OSError, RuntimeError, zmq.ZMQError) as error:
+                reason = (
+                    f"not asked ({error}): see who names so many hosts, and raise this process's "
+                    "limits of threads and open files"
+                )
+                future = Future()
+                future.set_exception(handshake.error(RemoteUnreachableError(reason)))
+            self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def close(self) -> None:
+        """Cancel what is under way, and wait until the thread has ended; may be called repeatedly.
+
+        Threads that look names up end when the resolver lets them, and are not waited for.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._closing.set)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        """Start a thread, with all that belongs to it; nothing is kept where it does not start.
+
+        Raises:
+            OSError: There are no more descriptors.
+            RuntimeError: There are no more threads.
+        """
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(
+            target=self._run, args=(loop,), name="reshard-handshakes", daemon=True
+        )
+        self._closing = asyncio.Event()
+        self._breakdown: Exception | None = None
+        self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._allowance = Allowance(
+            self._limits.max_ranks + _OTHER_FRAMES,
+            self._limits.max_reply_bytes,
+            asyncio.Semaphore(MAX_LARGE_ANSWERS),
+            SMALL_ANSWER_BYTES,
+        )
+        self._lookups: dict[str, asyncio.Future[tuple[str, ...]]] = {}
+        self._context = zmq.asyncio.Context()
+        self._context.max_sockets = MAX_CONNECTIONS + _OTHER_SOCKETS
+        try:
+            thread.start()
+        except BaseException:
+            loop.close()
+            raise
+        self._thread, self._loop = thread, loop
+        return loop
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The thread: what breaks costs what is under way, and the next request begins anew."""
+        try:
+            try:
+                loop.run_until_complete(self._closing.wait())
+            except Exception as error:
+                self._breakdown, num_failed = error, len(self._pending)
+                logger.error("Handshakes broke off (%r): %d fail with it.", error, num_failed)
+            loop.run_until_complete(_cancel([*self._lookups.values(), *asyncio.all_tasks(loop)]))
+        finally:
+            self._context.destroy(linger=0)
+            loop.close()
+            with self._lock:
+                self._loop, left = None, list(self._pending)
+            # Where the loop could not even do that, or was asked meanwhile.
+            for future in left:
+                future.cancel()
+
+    async def _shake_hands(self, handshake: _Handshake, deadline_s: float) -> Answer:
+        """Take a handshake through its stages, and say in its errors who was asked."""
+        try:
+            timeout_s = deadline_s - time.monotonic()
+            return await asyncio.wait_for(self._find_and_ask(handshake), timeout_s)
+        except asyncio.TimeoutError:
+            missing = _MISSING[handshake.stage].format(f"{self._timeout_s:g}")
+            error: RemoteHandshakeError = RemoteUnreachableError(missing)
+        except asyncio.CancelledError:
+            if self._breakdown is None:
+                raise
+            error = _broken_off(self._breakdown)
+        except (OSError, zmq.ZMQError) as fault:
+            error = _broken_off(fault)
+        except ProtocolError as fault:
+            error = RemoteHandshakeError(
+                f"{fault}: check that the port is an engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
+            )
+        except RemoteHandshakeError as fault:
+            error = fault
+        raise handshake.error(error)
+
+    async def _find_and_ask(self, handshake: _Handshake) -> Answer:
+        """Ask all of a host's addresses, one after another unless the first is quick."""
+        addresses = await self._resolve(handshake.address)
+        handshake.reach(_Stage.PLACE)
+        turns = enumerate(addresses)
+        return await first_of(*(self._ask(each, number, handshake) for number, each in turns))
+
+    async def _resolve(self, address: RemoteEngineAddress) -> list[str]:
+        """Where a host is, of that where it may be asked.
+
+        Raises:
+            RemoteUnreachableError: It is nowhere.
+            RemoteUntrustedError: It may be asked nowhere.
+        """
+        found: tuple[str, ...] = (address.host,)
+        try:
+            if not 0 < address.port < 1 << 16:
+                raise ValueError("a port is a number from 1 to 65535")
+            if numeric(address.host) is None:
+                # One answer is for all who ask meanwhile; whoever gives up leaves it to the others.
+                found = await asyncio.shield(self._look_up(address.host))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RemoteUnreachableError(
+                f"no address to connect to ({quote(str(error))}): check what the router passes on "
+                "as remote_host and remote_port"
+            ) from None
+        trusted = self._trusted
+        faults = {each: trusted and trusted.fault(each) for each in found}
+        admitted = [each for each, fault in faults.items() if fault is None]
+        if not admitted:
+            raise RemoteUntrustedError(faults[found[0]])
+        return admitted
+
+    def _look_up(self, name: str) -> asyncio.Future[tuple[str, ...]]:
+        """Ask the resolver in a thread of its own, as it cannot be interrupted.
+
+        In a pool, slow names would keep known ones waiting, and Python would wait for its threads
+        at the end.
+
+        Raises:
+            RuntimeError: Too many names are being looked up.
+        """
+        if (lookup := self._lookups.get(name)) is None:
+            if len(self._lookups) >= MAX_LOOKUPS:
+                raise RuntimeError(f"{MAX_LOOKUPS} other names are being looked up")
+            lookup = asyncio.wrap_future(_in_thread(name))
+            self._lookups[name] = lookup
+            lookup.add_done_callback(lambda _: self._lookups.pop(name))
+        return lookup
+
+    async def _ask(self, address: str, number: int, handshake: _Handshake) -> Answer:
+        """Connect to one address until it answers."""
+        await asyncio.sleep(number * _NEXT_ADDRESS_S)
+        async with self._connections:
+            handshake.reach(_Stage.CONNECTION)
+            retry_s = _RETRY_S
+            while True:
+                try:
+                    return await self._connect_and_ask(address, handshake)
+                except OSError as error:
+                    # Other faults may be gone with the next try.
+                    if error.errno in (errno.EMFILE, errno.ENFILE, socket.EAI_NONAME):
+                        raise
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _LAST_RETRY_S)
+
+    async def _connect_and_ask(self, address: str, handshake: _Handshake) -> Answer:
+        """Connect once, ask, and read the answer.
+
+        Raises:
+            OSError: The connection failed or was lost, or there are no more descriptors.
+            ProtocolError: The peer does not speak ZeroMQ's protocol, or says more than it may.
+            RemoteHandshakeError: The answer cannot be used.
+        """
+        port, flags = handshake.address.port, socket.AI_NUMERICHOST
+        infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=flags)
+        family, *_, place = infos[0]
+        with socket.socket(family) as peer:
+            peer.setblocking(False)
+            # As ZeroMQ does: it sends a head and a body one after the other.
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.get_running_loop().sock_connect(peer, place)
+            with self._context.socket(zmq.REQ) as client:
+                client.linger = 0
+                client.maxmsgsize = self._limits.max_frame_bytes + FRAME_OVERHEAD_BYTES
+                if self._key is not None:
+                    self._key.show(client)
+                passing = relay(peer, bind_privately(client), self._allowance)
+                frames = await first_of(self._exchange(client, handshake), passing)
+        workers = decode_reply(frames, handshake.required, self._bounds)
+        engine_id, expected = workers[0].engine_id, handshake.address.engine_id
+        if engine_id != expected:
+            raise RemoteEngineChangedError(
+                f"engine {quote(engine_id)} answers, not {quote(expected)}: the peer was restarted "
+                "and has lost its KV cache, or the address is another engine's; send the request "
+                "through prefill again"
+            )
+        return workers
+
+    async def _exchange(self, client: zmq.asyncio.Socket, handshake: _Handshake) -> list[bytes]:
+        """Ask once ZeroMQ is connected, which includes keys, and wait for the answer."""
+        await client.send(self._question)
+        handshake.reach(_Stage.ANSWER)
+        return await client.recv_multipart()
+
+
+async def _cancel(futures: Sequence[asyncio.Future[Any]]) -> None:
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)
+
+
+def _in_thread(name: str) -> Future[tuple[str, ...]]:
+    """Ask the resolver, without anybody waiting for the thread."""
+    found: Future[tuple[str, ...]] = Future()
+    found.set_running_or_notify_cancel()
+
+    def resolve() -> None:
+        try:
+            found.set_result(addresses_of(name))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=resolve, name="reshard-resolver", daemon=True).start()
+    return found
+
+
+def addresses_of(name: str) -> tuple[str, ...]:
+    """Ask the resolver for a name's addresses, however long it takes.
+
+    Raises:
+        OSError: It knows none.
+        ValueError: This cannot be a name.
+    """
+    if not name:
+        raise ValueError("no host is named")
+    families = (socket.AF_INET, socket.AF_INET6)
+    infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    addresses = [str(address[0]) for family, *_, address in infos if family in families]
+    if not addresses:
+        raise OSError("nothing was found")
+    return tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
+
+
+def _broken_off(fault: Exception) -> RemoteUnreachableError:
+    return RemoteUnreachableError(f"the exchange broke off ({fault}): check that the engine runs")
