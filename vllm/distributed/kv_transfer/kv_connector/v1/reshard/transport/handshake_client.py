@@ -186,7 +186,7 @@ class HandshakeClient:
         handshake, deadline_s = _Handshake(address, required), time.monotonic() + self._timeout_s
         with self._lock:
             if self._closed:
-                raise RuntimeError("handshake client is closed")
+                raise RuntimeError("client is closed")
             try:
                 if len(self._pending) >= MAX_PENDING:
                     raise RuntimeError(f"{MAX_PENDING} other engines are being asked")

@@ -91,7 +91,7 @@ async def relay(peer: socket.socket, name: str, allowance: Allowance) -> NoRetur
         local.setblocking(False)
         await loop.sock_connect(local, f"\0{name}")
         await first_of(_pass_all(local, peer), _pass_frames(peer, local, allowance))
-    raise AssertionError("both directions end with an error only")
+    raise AssertionError
 
 
 class RelayServer:
