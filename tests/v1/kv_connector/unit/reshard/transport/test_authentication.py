@@ -124,11 +124,11 @@ class TestServer:
         """Sockets that are opened anew are guarded like the first ones."""
         serve, failed = side_channel.HandshakeServer._serve, []
 
-        def fail_once(*args: object) -> None:
+        async def fail_once(*args: object) -> None:
             if not failed:
                 failed.append(True)
                 raise zmq.ZMQError(zmq.ENOTSOCK)
-            serve(*args)
+            await serve(*args)
 
         monkeypatch.setattr(side_channel, "REOPEN_INTERVAL_S", 0.01)
         monkeypatch.setattr(side_channel.HandshakeServer, "_serve", fail_once)

@@ -469,12 +469,11 @@ class TestConnections:
     def test_peer_that_closes_is_asked_again(self):
         """An engine that restarts within the time is served."""
         port = free_port()
-        with open_socket(zmq.ROUTER) as first, asking() as client:
-            first.linger = 0
-            first.bind(f"tcp://{HOST}:{port}")
-            asked = client.request(engine_at(port), FACTORS)
-            first.recv_multipart()
-            first.close()
+        with asking() as client:
+            with open_socket(zmq.ROUTER) as first:
+                first.bind(f"tcp://{HOST}:{port}")
+                asked = client.request(engine_at(port), FACTORS)
+                first.recv_multipart()
             with serving(port=port):
                 assert asked.result(DEADLINE_S) == WORKERS
 

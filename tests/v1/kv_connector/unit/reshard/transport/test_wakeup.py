@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that waits for a bell is woken, and one that polls."""
+"""A thread that waits is woken."""
 
 from __future__ import annotations
 
 import threading
 
-import zmq
-
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.wakeup import Waker, Wakeup
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.wakeup import Wakeup
 
 
 def test_any_number_of_rings_is_one():
@@ -38,26 +36,3 @@ def test_who_waits_for_a_bell_is_woken():
         there.set()
         assert back.wait(60.0)
     answering.join()
-
-
-def test_any_number_of_wakes_is_one():
-    """None of them blocks, and after a poller was calmed it waits again."""
-    waker = Waker()
-    poller = zmq.Poller()
-    poller.register(waker, zmq.POLLIN)
-    assert poller.poll(0) == []
-    for _ in range(1_000):
-        waker.wake()
-    assert poller.poll(0)
-    waker.clear()
-    assert poller.poll(0) == []
-    waker.wake()
-    assert poller.poll(0)
-    waker.close()
-
-
-def test_wake_that_comes_too_late_is_no_matter():
-    """Threads that look something up may end long after who has asked."""
-    waker = Waker()
-    waker.close()
-    waker.wake()

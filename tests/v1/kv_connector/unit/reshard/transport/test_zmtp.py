@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,9 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.zmtp import (
     Allowance,
-    RelayServer,
     bind_privately,
     first_of,
+    relay_all,
 )
 
 ALLOWANCE = Allowance(8, 1000)
@@ -42,13 +43,18 @@ def relaying(
     with open_socket(zmq.ROUTER) as router:
         listener = socket.create_server((HOST, 0))
         port = listener.getsockname()[1]
-        server = RelayServer(
-            listener, bind_privately(router), allowance, max_connections, max_age_s
-        )
-        try:
-            yield router, port
-        finally:
-            server.close()
+        loop = asyncio.new_event_loop()
+        with listener, ThreadPoolExecutor(1) as pool:
+            relays = relay_all(
+                listener, bind_privately(router), allowance, max_connections, max_age_s
+            )
+            task = loop.create_task(relays)
+            pool.submit(loop.run_until_complete, asyncio.wait([task]))
+            try:
+                yield router, port
+            finally:
+                loop.call_soon_threadsafe(task.cancel)
+        loop.close()
 
 
 def is_closed(peer: socket.socket) -> bool:
@@ -135,26 +141,11 @@ def test_no_more_descriptors(monkeypatch):
 
 
 def test_close_gives_all_back():
-    """Descriptors and the thread, with connections in any state."""
+    """All descriptors, with connections in any state."""
     before = num_descriptors()
     with relaying() as (_, port), socket.create_connection((HOST, port)) as peer:
         greet(peer, "REQ")
     wait_until(lambda: num_descriptors() <= before)
-    assert "reshard-relay" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_thread_that_does_not_start(monkeypatch):
-    """Nothing is left of it."""
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with socket.create_server((HOST, 0)) as listener:
-        before = num_descriptors()
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start"):
-            RelayServer(listener, "name", ALLOWANCE, 1, 1.0)
-        assert num_descriptors() == before
 
 
 def test_no_other_process_gets_between():

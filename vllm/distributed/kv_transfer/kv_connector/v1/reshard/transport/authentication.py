@@ -20,9 +20,10 @@ import os
 import stat
 import struct
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import zmq
+import zmq.asyncio
 from zmq.utils import z85
 
 from ..errors import LocalChannelError
@@ -48,13 +49,13 @@ class ChannelKey:
     public: bytes
     secret: bytes = field(repr=False)
 
-    def guard(self, server: zmq.Socket[bytes]) -> None:
-        """Reject clients without this key at a socket; a `ZapHandler` must be in its context."""
+    def configure_server(self, server: zmq.Socket[Any]) -> None:
+        """Have a socket reject clients without this key; a `ZapHandler` must be in its context."""
         server.curve_server = True
         server.curve_secretkey = self.secret
         server.zap_domain = _DOMAIN
 
-    def show(self, client: zmq.Socket[Any]) -> None:
+    def configure_client(self, client: zmq.Socket[Any]) -> None:
         """Connect a socket only to servers that have this key, and show that we have it."""
         client.curve_serverkey = self.public
         client.curve_publickey = self.public
@@ -105,27 +106,34 @@ def read_channel_key(path: str) -> ChannelKey:
 
 
 class ZapHandler:
-    """Tells ZeroMQ which clients have the key (RFC 27, ZAP). Belongs to the thread that polls it.
+    """Tells ZeroMQ which clients have the key (RFC 27, ZAP). Belongs to the server's thread.
 
     Args:
-        context: Where the guarded socket is, before that is bound.
+        context: Where the server's socket is, to which nothing is connected yet: ZeroMQ admits all
+            where there is no handler.
         key: Clients that have it may pass.
 
-    Attributes:
-        socket: To be polled; readable when a client waits.
+    Raises:
+        ZMQError: There are no more sockets.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], key: ChannelKey) -> None:
+    def __init__(self, context: zmq.asyncio.Context, key: ChannelKey) -> None:
         self._admitted = z85.decode(key.public)
-        self.socket = context.socket(zmq.REP)
-        self.socket.linger = 0
-        self.socket.bind("inproc://zeromq.zap.01")
+        self._socket = context.socket(zmq.REP)
+        self._socket.bind("inproc://zeromq.zap.01")
 
-    def answer(self) -> None:
-        """Answer for one client."""
-        version, request_id, domain, _, _, mechanism, *credentials = self.socket.recv_multipart(
-            zmq.NOBLOCK
-        )
-        passes = (domain, mechanism, credentials) == (_DOMAIN, b"CURVE", [self._admitted])
-        status = (b"200", b"OK") if passes else (b"400", b"not a key of these engines")
-        self.socket.send_multipart([version, request_id, *status, b"", b""], zmq.NOBLOCK)
+    async def answer_all(self) -> NoReturn:
+        """Answer for all clients, until cancelled."""
+        while True:
+            (
+                version,
+                request_id,
+                domain,
+                _,
+                _,
+                mechanism,
+                *credentials,
+            ) = await self._socket.recv_multipart()
+            passes = (domain, mechanism, credentials) == (_DOMAIN, b"CURVE", [self._admitted])
+            status = (b"200", b"OK") if passes else (b"400", b"not a key of these engines")
+            await self._socket.send_multipart([version, request_id, *status, b"", b""])

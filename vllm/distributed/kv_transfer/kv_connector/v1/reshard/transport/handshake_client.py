@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import zmq
@@ -38,7 +38,15 @@ from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import OUR_VERB, WorkerDescription, decode_reply
 from ..protocol.trust import TrustedPeers, numeric
 from .authentication import ChannelKey
-from .zmtp import FRAME_OVERHEAD_BYTES, Allowance, ProtocolError, bind_privately, first_of, relay
+from .zmtp import (
+    FRAME_OVERHEAD_BYTES,
+    Allowance,
+    ProtocolError,
+    bind_privately,
+    end,
+    first_of,
+    relay,
+)
 
 logger = init_logger(__name__)
 
@@ -257,7 +265,7 @@ class HandshakeClient:
             except Exception as error:
                 self._breakdown, num_failed = error, len(self._pending)
                 logger.error("Handshakes broke off (%r): %d fail with it.", error, num_failed)
-            loop.run_until_complete(_cancel([*self._lookups.values(), *asyncio.all_tasks(loop)]))
+            loop.run_until_complete(end([*self._lookups.values(), *asyncio.all_tasks(loop)]))
         finally:
             self._context.destroy(linger=0)
             loop.close()
@@ -375,7 +383,7 @@ class HandshakeClient:
                 client.linger = 0
                 client.maxmsgsize = self._limits.max_frame_bytes + FRAME_OVERHEAD_BYTES
                 if self._key is not None:
-                    self._key.show(client)
+                    self._key.configure_client(client)
                 passing = relay(peer, bind_privately(client), self._allowance)
                 frames = await first_of(self._exchange(client, handshake), passing)
         workers = decode_reply(frames, handshake.required, self._bounds)
@@ -393,12 +401,6 @@ class HandshakeClient:
         await client.send(self._question)
         handshake.reach(_Stage.ANSWER)
         return await client.recv_multipart()
-
-
-async def _cancel(futures: Sequence[asyncio.Future[Any]]) -> None:
-    for future in futures:
-        future.cancel()
-    await asyncio.gather(*futures, return_exceptions=True)
 
 
 def _in_thread(name: str) -> Future[tuple[str, ...]]:

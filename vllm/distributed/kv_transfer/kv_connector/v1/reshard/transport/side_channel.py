@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The side channel: where an engine says what it is; `handshake_client` asks others.
 
-A server has one reply, made once, for whoever asks; a client asks once. Both speak ZeroMQ's request
+A server has one reply, made once, for all that ask; a client asks once. Both speak ZeroMQ's request
 and reply over TCP. A request is the same kind of frame that upstream's NixlConnector sends, a verb
 and numbers, because either connector may find the other one at an address, and neither may come to
 harm by it. Upstream's once had one number and one frame for an answer; now it has two of each, the
@@ -20,30 +20,33 @@ second frame being its clock. Its listener ends when it is sent more or fewer nu
 
 The address can be reached by others than engines. A relay (`zmtp`) closes connections that do not
 speak ZeroMQ's protocol or that send more than `MAX_REQUEST_BYTES`; what gets through is counted.
-With a key, nobody gets through who has it not (`authentication`); how many tried is counted.
+With a key, only those that have it get through (`authentication`); how many others tried is
+counted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import NoReturn
 
 import msgspec
 import zmq
+import zmq.asyncio
 from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address
-from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import LocalChannelError
 from ..protocol.compatibility import quote
 from ..protocol.metadata import OUR_VERB, encode_refusal, encode_refusal_for_upstream
 from .authentication import ChannelKey, ZapHandler
-from .wakeup import Waker
-from .zmtp import Allowance, RelayServer, bind_privately
+from .zmtp import Allowance, bind_privately, first_of, relay_all
 
 logger = init_logger(__name__)
 
@@ -57,7 +60,7 @@ MAX_AGE_S = 30.0
 """How long a connection is kept. Clients give up after 10 s."""
 
 REOPEN_INTERVAL_S = 1.0
-"""How long after a breakdown, and after each try that failed, a server tries to listen anew."""
+"""How long after a breakdown, and after each try that failed, other sockets are tried."""
 
 _UPSTREAM_VERB = b"get_meta_msg"
 _NO_NUMBER = msgspec.Raw()
@@ -69,14 +72,10 @@ _LOCKED_OUT = (
 )
 _QUEUED_MESSAGES = 4
 """Messages that ZeroMQ holds for one connection in each direction; a client waits for its reply, so
-that more are held for those only who do not read."""
-
+that more are held only for those that do not read."""
 
 _ALLOWANCE = Allowance(1024, MAX_REQUEST_BYTES)
 """A frame takes ZeroMQ 64 bytes, however short it is."""
-
-_CHECK_INTERVAL_MS = 10_000
-"""How often is looked whether connections are still taken in."""
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -123,10 +122,10 @@ class _Complaint(Enum):
 class HandshakeServer:
     """Serves an engine's reply to any peer, or to any that has the key.
 
-    `start` and `close` may be called by any thread. Sockets are opened by the caller of `start` and
-    belong to the server's own thread from then on, as do the counters; `counters` reads a value
-    that the thread replaces as a whole. The thread ends with `close` only: where its sockets break
-    down, it says so and opens others.
+    `start` and `close` may be called by any thread. The TCP socket is opened by the caller of
+    `start` and belongs to the server's own thread from then on, as do ZeroMQ's sockets and the
+    counters; `counters` reads a value that the thread replaces as a whole. The thread ends with
+    `close` only: where ZeroMQ's sockets break down, it says so and opens others.
 
     Args:
         host: Address of this machine to listen at.
@@ -166,11 +165,11 @@ class HandshakeServer:
         with self._lock:
             if self._running is not None:
                 return
-            sockets = self._open()
-            running = _Running(Waker(), threading.Event())
+            listener = self._listen()
+            running = _Running(asyncio.new_event_loop(), asyncio.Event())
             running.thread = threading.Thread(
                 target=self._run,
-                args=(sockets, running),
+                args=(listener, running),
                 name="reshard-handshake-server",
                 daemon=True,
             )
@@ -183,37 +182,13 @@ class HandshakeServer:
             if self._running is None:
                 return
             running, self._running = self._running, None
-            running.stopping.set()
-            running.waker.wake()
+            # There is no loop any more where the thread has ended by itself.
+            with suppress(RuntimeError):
+                running.loop.call_soon_threadsafe(running.stopping.set)
             assert running.thread is not None
             running.thread.join()
-            running.waker.close()
 
-    def _open(self) -> _Sockets:
-        """Listen.
-
-        Raises:
-            LocalChannelError: The address cannot be bound.
-        """
-        context = zmq.Context()
-        try:
-            listener = context.socket(zmq.ROUTER)
-            gate = monitor = None
-            listener.linger = 0
-            listener.sndhwm = listener.rcvhwm = _QUEUED_MESSAGES
-            listener.maxmsgsize = MAX_REQUEST_BYTES
-            listener.backlog = MAX_CONNECTIONS
-            if self._key is not None:
-                gate = ZapHandler(context, self._key)
-                self._key.guard(listener)
-                monitor = listener.get_monitor_socket(_LOCKED_OUT)
-            relay = self._relay_to(bind_privately(listener))
-        except BaseException:
-            context.destroy(linger=0)
-            raise
-        return _Sockets(context, listener, gate, monitor, relay)
-
-    def _relay_to(self, name: str) -> RelayServer:
+    def _listen(self) -> socket.socket:
         """Listen over TCP.
 
         Raises:
@@ -234,34 +209,15 @@ class HandshakeServer:
                 "VLLM_NIXL_SIDE_CHANNEL_PORT to a free port, another one for every engine on a "
                 "machine, and VLLM_NIXL_SIDE_CHANNEL_HOST to a numeric address of this machine"
             ) from None
-        try:
-            self._port = listener.getsockname()[1]
-            return RelayServer(listener, name, _ALLOWANCE, MAX_CONNECTIONS, MAX_AGE_S)
-        except BaseException:
-            listener.close()
-            raise
+        self._port = listener.getsockname()[1]
+        return listener
 
-    def _run(self, sockets: _Sockets | None, running: _Running) -> None:
-        """The thread: answer until stopped, on other sockets where these break down."""
+    def _run(self, listener: socket.socket, running: _Running) -> None:
+        """The thread: answer until stopped."""
         try:
-            while not running.stopping.is_set():
-                try:
-                    sockets = sockets or self._open()
-                    self._serve(sockets, running)
-                except Exception as error:
-                    self._count(breakdowns=1)
-                    self._complain(
-                        _Complaint.BREAKDOWN,
-                        f"it broke down ({error}), and is tried again every "
-                        f"{REOPEN_INTERVAL_S:g} s",
-                    )
-                    if sockets is not None:
-                        sockets.close()
-                        sockets = None
-                    running.stopping.wait(REOPEN_INTERVAL_S)
+            with listener, closing(running.loop):
+                running.loop.run_until_complete(self._serve_until(running.stopping, listener))
         finally:
-            if sockets is not None:
-                sockets.close()
             if not running.stopping.is_set():
                 logger.error(
                     "Side channel %s:%d has ended: no other engine can connect to this one any "
@@ -270,91 +226,101 @@ class HandshakeServer:
                     self._port,
                 )
 
-    def _serve(self, sockets: _Sockets, running: _Running) -> None:
-        """Answer until stopped.
+    async def _serve_until(self, stopping: asyncio.Event, listener: socket.socket) -> None:
+        """Answer until stopped."""
+        await first_of(stopping.wait(), self._keep_serving(listener))
+
+    async def _keep_serving(self, listener: socket.socket) -> NoReturn:
+        """Answer, with other sockets of ZeroMQ's where these break down."""
+        while True:
+            try:
+                await self._serve(listener)
+            except Exception as error:
+                self._count(breakdowns=1)
+                self._complain(
+                    _Complaint.BREAKDOWN,
+                    f"it broke down ({error}), and is tried again every {REOPEN_INTERVAL_S:g} s",
+                )
+                await asyncio.sleep(REOPEN_INTERVAL_S)
+
+    async def _serve(self, listener: socket.socket) -> NoReturn:
+        """Answer what connects.
 
         Raises:
             ZMQError: A socket cannot be used any more.
-            RuntimeError: Nobody can connect any more.
         """
-        handlers: dict[object, Callable[[], None]] = {
-            sockets.listener: lambda: self._serve_one(sockets.listener)
-        }
-        if sockets.gate is not None:
-            handlers[sockets.gate.socket] = sockets.gate.answer
-        if (monitor := sockets.monitor) is not None:
-            handlers[monitor] = lambda: self._count_locked_out(monitor)
-        poller = zmq.Poller()
-        poller.register(running.waker, zmq.POLLIN)
-        for polled in handlers:
-            poller.register(polled, zmq.POLLIN)
-        while not running.stopping.is_set():
-            for ready, _ in poller.poll(_CHECK_INTERVAL_MS):
-                if ready in handlers:
-                    handlers[ready]()
-            if not sockets.relay.is_alive:
-                raise RuntimeError("connections are not taken in any more")
+        context = zmq.asyncio.Context()
+        try:
+            router = context.socket(zmq.ROUTER)
+            router.sndhwm = router.rcvhwm = _QUEUED_MESSAGES
+            router.maxmsgsize = MAX_REQUEST_BYTES
+            router.backlog = MAX_CONNECTIONS
+            work = [self._answer_all(router)]
+            if self._key is not None:
+                zap_handler = ZapHandler(context, self._key)
+                self._key.configure_server(router)
+                monitor = router.get_monitor_socket(_LOCKED_OUT)
+                work += [zap_handler.answer_all(), self._count_locked_out(monitor)]
+            name = bind_privately(router)
+            work.append(relay_all(listener, name, _ALLOWANCE, MAX_CONNECTIONS, MAX_AGE_S))
+            await first_of(*work)
+        finally:
+            context.destroy(linger=0)
+        raise AssertionError
 
-    def _count_locked_out(self, monitor: zmq.Socket[bytes]) -> None:
-        """Take note of a connection that ended before it was one."""
-        recv_monitor_message(monitor, zmq.NOBLOCK)
-        self._count(locked_out=1)
-        self._complain(
-            _Complaint.KEY,
-            "somebody without this engine's key tried to connect: if that is an engine, give it "
-            "the same side_channel_key_file",
-        )
+    async def _count_locked_out(self, monitor: zmq.asyncio.Socket) -> NoReturn:
+        """Take note of connections that ended before they were any."""
+        while True:
+            await monitor.recv_multipart()
+            self._count(locked_out=1)
+            self._complain(
+                _Complaint.KEY,
+                "somebody without this engine's key tried to connect: if that is an engine, give "
+                "it the same side_channel_key_file",
+            )
 
-    def _serve_one(self, listener: zmq.Socket[bytes]) -> None:
-        """Take one message, and answer it if it is a request.
+    async def _answer_all(self, router: zmq.asyncio.Socket) -> NoReturn:
+        """Take messages, and answer those that are requests.
 
         Raises:
             ZMQError: The socket cannot be used any more.
         """
-        try:
-            message = listener.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        try:
-            self._answer(listener, message)
-        except Exception as error:
-            # Whatever it is, the next peer is to be served.
-            self._count(dropped=1)
-            self._complain(_Complaint.FAILURE, f"a request failed: {error!r}")
+        while True:
+            sender, *message = await router.recv_multipart()
+            try:
+                if (answer := self._answer(message)) is not None:
+                    # A peer that does not read loses its answers, and holds up no other one.
+                    await router.send_multipart([sender, b"", *answer], zmq.NOBLOCK, copy=False)
+            except Exception as error:
+                # Whatever it is, the next peer is to be served.
+                self._count(dropped=1)
+                self._complain(_Complaint.FAILURE, f"a request failed: {error!r}")
 
-    def _answer(self, listener: zmq.Socket[bytes], message: list[bytes]) -> None:
-        """Answer a message if it is a request."""
-        sender, *envelope, frame = message
+    def _answer(self, message: list[bytes]) -> list[bytes] | None:
+        """What to answer to a message; None if it is no request."""
+        *envelope, frame = message
         request = _read_request(frame) if envelope == [b""] else None
         if request is None:
             self._count(dropped=1)
             self._complain(_Complaint.STRANGER, f"a message of {len(frame)} bytes is no request")
-            return
-        verb = request.verb
-        if verb == OUR_VERB:
-            answer = self._reply
+            return None
+        if request.verb == OUR_VERB:
             self._count(answered=1)
-        else:
-            name = quote(verb[:100].decode(errors="backslashreplace"))
-            if verb == _UPSTREAM_VERB:
-                answer = [encode_refusal_for_upstream()]
-                if request.second_number:
-                    answer.append(msgspec.msgpack.encode(time.perf_counter()))
-                self._complain(
-                    _Complaint.UPSTREAM,
-                    "a peer runs upstream's NixlConnector: configure the same connector on both "
-                    "engines",
-                )
-            else:
-                known = OUR_VERB.decode()
-                answer = [encode_refusal(f"request {name} is unknown, {known} is not")]
-                self._complain(
-                    _Complaint.VERSION,
-                    f"request {name} is unknown: run the same build on both engines",
-                )
-            self._count(refused=1)
-        # A peer that does not read loses its answers, and holds up nobody.
-        listener.send_multipart([sender, b"", *answer], zmq.NOBLOCK, copy=False)
+            return self._reply
+        self._count(refused=1)
+        if request.verb == _UPSTREAM_VERB:
+            self._complain(
+                _Complaint.UPSTREAM,
+                "a peer runs upstream's NixlConnector: configure the same connector on both "
+                "engines",
+            )
+            clock = [msgspec.msgpack.encode(time.perf_counter())] if request.second_number else []
+            return [encode_refusal_for_upstream(), *clock]
+        name, known = quote(request.verb[:100].decode(errors="backslashreplace")), OUR_VERB.decode()
+        self._complain(
+            _Complaint.VERSION, f"request {name} is unknown: run the same build on both engines"
+        )
+        return [encode_refusal(f"request {name} is unknown, {known} is not")]
 
     def _count(self, **more: int) -> None:
         counters = self._counters
@@ -381,25 +347,9 @@ class HandshakeServer:
 class _Running:
     """A started server: how to reach its thread."""
 
-    waker: Waker
-    stopping: threading.Event
+    loop: asyncio.AbstractEventLoop
+    stopping: asyncio.Event
     thread: threading.Thread | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Sockets:
-    """What a server listens with."""
-
-    context: zmq.Context[zmq.Socket[bytes]]
-    listener: zmq.Socket[bytes]
-    gate: ZapHandler | None
-    monitor: zmq.Socket[bytes] | None
-    relay: RelayServer
-
-    def close(self) -> None:
-        """Give all descriptors back."""
-        self.relay.close()
-        self.context.destroy(linger=0)
 
 
 def _read_request(frame: bytes) -> _Request | None:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How threads wake one that waits: for a bell, or in a ZeroMQ poller."""
+"""How threads wake one that waits."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from queue import Empty, SimpleQueue
 
 
@@ -42,37 +40,3 @@ class Wakeup:
         except Empty:
             return False
         return True
-
-
-class Waker:
-    """A descriptor to poll for, which any thread makes readable.
-
-    `wake` may be called by any thread and at any time, also after `close`; everything else belongs
-    to the thread that polls.
-    """
-
-    def __init__(self) -> None:
-        self._readable, self._writable = socket.socketpair()
-        self._readable.setblocking(False)
-        self._writable.setblocking(False)
-
-    def fileno(self) -> int:
-        """What to poll for being readable."""
-        return self._readable.fileno()
-
-    def wake(self) -> None:
-        """Make the poller return, now or when it is next called."""
-        # Where the pipe is full, or closed, there is no thread to wake.
-        with contextlib.suppress(OSError):
-            self._writable.send(b"\0")
-
-    def clear(self) -> None:
-        """Discard pending wake-ups."""
-        with contextlib.suppress(BlockingIOError):
-            while self._readable.recv(4096):
-                pass
-
-    def close(self) -> None:
-        """Give the descriptors back."""
-        self._readable.close()
-        self._writable.close()

@@ -16,9 +16,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
 import uuid
-from collections.abc import Coroutine, Iterable
+from collections.abc import Collection, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -94,93 +93,55 @@ async def relay(peer: socket.socket, name: str, allowance: Allowance) -> NoRetur
     raise AssertionError
 
 
-class RelayServer:
-    """Relays whatever connects over TCP to a ZeroMQ socket, in a thread of its own.
+async def relay_all(
+    listener: socket.socket,
+    name: str,
+    allowance: Allowance,
+    max_connections: int,
+    max_age_s: float,
+) -> NoReturn:
+    """Relay all that connects over TCP to a ZeroMQ socket, until cancelled.
 
     Args:
-        listener: A TCP socket that listens; closed with this.
+        listener: The TCP socket that listens.
         name: Where the ZeroMQ socket is bound.
         allowance: What may come over each connection.
         max_connections: Connections at once; the oldest is closed for one more.
         max_age_s: How long one is kept.
-
-    Raises:
-        OSError: There are no more descriptors.
-        RuntimeError: There are no more threads.
     """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        name: str,
-        allowance: Allowance,
-        max_connections: int,
-        max_age_s: float,
-    ) -> None:
-        self._listener = listener
-        self._name = name
-        self._allowance = allowance
-        self._max_connections = max_connections
-        self._max_age_s = max_age_s
-        self._relays: dict[asyncio.Task[None], None] = {}
-        self._closing = asyncio.Event()
-        listener.setblocking(False)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="reshard-relay", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:
-            self._loop.close()
-            raise
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether connections are still taken in."""
-        return self._thread.is_alive()
-
-    def close(self) -> None:
-        """Close all connections, and wait until the thread has ended."""
-        # There is no loop any more where it has ended by itself.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join()
-
-    def _run(self) -> None:
-        """The thread."""
-        try:
-            self._loop.run_until_complete(first_of(self._closing.wait(), self._accept()))
-            self._loop.run_until_complete(_end(self._relays))
-        finally:
-            self._listener.close()
-            self._loop.close()
-
-    async def _accept(self) -> NoReturn:
-        """Take connections in, however many come."""
+    relays: dict[asyncio.Task[None], None] = {}
+    listener.setblocking(False)
+    try:
         while True:
             try:
-                peer, _ = await self._loop.sock_accept(self._listener)
+                peer, _ = await asyncio.get_running_loop().sock_accept(listener)
             except OSError:
                 # There are no more descriptors, until a connection ends.
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            if len(self._relays) >= self._max_connections:
-                oldest = next(iter(self._relays))
+            if len(relays) >= max_connections:
+                oldest = next(iter(relays))
                 oldest.cancel()
                 await asyncio.wait([oldest])
-            task = asyncio.create_task(self._relay(peer))
-            self._relays[task] = None
-            task.add_done_callback(self._relays.pop)
-
-    async def _relay(self, peer: socket.socket) -> None:
-        """Relay one connection to its end."""
-        # Whatever it is that ends one, it is its peer's.
-        with peer, suppress(OSError, ProtocolError, asyncio.TimeoutError):
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await asyncio.wait_for(relay(peer, self._name, self._allowance), self._max_age_s)
+            task = asyncio.create_task(_relay_one(peer, name, allowance, max_age_s))
+            relays[task] = None
+            task.add_done_callback(relays.pop)
+    finally:
+        await end(list(relays))
 
 
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    tasks = list(tasks)
+async def _relay_one(
+    peer: socket.socket, name: str, allowance: Allowance, max_age_s: float
+) -> None:
+    """Relay one connection to its end."""
+    # Whatever it is that ends one, it is its peer's.
+    with peer, suppress(OSError, ProtocolError, asyncio.TimeoutError):
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await asyncio.wait_for(relay(peer, name, allowance), max_age_s)
+
+
+async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -193,9 +154,7 @@ async def first_of(*work: Coroutine[Any, Any, _Result]) -> _Result:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return next(task for task in tasks if task.done()).result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(tasks)
 
 
 async def _pass_all(source: socket.socket, target: socket.socket) -> NoReturn:
