@@ -3,18 +3,18 @@
 
     python -m benchmarks [--quick | --full] [--only PART] [--output DIR]
 
-What is compared is a *lane*: our connector, upstream's as it ships, upstream's with NIXL's threads
-at rest and on all cores, raw NIXL, memcpy. Every lane has processes of its own, one for each rank,
-with real NIXL and real registered memory; there is no model. They are driven through the methods
-of `KVConnectorBase_V1`, the scheduler's side included, so that nothing here knows what a connector
-tells its workers. Lanes take turns, and those whose turn it is not are stopped (SIGSTOP): threads
-that spin in one take nothing from another.
+What is compared is a *variant*: our connector, upstream's as it ships, upstream's with NIXL's
+threads at rest and on all cores, raw NIXL, memcpy. Every variant has processes of its own, one for
+each rank, with real NIXL and real registered memory; there is no model. They are driven through the
+methods of `KVConnectorBase_V1`, the scheduler's side included, so that nothing here knows what a
+connector tells its workers. Variants take turns, and those whose turn it is not are stopped
+(SIGSTOP): threads that spin in one take nothing from another.
 
 What runs in this process, without vLLM:
 
     cases, tables       what is measured
     samples, targets    what the figures say
-    children, lanes     the processes
+    children, variants     the processes
     handshake, transfer, request_path, end_to_end
     report, plot, machine, cli
 

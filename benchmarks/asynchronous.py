@@ -8,20 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .cases import NetworkCase
 from .errors import BenchmarkError
-from .lanes import ConnectorPair, Pair, Tables, duration_s, started_pairs
 from .network import sites
 from .results import Metric, Part, Result
-from .specs import OURS, Lane, Watch
+from .specs import OURS, Variant, Watch
 from .tables import pool_blocks
 from .turns import Plan, take_turns
+from .variants import ConnectorPair, Pair, Tables, duration_s, started_pairs
 
 STRATEGIES = ("direct", "staged")
 
 
-def network_lanes(lanes: Iterable[Lane]) -> list[Lane]:
+def network_variants(variants: Iterable[Variant]) -> list[Variant]:
     """Both ways of ours, and upstream's where its threads leave a core to others."""
-    ours = [Lane(f"{OURS.name} ({name})", OURS.connector, name) for name in STRATEGIES]
-    return ours + [lane for lane in lanes if lane.at_rest]
+    ours = [Variant(f"{OURS.name} ({name})", OURS.connector, name) for name in STRATEGIES]
+    return ours + [variant for variant in variants if variant.at_rest]
 
 
 def measure_networks(cases: Sequence[NetworkCase], plan: Plan) -> Iterator[Result]:
@@ -30,11 +30,11 @@ def measure_networks(cases: Sequence[NetworkCase], plan: Plan) -> Iterator[Resul
         alike = list(group)
         shape, blocks = alike[0].shape, alike[0].shape.num_blocks(alike[0].tokens)
         plan.say(f"network: starting engines, {link or 'TCP, loopback'}")
-        lanes = network_lanes(plan.lanes)
+        variants = network_variants(plan.variants)
         try:
             with (
                 sites(link) as ends,
-                started_pairs(lanes, shape, pool_blocks(blocks), plan.directory, ends) as pairs,
+                started_pairs(variants, shape, pool_blocks(blocks), plan.directory, ends) as pairs,
             ):
                 for case in alike:
                     plan.say(f"network: {case.name}")
@@ -42,7 +42,7 @@ def measure_networks(cases: Sequence[NetworkCase], plan: Plan) -> Iterator[Resul
         except BenchmarkError as error:
             # No such link, or no engines over it: that is the end of these cases only.
             for case in alike:
-                missing = {lane.name: str(error) for lane in lanes}
+                missing = {variant.name: str(error) for variant in variants}
                 yield Result(Part.NETWORK, case.name, missing=missing)
 
 

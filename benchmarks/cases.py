@@ -22,7 +22,7 @@ _MLA_SLOT = 576
 
 _REQUEST_LIMIT_BYTES = 128 << 20
 """Bytes of the largest request of a shape, by which its number of layers is chosen: more than any
-cache of the processor holds, and few enough for all lanes to be in memory at once."""
+cache of the processor holds, and few enough for all variants to be in memory at once."""
 
 _MOST_LAYERS = 32
 

@@ -41,7 +41,7 @@ from .peers import measure_peers
 from .plot import draw
 from .request_path import measure_request_paths
 from .results import Part, Result
-from .specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST, Lane
+from .specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST, Variant
 from .targets import goals, judge
 from .transfer import measure_transfers
 from .turns import Plan
@@ -99,9 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def lanes(strategies: Sequence[str] | None, *, quick: bool = False) -> list[Lane]:
-    """What takes turns; the first lane of ours is the one that is judged."""
-    ours = [Lane(f"ours, {name}", "ours", name) for name in strategies or ()] or [OURS]
+def variants(strategies: Sequence[str] | None, *, quick: bool = False) -> list[Variant]:
+    """What takes turns; the first variant of ours is the one that is judged."""
+    ours = [Variant(f"ours, {name}", "ours", name) for name in strategies or ()] or [OURS]
     upstreams = [UPSTREAM] if quick else [UPSTREAM, UPSTREAM_AT_REST]
     return [*ours, *upstreams, RAW, MEMCPY]
 
@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         tempfile.TemporaryDirectory(prefix="bench-") as logs,
         console.status("") as status,
     ):
-        taking_turns = lanes(args.strategy, quick=args.quick)
+        taking_turns = variants(args.strategy, quick=args.quick)
         plan = Plan(taking_turns, args.repetitions, Path(logs), _Say(console, status))
         if parts != [Part.END_TO_END]:
             children.prepare(_PRELOAD, plan.directory)
@@ -155,7 +155,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     if results:
         complete, took_s = status_code == 0, time.monotonic() - started_s
         _finish(args, console, facts, results, parts, complete, took_s)
-    failed = any(lane.name in result.missing for result in results for lane in _ours(args))
+    failed = any(variant.name in result.missing for result in results for variant in _ours(args))
     return status_code or int(failed)
 
 
@@ -246,8 +246,8 @@ def _finish(
     console.print(Text(f"Wrote {path} and {path.with_suffix('.svg')}; it took {took_s:.0f} s."))
 
 
-def _ours(args: argparse.Namespace) -> list[Lane]:
-    return [lane for lane in lanes(args.strategy) if lane.connector == "ours"]
+def _ours(args: argparse.Namespace) -> list[Variant]:
+    return [variant for variant in variants(args.strategy) if variant.connector == "ours"]
 
 
 def _count(text: str) -> int:

@@ -115,10 +115,10 @@ def rank_config(spec: EngineSpec, pp_rank: int, tp_rank: int) -> RankConfig:
 
 def _vllm_config(spec: EngineSpec) -> VllmConfig:
     extra: dict[str, Any] = {"kv_lease_duration": _LEASE_S}
-    if spec.lane.strategy is not None:
-        extra["transfer_strategy"] = spec.lane.strategy
-    if spec.lane.num_threads is not None:
-        extra["num_threads"] = spec.lane.num_threads
+    if spec.variant.strategy is not None:
+        extra["transfer_strategy"] = spec.variant.strategy
+    if spec.variant.num_threads is not None:
+        extra["num_threads"] = spec.variant.num_threads
     model_config = ModelConfig(
         model=spec.model,
         skip_tokenizer_init=True,
@@ -146,7 +146,7 @@ def _vllm_config(spec: EngineSpec) -> VllmConfig:
             engine_id=spec.engine_id,
             kv_buffer_device=str(current_platform.device_type),
             kv_connector_module_path=(
-                UPSTREAM.module_path if spec.lane.connector == "upstream" else None
+                UPSTREAM.module_path if spec.variant.connector == "upstream" else None
             ),
             kv_connector_extra_config=extra,
         ),

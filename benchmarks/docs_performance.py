@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from .asynchronous import network_lanes
+from .asynchronous import network_variants
 from .end_to_end import SINGLE
 from .errors import ReportError
 from .report import count, figures, from_json, held, seconds, share, size, speed
@@ -40,7 +40,7 @@ _TARGET_COLUMNS = ("<part", "<what", "<wanted", "<met", "<worst", "<where")
 
 _CONNECTORS = (OURS.name, UPSTREAM.name, UPSTREAM_AT_REST.name)
 _SHORT = (OURS.name, UPSTREAM.name, "at rest")
-_NETWORK_LANES = tuple(lane.name for lane in network_lanes([UPSTREAM_AT_REST]))
+_NETWORK_VARIANTS = tuple(variant.name for variant in network_variants([UPSTREAM_AT_REST]))
 _STACKS = (SINGLE, UPSTREAM.name, UPSTREAM_AT_REST.name, OURS.name)
 _ABSENT = "not measured"
 
@@ -159,17 +159,19 @@ def _median(summary: Summary | None, show: Callable[[float], str], absent: str =
     return absent if summary is None else show(summary.median)
 
 
-def _absent(result: Result, lane: str) -> str:
-    """What is said of a lane without figures."""
-    refused = "does not support" in result.missing.get(lane, "")
+def _absent(result: Result, variant: str) -> str:
+    """What is said of a variant without figures."""
+    refused = "does not support" in result.missing.get(variant, "")
     return "not supported" if refused else _ABSENT
 
 
-def _medians(result: Result, lane: str, shown: Mapping[Metric, Callable[[float], str]]) -> str:
+def _medians(result: Result, variant: str, shown: Mapping[Metric, Callable[[float], str]]) -> str:
     """All in one cell."""
-    if lane not in result.samples:
-        return _absent(result, lane)
-    return ", ".join(_median(result.summary(lane, metric), show) for metric, show in shown.items())
+    if variant not in result.samples:
+        return _absent(result, variant)
+    return ", ".join(
+        _median(result.summary(variant, metric), show) for metric, show in shown.items()
+    )
 
 
 def _milliseconds(value: float) -> str:
@@ -194,7 +196,7 @@ def _handshake_rows(results: Sequence[Result]) -> list[list[str]]:
 
     shown = {Metric.SECONDS: seconds, Metric.PEAK_BYTES: size}
     return [
-        [result.case, *(_medians(result, lane, shown) for lane in _CONNECTORS)]
+        [result.case, *(_medians(result, variant, shown) for variant in _CONNECTORS)]
         for result in sorted(results, key=place)
     ]
 
@@ -203,8 +205,8 @@ def _transfer_rows(results: Sequence[Result]) -> list[list[str]]:
     rows = []
     for result in results:
         cells = [result.case]
-        for lane in (*_CONNECTORS, RAW.name, MEMCPY.name):
-            cells.append(_median(speed(result, lane), _decimals, _absent(result, lane)))
+        for variant in (*_CONNECTORS, RAW.name, MEMCPY.name):
+            cells.append(_median(speed(result, variant), _decimals, _absent(result, variant)))
         for other in (UPSTREAM, UPSTREAM_AT_REST):
             faster = result.ratio(other.name, OURS.name, Metric.SECONDS)
             cells.append(figures(faster, _digits))
@@ -219,7 +221,7 @@ def _request_path_rows(results: Sequence[Result]) -> list[list[str]]:
     return [
         [
             f"{result.sizes['requests']:.0f}",
-            *(_medians(result, lane, shown) for lane in _CONNECTORS),
+            *(_medians(result, variant, shown) for variant in _CONNECTORS),
         ]
         for result in sorted(results, key=lambda result: result.sizes["requests"])
     ]
@@ -236,15 +238,15 @@ def _end_to_end_rows(results: Sequence[Result]) -> list[list[str]]:
         [
             _link(result) or "shared memory",
             f"{result.sizes['rate']:g}",
-            lane,
+            variant,
             *(
-                _median(result.summary(lane, metric), show, _absent(result, lane))
+                _median(result.summary(variant, metric), show, _absent(result, variant))
                 for metric, show in shown.items()
             ),
         ]
         for result in sorted(results, key=lambda each: (_link(each), each.sizes["rate"]))
-        for lane in _STACKS
-        if not _link(result) or lane in (*result.samples, *result.missing)
+        for variant in _STACKS
+        if not _link(result) or variant in (*result.samples, *result.missing)
     ]
 
 
@@ -281,21 +283,21 @@ def _peers_rows(results: Sequence[Result]) -> list[list[str]]:
     return [
         [
             f"{result.sizes['peers']:.0f}",
-            lane,
+            variant,
             *(
-                _median(result.summary(lane, metric), show, _absent(result, lane))
+                _median(result.summary(variant, metric), show, _absent(result, variant))
                 for metric, show in shown.items()
             ),
         ]
         for result in sorted(results, key=lambda result: result.sizes["peers"])
-        for lane in (*result.samples, *result.missing)
+        for variant in (*result.samples, *result.missing)
     ]
 
 
 def _pause_rows(results: Sequence[Result]) -> list[list[str]]:
     shown = dict.fromkeys((Metric.LONGEST_PAUSE_S, Metric.PAUSE_P99_S), seconds)
     return [
-        [result.case, *(_medians(result, lane, shown) for lane in _CONNECTORS)]
+        [result.case, *(_medians(result, variant, shown) for variant in _CONNECTORS)]
         for result in results
     ]
 
@@ -303,20 +305,20 @@ def _pause_rows(results: Sequence[Result]) -> list[list[str]]:
 def _network_rows(results: Sequence[Result]) -> list[list[str]]:
     shown = {Metric.SECONDS: seconds, Metric.STEPS_AFTER_ARRIVAL: count}
     return [
-        [result.case, *(_medians(result, lane, shown) for lane in _NETWORK_LANES)]
+        [result.case, *(_medians(result, variant, shown) for variant in _NETWORK_VARIANTS)]
         for result in results
     ]
 
 
 def _each(
-    result: Result, lanes: Sequence[str], metric: Metric, show: Callable[[float], str]
+    result: Result, variants: Sequence[str], metric: Metric, show: Callable[[float], str]
 ) -> list[str]:
-    """A cell for each lane, with its range."""
+    """A cell for each variant, with its range."""
     return [
         figures(summary, show)
-        if (summary := result.summary(lane, metric))
-        else _absent(result, lane)
-        for lane in lanes
+        if (summary := result.summary(variant, metric))
+        else _absent(result, variant)
+        for variant in variants
     ]
 
 
@@ -355,22 +357,26 @@ def _target_rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 _TABLES = {
-    Part.HANDSHAKE: _Table(("<case", *(f"<{lane}" for lane in _SHORT)), _handshake_rows),
+    Part.HANDSHAKE: _Table(("<case", *(f"<{variant}" for variant in _SHORT)), _handshake_rows),
     Part.TRANSFER: _Table(
         (
             "<case",
-            *(f">{lane}" for lane in (*_SHORT, RAW.name, MEMCPY.name)),
+            *(f">{variant}" for variant in (*_SHORT, RAW.name, MEMCPY.name)),
             *("<ours / upstream", "<ours / at rest"),
         ),
         _transfer_rows,
     ),
-    Part.REQUEST_PATH: _Table((">in flight", *(f"<{lane}" for lane in _SHORT)), _request_path_rows),
-    Part.IDLE: _Table(("<case", *(f"<{lane}" for lane in _SHORT)), _idle_rows),
-    Part.PEERS: _Table(
-        ("<engines", "<lane", *(f">{what}" for what in _PEERS_COLUMNS)), _peers_rows
+    Part.REQUEST_PATH: _Table(
+        (">in flight", *(f"<{variant}" for variant in _SHORT)), _request_path_rows
     ),
-    Part.PAUSES: _Table(("<case", *(f"<{lane}" for lane in _SHORT)), _pause_rows),
-    Part.NETWORK: _Table(("<case", *(f"<{lane}" for lane in _NETWORK_LANES)), _network_rows),
+    Part.IDLE: _Table(("<case", *(f"<{variant}" for variant in _SHORT)), _idle_rows),
+    Part.PEERS: _Table(
+        ("<engines", "<variant", *(f">{what}" for what in _PEERS_COLUMNS)), _peers_rows
+    ),
+    Part.PAUSES: _Table(("<case", *(f"<{variant}" for variant in _SHORT)), _pause_rows),
+    Part.NETWORK: _Table(
+        ("<case", *(f"<{variant}" for variant in _NETWORK_VARIANTS)), _network_rows
+    ),
     Part.END_TO_END: _Table(
         (
             "<between",

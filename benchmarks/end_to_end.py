@@ -117,8 +117,8 @@ def measure_end_to_end(
         bench = _Bench(prepare_default_model(cache_dir(), plan.directory), rounds, plan)
         for link in given:
             stacks = _ALL if link is None else _COMPARED
-            for lane, connector in stacks.items() if cases[link] else ():
-                bench.measure(lane, connector, link, cases[link])
+            for variant, connector in stacks.items() if cases[link] else ():
+                bench.measure(variant, connector, link, cases[link])
     except PDStackError as error:
         raise BenchmarkError(str(error)) from error
 
@@ -150,13 +150,13 @@ class _Bench:
     plan: Plan
 
     def measure(
-        self, lane: str, connector: KVTransfer | None, link: Link | None, cases: Sequence[_Case]
+        self, variant: str, connector: KVTransfer | None, link: Link | None, cases: Sequence[_Case]
     ) -> None:
         """Start a stack, warm it up, and put it under each load in every round.
 
         Every time the prompts are others, the same for all stacks: none is in a prefix cache.
         """
-        name = lane if link is None else f"{lane}, {link}"
+        name = variant if link is None else f"{variant}, {link}"
         directory = self.plan.directory / "-".join(name.replace("/", " ").split())
         directory.mkdir()
         self.plan.say(f"end to end: starting {name}")
@@ -172,7 +172,7 @@ class _Bench:
                 for load, result in cases:
                     round_ = f"round {number + 1} of {self.rounds}"
                     self.plan.say(f"end to end: {name}, {load.name}, {round_}")
-                    result.add(lane, self._run(stack, server, load, next(seeds)))
+                    result.add(variant, self._run(stack, server, load, next(seeds)))
 
     def _run(self, stack: PDStack, server: Server, load: Load, seed: int) -> dict[Metric, float]:
         """Run `vllm bench serve`."""

@@ -9,7 +9,7 @@ class BenchmarkError(Exception):
 
 
 class NotEnoughMemoryError(BenchmarkError):
-    """A lane needs more memory than there is; the others may be measured without it."""
+    """A variant needs more memory than there is; the others may be measured without it."""
 
 
 class NetworkError(BenchmarkError):

@@ -10,10 +10,10 @@ import psutil
 from .base import upstream_lists_are_arrays
 from .cases import HandshakeCase
 from .errors import BenchmarkError, NotEnoughMemoryError
-from .lanes import ConnectorPair, Pair, Tables
 from .results import Metric, Part, Result
-from .specs import Lane, Watch
+from .specs import Variant, Watch
 from .turns import Plan, take_turns
+from .variants import ConnectorPair, Pair, Tables
 
 NO_STAGES = "upstream's connector does not support pipeline parallelism"
 TAKES_MINUTES = "left out, because it takes minutes: --full"
@@ -53,14 +53,14 @@ def _measure(case: HandshakeCase, plan: Plan, thorough: bool) -> Result:
     )
     pairs: list[Pair] = []
     try:
-        for lane in plan.connectors():
-            if lane.at_rest and not thorough and case.descriptors > _MANY_DESCRIPTORS:
-                result.give_up(lane.name, TAKES_MINUTES)
+        for variant in plan.connectors():
+            if variant.at_rest and not thorough and case.descriptors > _MANY_DESCRIPTORS:
+                result.give_up(variant.name, TAKES_MINUTES)
                 continue
             try:
-                pairs.append(_started(lane, case, plan))
+                pairs.append(_started(variant, case, plan))
             except BenchmarkError as error:
-                result.give_up(lane.name, str(error))
+                result.give_up(variant.name, str(error))
         take_turns(pairs, plan.repetitions, result, _first_read)
     finally:
         for pair in pairs:
@@ -68,10 +68,10 @@ def _measure(case: HandshakeCase, plan: Plan, thorough: bool) -> Result:
     return result
 
 
-def _started(lane: Lane, case: HandshakeCase, plan: Plan) -> ConnectorPair:
+def _started(variant: Variant, case: HandshakeCase, plan: Plan) -> ConnectorPair:
     """Start a pair; its decode engine is started anew for each measurement."""
-    refuse_upstream(lane, case, psutil.virtual_memory().available)
-    pair = ConnectorPair(lane, case.shape, case.num_blocks, plan.directory)
+    refuse_upstream(variant, case, psutil.virtual_memory().available)
+    pair = ConnectorPair(variant, case.shape, case.num_blocks, plan.directory)
     try:
         pair.start_prefill()
         pair.call_prefill("touch", [_SOURCE])
@@ -83,14 +83,14 @@ def _started(lane: Lane, case: HandshakeCase, plan: Plan) -> ConnectorPair:
     return pair
 
 
-def refuse_upstream(lane: Lane, case: HandshakeCase, available_bytes: int) -> None:
+def refuse_upstream(variant: Variant, case: HandshakeCase, available_bytes: int) -> None:
     """Refuse what upstream's connector cannot do, or not with the memory there is.
 
     Raises:
         NotEnoughMemoryError: Its lists would not fit.
         BenchmarkError: It has no pipeline parallelism.
     """
-    if lane.connector != "upstream":
+    if variant.connector != "upstream":
         return
     shape = case.shape
     if max(shape.prefill.pp_size, shape.decode.pp_size) > 1:
@@ -128,7 +128,7 @@ def _first_read(pair: Pair, repetition: int) -> Mapping[Metric, float]:
     pair.call_decode("touch", [_DESTINATION])
     tokens = pair.shape.block_tokens
     readings = pair.read([Tables([_SOURCE], [_DESTINATION], tokens)], Watch(memory=True))
-    # Another lane may need the memory of this one's lists.
+    # Another variant may need the memory of this one's lists.
     pair.end_decode()
     began_s = min(reading.began_s for reading in readings)
     return {

@@ -78,7 +78,7 @@ class ConnectorHost:
             assert (get_pp_group().rank_in_group, get_tp_group().rank_in_group) == self._rank
             # Those of torch's groups, of which an engine has as many with any connector.
             self._others = ThreadTimes.now()
-            with at_rest() if spec.lane.at_rest else _as_shipped():
+            with at_rest() if spec.variant.at_rest else _as_shipped():
                 self._worker: KVConnectorBase_V1 = KVConnectorFactory.create_connector(
                     config, KVConnectorRole.WORKER, kv_cache_config
                 )
@@ -87,7 +87,7 @@ class ConnectorHost:
                     config, KVConnectorRole.SCHEDULER, kv_cache_config
                 )
             # Ours leaves some configurations to upstream's: then nothing would be compared.
-            assert isinstance(self._worker, NixlConnector) == (spec.lane.connector == "ours")
+            assert isinstance(self._worker, NixlConnector) == (spec.variant.connector == "ours")
             self._worker.register_kv_caches(self._config.tensors)
         self._posts: list[Post] = []
         watch_posts(self._posts)

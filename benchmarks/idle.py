@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .cases import IdleCase
 from .children import call_all
-from .lanes import Pair, Tables, started_pairs
 from .results import Metric, Part, Result
 from .tables import pool_blocks
 from .turns import Plan, take_turns
+from .variants import Pair, Tables, started_pairs
 
 _IDLE_S = 2.0
 
@@ -32,7 +32,7 @@ def _measure(case: IdleCase, plan: Plan) -> Result:
         (cpu_s,) = call_all(pair.decode, "idle", _IDLE_S)
         return {Metric.IDLE_CPU: cpu_s / _IDLE_S}
 
-    lanes, pool = plan.connectors(), pool_blocks(len(tables.source))
-    with started_pairs(lanes, case.shape, pool, plan.directory) as pairs:
+    variants, pool = plan.connectors(), pool_blocks(len(tables.source))
+    with started_pairs(variants, case.shape, pool, plan.directory) as pairs:
         take_turns(pairs, plan.repetitions, result, measure)
     return result

@@ -9,11 +9,11 @@ from .cases import AnswersCase, HoldingCase, PauseCase
 from .children import Child, call_all, end_all
 from .errors import BenchmarkError
 from .handshake import NO_STAGES, TAKES_MINUTES
-from .lanes import ConnectorPair, Tables, side_by_side
 from .results import Metric, Part, Result
 from .specs import UPSTREAM, UPSTREAM_AT_REST, PauseSummary, Watch
 from .tables import pool_blocks
 from .turns import Plan
+from .variants import ConnectorPair, Tables, side_by_side
 
 _WATCH = Watch(step_s=2e-3, computes=True, in_python=True)
 """Between two steps the engine's thread works in Python, which shows who takes the interpreter."""
@@ -50,12 +50,12 @@ def _reading(case: PauseCase, plan: Plan, thorough: bool) -> Result:
     result = Result(Part.PAUSES, case.name, sizes)
     blocks = case.shape.num_blocks(case.tokens)
     tables = side_by_side(case.num_requests, blocks, case.tokens)
-    lanes = plan.connectors()
-    if case.num_peers > 1 and UPSTREAM in lanes:
-        lanes.remove(UPSTREAM)
+    variants = plan.connectors()
+    if case.num_peers > 1 and UPSTREAM in variants:
+        variants.remove(UPSTREAM)
         result.give_up(UPSTREAM.name, _SPINS)
-    if UPSTREAM_AT_REST in lanes and not (case.connected or thorough):
-        lanes.remove(UPSTREAM_AT_REST)
+    if UPSTREAM_AT_REST in variants and not (case.connected or thorough):
+        variants.remove(UPSTREAM_AT_REST)
         result.give_up(UPSTREAM_AT_REST.name, TAKES_MINUTES)
 
     def measure(pair: ConnectorPair) -> Iterable[PauseSummary | None]:
@@ -71,8 +71,8 @@ def _reading(case: PauseCase, plan: Plan, thorough: bool) -> Result:
         return [each.pauses for each in readings]
 
     pool = pool_blocks(case.num_requests * blocks)
-    for lane in lanes:
-        pair = ConnectorPair(lane, case.shape, pool, plan.directory)
+    for variant in variants:
+        pair = ConnectorPair(variant, case.shape, pool, plan.directory)
         _measure(pair, plan, result, measure)
     return result
 
@@ -88,8 +88,8 @@ def _holding(case: HoldingCase, plan: Plan) -> Result:
         pair.end()
         return summaries
 
-    for lane in plan.connectors():
-        pair = ConnectorPair(lane, case.shape, pool_blocks(1), plan.directory)
+    for variant in plan.connectors():
+        pair = ConnectorPair(variant, case.shape, pool_blocks(1), plan.directory)
         _measure(pair, plan, result, measure)
     return result
 
@@ -97,11 +97,11 @@ def _holding(case: HoldingCase, plan: Plan) -> Result:
 def _answers(case: AnswersCase, plan: Plan) -> Result:
     """Pauses of a decode engine that plans."""
     result = Result(Part.PAUSES, case.name, {"engines": case.num_engines})
-    for lane in plan.connectors():
-        if lane.connector == "upstream":
-            result.give_up(lane.name, NO_STAGES)
+    for variant in plan.connectors():
+        if variant.connector == "upstream":
+            result.give_up(variant.name, NO_STAGES)
             continue
-        _repeat(lane.name, plan, result, lambda: _pauses_of_planning(case, plan))
+        _repeat(variant.name, plan, result, lambda: _pauses_of_planning(case, plan))
     return result
 
 
@@ -121,22 +121,22 @@ def _measure(
     result: Result,
     measure: Callable[[ConnectorPair], Iterable[PauseSummary | None]],
 ) -> None:
-    """Measure a lane; no other one is there meanwhile, as 64 engines take much memory."""
+    """Measure a variant; no other one is there meanwhile, as 64 engines take much memory."""
     try:
-        _repeat(pair.lane.name, plan, result, lambda: measure(pair))
+        _repeat(pair.variant.name, plan, result, lambda: measure(pair))
     finally:
         pair.end()
 
 
 def _repeat(
-    lane: str, plan: Plan, result: Result, measure: Callable[[], Iterable[PauseSummary | None]]
+    variant: str, plan: Plan, result: Result, measure: Callable[[], Iterable[PauseSummary | None]]
 ) -> None:
-    """Measure a lane some times, and give it up where that fails."""
+    """Measure a variant some times, and give it up where that fails."""
     try:
         for _ in range(min(plan.repetitions, _REPETITIONS)):
-            result.add(lane, _figures(each for each in measure() if each is not None))
+            result.add(variant, _figures(each for each in measure() if each is not None))
     except BenchmarkError as error:
-        result.give_up(lane, str(error))
+        result.give_up(variant, str(error))
 
 
 def _figures(summaries: Iterable[PauseSummary]) -> dict[Metric, float]:

@@ -10,11 +10,11 @@ from dataclasses import replace
 from .cases import PeersCase
 from .children import call_all
 from .errors import BenchmarkError
-from .lanes import ConnectorPair
 from .results import Metric, Part, Result
-from .specs import NO_UCX_THREADS, Lane, PeersUsage
+from .specs import NO_UCX_THREADS, PeersUsage, Variant
 from .tables import pool_blocks
 from .turns import Plan
+from .variants import ConnectorPair
 
 _SOURCE_PROCESSES = 4
 """All agents that are read from are theirs: each costs memory and threads there, not here."""
@@ -54,13 +54,16 @@ def measure_peers(cases: Sequence[PeersCase], plan: Plan) -> Iterator[Result]:
     if not cases:
         return
     results = [Result(Part.PEERS, case.name, {"peers": case.num_peers}) for case in cases]
-    lanes = [lane for lane in plan.connectors() if lane.connector == "ours"][:1]
-    for lane in (*lanes, *(replace(NO_UCX_THREADS, strategy=each.strategy) for each in lanes)):
+    variants = [variant for variant in plan.connectors() if variant.connector == "ours"][:1]
+    for variant in (
+        *variants,
+        *(replace(NO_UCX_THREADS, strategy=each.strategy) for each in variants),
+    ):
         try:
             for _ in range(plan.repetitions):
-                for result, usage in zip(results, _measure(lane, cases, plan), strict=True):
+                for result, usage in zip(results, _measure(variant, cases, plan), strict=True):
                     result.add(
-                        lane.name,
+                        variant.name,
                         {
                             Metric.RESIDENT_BYTES: usage.resident_bytes,
                             Metric.DESCRIPTORS: usage.num_descriptors,
@@ -72,20 +75,20 @@ def measure_peers(cases: Sequence[PeersCase], plan: Plan) -> Iterator[Result]:
                     )
         except BenchmarkError as error:
             for result in results:
-                result.give_up(lane.name, str(error))
+                result.give_up(variant.name, str(error))
     yield from results
 
 
-def _measure(lane: Lane, cases: Sequence[PeersCase], plan: Plan) -> Iterator[PeersUsage]:
+def _measure(variant: Variant, cases: Sequence[PeersCase], plan: Plan) -> Iterator[PeersUsage]:
     """One worker, with more and more engines; each number but the first includes those before."""
     counts = [case.num_peers for case in cases]
     shape = cases[0].shape
-    pair = PeersPair(lane, shape, pool_blocks(1), plan.directory)
+    pair = PeersPair(variant, shape, pool_blocks(1), plan.directory)
     try:
         pair.start_engines(max(counts) + _FURTHER * len(counts))
         known = 0
         for case in cases:
-            plan.say(f"peers: {case.name}, {lane.name}")
+            plan.say(f"peers: {case.name}, {variant.name}")
             usage = pair.read_from(max(case.num_peers - known, 0))
             # What is timed are those after it.
             further = pair.read_from(_FURTHER)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures as a drawing: a dot for each median and a line for its range, lanes beside each other."""
+"""Figures as a drawing: a dot for each median, a line for its range, variants side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Chart:
     Attributes:
         part: Which results.
         title: What the axis means.
-        value: Of a result's lane, to be placed on the axis.
+        value: Of a result's variant, to be placed on the axis.
         show: The same in words.
     """
 
@@ -38,7 +38,7 @@ class _Chart:
 
 
 def _of(metric: Metric) -> Callable[[Result, str], Summary | None]:
-    return lambda result, lane: result.summary(lane, metric)
+    return lambda result, variant: result.summary(variant, metric)
 
 
 _CHARTS = (
@@ -103,8 +103,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
     ]
     if not shown:
         return
-    lanes = dict.fromkeys(lane for result in results for lane in result.samples)
-    colours = dict(zip(lanes, _COLOURS * len(lanes), strict=False))
+    variants = dict.fromkeys(variant for result in results for variant in result.samples)
+    colours = dict(zip(variants, _COLOURS * len(variants), strict=False))
     rows = [sum(len(case.samples) + _GAP_ROWS for case in cases) for _, cases in shown]
     figure, axes = pyplot.subplots(
         len(shown),
@@ -126,8 +126,8 @@ def _draw(axis: Any, chart: _Chart, cases: Sequence[Result], colours: dict[str, 
     ticks, labels, row = [], [], 0.0
     for case in cases:
         first = row
-        for lane in case.samples:
-            value = chart.value(case, lane)
+        for variant in case.samples:
+            value = chart.value(case, variant)
             if value is None:
                 continue
             axis.errorbar(
@@ -135,15 +135,15 @@ def _draw(axis: Any, chart: _Chart, cases: Sequence[Result], colours: dict[str, 
                 row,
                 xerr=[[value.median - value.min], [value.max - value.median]],
                 fmt="o",
-                color=colours[lane],
-                label="_nolegend_" if lane in named else lane,
+                color=colours[variant],
+                label="_nolegend_" if variant in named else variant,
                 markersize=4,
                 elinewidth=1.2,
                 capsize=2,
             )
             place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
             axis.annotate(chart.show(value.median), (value.max, row), fontsize=6.5, **place)
-            named.add(lane)
+            named.add(variant)
             row += 1
         ticks.append((first + row - 1) / 2)
         labels.append(textwrap.fill(case.case, _LABEL_CHARACTERS))

@@ -30,8 +30,8 @@ NOTES = (
     "bound to no core.",
     "raw NIXL reads the same bytes with as few descriptors as there can be; memcpy copies them "
     "within one process.",
-    "Host memory is of huge pages where the system has them, in all lanes; that of engines, end to "
-    "end, is what PyTorch gives them.",
+    "Host memory is of huge pages where the system has them, in all variants; that of engines, end "
+    "to end, is what PyTorch gives them.",
 )
 
 _TITLES = {
@@ -87,18 +87,18 @@ def held(verdict: Verdict, value: float) -> str:
     return shown[verdict.unit](value)
 
 
-def speed(result: Result, lane: str) -> Summary | None:
+def speed(result: Result, variant: str) -> Summary | None:
     """Bytes a second of a transfer, in GB/s."""
-    taken = result.summary(lane, Metric.SECONDS)
+    taken = result.summary(variant, Metric.SECONDS)
     if taken is None:
         return None
     total = result.sizes["bytes"] / 1e9
     return Summary(total / taken.median, total / taken.max, total / taken.min, taken.count)
 
 
-def per_chunk(result: Result, lane: str) -> Summary | None:
+def per_chunk(result: Result, variant: str) -> Summary | None:
     """Microseconds a descriptor of one chunk."""
-    taken = result.summary(lane, Metric.SECONDS)
+    taken = result.summary(variant, Metric.SECONDS)
     if taken is None:
         return None
     chunks = result.sizes["chunks"] / 1e6
@@ -153,12 +153,12 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
             continue
         table = Table(title=_TITLES[part], title_justify="left", box=box.SIMPLE_HEAD)
         table.add_column("case", overflow="fold")
-        table.add_column("lane", no_wrap=True)
+        table.add_column("variant", no_wrap=True)
         for column in columns[part]:
             table.add_column(column, justify="right")
         for result in measured:
-            lines = [(lane, *rows[part](result, lane)) for lane in result.samples]
-            lines += [(lane, "not measured") for lane in result.missing]
+            lines = [(variant, *rows[part](result, variant)) for variant in result.samples]
+            lines += [(variant, "not measured") for variant in result.missing]
             for number, line in enumerate(lines):
                 table.add_row(result.case if number == 0 else "", *map(escape, line))
             table.add_section()
@@ -167,55 +167,55 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
 
 
 def missing_lines(results: Iterable[Result]) -> list[str]:
-    """Why lanes were not measured, each reason once."""
+    """Why variants were not measured, each reason once."""
     reasons: dict[str, list[str]] = {}
     for result in results:
-        for lane, reason in result.missing.items():
-            reasons.setdefault(f"{lane}: {reason}", []).append(result.case)
+        for variant, reason in result.missing.items():
+            reasons.setdefault(f"{variant}: {reason}", []).append(result.case)
     return [f"Not measured ({'; '.join(cases)}): {reason}" for reason, cases in reasons.items()]
 
 
-def _handshake_rows(result: Result, lane: str) -> list[str]:
+def _handshake_rows(result: Result, variant: str) -> list[str]:
     cells = []
     for metric, show in ((Metric.SECONDS, seconds), (Metric.PEAK_BYTES, size)):
-        cells.append(figures(result.summary(lane, metric), show))
-        ratio = None if lane == UPSTREAM.name else result.ratio(UPSTREAM.name, lane, metric)
+        cells.append(figures(result.summary(variant, metric), show))
+        ratio = None if variant == UPSTREAM.name else result.ratio(UPSTREAM.name, variant, metric)
         cells.append(figures(ratio, times))
     return cells
 
 
-def _transfer_rows(result: Result, lane: str) -> list[str]:
+def _transfer_rows(result: Result, variant: str) -> list[str]:
     ratios = [
-        None if lane == other.name else result.ratio(other.name, lane, Metric.SECONDS)
+        None if variant == other.name else result.ratio(other.name, variant, Metric.SECONDS)
         for other in (UPSTREAM, UPSTREAM_AT_REST)
     ]
     return [
-        figures(speed(result, lane), lambda value: f"{value:.3g}"),
+        figures(speed(result, variant), lambda value: f"{value:.3g}"),
         *(figures(ratio, times) for ratio in ratios),
-        figures(per_chunk(result, lane), lambda value: f"{value:.3g}"),
+        figures(per_chunk(result, variant), lambda value: f"{value:.3g}"),
     ]
 
 
-def _against_upstream(result: Result, lane: str, metric: Metric) -> list[str]:
-    """A lane's seconds, and how many times upstream's they are."""
-    ratio = None if lane == UPSTREAM.name else result.ratio(lane, UPSTREAM.name, metric)
-    return [figures(result.summary(lane, metric), seconds), figures(ratio, times)]
+def _against_upstream(result: Result, variant: str, metric: Metric) -> list[str]:
+    """A variant's seconds, and how many times upstream's they are."""
+    ratio = None if variant == UPSTREAM.name else result.ratio(variant, UPSTREAM.name, metric)
+    return [figures(result.summary(variant, metric), seconds), figures(ratio, times)]
 
 
-def _request_path_rows(result: Result, lane: str) -> list[str]:
+def _request_path_rows(result: Result, variant: str) -> list[str]:
     return [
-        *_against_upstream(result, lane, Metric.REQUEST_CPU_S),
-        figures(result.summary(lane, Metric.STEP_CPU_S), seconds),
-        figures(result.summary(lane, Metric.OWN_CPU_S), seconds),
-        figures(result.summary(lane, Metric.WORKER_CPU_S), seconds),
+        *_against_upstream(result, variant, Metric.REQUEST_CPU_S),
+        figures(result.summary(variant, Metric.STEP_CPU_S), seconds),
+        figures(result.summary(variant, Metric.OWN_CPU_S), seconds),
+        figures(result.summary(variant, Metric.WORKER_CPU_S), seconds),
     ]
 
 
-def _idle_rows(result: Result, lane: str) -> list[str]:
-    return [figures(result.summary(lane, Metric.IDLE_CPU), share)]
+def _idle_rows(result: Result, variant: str) -> list[str]:
+    return [figures(result.summary(variant, Metric.IDLE_CPU), share)]
 
 
-def _peers_rows(result: Result, lane: str) -> list[str]:
+def _peers_rows(result: Result, variant: str) -> list[str]:
     shown = {
         Metric.RESIDENT_BYTES: size,
         Metric.DESCRIPTORS: count,
@@ -224,27 +224,27 @@ def _peers_rows(result: Result, lane: str) -> list[str]:
         Metric.SECONDS: seconds,
         Metric.NIXL_S: seconds,
     }
-    return [figures(result.summary(lane, metric), show) for metric, show in shown.items()]
+    return [figures(result.summary(variant, metric), show) for metric, show in shown.items()]
 
 
-def _pause_rows(result: Result, lane: str) -> list[str]:
+def _pause_rows(result: Result, variant: str) -> list[str]:
     pauses = Metric.LONGEST_PAUSE_S, Metric.PAUSE_P99_S
-    return [figures(result.summary(lane, each), seconds) for each in pauses]
+    return [figures(result.summary(variant, each), seconds) for each in pauses]
 
 
-def _network_rows(result: Result, lane: str) -> list[str]:
+def _network_rows(result: Result, variant: str) -> list[str]:
     return [
-        figures(result.summary(lane, Metric.SECONDS), seconds),
-        figures(result.summary(lane, Metric.STEPS_AFTER_ARRIVAL), count),
+        figures(result.summary(variant, Metric.SECONDS), seconds),
+        figures(result.summary(variant, Metric.STEPS_AFTER_ARRIVAL), count),
     ]
 
 
-def _end_to_end_rows(result: Result, lane: str) -> list[str]:
+def _end_to_end_rows(result: Result, variant: str) -> list[str]:
     return [
-        *_against_upstream(result, lane, Metric.TTFT_S),
-        figures(result.summary(lane, Metric.ITL_S), seconds),
-        figures(result.summary(lane, Metric.ITL_P99_S), seconds),
-        figures(result.summary(lane, Metric.TOKENS_PER_S), lambda value: f"{value:.3g}"),
+        *_against_upstream(result, variant, Metric.TTFT_S),
+        figures(result.summary(variant, Metric.ITL_S), seconds),
+        figures(result.summary(variant, Metric.ITL_P99_S), seconds),
+        figures(result.summary(variant, Metric.TOKENS_PER_S), lambda value: f"{value:.3g}"),
     ]
 
 
@@ -289,7 +289,11 @@ def to_json(
     """Everything, with every sample."""
     return {
         "format": FORMAT,
-        "lanes": {"ours": OURS.name, "upstream": UPSTREAM.name, "at_rest": UPSTREAM_AT_REST.name},
+        "variants": {
+            "ours": OURS.name,
+            "upstream": UPSTREAM.name,
+            "at_rest": UPSTREAM_AT_REST.name,
+        },
         "machine": dict(facts),
         "settings": dict(settings),
         "not_run": list(not_run),
@@ -299,8 +303,8 @@ def to_json(
                 "case": result.case,
                 "sizes": dict(result.sizes),
                 "samples": {
-                    lane: {metric.value: values for metric, values in metrics.items()}
-                    for lane, metrics in result.samples.items()
+                    variant: {metric.value: values for metric, values in metrics.items()}
+                    for variant, metrics in result.samples.items()
                 },
                 "missing": dict(result.missing),
             }
@@ -347,10 +351,10 @@ def _result(written: Mapping[str, Any]) -> Result:
         written["case"],
         {name: float(value) for name, value in written["sizes"].items()},
         {
-            lane: {
+            variant: {
                 Metric(name): [float(value) for value in values] for name, values in metrics.items()
             }
-            for lane, metrics in written["samples"].items()
+            for variant, metrics in written["samples"].items()
         },
         dict(written["missing"]),
     )

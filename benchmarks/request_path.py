@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from .cases import RequestPathCase
-from .lanes import Pair, side_by_side, started_pairs
 from .results import Metric, Part, Result
 from .tables import pool_blocks
 from .turns import Plan, take_turns
+from .variants import Pair, side_by_side, started_pairs
 
 
 def measure_request_paths(cases: Sequence[RequestPathCase], plan: Plan) -> Iterator[Result]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured: samples of each lane, repetition by repetition."""
+"""What was measured: samples of each variant, repetition by repetition."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Metric(Enum):
 
 @dataclass
 class Result:
-    """One case, measured in several lanes that took turns.
+    """One case, measured in several variants that took turns.
 
     Attributes:
         part: Of what.
         case: Its name, unique within the part.
         sizes: What the case amounts to, with units in the names.
-        samples: Values by lane and metric, one for each repetition.
-        missing: Why lanes were not measured.
+        samples: Values by variant and metric, one for each repetition.
+        missing: Why variants were not measured.
     """
 
     part: Part
@@ -65,24 +65,24 @@ class Result:
     samples: dict[str, dict[Metric, list[float]]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
-    def add(self, lane: str, values: Mapping[Metric, float]) -> None:
-        """Add a repetition of a lane."""
+    def add(self, variant: str, values: Mapping[Metric, float]) -> None:
+        """Add a repetition of a variant."""
         for metric, value in values.items():
-            self.samples.setdefault(lane, {}).setdefault(metric, []).append(value)
+            self.samples.setdefault(variant, {}).setdefault(metric, []).append(value)
 
-    def give_up(self, lane: str, reason: str) -> None:
-        """Take a lane out, with what was measured of it."""
-        self.samples.pop(lane, None)
-        self.missing[lane] = reason
+    def give_up(self, variant: str, reason: str) -> None:
+        """Take a variant out, with what was measured of it."""
+        self.samples.pop(variant, None)
+        self.missing[variant] = reason
 
-    def summary(self, lane: str, metric: Metric) -> Summary | None:
-        """A lane's values; None where there are none."""
-        values = self.samples.get(lane, {}).get(metric)
+    def summary(self, variant: str, metric: Metric) -> Summary | None:
+        """A variant's values; None where there are none."""
+        values = self.samples.get(variant, {}).get(metric)
         return summarize(values) if values else None
 
     def ratio(self, over: str, under: str, metric: Metric) -> Summary | None:
-        """Values of one lane over another's of the same repetitions; None without."""
-        values = [self.samples.get(lane, {}).get(metric, []) for lane in (over, under)]
+        """Values of one variant over another's of the same repetitions; None without."""
+        values = [self.samples.get(variant, {}).get(metric, []) for variant in (over, under)]
         if not all(values) or len(values[0]) != len(values[1]):
             return None
         return paired_ratio(*values)

@@ -13,7 +13,7 @@ from .network import HERE, Site
 
 
 @dataclass(frozen=True)
-class Lane:
+class Variant:
     """Something that is measured beside others.
 
     Attributes:
@@ -32,12 +32,12 @@ class Lane:
     at_rest: bool = False
 
 
-OURS = Lane("ours", "ours")
-NO_UCX_THREADS = Lane("ours, no UCX threads", "ours", num_threads=0)
-UPSTREAM = Lane("upstream", "upstream")
-UPSTREAM_AT_REST = Lane("upstream at rest", "upstream", at_rest=True)
-RAW = Lane("raw NIXL", "raw")
-MEMCPY = Lane("memcpy", "memcpy")
+OURS = Variant("ours", "ours")
+NO_UCX_THREADS = Variant("ours, no UCX threads", "ours", num_threads=0)
+UPSTREAM = Variant("upstream", "upstream")
+UPSTREAM_AT_REST = Variant("upstream at rest", "upstream", at_rest=True)
+RAW = Variant("raw NIXL", "raw")
+MEMCPY = Variant("memcpy", "memcpy")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class EngineSpec:
     """An engine, of which every rank is a process.
 
     Attributes:
-        lane: What runs there.
+        variant: What runs there.
         engine_id: Unique.
         layout: Its parallel sizes.
         shape: The model's, and block size.
@@ -56,7 +56,7 @@ class EngineSpec:
         site: Where it runs.
     """
 
-    lane: Lane
+    variant: Variant
     engine_id: str
     layout: Layout
     shape: Shape

@@ -108,7 +108,7 @@ def judge(results: Sequence[Result], ours: str = OURS.name) -> list[Verdict]:
     """Hold results against all targets that speak of them.
 
     Args:
-        ours: The lane of our connector that is judged.
+        ours: The variant of our connector that is judged.
     """
     rules: dict[Part, Callable[[Result, str], Iterable[Verdict]]] = {
         Part.HANDSHAKE: _handshake,
@@ -157,14 +157,14 @@ def _transfer(result: Result, ours: str) -> Iterable[Verdict]:
 def _request_path(result: Result, ours: str) -> Iterable[Verdict]:
     if result.sizes["requests"] < 256:
         return
-    for whose, metric, lane, wanted in (
+    for whose, metric, variant, wanted in (
         ("engine's thread", Metric.REQUEST_CPU_S, UPSTREAM.name, 0.1),
         ("engine's thread", Metric.REQUEST_CPU_S, UPSTREAM_AT_REST.name, 0.7),
         ("whole worker", Metric.WORKER_CPU_S, UPSTREAM_AT_REST.name, 1.0),
     ):
-        ratio = result.ratio(ours, lane, metric)
-        target = f"our CPU time a request / that of {lane}, {whose}"
-        yield _verdict(target, result, ratio, wanted, lane, at_most=True)
+        ratio = result.ratio(ours, variant, metric)
+        target = f"our CPU time a request / that of {variant}, {whose}"
+        yield _verdict(target, result, ratio, wanted, variant, at_most=True)
 
 
 def _idle(result: Result, ours: str) -> Iterable[Verdict]:
@@ -173,12 +173,12 @@ def _idle(result: Result, ours: str) -> Iterable[Verdict]:
 
 
 def _peers(result: Result, ours: str) -> Iterable[Verdict]:
-    # Both settings of UCX's threads are lanes of their own there.
-    for lane in (*result.samples, *result.missing):
-        if lane.startswith(OURS.name):
-            took = result.summary(lane, Metric.SECONDS)
-            target = f"handshake with a further engine, {lane}"
-            yield _limit(target, result, took, _FURTHER_S, lane, Unit.SECONDS)
+    # Both settings of UCX's threads are variants of their own there.
+    for variant in (*result.samples, *result.missing):
+        if variant.startswith(OURS.name):
+            took = result.summary(variant, Metric.SECONDS)
+            target = f"handshake with a further engine, {variant}"
+            yield _limit(target, result, took, _FURTHER_S, variant, Unit.SECONDS)
 
 
 def _pauses(result: Result, ours: str) -> Iterable[Verdict]:
@@ -187,12 +187,12 @@ def _pauses(result: Result, ours: str) -> Iterable[Verdict]:
 
 
 def _network(result: Result, _: str) -> Iterable[Verdict]:
-    # Both ways of reading are lanes of their own there.
-    for lane in (*result.samples, *result.missing):
-        if lane.startswith(OURS.name):
-            steps = result.summary(lane, Metric.STEPS_AFTER_ARRIVAL)
+    # Both ways of reading are variants of their own there.
+    for variant in (*result.samples, *result.missing):
+        if variant.startswith(OURS.name):
+            steps = result.summary(variant, Metric.STEPS_AFTER_ARRIVAL)
             target = "engine steps from the last byte to the report"
-            yield _limit(target, result, steps, 1.0, lane, Unit.STEPS)
+            yield _limit(target, result, steps, 1.0, variant, Unit.STEPS)
 
 
 def _end_to_end(result: Result, ours: str) -> Iterable[Verdict]:
@@ -231,19 +231,19 @@ def _crowds(results: Sequence[Result], ours: str) -> Iterable[Verdict]:
     few, many = by_count.get(_FEW_PEERS), by_count.get(_MANY_PEERS)
     if few is None or many is None:
         return
-    for lane in (*many.samples, *many.missing):
+    for variant in (*many.samples, *many.missing):
         for metric, what in (
             (Metric.RESIDENT_BYTES, "memory"),
             (Metric.DESCRIPTORS, "descriptors at rest"),
             (Metric.PEAK_DESCRIPTORS, "descriptors after the last read"),
             (Metric.THREADS, "threads"),
         ):
-            summaries = few.summary(lane, metric), many.summary(lane, metric)
+            summaries = few.summary(variant, metric), many.summary(variant, metric)
             ratio = None
             if summaries[0] is not None and summaries[1] is not None:
                 ratio = _quotient(summaries[1], summaries[0])
-            target = f"{what} / that for {_FEW_PEERS} engines, {lane}"
-            yield _verdict(target, many, ratio, _FLAT, lane, at_most=True)
+            target = f"{what} / that for {_FEW_PEERS} engines, {variant}"
+            yield _verdict(target, many, ratio, _FLAT, variant, at_most=True)
 
 
 def _quotient(many: Summary, few: Summary) -> Summary | None:
@@ -258,17 +258,17 @@ def _verdict(
     result: Result,
     ratio: Summary | None,
     wanted: float,
-    lane: str,
+    variant: str,
     *,
     at_most: bool = False,
     unit: Unit = Unit.TIMES,
 ) -> Verdict:
-    reason = result.missing.get(lane, "").partition("\n")[0]
+    reason = result.missing.get(variant, "").partition("\n")[0]
     return Verdict(result.part, target, result.case, ratio, wanted, at_most, unit, reason)
 
 
 def _limit(
-    target: str, result: Result, value: Summary | None, wanted: float, lane: str, unit: Unit
+    target: str, result: Result, value: Summary | None, wanted: float, variant: str, unit: Unit
 ) -> Verdict:
-    """A value, which is of no other lane, and may not be above what is wanted."""
-    return _verdict(target, result, value, wanted, lane, at_most=True, unit=unit)
+    """A value, which is of no other variant, and may not be above what is wanted."""
+    return _verdict(target, result, value, wanted, variant, at_most=True, unit=unit)

@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from .cases import TransferCase
-from .lanes import Pair, Tables, duration_s, started_pairs
 from .results import Metric, Part, Result
 from .tables import block_table, pool_blocks
 from .turns import Plan, take_turns
+from .variants import Pair, Tables, duration_s, started_pairs
 
 _READS = 3
 """In each turn, of which the median counts: a process that was stopped until then, as no engine's
@@ -25,7 +25,7 @@ def measure_transfers(cases: Sequence[TransferCase], plan: Plan) -> Iterator[Res
         alike = list(group)
         pool = pool_blocks(max(shape.num_blocks(case.tokens) for case in alike))
         plan.say(f"transfer: starting engines for {shape}")
-        with started_pairs(plan.lanes, shape, pool, plan.directory) as pairs:
+        with started_pairs(plan.variants, shape, pool, plan.directory) as pairs:
             for case in alike:
                 plan.say(f"transfer: {case.name}")
                 yield _measure(case, pool, pairs, plan.repetitions)
@@ -51,7 +51,7 @@ def _measure(case: TransferCase, pool: int, pairs: list[Pair], repetitions: int)
         source, destination = (block_table(case.order, blocks, pool, rng) for _ in range(2))
         return Tables(source, destination, case.tokens)
 
-    # The same for all lanes.
+    # The same for all variants.
     checked = other_blocks()
     tables = [[other_blocks() for _ in range(_READS)] for _ in range(repetitions)]
 

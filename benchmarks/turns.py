@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repetitions of a case in all lanes, in turns."""
+"""Repetitions of a case in all variants, in turns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import BenchmarkError
-from .lanes import Pair
 from .results import Metric, Result
-from .specs import Lane
+from .specs import Variant
+from .variants import Pair
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,20 @@ class Plan:
     """How to measure.
 
     Attributes:
-        lanes: What takes turns, where a part has a use for it.
+        variants: What takes turns, where a part has a use for it.
         repetitions: Of every case.
         directory: For logs.
         say: Tells people what is being done.
     """
 
-    lanes: Sequence[Lane]
+    variants: Sequence[Variant]
     repetitions: int
     directory: Path
     say: Callable[[str], None]
 
-    def connectors(self) -> list[Lane]:
-        """The lanes that have a connector."""
-        return [lane for lane in self.lanes if lane.connector in ("ours", "upstream")]
+    def connectors(self) -> list[Variant]:
+        """The variants that have a connector."""
+        return [variant for variant in self.variants if variant.connector in ("ours", "upstream")]
 
 
 def take_turns(
@@ -52,8 +52,8 @@ def take_turns(
         for pair in list(pairs) if repetition % 2 == 0 else list(reversed(pairs)):
             try:
                 with pair.turn():
-                    result.add(pair.lane.name, measure(pair, repetition))
+                    result.add(pair.variant.name, measure(pair, repetition))
             except BenchmarkError as error:
-                result.give_up(pair.lane.name, str(error))
+                result.give_up(pair.variant.name, str(error))
                 pair.end()
                 pairs.remove(pair)

@@ -18,9 +18,9 @@ def measured(monkeypatch):
     pytest.importorskip("matplotlib", reason="installed by `make bench` and `make test-full`")
     monkeypatch.setattr(cli.children, "prepare", lambda *_: None)
 
-    def prepare(lane: str = "ours", error: BaseException | None = None, missing: str = ""):
+    def prepare(variant: str = "ours", error: BaseException | None = None, missing: str = ""):
         result = Result(Part.REQUEST_PATH, "16 in flight", {"requests": 16})
-        result.add(lane, dict.fromkeys(Metric, 1.0))
+        result.add(variant, dict.fromkeys(Metric, 1.0))
         if missing:
             result.give_up(missing, "it failed")
 
@@ -58,19 +58,19 @@ def test_what_was_measured_is_written(measured, tmp_path, capsys, error, expecte
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("lane", "expected"), [("ours", 1), ("upstream", 0)])
-def test_only_a_failure_of_ours_fails(measured, tmp_path, lane, expected):
+@pytest.mark.parametrize(("variant", "expected"), [("ours", 1), ("upstream", 0)])
+def test_only_a_failure_of_ours_fails(measured, tmp_path, variant, expected):
     """What upstream's connector cannot do is a result; what ours cannot is not."""
-    measured(lane="memcpy", missing=lane)
+    measured(variant="memcpy", missing=variant)
     assert run(tmp_path)[0] == expected
 
 
 def test_strategies_are_lanes_of_their_own():
     """Each strategy takes turns with the others; without one, the connector chooses."""
-    names = [lane.name for lane in cli.lanes(["staged", "direct"])]
+    names = [variant.name for variant in cli.variants(["staged", "direct"])]
     assert names[:3] == ["ours, staged", "ours, direct", "upstream"]
-    assert cli.lanes(["staged"])[0].strategy == "staged"
-    assert cli.lanes(None)[0].strategy is None
+    assert cli.variants(["staged"])[0].strategy == "staged"
+    assert cli.variants(None)[0].strategy is None
 
 
 def test_quick_and_full_exclude_each_other(capsys):

@@ -38,23 +38,25 @@ def table(page: str, name: str) -> list[str]:
 def transfer(case: str, **seconds: list[float]) -> Result:
     """A request of 2 GB."""
     sizes = {"bytes": 2e9, "chunks": 1e6, "chunk_bytes": 4096}
-    samples = {lane.replace("_", " "): {Metric.SECONDS: values} for lane, values in seconds.items()}
+    samples = {
+        variant.replace("_", " "): {Metric.SECONDS: values} for variant, values in seconds.items()
+    }
     return Result(Part.TRANSFER, case, sizes, samples)
 
 
 def handshake(
     layouts: str, blocks: int, missing: dict[str, str], **values: tuple[float, float]
 ) -> Result:
-    """A handshake of 80 layers, with seconds and bytes of each lane."""
+    """A handshake of 80 layers, with seconds and bytes of each variant."""
     made = Result(
         Part.HANDSHAKE,
         f"{layouts}, 80 layers x {blocks // 1000}k blocks",
         {"blocks": blocks, "layers": 80},
         missing=missing,
     )
-    for lane, (seconds, peak) in values.items():
+    for variant, (seconds, peak) in values.items():
         both = {Metric.SECONDS: seconds, Metric.PEAK_BYTES: peak}
-        made.add(lane.replace("_", " "), both)
+        made.add(variant.replace("_", " "), both)
     return made
 
 
@@ -82,9 +84,9 @@ def handshakes() -> list[Result]:
 def request_path(requests: int) -> Result:
     """Requests in flight."""
     made = Result(Part.REQUEST_PATH, f"TP2->TP1, {requests} in flight", {"requests": requests})
-    for lane, value in (("ours", 0.003), ("upstream", 0.004), ("upstream at rest", 0.0024)):
+    for variant, value in (("ours", 0.003), ("upstream", 0.004), ("upstream at rest", 0.0024)):
         made.add(
-            lane,
+            variant,
             {
                 Metric.REQUEST_CPU_S: value,
                 Metric.OWN_CPU_S: value / 10,
@@ -97,17 +99,17 @@ def request_path(requests: int) -> Result:
 def idle() -> Result:
     """Workers that have nothing to do."""
     made = Result(Part.IDLE, "TP2->TP1, connected")
-    for lane, value in (("ours", 0.002), ("upstream", 1.0)):
-        made.add(lane, {Metric.IDLE_CPU: value})
+    for variant, value in (("ours", 0.002), ("upstream", 1.0)):
+        made.add(variant, {Metric.IDLE_CPU: value})
     return made
 
 
 def peers(count: int) -> Result:
     """A worker that knows so many engines."""
     made = Result(Part.PEERS, f"TP1->TP1, {count} engines", {"peers": count})
-    for lane, descriptors in (("ours", 400), ("ours, no UCX threads", 160)):
+    for variant, descriptors in (("ours", 400), ("ours, no UCX threads", 160)):
         made.add(
-            lane,
+            variant,
             {
                 Metric.RESIDENT_BYTES: 590e6,
                 Metric.DESCRIPTORS: descriptors,
@@ -123,16 +125,16 @@ def peers(count: int) -> Result:
 def pauses() -> Result:
     """Requests that wait for a handshake."""
     made = Result(Part.PAUSES, "TP2->TP1, 1000 waiting for a handshake")
-    for lane, value in (("ours", 0.002), ("upstream", 1.0), ("upstream at rest", 0.5)):
-        made.add(lane, {Metric.LONGEST_PAUSE_S: value, Metric.PAUSE_P99_S: value / 2})
+    for variant, value in (("ours", 0.002), ("upstream", 1.0), ("upstream at rest", 0.5)):
+        made.add(variant, {Metric.LONGEST_PAUSE_S: value, Metric.PAUSE_P99_S: value / 2})
     return made
 
 
 def network() -> Result:
     """A request over TCP."""
     made = Result(Part.NETWORK, "TP2->TP1, 8 MiB, TCP, loopback, steps of 10 ms")
-    for lane, steps in (("ours (direct)", 1), ("ours (staged)", 2), ("upstream at rest", 1)):
-        made.add(lane, {Metric.SECONDS: 0.02, Metric.STEPS_AFTER_ARRIVAL: steps})
+    for variant, steps in (("ours (direct)", 1), ("ours (staged)", 2), ("upstream at rest", 1)):
+        made.add(variant, {Metric.SECONDS: 0.02, Metric.STEPS_AFTER_ARRIVAL: steps})
     return made
 
 
@@ -142,10 +144,10 @@ STACKS = {"one engine": 0.25, "upstream": 0.4, "upstream at rest": 0.5, "ours": 
 def end_to_end(rate: float, link: str = "", stacks: Collection[str] = STACKS) -> Result:
     """A request rate."""
     made = Result(Part.END_TO_END, f"512+32 tokens, {rate:g} requests/s{link}", {"rate": rate})
-    for lane in stacks:
-        value = STACKS[lane]
+    for variant in stacks:
+        value = STACKS[variant]
         made.add(
-            lane,
+            variant,
             {
                 Metric.TTFT_S: value,
                 Metric.ITL_S: value / 10,
@@ -228,9 +230,9 @@ def test_shares_pauses_and_steps_have_their_units(results):
     """Per cent of a core, time, and time with steps after the last byte."""
     page = rewrite(page_of(*NAMES), results)
     assert table(page, "peers") == [
-        f"| {count} | {lane} | 590 MB | {descriptors} | {2 * descriptors} | 72 | 4 ms | 2 ms |"
+        f"| {count} | {variant} | 590 MB | {descriptors} | {2 * descriptors} | 72 | 4 ms | 2 ms |"
         for count in (8, 200)
-        for lane, descriptors in (("ours", 400), ("ours, no UCX threads", 160))
+        for variant, descriptors in (("ours", 400), ("ours, no UCX threads", 160))
     ]
     assert table(page, "idle") == [
         "| TP2->TP1, connected | 0.20% [0.20%, 0.20%] | 100.00% [100.00%, 100.00%] | not measured |"
@@ -274,7 +276,7 @@ def test_targets_are_worded_for_readers(results):
     """Every target has what is wanted, how often it is met, and the case that is farthest."""
     many = "TP1->TP1, 80 layers x 100k blocks"
     cpu = "our CPU time a request / that of"
-    peers_lanes, crowd = ("ours", "ours, no UCX threads"), "TP1->TP1, 200 engines"
+    peers_variants, crowd = ("ours", "ours, no UCX threads"), "TP1->TP1, 200 engines"
     assert table(rewrite(page_of("targets"), results), "targets") == [
         "| handshake | upstream's time / ours | at least 100x | 1 of 1 | 250x [250x, 250x] "
         f"| {many} |",
@@ -299,14 +301,14 @@ def test_targets_are_worded_for_readers(results):
         "| idle | share of a core of an idle worker | at most 1.00% | 1 of 1 "
         "| 0.20% [0.20%, 0.20%] | TP2->TP1, connected |",
         *(
-            f"| peers | handshake with a further engine, {lane} | at most 10 ms | 2 of 2 "
+            f"| peers | handshake with a further engine, {variant} | at most 10 ms | 2 of 2 "
             f"| 4 ms [4 ms, 4 ms] | {crowd} |"
-            for lane in peers_lanes
+            for variant in peers_variants
         ),
         *(
-            f"| peers | {what} / that for 8 engines, {lane} | at most 1.5x | 1 of 1 "
+            f"| peers | {what} / that for 8 engines, {variant} | at most 1.5x | 1 of 1 "
             f"| 1x [1x, 1x] | {crowd} |"
-            for lane in peers_lanes
+            for variant in peers_variants
             for what in (
                 "memory",
                 "descriptors at rest",

@@ -71,10 +71,10 @@ def test_first_link_that_can_be_had_is_measured(monkeypatch, tmp_path, num_refus
             raise NetworkError(f"no {link}")
         yield HERE, HERE
 
-    def measure(bench, lane, connector, link, cases):
-        started.append((lane, link))
+    def measure(bench, variant, connector, link, cases):
+        started.append((variant, link))
         for _, result in cases:
-            result.add(lane, {Metric.TTFT_S: 1.0})
+            result.add(variant, {Metric.TTFT_S: 1.0})
 
     monkeypatch.setattr(end_to_end, "sites", sites)
     monkeypatch.setattr(end_to_end, "prepare_default_model", lambda *_: None)
@@ -89,8 +89,8 @@ def test_first_link_that_can_be_had_is_measured(monkeypatch, tmp_path, num_refus
         result = results[LOAD.result(link).case]
         assert (result.samples, result.missing) == ({}, dict.fromkeys(compared, f"no {link}"))
     assert list(results[LOAD.name].samples) == everything
-    over = [(lane, link) for link in used for lane in compared]
-    assert started == [(lane, None) for lane in everything] + over
+    over = [(variant, link) for link in used for variant in compared]
+    assert started == [(variant, None) for variant in everything] + over
     started.clear()
     assert all("Gbit" in result.case for result in measure_end_to_end([LOAD], 1, plan, far))
     assert started == over

@@ -26,7 +26,6 @@ from benchmarks.cases import (
 from benchmarks.errors import BenchmarkError, NotEnoughMemoryError
 from benchmarks.handshake import NO_STAGES, measure_handshakes, refuse_upstream
 from benchmarks.idle import measure_idle
-from benchmarks.lanes import ConnectorPair, RawPair, Tables
 from benchmarks.network import Link
 from benchmarks.pauses import measure_pauses
 from benchmarks.peers import measure_peers
@@ -36,6 +35,7 @@ from benchmarks.specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST, Watc
 from benchmarks.tables import TableOrder
 from benchmarks.transfer import measure_transfers
 from benchmarks.turns import Plan
+from benchmarks.variants import ConnectorPair, RawPair, Tables
 from tools.pdstack.layout import Layout
 
 LANES = [OURS, UPSTREAM_AT_REST, RAW, MEMCPY]
@@ -47,16 +47,16 @@ MLA = Shape(Layout(2, 1), Layout(1, 1), 2, 1, 576, 32, mla=True)
 
 @pytest.fixture
 def plan(server, tmp_path) -> Plan:
-    """Two repetitions; of upstream's, the lane that leaves the cores to other tests."""
+    """Two repetitions; of upstream's, the variant that leaves the cores to other tests."""
     return Plan(LANES, 2, tmp_path, print)
 
 
-def test_transfers_are_measured_in_all_lanes(plan):
+def test_transfers_are_measured_in_all_variants(plan):
     """Both connectors and both limits read the right bytes, and none is missing."""
     cases = [TransferCase(SHAPE, 100, TableOrder.SHUFFLED)]
     for result in measure_transfers(cases, plan):
         assert result.missing == {}
-        assert list(result.samples) == [lane.name for lane in LANES]
+        assert list(result.samples) == [variant.name for variant in LANES]
         for metrics in result.samples.values():
             assert len(metrics[Metric.SECONDS]) == 2 and min(metrics[Metric.SECONDS]) > 0
 
@@ -86,10 +86,10 @@ def test_handshakes_and_requests_are_measured(plan):
     assert all(min(each[Metric.PEAK_BYTES]) > 0 for each in handshake.samples.values())
     (path,) = measure_request_paths([RequestPathCase(SHAPE, 3, 32)], plan)
     assert path.missing == {}
-    for lane, metrics in path.samples.items():
+    for variant, metrics in path.samples.items():
         for whole_s, own_s in zip(*(metrics[each] for each in CPU_TIMES), strict=True):
             # Ours posts on a thread of its own: the engine's spends nothing in NIXL.
-            assert own_s == whole_s if lane == OURS.name else 0 < own_s < whole_s
+            assert own_s == whole_s if variant == OURS.name else 0 < own_s < whole_s
 
 
 def test_idle_workers_pauses_and_late_bytes_are_measured(plan):
@@ -121,8 +121,8 @@ def test_worker_that_knows_many_engines_is_measured(plan):
         for samples in result.samples.values():
             assert 0 < samples[Metric.NIXL_S][0] < samples[Metric.SECONDS][0]
             assert samples[Metric.THREADS][0] > 0 and samples[Metric.RESIDENT_BYTES][0] > 0
-    for lane in few.samples:
-        known = [result.samples[lane][Metric.DESCRIPTORS][0] for result in (few, more)]
+    for variant in few.samples:
+        known = [result.samples[variant][Metric.DESCRIPTORS][0] for result in (few, more)]
         assert known[1] > known[0]
 
 
@@ -136,7 +136,7 @@ def test_answers_of_engines_with_stages_are_read(plan):
 
 
 def test_answers_that_cannot_be_read_are_a_reason(plan, monkeypatch):
-    """That lane is missing and says why, and the bench goes on."""
+    """That variant is missing and says why, and the bench goes on."""
     monkeypatch.setattr(pauses, "_ANSWERS_HOST", "benchmarks.answers:Nobody")
     (result,) = measure_pauses([AnswersCase(SHAPE, 3)], plan)
     assert result.samples == {}
@@ -153,7 +153,7 @@ def test_answers_that_nothing_is_read_for_are_an_error(monkeypatch):
 
 
 def test_network_that_cannot_be_made_is_a_reason(plan, monkeypatch, tmp_path):
-    """All lanes are missing and say why; nothing is started."""
+    """All variants are missing and say why; nothing is started."""
     monkeypatch.setenv("PATH", str(tmp_path))
     (result,) = measure_networks([NetworkCase(SHAPE, 100, Link(1), 1e-3)], plan)
     assert result.samples == {} and len(result.missing) == 3

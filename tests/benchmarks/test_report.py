@@ -37,13 +37,13 @@ def results() -> list[Result]:
     idle, pause = Result(Part.IDLE, "connected"), Result(Part.PAUSES, "256 in flight")
     peers = Result(Part.PEERS, "TP1->TP1, 200 engines", {"peers": 200})
     network = Result(Part.NETWORK, "TCP, loopback, steps of 10 ms")
-    for number, lane in enumerate(("ours", "upstream"), start=1):
+    for number, variant in enumerate(("ours", "upstream"), start=1):
         for value in (1.0, 2.0, 4.0):
             both = {Metric.SECONDS: value * number, Metric.PEAK_BYTES: 1e6 * number}
-            handshake.add(lane, both)
-            transfer.add(lane, {Metric.SECONDS: value * number})
+            handshake.add(variant, both)
+            transfer.add(variant, {Metric.SECONDS: value * number})
             path.add(
-                lane,
+                variant,
                 {
                     Metric.REQUEST_CPU_S: value * number,
                     Metric.STEP_CPU_S: value,
@@ -51,15 +51,15 @@ def results() -> list[Result]:
                     Metric.WORKER_CPU_S: value,
                 },
             )
-            idle.add(lane, {Metric.IDLE_CPU: value / 1000})
+            idle.add(variant, {Metric.IDLE_CPU: value / 1000})
             used = (Metric.RESIDENT_BYTES, Metric.DESCRIPTORS, Metric.THREADS, Metric.NIXL_S)
             used += (Metric.PEAK_DESCRIPTORS,)
-            peers.add(lane, dict.fromkeys((*used, Metric.SECONDS), value))
-            pause.add(lane, {Metric.LONGEST_PAUSE_S: value, Metric.PAUSE_P99_S: value})
+            peers.add(variant, dict.fromkeys((*used, Metric.SECONDS), value))
+            pause.add(variant, {Metric.LONGEST_PAUSE_S: value, Metric.PAUSE_P99_S: value})
             steps = {Metric.SECONDS: value, Metric.STEPS_AFTER_ARRIVAL: 1}
-            network.add(f"{lane} (direct)", steps)
+            network.add(f"{variant} (direct)", steps)
             end.add(
-                lane,
+                variant,
                 {
                     Metric.TTFT_S: value,
                     Metric.ITL_S: value,
@@ -87,7 +87,7 @@ def test_tables_show_medians_ranges_and_ratios(results):
 
 
 def test_reasons_are_told_as_they_are(results):
-    """Why a lane is missing is told once, brackets included."""
+    """Why a variant is missing is told once, brackets included."""
     assert missing_lines(results) == [
         "Not measured (TP2->TP1, 80 layers): upstream at rest: it [cannot]"
     ]

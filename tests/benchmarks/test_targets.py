@@ -19,11 +19,11 @@ METRICS = {
 
 
 def result(part, case, sizes, missing=None, **samples) -> Result:
-    """A result with one metric, its lanes as keywords."""
+    """A result with one metric, its variants as keywords."""
     made = Result(part, case, sizes, missing=missing or {})
-    for lane, values in samples.items():
+    for variant, values in samples.items():
         for value in values:
-            made.add(lane.replace("_", " "), {METRICS.get(part, Metric.SECONDS): value})
+            made.add(variant.replace("_", " "), {METRICS.get(part, Metric.SECONDS): value})
     return made
 
 
@@ -91,7 +91,7 @@ def test_less_cpu_time_is_better():
 
 
 @pytest.mark.parametrize(
-    ("part", "lane", "good", "bad"),
+    ("part", "variant", "good", "bad"),
     [
         (Part.IDLE, "ours", 0.009, 0.011),
         (Part.PAUSES, "ours", 0.9e-3, 1.1e-3),
@@ -99,10 +99,10 @@ def test_less_cpu_time_is_better():
         (Part.NETWORK, "ours (staged)", 1, 2),
     ],
 )
-def test_some_figures_have_a_limit_of_their_own(part, lane, good, bad):
+def test_some_figures_have_a_limit_of_their_own(part, variant, good, bad):
     """An idle worker, a pause and a report are compared with nobody's."""
     for value, met in ((good, True), (bad, False)):
-        (verdict,) = judge([result(part, "a case", {}, **{lane: [value]}, upstream=[0.0])])
+        (verdict,) = judge([result(part, "a case", {}, **{variant: [value]}, upstream=[0.0])])
         assert verdict.met is met
 
 
@@ -111,9 +111,9 @@ def test_many_engines_are_to_cost_what_few_do():
     results = []
     for count, descriptors in ((1, 1.0), (8, 100.0), (200, 160.0)):
         made = Result(Part.PEERS, f"TP1->TP1, {count} engines", {"peers": count})
-        for lane, times in (("ours", 1.0), ("ours, no UCX threads", 0.5)):
+        for variant, times in (("ours", 1.0), ("ours, no UCX threads", 0.5)):
             value = descriptors * (times if count == 200 else 1.0)
-            made.add(lane, {Metric.DESCRIPTORS: value, Metric.RESIDENT_BYTES: 1.0})
+            made.add(variant, {Metric.DESCRIPTORS: value, Metric.RESIDENT_BYTES: 1.0})
         results.append(made)
     verdicts = {each.target: each for each in judge(results)}
     ours = verdicts["descriptors at rest / that for 8 engines, ours"]
@@ -145,7 +145,7 @@ def test_handshakes_of_many_blocks_are_to_be_flat():
 
 
 def test_what_was_not_measured_is_not_judged():
-    """A lane that is missing makes no verdict, but a reason."""
+    """A variant that is missing makes no verdict, but a reason."""
     size = {"blocks": 100_000, "layers": 80}
     missing = {"upstream": "no memory\nmore"}
     verdicts = judge([result(Part.HANDSHAKE, "TP1->TP1", size, missing, ours=[1.0])])
@@ -157,8 +157,8 @@ def test_what_was_not_measured_is_not_judged():
 def test_first_tokens_are_to_be_earlier_and_others_no_later():
     """End to end, the time to first token is compared, and the longest times between tokens."""
     made = Result(Part.END_TO_END, "1 request/s")
-    for lane, first_s, between_s in (("ours", 0.9, 1.1), ("upstream at rest", 1.0, 1.0)):
-        made.add(lane, {Metric.TTFT_S: first_s, Metric.ITL_P99_S: between_s})
+    for variant, first_s, between_s in (("ours", 0.9, 1.1), ("upstream at rest", 1.0, 1.0)):
+        made.add(variant, {Metric.TTFT_S: first_s, Metric.ITL_P99_S: between_s})
     assert [each.met for each in judge([made])] == [True, False]
 
 

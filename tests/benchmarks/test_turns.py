@@ -15,7 +15,7 @@ class Pair:
     """A pair without processes."""
 
     def __init__(self, name: str) -> None:
-        self.lane, self.running, self.ended = SimpleNamespace(name=name), False, False
+        self.variant, self.running, self.ended = SimpleNamespace(name=name), False, False
 
     @contextmanager
     def turn(self):
@@ -36,7 +36,7 @@ def test_pairs_take_turns_in_both_orders():
 
     def measure(pair, repetition):
         assert [each for each in pairs if each.running] == [pair]
-        order.append((repetition, pair.lane.name))
+        order.append((repetition, pair.variant.name))
         return {Metric.SECONDS: float(repetition)}
 
     take_turns(pairs, 3, result, measure)

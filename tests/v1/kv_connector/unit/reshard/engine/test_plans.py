@@ -36,9 +36,9 @@ def planned(monkeypatch) -> list[object]:
     """The source of every plan that is made."""
     made: list[object] = []
 
-    def count(src, needed, *, spread):
+    def count(src, needed, *, replica_offset):
         made.append(src)
-        return plan_reshard(src, needed, spread=spread)
+        return plan_reshard(src, needed, replica_offset=replica_offset)
 
     monkeypatch.setattr(plans, "plan_reshard", count)
     return made
@@ -64,7 +64,7 @@ def test_other_layouts_have_other_plans(planned):
     layouts = [(1, 1), (2, 1), (1, 2), (2, 4), (1, 1)]
     for pp, tp in layouts:
         source = shards(pp, tp)
-        assert planner.plan(source).plan == plan_reshard(source, shards(), spread=1)
+        assert planner.plan(source).plan == plan_reshard(source, shards(), replica_offset=1)
     assert len(planned) == len(set(layouts))
 
 

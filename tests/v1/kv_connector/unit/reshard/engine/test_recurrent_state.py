@@ -492,9 +492,9 @@ def _families(draw) -> StateFamily:
     family=_families(),
     sizes=st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 12])] * 2),
     orders=st.tuples(st.booleans(), st.booleans()),
-    spread=st.integers(0, 5),
+    replica_offset=st.integers(0, 5),
 )
-def test_every_component_lands_where_its_rank_keeps_it(family, sizes, orders, spread):
+def test_every_component_lands_where_its_rank_keeps_it(family, sizes, orders, replica_offset):
     """Whatever sizes and ranks: pages become what the loader of vLLM's weights says they are."""
     ends = []
     for tp, dim_first in zip(sizes, orders, strict=True):
@@ -504,7 +504,7 @@ def test_every_component_lands_where_its_rank_keeps_it(family, sizes, orders, sp
             ends.append([_described(family, tp, rank, dim_first) for rank in range(tp)])
     src, dst = ends
     said = [[shard for shard, _, _ in end] for end in ends]
-    plan = plan_reshard(*said, spread=spread)
+    plan = plan_reshard(*said, replica_offset=replica_offset)
     assert verify_plan(*said, plan) == []
     sources = {shard.rank: (cache, pages) for shard, cache, pages in src}
     blocks = BlockSpan(np.array([3]), 0), BlockSpan(np.array([1]), 0)

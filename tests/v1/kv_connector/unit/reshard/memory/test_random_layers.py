@@ -139,14 +139,14 @@ def engine_forms(draw, num_layers: int):
 
 
 @settings(max_examples=40)
-@given(data=st.data(), spread=st.integers(0, 5))
-def test_every_byte_of_every_layer_lands_where_it_belongs(engine_pairs, data, spread):
+@given(data=st.data(), replica_offset=st.integers(0, 5))
+def test_every_byte_of_every_layer_lands_where_it_belongs(engine_pairs, data, replica_offset):
     """Whatever heads, sizes and blocks each layer has: all of a sequence arrives, nothing else."""
     src, dst = data.draw(engine_pairs)
     num_layers = 1 + max(layer for shard in dst for layer in shard.holdings)
     src_forms, dst_forms = data.draw(engine_forms(num_layers))
     said_src, said_dst = as_workers_say(src), as_workers_say(dst)
-    plan = plan_reshard(said_src, said_dst, spread=spread)
+    plan = plan_reshard(said_src, said_dst, replica_offset=replica_offset)
     assert verify_plan(said_src, said_dst, plan) == []
     sources = {shard.rank: Rank(shard, src_forms) for shard in src}
     for shard in src:

@@ -62,8 +62,12 @@ def heads_in(shard):
     }
 
 
-@given(data=st.data(), spread=st.integers(0, 40), told=st.sampled_from(["all", "src", "dst", ""]))
-def test_carrying_a_plan_out_rebuilds_every_destination(engine_pairs, data, spread, told):
+@given(
+    data=st.data(),
+    replica_offset=st.integers(0, 40),
+    told=st.sampled_from(["all", "src", "dst", ""]),
+)
+def test_carrying_a_plan_out_rebuilds_every_destination(engine_pairs, data, replica_offset, told):
     """Copy heads as the reads say: every destination rank ends with what it needs, written once.
 
     Also where ranks that hold one head of a layer cannot tell how many it has.
@@ -71,7 +75,7 @@ def test_carrying_a_plan_out_rebuilds_every_destination(engine_pairs, data, spre
     src, dst = data.draw(engine_pairs)
     said_src = src if told in ("all", "src") else as_workers_say(src)
     said_dst = dst if told in ("all", "dst") else as_workers_say(dst)
-    plan = plan_reshard(said_src, said_dst, spread=spread)
+    plan = plan_reshard(said_src, said_dst, replica_offset=replica_offset)
     assert verify_plan(said_src, said_dst, plan) == []
     stores = {shard.rank: heads_in(shard) for shard in src}
     for shard in dst:
@@ -107,12 +111,12 @@ def test_equal_layouts_read_one_to_one(engine_pairs, data):
     assert all(len(release.notifiers) == 1 for release in plan.releases)
 
 
-@given(data=st.data(), spread=st.integers(0, 40))
-def test_replicas_share_their_readers_evenly(engine_pairs, data, spread):
+@given(data=st.data(), replica_offset=st.integers(0, 40))
+def test_replicas_share_their_readers_evenly(engine_pairs, data, replica_offset):
     """Among ranks that hold the same, none has two readers more than another."""
     src, dst = data.draw(engine_pairs)
     readers: dict = {}
-    for read in plan_reshard(src, dst, spread=spread).reads:
+    for read in plan_reshard(src, dst, replica_offset=replica_offset).reads:
         for layer in read.layers:
             replicas = frozenset(
                 shard.rank
@@ -165,14 +169,14 @@ def test_stages_that_differ_on_both_sides():
 
 
 @pytest.mark.parametrize("dst_tp", [1, 4])
-@pytest.mark.parametrize("spread", [0, 5])
-def test_mla_reads_once_and_notifies_everybody(dst_tp, spread):
+@pytest.mark.parametrize("replica_offset", [0, 5])
+def test_mla_reads_once_and_notifies_everybody(dst_tp, replica_offset):
     """Of 16 holders of one latent head each reader burdens one; all 16 are released."""
     src, dst = engine(tp=16), engine(tp=dst_tp)
-    plan = plan_reshard(src, dst, spread=spread)
+    plan = plan_reshard(src, dst, replica_offset=replica_offset)
     assert [read.dst_rank.tp_rank for read in plan.reads] == list(range(dst_tp))
     sources = {read.src_rank.tp_rank for read in plan.reads}
-    assert sources == {(spread + turn) % 16 for turn in range(dst_tp)}
+    assert sources == {(replica_offset + turn) % 16 for turn in range(dst_tp)}
     assert [len(release.notifiers) for release in plan.releases] == [1] * 16
     told = Counter(release.notifiers[0] for release in plan.releases)
     assert max(told.values()) - min(told.values()) <= 1

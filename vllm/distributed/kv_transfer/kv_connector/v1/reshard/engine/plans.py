@@ -79,7 +79,7 @@ class Planner:
 
     def _plan(self, src: Sequence[Shard]) -> Planned:
         needed, missing = without_missing_drafts(src, self._shards, self._missing_drafts)
-        plan = plan_reshard(src, needed, spread=self._replica_offset)
+        plan = plan_reshard(src, needed, replica_offset=self._replica_offset)
         # It costs many times what planning does.
         if self._verifies and (faults := verify_plan(src, needed, plan)):
             raise RemoteLayoutError(

@@ -222,7 +222,7 @@ class Leg:
         src_parts: list[npt.NDArray[np.int64]] = []
         dst_parts: list[npt.NDArray[np.int64]] = []
         for each in selections:
-            head_runs = _spread(each.planes * head_runs_per_plane, head_runs_per_plane)
+            head_runs = _expand(each.planes * head_runs_per_plane, head_runs_per_plane)
             src, dst = self._descriptors(each, head_runs)
             src_parts.append(src)
             dst_parts.append(dst)
@@ -284,7 +284,7 @@ class Leg:
         # Where a block is a single run, so is a chunk.
         if end.runs_per_block > 1:
             tokens = (common.chunk_starts - span.start_token) % end.block_tokens
-            rows = rows + _spread(tokens // self.run.num_tokens, self._runs_per_chunk)
+            rows = rows + _expand(tokens // self.run.num_tokens, self._runs_per_chunk)
             block_ids = np.repeat(block_ids, self._runs_per_chunk)
         descriptors: npt.NDArray[np.int64] = (rows * end.num_blocks + block_ids).ravel()
         return descriptors
@@ -485,12 +485,12 @@ def write_end(
     )
 
 
-def _spread(starts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+def _expand(starts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
     """For each start so many numbers in a row that begin there."""
     if count == 1:
         return starts
-    spread: npt.NDArray[np.int64] = (starts[:, np.newaxis] + np.arange(count)).ravel()
-    return spread
+    expanded: npt.NDArray[np.int64] = (starts[:, np.newaxis] + np.arange(count)).ravel()
+    return expanded
 
 
 def _as_indices(parts: Sequence[npt.NDArray[np.int64]]) -> Indices:

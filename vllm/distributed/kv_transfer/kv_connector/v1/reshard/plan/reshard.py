@@ -92,7 +92,9 @@ class ReshardPlan:
         return tuple(release for release in self.releases if dst_rank in release.notifiers)
 
 
-def plan_reshard(src: Iterable[Shard], dst: Iterable[Shard], *, spread: int = 0) -> ReshardPlan:
+def plan_reshard(
+    src: Iterable[Shard], dst: Iterable[Shard], *, replica_offset: int = 0
+) -> ReshardPlan:
     """Plan the reads that fill every destination rank from the source ranks.
 
     Where several source ranks hold the same units, their readers take turns among them, both in the
@@ -101,8 +103,9 @@ def plan_reshard(src: Iterable[Shard], dst: Iterable[Shard], *, spread: int = 0)
     Args:
         src: What each source rank holds.
         dst: What each destination rank needs; at least one rank.
-        spread: Where the turn starts. Engines that read from the same source at the same time, such
-            as data-parallel replicas, pass different values so that they burden different holders.
+        replica_offset: Where the turn starts. Engines that read from the same source at the same
+            time, such as data-parallel replicas, pass different values so that they burden
+            different holders.
 
     Returns:
         A plan in which every unit of every destination layer is read exactly once.
@@ -118,10 +121,12 @@ def plan_reshard(src: Iterable[Shard], dst: Iterable[Shard], *, spread: int = 0)
         raise LocalLayoutError("there is no destination rank to read for: give at least one")
     held, needed = _on_common_units(src_by_rank, dst_by_rank)
     reads = sorted(
-        _merge_layers(_elect(held, needed, spread), held, needed),
+        _merge_layers(_elect(held, needed, replica_offset), held, needed),
         key=lambda read: (read.dst_rank, read.src_rank, read.units, str(read.layers[0])),
     )
-    return ReshardPlan(tuple(reads), tuple(_releases(reads, src_by_rank, dst_by_rank, spread)))
+    return ReshardPlan(
+        tuple(reads), tuple(_releases(reads, src_by_rank, dst_by_rank, replica_offset))
+    )
 
 
 def _by_rank(
@@ -190,7 +195,7 @@ class _Piece:
     units: UnitInterval
 
 
-def _elect(src: _Boxes, dst: _Boxes, spread: int) -> Iterator[_Piece]:
+def _elect(src: _Boxes, dst: _Boxes, replica_offset: int) -> Iterator[_Piece]:
     """Choose a holder for every unit of every destination layer."""
     held_by_layer: dict[Layer, list[tuple[MeshRank, UnitInterval]]] = defaultdict(list)
     for src_rank, box in src.items():
@@ -212,7 +217,7 @@ def _elect(src: _Boxes, dst: _Boxes, spread: int) -> Iterator[_Piece]:
                     )
                 if dst_rank not in readers[holders]:
                     readers[holders].append(dst_rank)
-                turn = spread + readers[holders].index(dst_rank)
+                turn = replica_offset + readers[holders].index(dst_rank)
                 src_rank = holders[turn % len(holders)]
                 if pieces and pieces[-1].src_rank == src_rank:
                     units = UnitInterval(pieces.pop().units.start, units.stop)
@@ -246,14 +251,17 @@ def _merge_layers(pieces: Iterable[_Piece], src: _Boxes, dst: _Boxes) -> Iterato
 
 
 def _releases(
-    reads: Iterable[Read], src: dict[MeshRank, Shard], dst: dict[MeshRank, Shard], spread: int
+    reads: Iterable[Read],
+    src: dict[MeshRank, Shard],
+    dst: dict[MeshRank, Shard],
+    replica_offset: int,
 ) -> Iterator[ReleaseQuorum]:
     """Name the notifiers of every source rank, also of those that nobody reads from."""
     readers: dict[MeshRank, set[MeshRank]] = defaultdict(set)
     for read in reads:
         readers[read.src_rank].add(read.dst_rank)
     dst_ranks = list(dst)
-    turn = spread
+    turn = replica_offset
     for src_rank in src:
         if notifiers := sorted(readers[src_rank]):
             yield ReleaseQuorum(src_rank, tuple(notifiers))

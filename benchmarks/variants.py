@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of engines, one for each lane, that take turns."""
+"""Pairs of engines, one for each variant, that take turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .cases import Shape
 from .children import Child, call_all, end_all
 from .model import write_model
 from .network import HERE, Site
-from .specs import EngineSpec, Lane, Offer, PauseSummary, Reading, RequestSpec, Sealed, Watch
+from .specs import EngineSpec, Offer, PauseSummary, Reading, RequestSpec, Sealed, Variant, Watch
 
 _PORTS = PortAllocator()
 _NUMBERS = itertools.count()
@@ -55,7 +55,7 @@ class Pair:
     """Two engines: processes that are stopped but in their turn.
 
     Args:
-        lane: What runs in them.
+        variant: What runs in them.
         shape: The model and both layouts.
         num_blocks: Blocks of each rank's cache.
         directory: For logs and configurations.
@@ -66,14 +66,14 @@ class Pair:
 
     def __init__(
         self,
-        lane: Lane,
+        variant: Variant,
         shape: Shape,
         num_blocks: int,
         directory: Path,
         sites: tuple[Site, Site] = (HERE, HERE),
     ) -> None:
         self._prefill_site, self._decode_site = sites
-        self.lane = lane
+        self.variant = variant
         self.shape, self._num_blocks, self._directory = shape, num_blocks, directory
         model = Path("model", f"{shape.num_layers}-{shape.num_heads}-{shape.head_size}")
         self._model = write_model(shape, directory / model).resolve()
@@ -119,9 +119,9 @@ class Pair:
 
     def _start(self, role: str, layout: Layout) -> list[Child]:
         """Start the ranks of an engine; each is ready once it has a first result."""
-        engine_id = f"{self.lane.name.replace(' ', '-')}-{role}-{next(_NUMBERS)}"
+        engine_id = f"{self.variant.name.replace(' ', '-')}-{role}-{next(_NUMBERS)}"
         spec = EngineSpec(
-            self.lane,
+            self.variant,
             engine_id,
             layout,
             self.shape,
@@ -262,22 +262,22 @@ class MemcpyPair(Pair):
 
 @contextmanager
 def started_pairs(
-    lanes: Sequence[Lane],
+    variants: Sequence[Variant],
     shape: Shape,
     num_blocks: int,
     directory: Path,
     sites: tuple[Site, Site] = (HERE, HERE),
 ) -> Iterator[list[Pair]]:
-    """Start a pair for each lane, fill its caches, and stop it until its turn.
+    """Start a pair for each variant, fill its caches, and stop it until its turn.
 
     One after another: threads that spin in one would slow down the start of the others.
     """
     kinds = {"raw": RawPair, "memcpy": MemcpyPair}
     pairs: list[Pair] = []
     try:
-        for lane in lanes:
-            kind = kinds.get(lane.connector, ConnectorPair)
-            pair = kind(lane, shape, num_blocks, directory, sites)
+        for variant in variants:
+            kind = kinds.get(variant.connector, ConnectorPair)
+            pair = kind(variant, shape, num_blocks, directory, sites)
             pairs.append(pair)
             pair.start()
             pair.fill()
