@@ -181,6 +181,8 @@ class DecodeEngine(Engine):
             due_at_s = request.due_at_s.get(worker.name)
             late = due_at_s is not None and due_at_s <= self.world.now_s and not told
             check(not late, f"{worker.name} has not told of {request.request_id} in its time")
+            if due_at_s is not None and not told:
+                self._check_renewed(worker, request)
 
     @property
     def is_over(self) -> bool:
@@ -210,6 +212,14 @@ class DecodeEngine(Engine):
         check(
             not writes and not copied,
             f"{worker.name} has reported {request.request_id} as received, and it may be written",
+        )
+
+    def _check_renewed(self, worker: Worker, request: Request) -> None:
+        """A worker that waits for blocks wakes before their lease is over, also without steps."""
+        due_s = worker.transfer_engine.next_due_s(self.world.now_s)
+        check(
+            due_s is not None and due_s < self.world.now_s + self.world.limits.lease_s,
+            f"{worker.name} sleeps while the lease of {request.request_id} runs out",
         )
 
     def _check_bytes(self, request: Request) -> None:

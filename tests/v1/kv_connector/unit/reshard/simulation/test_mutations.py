@@ -13,6 +13,7 @@ from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import transfer_engine
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
     ProducerLedger,
@@ -195,6 +196,11 @@ def peers_are_never_due(monkeypatch):
     monkeypatch.setattr(PeerTable, "next_due_s", math.inf)
 
 
+def leases_are_renewed_by_steps_alone(monkeypatch):
+    """A step that takes long costs the leases of all that waits."""
+    monkeypatch.setattr(Renewals, "next_due_s", math.inf)
+
+
 def backlog_is_forgotten(monkeypatch):
     """The thread sleeps though there was more to post than fits a turn."""
     monkeypatch.setattr(ConsumerSide, "has_backlog", False)
@@ -223,6 +229,7 @@ def backlog_is_forgotten(monkeypatch):
         (hung_reads_of_failed_requests_have_no_deadline, "is not over"),
         (lookups_that_nobody_wants_break_nothing_off, "is not over"),
         (peers_are_never_due, "is not over"),
+        (leases_are_renewed_by_steps_alone, "sleeps while the lease"),
         (backlog_is_forgotten, "sleeps though"),
     ],
 )
