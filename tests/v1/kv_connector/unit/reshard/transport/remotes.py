@@ -59,9 +59,9 @@ def nixl_source(role: str) -> NixlAgent:
     return NixlAgent(f"{role}-{uuid.uuid4()}", num_threads=0, progress_delay_us=100)
 
 
-def nixl_reader(role: str) -> NixlAgent:
+def nixl_reader(role: str, backend: str = "UCX") -> NixlAgent:
     """A real agent that reads."""
-    return NixlAgent(f"{role}-{uuid.uuid4()}", num_threads=0, polled=True)
+    return NixlAgent(f"{role}-{uuid.uuid4()}", backends=[backend], num_threads=0, polled=True)
 
 
 class RemoteEngineStub:

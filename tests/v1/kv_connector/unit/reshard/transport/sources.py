@@ -42,10 +42,16 @@ class SourceProcess:
         child.close()
 
     def hold(
-        self, shard: Shard, form: Format, sequence: np.ndarray, blocks: list[BlockSpan]
+        self,
+        shard: Shard,
+        form: Format,
+        sequence: np.ndarray,
+        blocks: list[BlockSpan],
+        backend: str = "UCX",
     ) -> Source:
         """Let it hold a rank with the KV of a sequence, instead of what it held before."""
-        self._pipe.send(("hold", shard.rank, dict(shard.holdings), form, sequence, blocks))
+        held = shard.rank, dict(shard.holdings), form, sequence, blocks
+        self._pipe.send(("hold", backend, *held))
         planes, metadata = self._answer()
         num_block_ids, device_id, layer_caches = planes
         return Source(shard.rank, RankCache(num_block_ids, device_id, layer_caches), metadata)
@@ -84,10 +90,15 @@ def _serve(pipe: Connection) -> None:
     agent: NixlAgent | None = None
     while True:
         match pipe.recv():
-            case ("hold", rank, holdings, form, sequence, blocks):
+            case ("hold", backend, rank, holdings, form, sequence, blocks):
                 if agent is not None:
                     agent.close()
-                agent = NixlAgent(f"source-{uuid.uuid4()}", num_threads=1, progress_delay_us=100)
+                agent = NixlAgent(
+                    f"source-{uuid.uuid4()}",
+                    backends=[backend],
+                    num_threads=1,
+                    progress_delay_us=100,
+                )
                 held = Rank(Shard(rank, holdings), form, agent)
                 held.fill(sequence, blocks)
                 filled = held.bytes().copy()

@@ -11,11 +11,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from tests.v1.kv_connector.unit.reshard.transport.backends import BACKENDS, available
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from tests.v1.kv_connector.unit.reshard.transport.ranks import (
     NUM_LAYERS,
@@ -126,7 +128,7 @@ def processes() -> Iterator[list[SourceProcess]]:
         each.stop()
 
 
-def hold_in_processes(processes: list[SourceProcess]) -> Hold:
+def hold_in_processes(processes: list[SourceProcess], backend: str) -> Hold:
     """Source ranks with real NIXL, each in a process of its own."""
 
     def hold(shards, form, sequence, blocks):
@@ -134,7 +136,7 @@ def hold_in_processes(processes: list[SourceProcess]) -> Hold:
             processes.append(SourceProcess())
         used = processes[: len(shards)]
         sources = [
-            each.hold(shard, form, sequence, blocks)
+            each.hold(shard, form, sequence, blocks, backend)
             for each, shard in zip(used, shards, strict=True)
         ]
         return Sources(sources, lambda: all(each.unchanged() for each in used))
@@ -165,9 +167,9 @@ def make_memory_agent() -> MemoryAgent:
     return MemoryAgent(str(uuid.uuid4()))
 
 
-def make_nixl_agent() -> NixlAgent:
+def make_nixl_agent(backend: str) -> NixlAgent:
     """A real agent for host memory."""
-    return NixlAgent(str(uuid.uuid4()), num_threads=1, progress_delay_us=100)
+    return NixlAgent(str(uuid.uuid4()), backends=[backend], num_threads=1, progress_delay_us=100)
 
 
 def make_device_agent() -> NixlAgent:
@@ -175,13 +177,14 @@ def make_device_agent() -> NixlAgent:
     return NixlAgent(str(uuid.uuid4()), num_threads=1, memory="VRAM")
 
 
-@pytest.fixture(params=["memory", "nixl", "device"])
+@pytest.fixture(params=["memory", *BACKENDS, "device"])
 def transport(request, processes) -> tuple[Callable[[], Agent], Hold, str]:
     """How to make agents, where source ranks live, and on which device."""
     if request.param == "memory":
         return make_memory_agent, hold_here(make_memory_agent), "cpu"
-    if request.param == "nixl":
-        return make_nixl_agent, hold_in_processes(processes), "cpu"
+    if request.param in BACKENDS:
+        backend = available(request.param)
+        return partial(make_nixl_agent, backend), hold_in_processes(processes, backend), "cpu"
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return make_device_agent, hold_here(make_device_agent), "cuda"

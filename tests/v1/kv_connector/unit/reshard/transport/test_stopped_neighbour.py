@@ -46,14 +46,16 @@ SETTLED_S = 3.0
 
 SERVES = """
 from tests.v1.kv_connector.unit.reshard.transport import test_stopped_neighbour
-test_stopped_neighbour.serve({value})
+test_stopped_neighbour.serve({value}, "{backend}")
 """
 
 
-def serve(value: int) -> None:
+def serve(value: int, backend: str) -> None:
     """Be a source whose bytes are all the same, until somebody ends it."""
     memory = np.full((COUNT, BYTES), value, np.uint8)
-    agent = NixlAgent(f"source-{uuid.uuid4()}", num_threads=0, progress_delay_us=100)
+    agent = NixlAgent(
+        f"source-{uuid.uuid4()}", backends=[backend], num_threads=0, progress_delay_us=100
+    )
     agent.register([(memory.ctypes.data, memory.nbytes, 0)])
     print("\nserving", json.dumps([memory.ctypes.data, agent.metadata().hex()]), flush=True)
     sys.stdin.read()
@@ -79,12 +81,12 @@ class Source:
 
 
 @pytest.fixture
-def sources(monkeypatch) -> Iterator[list[Source]]:
+def sources(backend, monkeypatch) -> Iterator[list[Source]]:
     """Two of them, whose bytes are 1 and 2."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SERVES.format(value=value)],
+            [sys.executable, "-c", SERVES.format(value=value, backend=backend)],
             cwd=ROOT,
             env=dict(os.environ),
             stdin=subprocess.PIPE,
@@ -113,10 +115,10 @@ class Worker:
         now_s: Its clock.
     """
 
-    def __init__(self, sources: list[Source]) -> None:
+    def __init__(self, sources: list[Source], backend: str) -> None:
         self.memory = np.full((len(sources), COUNT, BYTES), OWNER, np.uint8)
         self.now_s = 10.0
-        agent = nixl_reader("lane")
+        agent = nixl_reader("lane", backend)
         agent.register([(self.memory.ctypes.data, self.memory.nbytes, 0)])
         self.lane = Lane(agent)
         nothing = LoweredEngine(1, MeshRank(0, 0), "", [], None)
@@ -156,9 +158,9 @@ class Worker:
 
 
 @pytest.fixture
-def worker(sources) -> Iterator[Worker]:
+def worker(sources, backend) -> Iterator[Worker]:
     """One that has read from both before, so that they are connected."""
-    made = Worker(sources)
+    made = Worker(sources, backend)
     for number in range(2):
         made.finish(number, made.read(number))
     made.memory[:] = OWNER
