@@ -384,7 +384,8 @@ def test_renewals_end_when_a_read_has_failed(decoding, policy):
     d.begin_read(max_tokens=20)
     d.workers[0].fail("d-a")
     ended = set()
-    for _ in range(ROUNDS):
+    # Workers are told with the step after that.
+    for _ in range(ROUNDS + 1):
         d.steps(1)
         ended |= d.serving.told.ended
     assert ended == {"d-a"}
