@@ -89,5 +89,11 @@ def results(worker: KVConnectorBase_V1) -> Results:
         failed = worker.get_block_ids_with_load_errors()
         return Results(sent or set(), received or set(), len(failed))
     found = worker.get_transfer_results(set())
-    failed = found.failed_recving | worker.get_block_ids_with_load_errors()
+    # Ours tells the scheduler of requests that have failed, before they are reported.
+    told = worker.build_connector_worker_meta()
+    failed = {
+        *found.failed_recving,
+        *worker.get_block_ids_with_load_errors(),
+        *getattr(told, "request_ids", ()),
+    }
     return Results(found.finished_sending, found.finished_recving, len(failed))

@@ -25,7 +25,7 @@ read and which word to find there. An entry is four words and never crosses a ca
 
 The producer writes `tokens` last and takes `name` away first. A read of the line
 in one piece finds all four as they belong together; one that was torn finds something else than is
-wanted, and is repeated once.
+wanted, and is repeated.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Whether leases still held, and bound what was wanted, once the blocks under them had been read.
 
 All requests that have just been read from one worker are looked up in its table at once, with one
-small read. A producer learns what it offers a step after it has answered: a reader that is faster
-looks again. Everything here belongs to the connector's thread of the worker that reads.
+small read. A producer's worker learns what it offers a step after it has answered: a reader that is
+faster looks again. Everything here belongs to the connector's thread of the worker that reads.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ _NUM_LOOKUPS = 1 << 10
 
 _LOOK_AGAIN_S = 0.002
 """How long to wait before looking again."""
+
+_MOST_LOOKS = 9
+"""So often a table is looked at that says something else, each time twice as long after the last:
+half a second in all. A producer's answer may be faster than its worker's thread, which enters a
+request when its step begins."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -110,14 +115,14 @@ class _Wanted(Generic[Key]):
         remote_request_id: The request, as its producer calls it.
         fingerprint: What should stand under that name.
         due_at_s: Until then its request waits for it.
-        differed: Whether something else stood there already when it was looked at.
+        num_looks: How often something else stood there when it was looked at.
     """
 
     key: Key
     remote_request_id: RequestId
     fingerprint: OfferFingerprint
     due_at_s: float
-    differed: bool = False
+    num_looks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,18 +184,18 @@ class LeaseChecker(Generic[Key]):
         self._reads = reads
         self._clock = clock
         self._wanted: dict[PreparedTable, list[_Wanted[Key]]] = defaultdict(list)
-        # Not offered yet when they were looked at: when to look again, and where.
-        self._early: deque[tuple[float, PreparedTable, _Wanted[Key]]] = deque()
+        # Not offered yet, or not as wanted: when to look again, and where.
+        self._again: list[tuple[float, PreparedTable, _Wanted[Key]]] = []
         self._lookups: list[_Lookup[Key]] = []
 
     def __len__(self) -> int:
         """Lookups without a verdict."""
-        waiting = sum(map(len, self._wanted.values())) + len(self._early)
+        waiting = sum(map(len, self._wanted.values())) + len(self._again)
         return waiting + sum(len(lookup.wanted) for lookup in self._lookups)
 
     def waits_for_offer(self, key: Key) -> bool:
         """Whether a lookup has no verdict because its producer has not said what it offers."""
-        return any(wanted.key == key for _, _, wanted in self._early)
+        return any(wanted.key == key for _, _, wanted in self._again)
 
     def check_later(
         self,
@@ -215,9 +220,11 @@ class LeaseChecker(Generic[Key]):
     def advance(self) -> list[Verdict[Key]]:
         """Post what is wanted, and see what was found."""
         now_s = self._clock()
-        while self._early and self._early[0][0] <= now_s:
-            _, table, wanted = self._early.popleft()
-            if now_s < wanted.due_at_s:
+        again, self._again = self._again, []
+        for look_at_s, table, wanted in again:
+            if look_at_s > now_s:
+                self._again.append((look_at_s, table, wanted))
+            elif now_s < wanted.due_at_s:
                 self._wanted[table].append(wanted)
         tables = list(self._wanted)
         verdicts = [verdict for table in tables for verdict in self._post(table, now_s)]
@@ -240,10 +247,10 @@ class LeaseChecker(Generic[Key]):
         """Judge everything that has no verdict yet: no peer is to be heard any more."""
         fault = "its connection was given up before its lease could be looked up"
         unanswered = [each for wanted in self._wanted.values() for each in wanted]
-        unanswered += [wanted for _, _, wanted in self._early]
+        unanswered += [wanted for _, _, wanted in self._again]
         unanswered += [wanted for lookup in self._lookups for wanted in lookup.wanted]
         self._wanted.clear()
-        self._early.clear()
+        self._again.clear()
         self._lookups.clear()
         return [Verdict(wanted.key, LeaseCheckFailure.PEER, fault) for wanted in unanswered]
 
@@ -278,15 +285,17 @@ class LeaseChecker(Generic[Key]):
             lookup.wanted, lookup.names, self._buffer.buckets[lookup.landed_in], strict=True
         ):
             held = look_up(row, name)
-            differs = held.fingerprint is not None and held.fingerprint != wanted.fingerprint
             if held.entered and held.fingerprint is None:
-                self._early.append((now_s + _LOOK_AGAIN_S, lookup.table, wanted))
-            elif differs and not wanted.differed:
-                # Not every transport reads a line in one piece: part of it may be from before.
-                again = replace(wanted, differed=True)
-                self._early.append((now_s + _LOOK_AGAIN_S, lookup.table, again))
-            else:
+                self._again.append((now_s + _LOOK_AGAIN_S, lookup.table, wanted))
+                continue
+            # Not every transport reads a line in one piece: part of it may be from before.
+            num_looks = wanted.num_looks + 1
+            if held.fingerprint == wanted.fingerprint or num_looks >= _MOST_LOOKS:
                 verdicts.append(_verdict(wanted, held, peer))
+            else:
+                look_at_s = now_s + _LOOK_AGAIN_S * 2**wanted.num_looks
+                again = replace(wanted, num_looks=num_looks)
+                self._again.append((look_at_s, lookup.table, again))
         return verdicts
 
 
