@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.e2e.pairs import Pair, ask_unaided
-from tools.pdstack.engine import Device, EngineSpec, ServedModel
+from tools.pdstack.engine import Device, EngineSpec, KVTransfer, ServedModel
 from tools.pdstack.layout import Layout, read_model_shape
 from tools.pdstack.stack import Engine, PDStack
 
@@ -84,6 +84,7 @@ def running(
     also: Sequence[Layout] = (),
     options: Mapping[Layout, Options] | None = None,
     device: Device | None = None,
+    kv_transfer: KVTransfer | None = None,
 ) -> Iterator[Engines]:
     """Start one of each layout; which of them work together is settled when they first do.
 
@@ -91,6 +92,7 @@ def running(
         also: layouts that are wanted beside those of the cases.
         options: by layout.
         device: where they run; by default what the installed vLLM was built for.
+        kv_transfer: their connector, where it is not the usual one.
     """
     chosen, plain = options or {}, Options()
     layouts = dict.fromkeys([*also, *(side for each in cases for side in each.sides)])
@@ -103,6 +105,7 @@ def running(
             env=chosen.get(layout, plain).env,
             extra_args=("--num-gpu-blocks-override", blocks, *chosen.get(layout, plain).args),
             max_model_len=1024,
+            kv_transfer=kv_transfer or KVTransfer(),
         )
         for layout in layouts
     ]

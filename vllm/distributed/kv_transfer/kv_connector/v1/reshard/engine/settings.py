@@ -18,7 +18,7 @@ from msgspec import Meta
 from ..errors import LocalLayoutError
 from ..memory.strategy import StagingPolicy
 from ..protocol.trust import TrustedPeers
-from ..transport.agent import can_be_polled
+from ..transport.agent import THREAD_REST_US, can_be_polled
 from ..transport.authentication import ChannelKey, read_channel_key
 from ..transport.cpu import PROGRESS_REST_US
 
@@ -47,7 +47,7 @@ class Settings(
         backends: NIXL backends, in the order of preference.
         num_lanes: NIXL agents to read with, which peers share; None for what suits the backends.
         nixl_progress_delay_us: How long NIXL's progress thread rests when nothing comes in;
-            None for what suits the device.
+            None for what suits backends and device.
         enforce_handshake_compat: Whether engines that name other values of what must be equal are
             refused.
         bidirectional_kv_xfer: Whether a prefill engine reads blocks of the last turn from a decode
@@ -131,9 +131,11 @@ class Settings(
         return self.num_lanes or (4 if can_be_polled(self.backends) else 1)
 
     def progress_delay_us(self, *, on_cpu: bool) -> int:
-        """How long NIXL's progress thread rests, by default what suits the device."""
+        """How long NIXL's progress thread rests, by default what suits backends and device."""
         if self.nixl_progress_delay_us is not None:
             return self.nixl_progress_delay_us
+        if not can_be_polled(self.backends):
+            return THREAD_REST_US
         return PROGRESS_REST_US if on_cpu else 0
 
 
