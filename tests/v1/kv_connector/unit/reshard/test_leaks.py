@@ -14,9 +14,9 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
-from tests.v1.kv_connector.unit.reshard.engine.test_notifier import Holders
-from tests.v1.kv_connector.unit.reshard.engine.test_producer import LEASE_S, OFFER, Desk
-from tests.v1.kv_connector.unit.reshard.engine.test_scheduler import PARAMS, request, scheduler
+from tests.v1.kv_connector.unit.reshard.engine.connections import RecordingConnection
+from tests.v1.kv_connector.unit.reshard.engine.producers import LEASE_S, OFFER, Producer
+from tests.v1.kv_connector.unit.reshard.engine.schedulers import PARAMS, request, scheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
@@ -80,32 +80,32 @@ def test_counting_sees_what_grows():
 
 def test_producer_forgets_what_it_held():
     """However requests end: read, read early, by lease, withdrawn, or named by strangers."""
-    desk = Desk()
-    desk.producer.collect_released(0.0)
-    before = sizes(desk.producer)
+    producer = Producer()
+    producer.side.collect_released(0.0)
+    before = sizes(producer.side)
     for number in range(NUM_REQUESTS):
         now_s, name = float(number), str(number)
         way = number % 6
         if way == 1:
-            desk.tell(now_s, admitted={name})
-            desk.hear(name)
-            desk.hear(name, fingerprint=OFFER.__class__(1, 1, 1), notifier="stranger")
-            desk.producer.collect_released(now_s)
+            producer.tell(now_s, admitted={name})
+            producer.hear(name)
+            producer.hear(name, fingerprint=OFFER.__class__(1, 1, 1), notifier="stranger")
+            producer.side.collect_released(now_s)
         if way == 2:
-            desk.tell(now_s, admitted={name})
-            desk.tell(now_s, withdrawn={name})
+            producer.tell(now_s, admitted={name})
+            producer.tell(now_s, withdrawn={name})
         else:
-            desk.offer(name, now_s=now_s)
+            producer.offer(name, now_s=now_s)
         if way in (0, 3):
-            desk.hear(name, "never seen")
+            producer.hear(name, "never seen")
         if way == 4:
-            desk.hear(name, fingerprint=OFFER.__class__(1, 1, 1))
-        desk.producer.collect_released(now_s)
-        desk.stats.reset()
-    desk.producer.collect_released(NUM_REQUESTS + LEASE_S)
-    desk.stats.reset()
-    assert sizes(desk.producer) == before
-    assert not desk.producer._table._entries.any()
+            producer.hear(name, fingerprint=OFFER.__class__(1, 1, 1))
+        producer.side.collect_released(now_s)
+        producer.stats.reset()
+    producer.side.collect_released(NUM_REQUESTS + LEASE_S)
+    producer.stats.reset()
+    assert sizes(producer.side) == before
+    assert not producer.side._table._entries.any()
 
 
 def test_notifier_forgets_what_it_has_told():
@@ -115,7 +115,7 @@ def test_notifier_forgets_what_it_has_told():
     before = sizes(notifier)
     for number in range(NUM_REQUESTS):
         peers = [(f"p{number % 2 * number}", 1), ("p0", 2)]
-        producers = Holders("p0", engine=SimpleNamespace(releases=peers))
+        producers = RecordingConnection("p0", engine=SimpleNamespace(releases=peers))
         notifier.release(str(number), OFFER, producers, known_as_broken=True)
         notifier.renew([str(number)], producers)
         notifier.flush()

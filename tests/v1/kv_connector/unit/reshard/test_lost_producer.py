@@ -4,29 +4,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
     DEADLINE_S,
     Engine,
     Progress,
     assert_received,
-    engines,
     fill,
     lost_blocks,
     receive,
     wait_until,
 )
+from tests.v1.kv_connector.unit.reshard.producer_process import BLOCKS, serving_producer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
     RemoteRequest,
@@ -36,48 +32,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     TransferState,
 )
 
-__all__ = ["engines"]
-
-ROOT = Path(__file__).parents[5]
-BLOCKS = [5, 2, 9]
-HOLDS = """
-from tests.v1.kv_connector.unit.reshard import test_lost_producer
-test_lost_producer.hold({blocks}, {head_size})
-"""
 SMALL, LARGE = 8, 16384
 """Head sizes: that a block fits into what the kernel buffers, and that it does not."""
 
 
-def hold(block_ids: list[int], head_size: int) -> None:
-    """Be an engine that holds two requests until somebody ends it."""
-    engine = Engine("prefill", head_size=head_size)
-    address = engine.serve()
-    fill(engine, block_ids)
-    engine.offer("p-a", "p-b", lease_s=DEADLINE_S)
-    print("\nserving", json.dumps([address.engine_id, address.host, address.port]), flush=True)
-    progress = Progress(engine)
-    while True:
-        progress.step()
-        time.sleep(1e-3)
-
-
 @pytest.fixture
 def producer(request) -> Iterator[tuple[subprocess.Popen[str], RemoteEngineAddress]]:
-    """Start a process that holds blocks; returns it, and where it serves."""
-    head_size = getattr(request, "param", SMALL)
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS.format(blocks=BLOCKS, head_size=head_size)],
-        cwd=ROOT,
-        # A read of a process that has been stopped does not get on, whatever memory is shared.
-        env={**os.environ, "UCX_TLS": "tcp"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    said = next(line for line in process.stdout if line.startswith("serving "))
-    yield process, RemoteEngineAddress(*json.loads(said.removeprefix("serving ")))
-    process.kill()
-    process.communicate()
+    """A process that holds blocks, and where it serves."""
+    with serving_producer(getattr(request, "param", SMALL)) as started:
+        yield started
 
 
 def test_killed_producer_costs_its_request_and_is_told_once(

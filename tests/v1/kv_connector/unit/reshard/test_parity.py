@@ -13,11 +13,10 @@ import torch
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
 
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Engine,
     Progress,
     assert_received,
-    engines,
     every_strategy,
     fill,
     lost_blocks,
@@ -26,8 +25,6 @@ from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
-
-__all__ = ["engines"]
 
 FP8 = dict(dtype=torch.uint8, cache_dtype="fp8")
 

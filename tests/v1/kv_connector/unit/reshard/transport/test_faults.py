@@ -7,11 +7,10 @@ from typing import ClassVar
 
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Engine,
     Progress,
     assert_received,
-    engines,
     every_strategy,
     fill,
     lost_blocks,
@@ -25,8 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtE
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
-
-__all__ = ["engines"]
 
 SRC, DST = [5, 2, 9], [3, 4, 1]
 
