@@ -7,16 +7,17 @@ tomorrow is counted, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
+from tests.v1.kv_connector.unit.reshard.containers import largest, sizes
 from tests.v1.kv_connector.unit.reshard.engine.connections import RecordingConnection
 from tests.v1.kv_connector.unit.reshard.engine.producers import LEASE_S, OFFER, Producer
 from tests.v1.kv_connector.unit.reshard.engine.schedulers import PARAMS, request, scheduler
+from tests.v1.kv_connector.unit.reshard.protocol.tables import entries
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
@@ -30,37 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 
 NUM_REQUESTS = 10_000
-OURS = "vllm.distributed.kv_transfer"
-
-
-def sizes(owner: object) -> dict[str, int]:
-    """The length of every container within an object, and within those of the connector's."""
-    found: dict[str, int] = {}
-    seen: set[int] = set()
-
-    def look(name: str, value: object) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, Collection) and not isinstance(value, str | bytes):
-            found[name] = len(value)
-        if isinstance(value, dict):
-            for key, each in value.items():
-                look(f"{name}[{key!r}]", each)
-        if type(value).__module__.startswith((OURS, "tests.")):
-            for attribute, each in attributes(value):
-                look(f"{name}.{attribute}", each)
-
-    look(type(owner).__name__, owner)
-    return found
-
-
-def attributes(value: object) -> Iterator[tuple[str, object]]:
-    """What an object consists of, with and without slots."""
-    yield from getattr(value, "__dict__", {}).items()
-    for kind in type(value).__mro__:
-        for name in getattr(kind, "__slots__", ()):
-            yield name, getattr(value, name, None)
 
 
 class Growing:
@@ -105,7 +75,7 @@ def test_producer_forgets_what_it_held():
     producer.side.collect_released(NUM_REQUESTS + LEASE_S)
     producer.stats.reset()
     assert sizes(producer.side) == before
-    assert not producer.side._table._entries.any()
+    assert not entries(producer.side.table_address).any()
 
 
 def test_notifier_forgets_what_it_has_told():
@@ -150,7 +120,7 @@ def test_ledger_of_a_producer_in_use_stays_as_large_as_what_it_holds():
         if number >= 10:
             ledger.withdraw([str(number - 10)])
     assert len(ledger) == 10
-    assert len(ledger._leases) <= 20
+    assert largest(ledger) <= 20
 
 
 def test_renewals_end_with_their_requests():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from tests.v1.kv_connector.unit.reshard.protocol.tables import seen
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
@@ -11,12 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import Re
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import (
-    Held,
-    LeaseTable,
-    entry_of,
-    look_up,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import Held
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     DoneEntry,
     encode_done,
@@ -79,9 +75,7 @@ class Producer:
 
     def seen(self, request_id: str) -> Held:
         """What readers see of a request."""
-        table: LeaseTable = self.side._table
-        bucket, name = entry_of(request_id, table.address.num_buckets)
-        return look_up(table._entries[bucket].ravel(), name)
+        return seen(self.side.table_address, request_id)
 
     def is_entered(self, request_id: str) -> bool:
         """Whether readers see that the request is held."""
