@@ -29,7 +29,7 @@ PARAMS = {
 
 def request(params, num_prompt_tokens: int = 40, request_id: str = "d-a") -> Request:
     """A request with the given parameters, whose prompt counts as computed."""
-    sampling = SamplingParams(extra_args={"kv_transfer_params": params})
+    sampling = SamplingParams(extra_args={"kv_transfer_params": params and dict(params)})
     made = Request(request_id, list(range(num_prompt_tokens)), sampling, None)
     made.num_computed_tokens = num_prompt_tokens
     return made
