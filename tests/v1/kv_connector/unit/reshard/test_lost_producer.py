@@ -17,6 +17,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Engine,
     Progress,
     assert_received,
+    failures,
     fill,
     lost_blocks,
     receive,
@@ -89,8 +90,8 @@ def hung_read(engines, producer, monkeypatch):
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
     reader.start(receive={"d-b": receive(address, [6, 7, 8], BLOCKS, remote_request_id="p-b")})
-    (worker,) = reader.workers.values()
-    wait_until(lambda: len(worker._transfers), progress.step)
+    (transfer_engine,) = reader.transfer_engines.values()
+    wait_until(lambda: len(transfer_engine.transfers), progress.step)
     yield process, reader, progress, clock
     process.send_signal(signal.SIGCONT)
 
@@ -117,19 +118,18 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
     back when the agent that posted it has ended, and not before.
     """
     process, reader, progress, clock = hung_read
-    (worker,) = reader.workers.values()
+    (worker,), (transfer_engine,) = reader.workers.values(), reader.transfer_engines.values()
     with monkeypatch.context() as patch:
         patch.setattr(NixlAgent, "poll", lambda *_: TransferState.FAILED)
         # Of several windows, a turn may look at one.
-        wait_until(lambda: worker._failed and not worker._transfers.is_lingering, progress.step)
-    assert lost_blocks(worker) == {6, 7, 8}
+        assert failures(worker, progress) == {"d-b": frozenset({6, 7, 8})}
+        wait_until(lambda: not transfer_engine.transfers.is_lingering, progress.step)
     # What its producer was told has left by then.
     clock[0] += 1.0
-    worker._thread.wake()
     progress.until(reader, received="d-b")
-    area = worker._transfers.area
+    area = transfer_engine.transfers.area
     assert area is None or area.spans.free_bytes == area.spans.size_bytes
-    assert not worker._transfer_engine.peers.retired
+    assert not transfer_engine.peers.retired
     own(reader, -1.0)
     process.send_signal(signal.SIGCONT)
     # It answers what it was asked, or ends over a reader that is gone.
@@ -142,10 +142,9 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
 def test_hung_producer_fails_its_request_and_gives_its_blocks_back_when_it_goes_on(hung_read):
     """Nobody waits longer than the deadline, and no block is missing after that."""
     process, reader, progress, clock = hung_read
-    (worker,) = reader.workers.values()
+    (worker,), (transfer_engine,) = reader.workers.values(), reader.transfer_engines.values()
     clock[0] += 60.0
-    wait_until(lambda: worker._failed, progress.step)
-    assert lost_blocks(worker) == {6, 7, 8}
+    assert failures(worker, progress) == {"d-b": frozenset({6, 7, 8})}
     assert worker.take_stats().data["read_failures"] == ["deadline"]
     assert not any("d-b" in seen for seen in progress.received.values())
     process.send_signal(signal.SIGCONT)
@@ -153,8 +152,7 @@ def test_hung_producer_fails_its_request_and_gives_its_blocks_back_when_it_goes_
     assert process.poll() is None
     own(reader, -1.0)
     clock[0] += 1.0
-    worker._thread.wake()
-    wait_until(lambda: not worker._transfer_engine.peers.retired, progress.step)
+    wait_until(lambda: not transfer_engine.peers.retired, progress.step)
     assert landed(reader, -1.0) == 0
 
 
@@ -184,7 +182,7 @@ def test_handshake_that_failed_while_nobody_waited_costs_nobody(engines, caplog_
     address = RemoteEngineAddress("prefill", "127.0.0.1", port)
     (worker,) = reader.workers.values()
     reader.start(awaited={"d-b": RemoteRequest(address, "p-a")})
-    wait_until(lambda: any(report.stats for report in worker._thread._reports))
+    wait_until(lambda: "Handshake with engine prefill" in caplog_vllm.text)
     # No step was taken since, and meanwhile the right one is there.
     other.server.close()
     producer.serve(port)

@@ -20,7 +20,6 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     every_strategy,
     fill,
     lost_blocks,
-    peers_of,
     receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
@@ -159,8 +158,8 @@ def test_data_parallel_replicas_share_the_producers(engines):
         progress.until(d, received="d-a")
         progress.until(p, sent=request)
         assert_received(d, [3, 4, 1], whole)
-        (peer,) = peers_of(d.workers[MeshRank(0, 0)])
-        names += peer.connection.engine.lease_tables
+        (connection,) = d.connections
+        names += connection.engine.lease_tables
     assert len(set(names)) == 4
 
 

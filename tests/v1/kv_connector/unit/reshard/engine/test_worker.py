@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -26,12 +28,17 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     every_strategy,
     fill,
     lost_blocks,
-    peers_of,
     receive,
+    stats_with,
     wait_until,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from tests.v1.kv_connector.unit.reshard.protocol.tables import seen, strike
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
+    Notice,
+    ProducerLedger,
+    Receipt,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
     Receive,
@@ -194,8 +201,7 @@ def test_idle_engines_leave_nothing_behind(engines):
     """After `engine_ttl` all that was prepared is given back; the next request does it anew."""
     now_s = time.monotonic()
     d = engines("decode", engine_ttl=60, clock=lambda: now_s)
-    (worker,) = d.workers.values()
-    addresses = {}
+    peers, addresses = d.transfer_engines[MeshRank(0, 0)].peers, {}
     for name, layout in {"wide": dict(tp=2), "deep": dict(pp=2)}.items():
         p = engines(name, **layout)
         addresses[name] = p, p.serve()
@@ -208,16 +214,15 @@ def test_idle_engines_leave_nothing_behind(engines):
         progress.until(d, received=request_id)
         progress.until(p, sent="p-a")
         assert_received(d, [3, 4, 1], whole)
-        (peer,) = peers_of(worker)
-        connection = peer.connection
-        assert connection.is_connected
+        (connection,) = d.connections
         now_s += 59.0
-        worker._thread.wake()
-        assert peers_of(worker) == [peer]
+        for _ in range(3):
+            progress.step()
+        assert connection.is_connected and len(peers) == 1
         now_s += 2.0
-        wait_until(lambda: not peers_of(worker))
-        wait_until(lambda connection=connection: not connection.is_connected)
-        assert not worker._transfer_engine.peers.retired
+        wait_until(lambda: not len(peers), progress.step)
+        wait_until(lambda connection=connection: not connection.is_connected, progress.step)
+        assert not peers.retired
 
 
 def test_handshake_is_told_in_one_line(engines, caplog_vllm):
@@ -334,9 +339,9 @@ def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
     d.start(receive={"d-a": faulty})
     Progress(d).until(d, received="d-a")
     assert fault in caplog_vllm.text
-    for worker in d.workers.values():
+    for rank, worker in d.workers.items():
         assert lost_blocks(worker) == {3, 4}
-        assert not peers_of(worker)
+        assert not len(d.transfer_engines[rank].peers)
 
 
 def test_restarted_engine_is_served_again(engines):
@@ -358,8 +363,7 @@ def test_restarted_engine_is_served_again(engines):
     progress = Progress(again, d)
     progress.until(d, received="two")
     assert_received(d, [3, 4, 1], whole)
-    (worker,) = d.workers.values()
-    assert len(peers_of(worker)) == 1
+    assert len(d.transfer_engines[MeshRank(0, 0)].peers) == 1
 
 
 def test_lease_runs_out_without_readers(engines, caplog_vllm):
@@ -370,29 +374,36 @@ def test_lease_runs_out_without_readers(engines, caplog_vllm):
     assert "Freeing the blocks of request p-a" in caplog_vllm.text
 
 
-def test_leases_are_renewed_without_steps(engines):
+def test_leases_are_renewed_without_steps(engines, monkeypatch):
     """They outlive their terms on every prefill worker while the engine that waits stands still.
 
     They end when it does not wait any longer.
     """
-    now_s = time.monotonic()
+    now_s, ends_s, renew = time.monotonic(), {}, ProducerLedger.renew
+
+    def note(ledger: ProducerLedger, request_ids: Iterable[str], expires_at_s: float) -> None:
+        renew(ledger, request_ids, expires_at_s)
+        ends_s[ledger] = expires_at_s
+
+    monkeypatch.setattr(ProducerLedger, "renew", note)
     p = engines("prefill", tp=4, mla=True, lease_s=10.0, clock=lambda: now_s)
     d = engines("decode", mla=True, kv_lease_duration=10.0, clock=lambda: now_s)
     address = p.serve()
-    # No step of the decode engine comes after the one that tells it.
-    progress, (reader,) = Progress(p), d.workers.values()
-
-    def wake() -> None:
-        reader._thread.wake()
-        progress.step()
-
+    progress, reading = Progress(p), Progress(d)
     d.start(awaited={"d-a": RemoteRequest(address, "p-a")})
-    wait_until(lambda: any(peer.connection for peer in peers_of(reader)), wake)
+    wait_until(lambda: len(d.connections) == 1, reading.step)
     p.offer("p-a", lease_s=10.0)
-    wait_until(lambda: all(map(lease_end, p.workers.values())), progress.step)
+    tables = [each.producer.table_address for each in p.transfer_engines.values()]
+    wait_until(lambda: all(seen(table, "p-a").fingerprint for table in tables), progress.step)
+
+    def are_renewed() -> bool:
+        return len(ends_s) == len(p.workers) and min(ends_s.values()) >= now_s + 10.0
+
     for _ in range(3):
         now_s += 9.0
-        wait_until(lambda: min(map(lease_end, p.workers.values())) >= now_s + 10.0, wake)  # noqa: B023
+        # The clock of its thread is this one, which does not wake it.
+        reading.step()
+        wait_until(are_renewed, progress.step)
     assert not any(progress.sent.values())
     d.start(ended={"d-a"})
 
@@ -408,12 +419,6 @@ def test_leases_are_renewed_without_steps(engines):
     )
 
 
-def lease_end(worker: ReshardWorker) -> float:
-    """When a worker would let go of the request; 0 while it is not offered."""
-    held = worker._transfer_engine.producer._ledger._held.get("p-a")
-    return held.expires_at_s if held and held.fingerprint is not None else 0.0
-
-
 def test_late_reader_fails(engines, caplog_vllm):
     """Blocks that are read after their lease ran out count as invalid, and both logs say why."""
     p, d = engines("prefill", tp=2), engines("decode")
@@ -427,9 +432,8 @@ def test_late_reader_fails(engines, caplog_vllm):
     assert "had run out when all was read" in caplog_vllm.text
     assert lost_blocks(d.workers[MeshRank(0, 0)]) == {1, 3, 4}
     late = "num_notifications_after_expiry"
-    wait_until(
-        lambda: any(w._stats and w._stats.data[late] for w in p.workers.values()), progress.step
-    )
+    taken = (worker.take_stats() for worker in cycle(p.workers.values()))
+    wait_until(lambda: (stats := next(taken)) and stats.data[late], progress.step)
 
 
 @pytest.mark.parametrize("source_rank", [0, 1])
@@ -443,7 +447,8 @@ def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, so
 
     def check_after_expiry(self, key, remote_request_id, fingerprint, at, due_at_s):
         if remote_request_id == "p-a":
-            p.workers[MeshRank(0, source_rank)]._transfer_engine.producer._table.remove("p-a")
+            source = p.transfer_engines[MeshRank(0, source_rank)]
+            strike(source.producer.table_address, "p-a")
         check_later(self, key, remote_request_id, fingerprint, at, due_at_s)
 
     monkeypatch.setattr(LeaseChecker, "check_later", check_after_expiry)
@@ -465,8 +470,7 @@ def test_what_happened_is_counted(engines):
     progress = Progress(p, d)
     (reader,) = d.workers.values()
     for producer in p.workers.values():
-        wait_until(lambda producer=producer: producer._stats, progress.step)
-        assert producer.take_stats().data["held_blocks"] == [3]
+        assert stats_with(producer, "held_blocks", progress).data["held_blocks"] == [3]
     d.start(
         receive={
             "whole": receive(address, [3, 4, 1], [5, 2, 9]),
@@ -477,8 +481,7 @@ def test_what_happened_is_counted(engines):
         progress.until(d, received=request_id)
     progress.until(p, sent="p-a")
     # The producers hear of it before it is counted that they were told.
-    wait_until(lambda: reader._stats.data["notifications_sent"], progress.step)
-    counted = reader.take_stats().data
+    counted = stats_with(reader, "notifications_sent", progress).data
     assert len(counted["handshake_seconds"]) == 1
     assert counted["read_failures"] == ["lease"]
     assert counted["read_strategies"] == ["direct"] * 4
@@ -489,16 +492,21 @@ def test_what_happened_is_counted(engines):
         assert producer.take_stats() is None
 
 
-def test_running_request_is_nobodys_to_release(engines):
+def test_running_request_is_nobodys_to_release(engines, monkeypatch):
     """Who says that he has read what is still being computed does not make its producer free it."""
+    heard, hear = [], ProducerLedger.hear
+
+    def note(ledger: ProducerLedger, request_id: str, notice: Notice) -> Receipt:
+        heard.append(hear(ledger, request_id, notice))
+        return heard[-1]
+
+    monkeypatch.setattr(ProducerLedger, "hear", note)
     p, d = engines("prefill"), engines("decode")
     address = p.serve()
     p.start(admitted={"p-a"})
     progress = Progress(p, d)
     d.start(receive={"d-a": receive(address, [], [])})
-    (producer,) = p.workers.values()
-    held = producer._transfer_engine.producer._ledger._held
-    wait_until(lambda: "p-a" in held and held["p-a"].early, progress.step)
+    wait_until(lambda: Receipt.EARLY in heard, progress.step)
     assert not any(progress.sent.values())
     p.start(offered={"p-a": 30.0}, fingerprints={"p-a": OFFER})
     progress.until(p, sent="p-a")
@@ -543,9 +551,10 @@ def test_reader_that_is_faster_than_its_producer_waits_for_the_offer(engines):
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
     progress = Progress(p, d)
     (reader,) = d.workers.values()
+    # The first request that it has taken up.
+    key = "d-a", 1
     wait_until(
-        lambda: any(each.connection and each.connection.leases._early for each in peers_of(reader)),
-        progress.step,
+        lambda: any(each.leases.waits_for_offer(key) for each in d.connections), progress.step
     )
     assert not progress.received[d.engine_id, MeshRank(0, 0)]
     p.start(offered={"p-a": 30.0}, fingerprints={"p-a": OFFER})

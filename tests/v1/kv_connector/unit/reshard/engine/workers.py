@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +29,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker a
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
+    TransferEngine,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
@@ -42,6 +46,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
     encode_reply,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
     HandshakeServer,
 )
@@ -56,6 +61,7 @@ class Engine:
     """All workers of an engine, and the side channel that its scheduler would serve.
 
     Attributes:
+        transfer_engines: What each rank's worker has its thread poll.
         caches: Of each layer of each rank, as planes.
     """
 
@@ -117,6 +123,7 @@ class Engine:
             ),
         )
         self.workers: dict[MeshRank, ReshardWorker] = {}
+        self.transfer_engines: dict[MeshRank, TransferEngine] = {}
         self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
         backend = backend or forms.backend(mla=mla)
         for shard in self.shards:
@@ -148,6 +155,7 @@ class Engine:
                     place = SimpleNamespace(rank_in_group=number)
                     patch.setattr(worker_module, group, lambda place=place: place)
                 patch.setattr(worker_module, "_gather", lambda _: self.shards)
+                patch.setattr(worker_module, "TransferEngine", partial(self._kept, shard.rank))
                 patch.setattr(
                     ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
                 )
@@ -163,6 +171,18 @@ class Engine:
                 name: forms.as_planes(tensor, mla=mla) for name, tensor in tensors.items()
             }
         self.server: HandshakeServer | None = None
+
+    def _kept(self, rank: MeshRank, *parts: object) -> TransferEngine:
+        """A worker's transfer engine, which is kept for tests to look at."""
+        self.transfer_engines[rank] = TransferEngine(*parts)
+        return self.transfer_engines[rank]
+
+    @property
+    def connections(self) -> list[PeerConnection]:
+        """Those with other engines that its only worker may begin reads with."""
+        (transfer_engine,) = self.transfer_engines.values()
+        lanes = transfer_engine.peers.lanes.ready
+        return [connection for lane in lanes for connection in lane.connections]
 
     def serve(self, port: int = 0) -> RemoteEngineAddress:
         """Answer handshakes; returns where."""
@@ -270,11 +290,6 @@ class Progress:
             self.step()
 
 
-def peers_of(worker: ReshardWorker) -> list[Peer]:
-    """The engines that a worker knows."""
-    return list(worker._transfer_engine.peers._peers.values())
-
-
 def wait_until(condition: Callable[[], object], step: Callable[[], None] = lambda: None) -> None:
     """Wait for the other threads, and take a step now and then."""
     deadline = time.monotonic() + DEADLINE_S
@@ -287,6 +302,31 @@ def wait_until(condition: Callable[[], object], step: Callable[[], None] = lambd
 def lost_blocks(worker: ReshardWorker) -> set[int]:
     """The blocks of all requests that could not be read."""
     return set().union(*worker.take_failed().values())
+
+
+def failures(worker: ReshardWorker, progress: Progress, count: int = 1) -> dict[str, set[int]]:
+    """Step until so many requests could not be read; returns their blocks."""
+    failed: dict[str, set[int]] = {}
+
+    def has_failed() -> bool:
+        failed.update(worker.take_failed())
+        return len(failed) >= count
+
+    wait_until(has_failed, progress.step)
+    return failed
+
+
+def stats_with(worker: ReshardWorker, name: str, progress: Progress) -> ReshardStats:
+    """Step until something of a name was counted; returns all that was meanwhile."""
+    stats = ReshardStats()
+
+    def is_counted() -> bool:
+        if (taken := worker.take_stats()) is not None:
+            stats.aggregate(taken)
+        return bool(stats.data[name])
+
+    wait_until(is_counted, progress.step)
+    return stats
 
 
 def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Receive:
