@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from reshard_build.series import load_series
 
+from tests.docs.metrics import families
 from tools.docs_kv_plan import ROOT
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import Settings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
     HandshakeFailure,
@@ -50,25 +48,6 @@ def test_every_option_has_its_default():
     assert told == {
         field.encode_name: msgspec.json.encode(field.default).decode()
         for field in msgspec.structs.fields(Settings)
-    }
-
-
-def families():
-    """The families of metrics that an engine with our connector shows, by the name of a series."""
-    registry = CollectorRegistry()
-
-    def registered(cls):
-        return lambda **arguments: cls(registry=registry, **arguments)
-
-    NixlConnector.build_prom_metrics(
-        SimpleNamespace(kv_transfer_config=None),
-        {cls: registered(cls) for cls in (Gauge, Counter, Histogram)},
-        ["model_name", "engine"],
-        {0: ["model", "0"]},
-    )
-    return {
-        f"{family.name}{'_total' * (family.type == 'counter')}": family
-        for family in registry.collect()
     }
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from tests.docs.test_reference import families
+from tests.docs.metrics import families
 
 DASHBOARD = Path(__file__).parents[2] / "examples/grafana/kv-transfer.json"
 

@@ -13,6 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.examples.checks import ROLES, check_kv_transfer
 from tests.examples.manifests import (
     DIRECTORY,
     Manifest,
@@ -25,7 +26,6 @@ from tests.examples.manifests import (
     read_manifests,
 )
 from tests.examples.parsers import parse_vllm_router, parse_vllm_serve
-from tests.examples.test_scripts import ROLES, check_kv_transfer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import read_settings
 
 ROOT = DIRECTORY.parents[1]

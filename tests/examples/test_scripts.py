@@ -7,19 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
 
+from tests.examples.checks import EXAMPLES, check_kv_transfer
 from tests.examples.parsers import parse_ray_start, parse_vllm_router, parse_vllm_serve
 from tests.examples.stubs import Stubs
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import (
-    read_settings,
-    remarks,
-)
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("**/*.sh"))
 PROGRAMS = [script for script in SCRIPTS if script.parent.name != "lib"]
 LIMIT_S = 60.0
@@ -41,7 +35,6 @@ ENGINES = {
     "two_nodes/decode.sh": (2, 1),
     "ray/prefill.sh": (1, 2),
 }
-ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 def _name(path: Path) -> str:
@@ -161,15 +154,3 @@ def test_every_command_is_tried() -> None:
     """No script is without a test of what it starts."""
     started_elsewhere = {"local/serve_pd.sh", "ray/single_machine.sh"}
     assert {_name(script) for script in PROGRAMS} == {*COMMANDS, *started_elsewhere}
-
-
-def check_kv_transfer(config: Any, side: str) -> None:
-    """Check that an engine's connector is ours, in its role, and that it understands all options.
-
-    Args:
-        side: `prefill` or `decode`.
-    """
-    assert isinstance(config, KVTransferConfig)
-    assert (config.kv_connector, config.kv_role) == ("NixlConnector", ROLES[side])
-    read_settings(config)
-    assert remarks(config) == []

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.examples.test_local import LOCAL, RAY, free_ports, started
+from tests.examples.running import LOCAL, RAY, free_ports, started
 from tests.tools.pdstack.helpers import read_until, wait_until
 from tools.pdstack.metrics import fetch_nixl_counters
 from tools.pdstack.tiny_models import write_tiny_llama

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of random layouts, for tests of what must hold for any."""
+"""What all tests of the package share: its fixtures, and engines of random layouts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from typing import TypeAlias
 import pytest
 from hypothesis import strategies as st
 
+from tests.v1.kv_connector.unit.reshard.engine.workers import engines
+from tests.v1.kv_connector.unit.reshard.serving import serving
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Shard,
     holding_of_rank,
     shard_model,
 )
+
+__all__ = ["engines", "serving"]
 
 Engine: TypeAlias = tuple[Shard, ...]
 

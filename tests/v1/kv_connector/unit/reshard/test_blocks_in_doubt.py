@@ -16,14 +16,13 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from tests.v1.kv_connector.unit.reshard.test_lifecycle import (
+from tests.v1.kv_connector.unit.reshard.serving import (
     BLOCK_TOKENS,
     PROMPT_TOKENS,
     Serving,
     Whole,
     from_decode,
     from_prefill,
-    serving,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     FAILED_READS_ARE_NAMED,
@@ -32,8 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
-
-__all__ = ["serving"]
 
 ROUNDS = 2 if FAILED_READS_ARE_NAMED else 1
 """So many steps after a worker's read has failed, the scheduler knows."""

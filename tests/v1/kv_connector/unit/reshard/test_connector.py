@@ -26,12 +26,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
-    DEADLINE_S,
-    Engine,
-    fill,
-    receive,
-)
+from tests.v1.kv_connector.unit.reshard.engine.workers import DEADLINE_S, Engine, fill, receive
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (

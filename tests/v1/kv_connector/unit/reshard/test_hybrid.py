@@ -26,11 +26,10 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
     OFFER,
     Engine,
     Progress,
-    engines,
     every_strategy,
     lost_blocks,
 )
@@ -44,8 +43,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import ReshardScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
-
-__all__ = ["engines"]
 
 NUM_TOKENS, WINDOW_TOKENS = 100, 50
 # Blocks of both groups are of one pool: none is in both.

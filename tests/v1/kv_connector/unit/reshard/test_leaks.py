@@ -7,16 +7,17 @@ tomorrow is counted, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
-from tests.v1.kv_connector.unit.reshard.engine.test_notifier import Holders
-from tests.v1.kv_connector.unit.reshard.engine.test_producer import LEASE_S, OFFER, Desk
-from tests.v1.kv_connector.unit.reshard.engine.test_scheduler import PARAMS, request, scheduler
+from tests.v1.kv_connector.unit.reshard.containers import largest, sizes
+from tests.v1.kv_connector.unit.reshard.engine.connections import RecordingConnection
+from tests.v1.kv_connector.unit.reshard.engine.producers import LEASE_S, OFFER, Producer
+from tests.v1.kv_connector.unit.reshard.engine.schedulers import PARAMS, request, scheduler
+from tests.v1.kv_connector.unit.reshard.protocol.tables import entries
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
@@ -30,37 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 
 NUM_REQUESTS = 10_000
-OURS = "vllm.distributed.kv_transfer"
-
-
-def sizes(owner: object) -> dict[str, int]:
-    """The length of every container within an object, and within those of the connector's."""
-    found: dict[str, int] = {}
-    seen: set[int] = set()
-
-    def look(name: str, value: object) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, Collection) and not isinstance(value, str | bytes):
-            found[name] = len(value)
-        if isinstance(value, dict):
-            for key, each in value.items():
-                look(f"{name}[{key!r}]", each)
-        if type(value).__module__.startswith((OURS, "tests.")):
-            for attribute, each in attributes(value):
-                look(f"{name}.{attribute}", each)
-
-    look(type(owner).__name__, owner)
-    return found
-
-
-def attributes(value: object) -> Iterator[tuple[str, object]]:
-    """What an object consists of, with and without slots."""
-    yield from getattr(value, "__dict__", {}).items()
-    for kind in type(value).__mro__:
-        for name in getattr(kind, "__slots__", ()):
-            yield name, getattr(value, name, None)
 
 
 class Growing:
@@ -80,32 +50,32 @@ def test_counting_sees_what_grows():
 
 def test_producer_forgets_what_it_held():
     """However requests end: read, read early, by lease, withdrawn, or named by strangers."""
-    desk = Desk()
-    desk.producer.collect_released(0.0)
-    before = sizes(desk.producer)
+    producer = Producer()
+    producer.side.collect_released(0.0)
+    before = sizes(producer.side)
     for number in range(NUM_REQUESTS):
         now_s, name = float(number), str(number)
         way = number % 6
         if way == 1:
-            desk.tell(now_s, admitted={name})
-            desk.hear(name)
-            desk.hear(name, fingerprint=OFFER.__class__(1, 1, 1), notifier="stranger")
-            desk.producer.collect_released(now_s)
+            producer.tell(now_s, admitted={name})
+            producer.hear(name)
+            producer.hear(name, fingerprint=OFFER.__class__(1, 1, 1), notifier="stranger")
+            producer.side.collect_released(now_s)
         if way == 2:
-            desk.tell(now_s, admitted={name})
-            desk.tell(now_s, withdrawn={name})
+            producer.tell(now_s, admitted={name})
+            producer.tell(now_s, withdrawn={name})
         else:
-            desk.offer(name, now_s=now_s)
+            producer.offer(name, now_s=now_s)
         if way in (0, 3):
-            desk.hear(name, "never seen")
+            producer.hear(name, "never seen")
         if way == 4:
-            desk.hear(name, fingerprint=OFFER.__class__(1, 1, 1))
-        desk.producer.collect_released(now_s)
-        desk.stats.reset()
-    desk.producer.collect_released(NUM_REQUESTS + LEASE_S)
-    desk.stats.reset()
-    assert sizes(desk.producer) == before
-    assert not desk.producer._table._entries.any()
+            producer.hear(name, fingerprint=OFFER.__class__(1, 1, 1))
+        producer.side.collect_released(now_s)
+        producer.stats.reset()
+    producer.side.collect_released(NUM_REQUESTS + LEASE_S)
+    producer.stats.reset()
+    assert sizes(producer.side) == before
+    assert not entries(producer.side.table_address).any()
 
 
 def test_notifier_forgets_what_it_has_told():
@@ -115,7 +85,7 @@ def test_notifier_forgets_what_it_has_told():
     before = sizes(notifier)
     for number in range(NUM_REQUESTS):
         peers = [(f"p{number % 2 * number}", 1), ("p0", 2)]
-        producers = Holders("p0", engine=SimpleNamespace(releases=peers))
+        producers = RecordingConnection("p0", engine=SimpleNamespace(releases=peers))
         notifier.release(str(number), OFFER, producers, known_as_broken=True)
         notifier.renew([str(number)], producers)
         notifier.flush()
@@ -150,7 +120,7 @@ def test_ledger_of_a_producer_in_use_stays_as_large_as_what_it_holds():
         if number >= 10:
             ledger.withdraw([str(number - 10)])
     assert len(ledger) == 10
-    assert len(ledger._leases) <= 20
+    assert largest(ledger) <= 20
 
 
 def test_renewals_end_with_their_requests():

@@ -8,233 +8,26 @@ both engines serve a request together over real NIXL.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
-import torch
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-)
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.request import RequestStatus
 
 from tests.bases import RELEASE
-from tests.v1.kv_connector.unit.reshard import forms
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
     DEADLINE_S,
     NUM_BLOCKS,
     assert_received,
-    engines,
     fill,
-    split,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
-    ReshardConnectorMetadata,
+from tests.v1.kv_connector.unit.reshard.serving import (
+    BLOCK_TOKENS,
+    PROMPT_TOKENS,
+    REMOTE_BLOCKS,
+    Whole,
+    from_decode,
+    from_prefill,
 )
-
-__all__ = ["engines"]
-
-BLOCK_TOKENS, PROMPT_TOKENS = 16, 40
-REMOTE_BLOCKS = [[5, 2, 9]]
-
-
-class Serving:
-    """An engine's scheduler, driven as the engine does, with a model that always says token 7."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.finished: dict[str, FinishReason] = {}
-        self.handed_over: dict[str, dict] = {}
-        self.told = ReshardConnectorMetadata()
-
-    def add(
-        self,
-        request_id: str,
-        params: dict | None = None,
-        *,
-        max_tokens: int = 1,
-        num_tokens: int = PROMPT_TOKENS,
-        first_token: int = 0,
-        stop_token: int | None = None,
-        prompt: Sequence[int] = (),
-    ) -> Request:
-        """Add a request; those of one first token have one prompt, unless one is given."""
-        stop = [] if stop_token is None else [stop_token]
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop)
-        sampling.update_from_generation_config({})
-        sampling.extra_args = None if params is None else {"kv_transfer_params": params}
-        request = Request(
-            request_id,
-            [*prompt] or [first_token + position for position in range(num_tokens)],
-            sampling,
-            None,
-            block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
-        )
-        self.scheduler.add_request(request)
-        return request
-
-    def step(self, *, received=(), sent=(), failed=None) -> dict[str, int]:
-        """One step; returns the tokens scheduled.
-
-        Args:
-            received: Requests that all workers report as received.
-            sent: Requests that all workers report as sent.
-            failed: Requests of the received ones that could not be read, with their blocks.
-        """
-        scheduled = self.begin()
-        self.end(scheduled, received=received, sent=sent, failed=failed)
-        return dict(scheduled.num_scheduled_tokens)
-
-    def begin(self) -> SchedulerOutput:
-        """Begin a step; with asynchronous scheduling, while another one is under way."""
-        scheduled = self.scheduler.schedule()
-        self.told = scheduled.kv_connector_metadata
-        return scheduled
-
-    def end(
-        self,
-        scheduled: SchedulerOutput,
-        said=(7,),
-        *,
-        received=(),
-        sent=(),
-        failed=None,
-        heard: KVConnectorOutput | None = None,
-    ) -> None:
-        """End a step, in which the model has said the same for every request.
-
-        Args:
-            scheduled: What was begun.
-            said: Tokens.
-            received: Requests that all workers report as received.
-            sent: Requests that all workers report as sent.
-            failed: Requests of the received ones that could not be read, with their blocks.
-            heard: What workers report, in place of these.
-        """
-        request_ids = list(scheduled.num_scheduled_tokens)
-        outputs = self.scheduler.update_from_output(
-            scheduled,
-            ModelRunnerOutput(
-                request_ids,
-                {request_id: position for position, request_id in enumerate(request_ids)},
-                [list(said) if self._has_said(each) else [] for each in request_ids],
-                kv_connector_output=heard
-                or KVConnectorOutput(
-                    finished_sending=set(sent),
-                    finished_recving=set(received),
-                    **forms.failed_reads(failed or {}),
-                ),
-            ),
-        )
-        for by_client in outputs.values():
-            for output in by_client.outputs:
-                if output.finish_reason is not None:
-                    self.finished[output.request_id] = output.finish_reason
-                if output.kv_transfer_params is not None:
-                    self.handed_over[output.request_id] = output.kv_transfer_params
-
-    def _has_said(self, request_id: str) -> bool:
-        """Whether a step made a token for a request: those within a prompt make none."""
-        request = self.scheduler.requests.get(request_id)
-        return request is None or request.num_computed_tokens >= request.num_prompt_tokens
-
-    def abort(self, request_id: str) -> None:
-        """The client has gone."""
-        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
-
-    def num_used_blocks(self) -> int:
-        """Blocks that somebody holds; the null block is nobody's."""
-        pool = self.scheduler.kv_cache_manager.block_pool
-        return NUM_BLOCKS - 1 - pool.get_num_free_blocks()
-
-    def is_through(self) -> bool:
-        """Nothing is left of any request."""
-        return not self.scheduler.requests and not self.num_used_blocks()
-
-
-@pytest.fixture
-def serving(make_config):
-    """Makes an engine's scheduler, with its connector."""
-    init_none_hash(sha256)
-    made: list[Serving] = []
-
-    def make(
-        policy: str = "fail",
-        *,
-        asynchronous: bool = False,
-        window_tokens: int | None = None,
-        state: MambaSpec | None = None,
-        role: str = "kv_both",
-        **extra_config,
-    ) -> Serving:
-        config = make_config("NixlConnector", extra_config=extra_config)
-        config.kv_transfer_config.kv_role = role
-        config.kv_transfer_config.kv_load_failure_policy = policy
-        config.kv_transfer_config.engine_id = f"engine-{len(made)}"
-        config.cache_config.num_gpu_blocks = NUM_BLOCKS
-        config.cache_config.enable_prefix_caching = True
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32
-        )
-        groups = [KVCacheGroupSpec(["layers.0"], spec)]
-        if window_tokens:
-            groups = split(["layers.0", "layers.1"], spec, window_tokens)
-        if state:
-            groups.append(KVCacheGroupSpec(["layers.1"], state))
-            config.cache_config.mamba_cache_mode = state.mamba_cache_mode
-            config.cache_config.enable_prefix_caching = state.mamba_cache_mode != "none"
-            config.scheduler_config.disable_hybrid_kv_cache_manager = False
-        config.scheduler_config.async_scheduling = asynchronous
-        scheduler = (AsyncScheduler if asynchronous else Scheduler)(
-            config,
-            KVCacheConfig(NUM_BLOCKS, [], groups),
-            StructuredOutputManager(config),
-            block_size=max(BLOCK_TOKENS, state.block_size if state else 0),
-        )
-        made.append(Serving(scheduler))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.scheduler.connector.shutdown()
-
-
-def from_prefill(**changes) -> dict:
-    """What a prefill engine says of a prompt's blocks, as a router passes it on."""
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": "prefill",
-        "remote_request_id": "p-a",
-        "remote_host": "127.0.0.1",
-        "remote_port": 5600,
-        "remote_block_ids": REMOTE_BLOCKS,
-        "remote_num_tokens": PROMPT_TOKENS,
-        "tp_size": 1,
-        "pp_size": 2,
-        **changes,
-    }
-
-
-def from_decode(**changes) -> dict:
-    """What a decode engine says of the last turn's blocks, as a router passes it on."""
-    return from_prefill(do_remote_prefill=False, do_remote_decode=True, **changes)
 
 
 def test_prefill_holds_blocks_until_they_are_sent(serving):
@@ -639,46 +432,6 @@ def test_read_takes_no_blocks_for_drafts(serving):
     d.step(received=["d-a"])
     d.step()
     assert request.num_output_tokens == 1
-
-
-class Whole:
-    """A scheduler with its engine's workers, and what vLLM has between them."""
-
-    def __init__(self, serving: Serving, engine: Any) -> None:
-        self.serving, self.engine = serving, engine
-        scheduler = serving.scheduler
-        self.connectors = []
-        for worker in engine.workers.values():
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(connector_module, "ReshardWorker", lambda *_, worker=worker: worker)
-                self.connectors.append(
-                    KVConnectorFactory.create_connector(
-                        scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
-                    )
-                )
-        self.aggregator = KVOutputAggregator(len(self.connectors))
-
-    def step(self) -> dict[str, int]:
-        """One step, as the engine and its runners take it; returns the tokens scheduled."""
-        scheduled = self.serving.begin()
-        self.end(scheduled)
-        return dict(scheduled.num_scheduled_tokens)
-
-    def end(self, scheduled: SchedulerOutput) -> None:
-        """Let workers hear of what was begun, and the scheduler of what they report."""
-        outputs = []
-        for connector in self.connectors:
-            connector.bind_connector_metadata(scheduled.kv_connector_metadata)
-            sent, received, failed = forms.results(connector)
-            report = KVConnectorOutput(
-                finished_sending=sent,
-                finished_recving=received,
-                kv_connector_worker_meta=connector.build_connector_worker_meta(),
-                **failed,
-            )
-            outputs.append(ModelRunnerOutput([], {}, kv_connector_output=report))
-        heard = self.aggregator.aggregate(outputs).kv_connector_output
-        self.serving.end(scheduled, heard=heard)
 
 
 @pytest.fixture

@@ -4,29 +4,26 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
     DEADLINE_S,
     Engine,
     Progress,
     assert_received,
-    engines,
+    failures,
     fill,
     lost_blocks,
     receive,
     wait_until,
 )
+from tests.v1.kv_connector.unit.reshard.producer_process import BLOCKS, serving_producer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
     RemoteRequest,
@@ -36,48 +33,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     TransferState,
 )
 
-__all__ = ["engines"]
-
-ROOT = Path(__file__).parents[5]
-BLOCKS = [5, 2, 9]
-HOLDS = """
-from tests.v1.kv_connector.unit.reshard import test_lost_producer
-test_lost_producer.hold({blocks}, {head_size})
-"""
 SMALL, LARGE = 8, 16384
 """Head sizes: that a block fits into what the kernel buffers, and that it does not."""
 
 
-def hold(block_ids: list[int], head_size: int) -> None:
-    """Be an engine that holds two requests until somebody ends it."""
-    engine = Engine("prefill", head_size=head_size)
-    address = engine.serve()
-    fill(engine, block_ids)
-    engine.offer("p-a", "p-b", lease_s=DEADLINE_S)
-    print("\nserving", json.dumps([address.engine_id, address.host, address.port]), flush=True)
-    progress = Progress(engine)
-    while True:
-        progress.step()
-        time.sleep(1e-3)
-
-
 @pytest.fixture
 def producer(request) -> Iterator[tuple[subprocess.Popen[str], RemoteEngineAddress]]:
-    """Start a process that holds blocks; returns it, and where it serves."""
-    head_size = getattr(request, "param", SMALL)
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS.format(blocks=BLOCKS, head_size=head_size)],
-        cwd=ROOT,
-        # A read of a process that has been stopped does not get on, whatever memory is shared.
-        env={**os.environ, "UCX_TLS": "tcp"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    said = next(line for line in process.stdout if line.startswith("serving "))
-    yield process, RemoteEngineAddress(*json.loads(said.removeprefix("serving ")))
-    process.kill()
-    process.communicate()
+    """A process that holds blocks, and where it serves."""
+    with serving_producer(getattr(request, "param", SMALL)) as started:
+        yield started
 
 
 def test_killed_producer_costs_its_request_and_is_told_once(
@@ -126,8 +90,8 @@ def hung_read(engines, producer, monkeypatch):
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
     reader.start(receive={"d-b": receive(address, [6, 7, 8], BLOCKS, remote_request_id="p-b")})
-    (worker,) = reader.workers.values()
-    wait_until(lambda: len(worker._transfers), progress.step)
+    (transfer_engine,) = reader.transfer_engines.values()
+    wait_until(lambda: len(transfer_engine.transfers), progress.step)
     yield process, reader, progress, clock
     process.send_signal(signal.SIGCONT)
 
@@ -154,19 +118,18 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
     back when the agent that posted it has ended, and not before.
     """
     process, reader, progress, clock = hung_read
-    (worker,) = reader.workers.values()
+    (worker,), (transfer_engine,) = reader.workers.values(), reader.transfer_engines.values()
     with monkeypatch.context() as patch:
         patch.setattr(NixlAgent, "poll", lambda *_: TransferState.FAILED)
         # Of several windows, a turn may look at one.
-        wait_until(lambda: worker._failed and not worker._transfers.is_lingering, progress.step)
-    assert lost_blocks(worker) == {6, 7, 8}
+        assert failures(worker, progress) == {"d-b": frozenset({6, 7, 8})}
+        wait_until(lambda: not transfer_engine.transfers.is_lingering, progress.step)
     # What its producer was told has left by then.
     clock[0] += 1.0
-    worker._thread.wake()
     progress.until(reader, received="d-b")
-    area = worker._transfers.area
+    area = transfer_engine.transfers.area
     assert area is None or area.spans.free_bytes == area.spans.size_bytes
-    assert not worker._transfer_engine.peers.retired
+    assert not transfer_engine.peers.retired
     own(reader, -1.0)
     process.send_signal(signal.SIGCONT)
     # It answers what it was asked, or ends over a reader that is gone.
@@ -179,10 +142,9 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
 def test_hung_producer_fails_its_request_and_gives_its_blocks_back_when_it_goes_on(hung_read):
     """Nobody waits longer than the deadline, and no block is missing after that."""
     process, reader, progress, clock = hung_read
-    (worker,) = reader.workers.values()
+    (worker,), (transfer_engine,) = reader.workers.values(), reader.transfer_engines.values()
     clock[0] += 60.0
-    wait_until(lambda: worker._failed, progress.step)
-    assert lost_blocks(worker) == {6, 7, 8}
+    assert failures(worker, progress) == {"d-b": frozenset({6, 7, 8})}
     assert worker.take_stats().data["read_failures"] == ["deadline"]
     assert not any("d-b" in seen for seen in progress.received.values())
     process.send_signal(signal.SIGCONT)
@@ -190,8 +152,7 @@ def test_hung_producer_fails_its_request_and_gives_its_blocks_back_when_it_goes_
     assert process.poll() is None
     own(reader, -1.0)
     clock[0] += 1.0
-    worker._thread.wake()
-    wait_until(lambda: not worker._transfer_engine.peers.retired, progress.step)
+    wait_until(lambda: not transfer_engine.peers.retired, progress.step)
     assert landed(reader, -1.0) == 0
 
 
@@ -221,7 +182,7 @@ def test_handshake_that_failed_while_nobody_waited_costs_nobody(engines, caplog_
     address = RemoteEngineAddress("prefill", "127.0.0.1", port)
     (worker,) = reader.workers.values()
     reader.start(awaited={"d-b": RemoteRequest(address, "p-a")})
-    wait_until(lambda: any(report.stats for report in worker._thread._reports))
+    wait_until(lambda: "Handshake with engine prefill" in caplog_vllm.text)
     # No step was taken since, and meanwhile the right one is there.
     other.server.close()
     producer.serve(port)

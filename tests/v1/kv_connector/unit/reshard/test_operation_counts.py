@@ -7,7 +7,6 @@ read in one piece, and that nothing is copied twice.
 
 from __future__ import annotations
 
-import sys
 import tracemalloc
 from unittest.mock import Mock
 
@@ -15,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.v1.kv_connector.unit.reshard.memory.test_lowering import read, span
+from tests.v1.kv_connector.unit.reshard.memory.cases import read, span
+from tests.v1.kv_connector.unit.reshard.profiling import calls
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory import lowering
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
@@ -174,22 +174,6 @@ def test_half_pages_are_staged_in_one_piece_a_plane(src, dst):
     assert direct.merged == PLANES * 64 and staged.merged == PLANES
     assert (direct.copies, staged.copies) == (0, 1)
     assert staged.bytes_copied == staged.bytes_read == direct.bytes_read
-
-
-def calls(function) -> int:
-    """Calls of functions, Python's and others, that it takes."""
-    count = 0
-
-    def profile(frame, event, argument):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])

@@ -13,21 +13,17 @@ import torch
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
 
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Engine,
     Progress,
     assert_received,
-    engines,
     every_strategy,
     fill,
     lost_blocks,
-    peers_of,
     receive,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
-
-__all__ = ["engines"]
 
 FP8 = dict(dtype=torch.uint8, cache_dtype="fp8")
 
@@ -162,8 +158,8 @@ def test_data_parallel_replicas_share_the_producers(engines):
         progress.until(d, received="d-a")
         progress.until(p, sent=request)
         assert_received(d, [3, 4, 1], whole)
-        (peer,) = peers_of(d.workers[MeshRank(0, 0)])
-        names += peer.connection.engine.lease_tables
+        (connection,) = d.connections
+        names += connection.engine.lease_tables
     assert len(set(names)) == 4
 
 

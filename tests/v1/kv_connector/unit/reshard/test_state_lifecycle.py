@@ -14,16 +14,13 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import RequestStatus
 
 from tests.bases import requires_base
-from tests.v1.kv_connector.unit.reshard.test_lifecycle import (
+from tests.v1.kv_connector.unit.reshard.serving import (
     BLOCK_TOKENS,
     PROMPT_TOKENS,
     Serving,
     from_decode,
     from_prefill,
-    serving,
 )
-
-__all__ = ["serving"]
 
 pytestmark = requires_base(
     "0.32.0", "0.33.0", reason="state is left to upstream's connector on 0.22.1"

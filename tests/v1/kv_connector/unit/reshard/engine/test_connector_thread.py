@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import wait_until
+from tests.v1.kv_connector.unit.reshard.engine.workers import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connector_thread import (
     STALL_S,
     SWITCH_S,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.engine.test_factors import config, speculative
+from tests.v1.kv_connector.unit.reshard.engine.configs import config, speculative
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.drafts import (
     draft_identities,
     refuse_impossible_drafts,

@@ -11,6 +11,7 @@ import torch
 import vllm.config
 from transformers import LlamaConfig
 
+from tests.v1.kv_connector.unit.reshard.engine.configs import config, speculative
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import factors as factors_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.factors import (
     compatibility_factors,
@@ -22,65 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import (
     check_compatibility,
 )
-
-
-def speculative(**changes) -> SimpleNamespace:
-    """As much of a `SpeculativeConfig` as the factors are taken from, for EAGLE."""
-    values = dict(method="eagle3", hidden_size=64, layers=1, aux_layers=(2, 14), parallel=False)
-    values.update(changes)
-    return SimpleNamespace(
-        method=values["method"],
-        parallel_drafting=values["parallel"],
-        num_speculative_tokens=values.get("tokens", 3),
-        kv_cache_dtype=None,
-        use_eagle=lambda: values["method"] in ("eagle", "eagle3", "mtp"),
-        uses_draft_model=lambda: values["method"] == "draft_model",
-        draft_model_config=SimpleNamespace(
-            model=values.get("model", "here/draft"),
-            hf_text_config=SimpleNamespace(model_type="llama", hidden_size=values["hidden_size"]),
-            hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=values["aux_layers"]),
-            get_total_num_hidden_layers=lambda: values["layers"],
-        ),
-    )
-
-
-def config(**changes) -> SimpleNamespace:
-    """As much of a `VllmConfig` as the factors are taken from."""
-    values = dict(
-        layers=4, kv_heads=2, head_size=64, mla=False, dtype=torch.bfloat16, model="here/model"
-    )
-    values.update(
-        vocabulary=99, cache_dtype="auto", no_hybrid=False, tp_size=1, pp_size=1, block_size=16
-    )
-    values.update(speculative=None, lookahead=1, multimodal=None, prefix_caching=True, stage=None)
-    values.update(changes)
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            model=values["model"],
-            dtype=values["dtype"],
-            use_mla=values["mla"],
-            hf_text_config=SimpleNamespace(
-                model_type="llama", vocab_size=values["vocabulary"], rope_theta=1e4
-            ),
-            get_total_num_hidden_layers=lambda: values["layers"],
-            get_layers_start_end_indices=lambda parallel: values["stage"] or (0, values["layers"]),
-            get_total_num_kv_heads=lambda: values["kv_heads"],
-            get_head_size=lambda: values["head_size"],
-            multimodal_config=values["multimodal"],
-        ),
-        cache_config=SimpleNamespace(
-            enable_prefix_caching=values["prefix_caching"],
-            cache_dtype=values["cache_dtype"],
-            block_size=values["block_size"],
-        ),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=values["no_hybrid"]),
-        speculative_config=values["speculative"],
-        num_prefill_lookahead_tokens=values["lookahead"],
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=values["tp_size"], pipeline_parallel_size=values["pp_size"]
-        ),
-    )
-
 
 BASE = compatibility_factors(config())
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.v1.kv_connector.unit.reshard import forms
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
     OFFER,
     Engine,
     Progress,

@@ -7,51 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.v1.kv_connector.unit.reshard.engine.connections import OFFER, RecordingConnection
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
-    OfferFingerprint,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Done,
     DoneEntry,
     Renew,
-    decode_notification,
 )
-
-OFFER = OfferFingerprint(48, 1, 2)
-ENGINE = SimpleNamespace(releases=[("p0", 1), ("p1", 3)])
-
-
-class Holders:
-    """A connection with an engine, some of whose workers can be reached."""
-
-    def __init__(self, *unreachable: str, engine: SimpleNamespace = ENGINE) -> None:
-        self.engine = engine
-        self.unreachable = unreachable
-        self.sent: list[tuple[str, object]] = []
-        self.lane = self
-        self.agent = SimpleNamespace(is_open=True)
-        self.talks_until_s, self.looks = 0.0, 0
-
-    def progress(self) -> None:
-        """Count a look at what was sent."""
-        self.looks += 1
-
-    def notify(self, peer: str, message: bytes) -> None:
-        """Send a notification."""
-        if peer in self.unreachable:
-            raise TransferError(f"{peer} cannot be told")
-        self.sent.append((peer, decode_notification(message)))
 
 
 def test_every_producer_is_told_how_many_it_must_hear():
     """The number is the plan's for each producer, and the name is this worker's."""
-    producers, stats = Holders(), ReshardStats()
+    producers, stats = RecordingConnection(), ReshardStats()
     notifier = Notifier("d0", stats)
     notifier.release("p-a", OFFER, producers)
     assert producers.sent == []
@@ -65,7 +36,7 @@ def test_every_producer_is_told_how_many_it_must_hear():
 
 def test_what_was_sent_is_not_sent_again():
     """A turn in which nothing ends costs nothing."""
-    producers = Holders()
+    producers = RecordingConnection()
     notifier = Notifier("d0", ReshardStats())
     notifier.release("p-a", OFFER, producers)
     notifier.flush()
@@ -79,7 +50,7 @@ def test_requests_of_one_turn_share_a_notification():
     src = shard_model(ParallelMesh(8, 16), 16, 16)
     dst = shard_model(ParallelMesh(1, 1), 16, 16)
     counts = [(str(each.src_rank), len(each.notifiers)) for each in plan_reshard(src, dst).releases]
-    producers = Holders(engine=SimpleNamespace(releases=counts))
+    producers = RecordingConnection(engine=SimpleNamespace(releases=counts))
     notifier = Notifier("d0", ReshardStats())
     for number in range(10):
         notifier.release(f"p-{number}", OFFER, producers)
@@ -91,7 +62,7 @@ def test_requests_of_one_turn_share_a_notification():
 
 def test_every_producer_is_asked_to_hold_on():
     """One notification to each, whatever the number of requests."""
-    producers = Holders()
+    producers = RecordingConnection()
     Notifier("d0", ReshardStats()).renew(["b", "a"], producers)
     assert producers.sent == [("p0", Renew(["a", "b"])), ("p1", Renew(["a", "b"]))]
 
@@ -99,7 +70,7 @@ def test_every_producer_is_asked_to_hold_on():
 @pytest.mark.parametrize("known", [(True, True), (True, False), (False, False)])
 def test_producer_that_cannot_be_told_costs_the_others_nothing(known, caplog_vllm):
     """It is counted, and told in the log once, unless it is no news for any of the requests."""
-    producers, stats = Holders("p0"), ReshardStats()
+    producers, stats = RecordingConnection("p0"), ReshardStats()
     notifier = Notifier("d0", stats)
     for number, known_as_broken in enumerate(known):
         notifier.release(f"p-{number}", OFFER, producers, known_as_broken=known_as_broken)
@@ -111,7 +82,7 @@ def test_producer_that_cannot_be_told_costs_the_others_nothing(known, caplog_vll
 
 def test_producer_that_cannot_be_told_is_tried_once_a_turn():
     """What would take several notifications is given up with the first of them."""
-    producers, stats = Holders("p0", "p1"), ReshardStats()
+    producers, stats = RecordingConnection("p0", "p1"), ReshardStats()
     notifier = Notifier("d0", stats)
     for number in range(1000):
         notifier.release(f"p-{number}", OFFER, producers)
@@ -121,7 +92,7 @@ def test_producer_that_cannot_be_told_is_tried_once_a_turn():
 
 def test_connection_is_looked_after_while_it_may_be_talking():
     """What was sent has to leave, which takes no thread of NIXL's; then it costs nothing."""
-    producers, other = Holders(), Holders()
+    producers, other = RecordingConnection(), RecordingConnection()
     notifier = Notifier("d0", ReshardStats())
     assert not notifier.is_talking
     notifier.renew(["p-a"], producers)

@@ -8,17 +8,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
+from tests.v1.kv_connector.unit.reshard.engine.schedulers import PARAMS, request, scheduler
 from tests.v1.kv_connector.unit.reshard.transport.channels import (
     FACTORS,
     WORKERS,
@@ -48,25 +46,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Listener
 
-PARAMS = {
-    "do_remote_prefill": True,
-    "remote_engine_id": "prefill",
-    "remote_request_id": "p-a",
-    "remote_host": "10.0.0.1",
-    "remote_port": 5600,
-    "remote_block_ids": [[5, 2, 9]],
-    "remote_num_tokens": 40,
-    "tp_size": 2,
-}
-
-
-def request(params, num_prompt_tokens: int = 40, request_id: str = "d-a") -> Request:
-    """A request with the given parameters, whose prompt counts as computed."""
-    sampling = SamplingParams(extra_args={"kv_transfer_params": params})
-    made = Request(request_id, list(range(num_prompt_tokens)), sampling, None)
-    made.num_computed_tokens = num_prompt_tokens
-    return made
-
 
 def picture(name: str) -> MultiModalFeatureSpec:
     """A multimodal item that takes a prompt's tokens from the third on."""
@@ -75,9 +54,17 @@ def picture(name: str) -> MultiModalFeatureSpec:
     )
 
 
+def allocate(owner: ReshardScheduler, new: Request, block_ids: list[int]) -> Receive:
+    """A request gets blocks for all that is not cached: what its workers are asked to read."""
+    blocks = SimpleNamespace(blocks=(), get_unhashed_block_ids_all_groups=lambda: (block_ids,))
+    owner.update_state_after_alloc(new, blocks, new.num_prompt_tokens if block_ids else 0)
+    (receive,) = owner.build_connector_meta(SchedulerOutput.make_empty()).receive.values()
+    return receive
+
+
 def test_parameters_become_a_read():
     """Address, blocks and tokens are taken as the other engine wrote them."""
-    receive = scheduler()._receive(request(PARAMS), ([3, 4, 1],))
+    receive = allocate(scheduler(), request(PARAMS), [3, 4, 1])
     assert receive.fault is None
     assert receive.source == RemoteEngineAddress("prefill", "10.0.0.1", 5600)
     assert (receive.remote_request_id, receive.remote_block_ids) == ("p-a", [[5, 2, 9]])
@@ -89,7 +76,7 @@ def test_parameters_become_a_read():
 )
 def test_tokens_are_counted_at_each_end(remote, local, expected):
     """Without a count the prompt is what was computed; a longer remote sequence is told apart."""
-    receive = scheduler()._receive(request(PARAMS | {"remote_num_tokens": remote}, local), ([3],))
+    receive = allocate(scheduler(), request(PARAMS | {"remote_num_tokens": remote}, local), [3])
     assert (receive.local_tokens, receive.remote_tokens) == expected
 
 
@@ -116,10 +103,10 @@ def test_tokens_are_counted_at_each_end(remote, local, expected):
 def test_malformed_parameters_are_a_fault_of_the_request(change):
     """The request fails with a readable line; the engine lives on."""
     params, _ = sanitize_params(PARAMS | change, reads_back=False)
-    receive = scheduler()._receive(request(params), ([3, 4, 1],))
+    receive = allocate(scheduler(), request(params), [3, 4, 1])
     assert "the router must pass on unchanged" in receive.fault
     assert "\n" not in receive.fault
-    assert receive.local_block_ids == ([3, 4, 1],)
+    assert list(receive.local_block_ids) == [[3, 4, 1]]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +117,7 @@ def test_hosts_outside_of_the_trusted_networks_are_a_fault_of_the_request(host, 
     """A name is not: who looks it up sees whether its address is among them."""
     trusted = TrustedPeers.parse(["10.0.0.0/8"])
     params, _ = sanitize_params(PARAMS | {"remote_host": host}, reads_back=False, trusted=trusted)
-    receive = scheduler()._receive(request(params), ([3, 4, 1],))
+    receive = allocate(scheduler(), request(params), [3, 4, 1])
     if fault is None:
         assert (receive.fault, receive.source.host) == (None, host)
     else:
@@ -157,47 +144,8 @@ def test_hosts_outside_of_the_trusted_networks_are_a_fault_of_the_request(host, 
 def test_nothing_that_json_can_say_raises(params):
     """Whatever a router makes of the parameters, the scheduler's step goes on."""
     params, _ = sanitize_params((params or {}) | {"do_remote_prefill": True}, reads_back=False)
-    receive = scheduler()._receive(request(params), ([3],))
+    receive = allocate(scheduler(), request(params), [3])
     assert receive.fault is not None or receive.source.port > 0
-
-
-def scheduler(
-    *,
-    bidirectional: bool = False,
-    block_size: int = 16,
-    stages: int = 3,
-    replicas: int = 1,
-    ahead: bool = False,
-    role: str = "kv_both",
-) -> ReshardScheduler:
-    """A scheduler of an engine with one KV-cache group."""
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32
-    )
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=block_size),
-        parallel_config=SimpleNamespace(
-            data_parallel_index=0,
-            tensor_parallel_size=2,
-            pipeline_parallel_size=stages,
-            data_parallel_size=replicas,
-            decode_context_parallel_size=1,
-            distributed_executor_backend="mp",
-            nnodes_within_dp=1,
-        ),
-        num_prefill_lookahead_tokens=0,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="NixlConnector",
-            kv_role=role,
-            kv_connector_extra_config={"bidirectional_kv_xfer": bidirectional},
-        ),
-        scheduler_config=SimpleNamespace(
-            disable_hybrid_kv_cache_manager=True, async_scheduling=ahead
-        ),
-    )
-    return ReshardScheduler(
-        config, "engine", KVCacheConfig(16, [], [KVCacheGroupSpec(["layer"], spec)])
-    )
 
 
 def serve(owner: ReshardScheduler) -> None:
@@ -212,14 +160,6 @@ def arrive(owner: ReshardScheduler, params, num_prompt_tokens: int = 40):
     new = request(params, num_prompt_tokens)
     owner.on_new_request(new)
     return new
-
-
-def allocate(owner: ReshardScheduler, new: Request, block_ids: list[int]) -> Receive:
-    """A request gets blocks for all that is not cached: what its workers are asked to read."""
-    blocks = SimpleNamespace(blocks=(), get_unhashed_block_ids_all_groups=lambda: (block_ids,))
-    owner.update_state_after_alloc(new, blocks, new.num_prompt_tokens)
-    (receive,) = owner.build_connector_meta(SchedulerOutput.make_empty()).receive.values()
-    return receive
 
 
 @pytest.mark.parametrize(
@@ -371,7 +311,6 @@ def test_one_request_reads_and_its_siblings_compute():
     for finished in (second, first):
         finished.status = RequestStatus.FINISHED_STOPPED
         owner.request_finished(finished, ([7, 3, 5],))
-    assert not owner._readers
     assert owner.get_num_new_matched_tokens(arrive(owner, dict(PARAMS)), 0) == (40, True)
 
 
@@ -445,7 +384,7 @@ def test_reader_wants_what_was_offered(change, message):
     )
     params |= change.get("params", {})
     asked.kv_transfer_params = params
-    difference = offered.difference(scheduler()._receive(asked, ([3, 4, 1],)).fingerprint)
+    difference = offered.difference(allocate(scheduler(), asked, [3, 4, 1]).fingerprint)
     assert difference is None if message is None else message in difference
 
 
@@ -471,10 +410,10 @@ def test_producer_is_told_of_a_full_hit_what_it_offers():
     """Nothing is read of a prompt that is wholly cached, and its producer lets go all the same."""
     prefilled = request({"do_remote_decode": True}, request_id="p-a")
     params, offered = offer(scheduler(), prefilled)
-    assert scheduler()._receive(request(params), ([], [])).fingerprint == offered
+    assert allocate(scheduler(), request(params), []).fingerprint == offered
 
 
 def test_producer_is_told_nothing_where_the_prompt_is_not_known():
     """As where vLLM makes up a prompt to give back what a refused request named."""
     made_up = request(PARAMS | {"remote_num_tokens": 40}, 1)
-    assert scheduler()._receive(made_up, ([], [])).fingerprint is None
+    assert allocate(scheduler(), made_up, []).fingerprint is None

@@ -10,16 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Progress,
     assert_received,
-    engines,
     fill,
     receive,
     wait_until,
 )
+from tests.v1.kv_connector.unit.reshard.profiling import calls
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Wire
-from tests.v1.kv_connector.unit.reshard.test_operation_counts import calls
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
@@ -42,8 +41,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
-
-__all__ = ["engines"]
 
 
 def test_reports_add_up():

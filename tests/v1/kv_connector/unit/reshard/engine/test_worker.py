@@ -10,36 +10,34 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
-from types import SimpleNamespace
+from itertools import cycle
 
-import numpy as np
 import pytest
 import torch
-from vllm.config import KVTransferConfig
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
 
 from tests.bases import requires_base
-from tests.v1.kv_connector.unit.reshard import forms
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
-    ReshardConnectorMetadata,
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
+    NUM_BLOCKS,
+    OFFER,
+    Progress,
+    assert_received,
+    every_strategy,
+    fill,
+    lost_blocks,
+    receive,
+    stats_with,
+    wait_until,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
-    OfferFingerprint,
+from tests.v1.kv_connector.unit.reshard.protocol.tables import seen, strike
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
+    Notice,
+    ProducerLedger,
+    Receipt,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
@@ -50,295 +48,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
     decode_worker,
-    encode_reply,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Announcer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
-    HandshakeServer,
-)
-
-NUM_LAYERS, NUM_BLOCKS, HEAD_SIZE = 4, 16, 8
-OFFER = OfferFingerprint(48, 1, 2)
-"""What schedulers say is offered, and what they say is wanted."""
-DEADLINE_S = 120.0
-
-
-class Engine:
-    """All workers of an engine, and the side channel that its scheduler would serve.
-
-    Attributes:
-        caches: Of each layer of each rank, as planes.
-    """
-
-    def __init__(
-        self,
-        engine_id: str,
-        *,
-        pp: int = 1,
-        tp: int = 1,
-        heads: int = 2,
-        block_tokens: int = 16,
-        mla: bool = False,
-        partition: list[int] | None = None,
-        lease_s: float = 30.0,
-        dtype: torch.dtype = torch.float32,
-        window_tokens: int | None = None,
-        cache_dtype: str = "auto",
-        blocks_per_id: int = 1,
-        token_major: bool = False,
-        cross_layers: bool = False,
-        replica: int = 0,
-        head_size: int = HEAD_SIZE,
-        backend: type | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        **extra_config,
-    ) -> None:
-        self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
-        self.dtype, self.head_size = dtype, head_size
-        self.mesh = ParallelMesh(pp, tp)
-        self.shards = tuple(
-            Shard(s.rank, {f"layers.{n}": held for n, held in s.holdings.items()})
-            for s in shard_model(self.mesh, NUM_LAYERS, 1 if mla else heads, partition)
-        )
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(
-                use_mla=mla,
-                hf_text_config=SimpleNamespace(model_type="llama"),
-                multimodal_config=None,
-                dtype=dtype,
-                get_total_num_kv_heads=lambda: heads,
-                get_total_num_hidden_layers=lambda: NUM_LAYERS,
-                get_head_size=lambda: head_size,
-            ),
-            cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
-            speculative_config=None,
-            # A dense model's replicas all have rank 0.
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=tp, data_parallel_rank=0, data_parallel_index=replica
-            ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="NixlConnector",
-                kv_role="kv_both",
-                kv_connector_extra_config={
-                    "kv_lease_duration": lease_s,
-                    "num_threads": 1,
-                    **extra_config,
-                },
-            ),
-        )
-        self.workers: dict[MeshRank, ReshardWorker] = {}
-        self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
-        backend = backend or forms.backend(mla=mla)
-        for shard in self.shards:
-            num_heads = len(next(iter(shard.holdings.values())).units)
-            spec = (MLAAttentionSpec if mla else FullAttentionSpec)(
-                block_size=block_tokens * blocks_per_id,
-                num_kv_heads=num_heads,
-                head_size=head_size,
-                dtype=dtype,
-            )
-            names = list(shard.holdings)
-            num_blocks = NUM_BLOCKS * blocks_per_id
-            sizes = num_blocks, num_heads, block_tokens, head_size
-            tensors = {
-                name: forms.empty(*sizes, mla=mla, dtype=dtype, token_major=token_major)
-                for name in names
-            }
-            groups = [KVCacheGroupSpec(names, spec)]
-            if window_tokens:
-                groups = split(names, spec, window_tokens)
-                # One tensor for a layer of each group, as vLLM's hybrid allocator has it.
-                for full, sliding in zip(*(group.layer_names for group in groups), strict=False):
-                    tensors[sliding] = tensors[full]
-            with pytest.MonkeyPatch.context() as patch:
-                for group, number in (
-                    ("get_pp_group", shard.rank.pp_rank),
-                    ("get_tp_group", shard.rank.tp_rank),
-                ):
-                    place = SimpleNamespace(rank_in_group=number)
-                    patch.setattr(worker_module, group, lambda place=place: place)
-                patch.setattr(worker_module, "_gather", lambda _: self.shards)
-                patch.setattr(
-                    ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
-                )
-                places = forms.cache_tensors(names, NUM_BLOCKS, spec.page_size_bytes)
-                cache_config = KVCacheConfig(NUM_BLOCKS, places, groups)
-                worker = ReshardWorker(config, engine_id, cache_config, clock)
-                if cross_layers:
-                    tensors = forms.register_together(worker, cache_config, sizes, dtype)
-                else:
-                    worker.register_kv_caches(tensors)
-            self.workers[shard.rank] = worker
-            self.caches[shard.rank] = {
-                name: forms.as_planes(tensor, mla=mla) for name, tensor in tensors.items()
-            }
-        self.server: HandshakeServer | None = None
-
-    def serve(self, port: int = 0) -> RemoteEngineAddress:
-        """Answer handshakes; returns where."""
-        self.server = HandshakeServer(
-            "127.0.0.1",
-            port,
-            encode_reply(
-                {(rank.pp_rank, rank.tp_rank): w.handshake for rank, w in self.workers.items()}
-            ),
-        )
-        self.server.start()
-        return RemoteEngineAddress(self.engine_id, "127.0.0.1", self.server.port)
-
-    def start(self, **metadata) -> None:
-        """Tell all workers what the scheduler asks for in this step."""
-        for worker in self.workers.values():
-            worker.submit(ReshardConnectorMetadata(**metadata))
-
-    def offer(self, *request_ids: str, lease_s: float = 30.0) -> None:
-        """Compute requests, and hold their blocks."""
-        self.start(admitted=set(request_ids))
-        self.start(
-            offered=dict.fromkeys(request_ids, lease_s),
-            fingerprints=dict.fromkeys(request_ids, OFFER),
-        )
-
-    def blocks(self, rank: MeshRank, layer: str, block_ids) -> np.ndarray:
-        """The bytes of some blocks of a layer: planes, heads, tokens, size."""
-        cache = self.caches[rank][layer].numpy()
-        return np.concatenate(cache[:, block_ids].swapaxes(0, 1), axis=2)
-
-    def close(self) -> None:
-        """Give everything back."""
-        for worker in self.workers.values():
-            worker.close()
-        if self.server is not None:
-            self.server.close()
-
-
-def split(names: list[str], spec: FullAttentionSpec, window_tokens: int) -> list[KVCacheGroupSpec]:
-    """Two groups: every other layer has a sliding window."""
-    sliding = SlidingWindowSpec(
-        block_size=spec.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-        sliding_window=window_tokens,
-    )
-    odd = [name for name in names if int(name.removeprefix("layers.")) % 2]
-    even = [name for name in names if name not in odd]
-    return [KVCacheGroupSpec(even, spec), KVCacheGroupSpec(odd, sliding)]
-
-
-every_strategy = pytest.mark.parametrize("engines", ["direct", "staged", "auto"], indirect=True)
-"""For tests that compare bytes: however they are read, they are the same."""
-
-
-@pytest.fixture
-def engines(request) -> Iterator:
-    """Makes engines, which read direct unless something else is asked for, and closes them."""
-    strategy = getattr(request, "param", "direct")
-    made: list[Engine] = []
-
-    def make(engine_id: str, **layout) -> Engine:
-        made.append(Engine(engine_id, **{"transfer_strategy": strategy, **layout}))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
-class Progress:
-    """Steps engines until something has happened, and remembers what was reported."""
-
-    def __init__(self, *engines: Engine) -> None:
-        self.engines = engines
-        self.sent: dict[tuple[str, MeshRank], set[str]] = {}
-        self.received: dict[tuple[str, MeshRank], set[str]] = {}
-        for engine in engines:
-            for rank in engine.workers:
-                self.sent[engine.engine_id, rank] = set()
-                self.received[engine.engine_id, rank] = set()
-
-    def step(self) -> None:
-        """One step of every worker; nothing is reported twice."""
-        for engine in self.engines:
-            for rank, worker in engine.workers.items():
-                sent, received = worker.get_finished()
-                for seen, new in ((self.sent, sent), (self.received, received)):
-                    assert not seen[engine.engine_id, rank] & new
-                    seen[engine.engine_id, rank] |= new
-
-    def until(self, engine: Engine, *, sent: str = "", received: str = "") -> None:
-        """Step until every worker of an engine has reported a request."""
-        deadline = time.monotonic() + DEADLINE_S
-
-        def reported(rank):
-            return (not sent or sent in self.sent[engine.engine_id, rank]) and (
-                not received or received in self.received[engine.engine_id, rank]
-            )
-
-        while not all(map(reported, engine.workers)):
-            assert time.monotonic() < deadline, (self.sent, self.received)
-            self.step()
-
-
-def peers_of(worker: ReshardWorker) -> list[Peer]:
-    """The engines that a worker knows."""
-    return list(worker._transfer_engine.peers._peers.values())
-
-
-def wait_until(condition: Callable[[], object], step: Callable[[], None] = lambda: None) -> None:
-    """Wait for the other threads, and take a step now and then."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        step()
-        time.sleep(1e-4)
-
-
-def lost_blocks(worker: ReshardWorker) -> set[int]:
-    """The blocks of all requests that could not be read."""
-    return set().union(*worker.take_failed().values())
-
-
-def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Receive:
-    """A request of a number of tokens."""
-    return Receive(address, remote_request_id, [local], [remote], tokens, tokens, OFFER)
-
-
-def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
-    """Give a sequence random KV; returns it whole: layers, planes, heads, tokens, size."""
-    num_tokens = len(block_ids) * engine.block_tokens
-    heads = max(holding.num_units for shard in engine.shards for holding in shard.holdings.values())
-    shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, engine.head_size)
-    random = np.random.default_rng(seed)
-    if engine.dtype == torch.uint8:
-        whole = random.integers(0, 256, shape, np.uint8)
-    else:
-        whole = random.random(shape, np.float32)
-    for shard in engine.shards:
-        for layer, holding in shard.holdings.items():
-            interval = holding.units
-            cache = engine.caches[shard.rank][layer].numpy()
-            part = whole[int(layer.removeprefix("layers.")), :, interval.start : interval.stop]
-            for position, block in enumerate(block_ids):
-                start = position * engine.block_tokens
-                page = part[:, :, start : start + engine.block_tokens]
-                cache[:, block] = page
-    return whole
-
-
-def assert_received(engine: Engine, block_ids, whole: np.ndarray, *, start_token: int = 0) -> None:
-    """Every worker holds its part of the sequence in the given blocks."""
-    for shard in engine.shards:
-        for layer, holding in shard.holdings.items():
-            interval = holding.units
-            expected = whole[
-                int(layer.removeprefix("layers.")), :, interval.start : interval.stop, start_token:
-            ]
-            found = engine.blocks(shard.rank, layer, block_ids)
-            np.testing.assert_array_equal(found[:, :, : expected.shape[2]], expected)
-
 
 LAYOUTS = {
     "TP2 to TP1": (dict(tp=2), dict(tp=1)),
@@ -489,8 +201,7 @@ def test_idle_engines_leave_nothing_behind(engines):
     """After `engine_ttl` all that was prepared is given back; the next request does it anew."""
     now_s = time.monotonic()
     d = engines("decode", engine_ttl=60, clock=lambda: now_s)
-    (worker,) = d.workers.values()
-    addresses = {}
+    peers, addresses = d.transfer_engines[MeshRank(0, 0)].peers, {}
     for name, layout in {"wide": dict(tp=2), "deep": dict(pp=2)}.items():
         p = engines(name, **layout)
         addresses[name] = p, p.serve()
@@ -503,16 +214,15 @@ def test_idle_engines_leave_nothing_behind(engines):
         progress.until(d, received=request_id)
         progress.until(p, sent="p-a")
         assert_received(d, [3, 4, 1], whole)
-        (peer,) = peers_of(worker)
-        connection = peer.connection
-        assert connection.is_connected
+        (connection,) = d.connections
         now_s += 59.0
-        worker._thread.wake()
-        assert peers_of(worker) == [peer]
+        for _ in range(3):
+            progress.step()
+        assert connection.is_connected and len(peers) == 1
         now_s += 2.0
-        wait_until(lambda: not peers_of(worker))
-        wait_until(lambda connection=connection: not connection.is_connected)
-        assert not worker._transfer_engine.peers.retired
+        wait_until(lambda: not len(peers), progress.step)
+        wait_until(lambda connection=connection: not connection.is_connected, progress.step)
+        assert not peers.retired
 
 
 def test_handshake_is_told_in_one_line(engines, caplog_vllm):
@@ -629,9 +339,9 @@ def test_faulty_request_fails_without_a_handshake(engines, caplog_vllm):
     d.start(receive={"d-a": faulty})
     Progress(d).until(d, received="d-a")
     assert fault in caplog_vllm.text
-    for worker in d.workers.values():
+    for rank, worker in d.workers.items():
         assert lost_blocks(worker) == {3, 4}
-        assert not peers_of(worker)
+        assert not len(d.transfer_engines[rank].peers)
 
 
 def test_restarted_engine_is_served_again(engines):
@@ -653,8 +363,7 @@ def test_restarted_engine_is_served_again(engines):
     progress = Progress(again, d)
     progress.until(d, received="two")
     assert_received(d, [3, 4, 1], whole)
-    (worker,) = d.workers.values()
-    assert len(peers_of(worker)) == 1
+    assert len(d.transfer_engines[MeshRank(0, 0)].peers) == 1
 
 
 def test_lease_runs_out_without_readers(engines, caplog_vllm):
@@ -665,29 +374,36 @@ def test_lease_runs_out_without_readers(engines, caplog_vllm):
     assert "Freeing the blocks of request p-a" in caplog_vllm.text
 
 
-def test_leases_are_renewed_without_steps(engines):
+def test_leases_are_renewed_without_steps(engines, monkeypatch):
     """They outlive their terms on every prefill worker while the engine that waits stands still.
 
     They end when it does not wait any longer.
     """
-    now_s = time.monotonic()
+    now_s, ends_s, renew = time.monotonic(), {}, ProducerLedger.renew
+
+    def note(ledger: ProducerLedger, request_ids: Iterable[str], expires_at_s: float) -> None:
+        renew(ledger, request_ids, expires_at_s)
+        ends_s[ledger] = expires_at_s
+
+    monkeypatch.setattr(ProducerLedger, "renew", note)
     p = engines("prefill", tp=4, mla=True, lease_s=10.0, clock=lambda: now_s)
     d = engines("decode", mla=True, kv_lease_duration=10.0, clock=lambda: now_s)
     address = p.serve()
-    # No step of the decode engine comes after the one that tells it.
-    progress, (reader,) = Progress(p), d.workers.values()
-
-    def wake() -> None:
-        reader._thread.wake()
-        progress.step()
-
+    progress, reading = Progress(p), Progress(d)
     d.start(awaited={"d-a": RemoteRequest(address, "p-a")})
-    wait_until(lambda: any(peer.connection for peer in peers_of(reader)), wake)
+    wait_until(lambda: len(d.connections) == 1, reading.step)
     p.offer("p-a", lease_s=10.0)
-    wait_until(lambda: all(map(lease_end, p.workers.values())), progress.step)
+    tables = [each.producer.table_address for each in p.transfer_engines.values()]
+    wait_until(lambda: all(seen(table, "p-a").fingerprint for table in tables), progress.step)
+
+    def are_renewed() -> bool:
+        return len(ends_s) == len(p.workers) and min(ends_s.values()) >= now_s + 10.0
+
     for _ in range(3):
         now_s += 9.0
-        wait_until(lambda: min(map(lease_end, p.workers.values())) >= now_s + 10.0, wake)  # noqa: B023
+        # The clock of its thread is this one, which does not wake it.
+        reading.step()
+        wait_until(are_renewed, progress.step)
     assert not any(progress.sent.values())
     d.start(ended={"d-a"})
 
@@ -703,12 +419,6 @@ def test_leases_are_renewed_without_steps(engines):
     )
 
 
-def lease_end(worker: ReshardWorker) -> float:
-    """When a worker would let go of the request; 0 while it is not offered."""
-    held = worker._transfer_engine.producer._ledger._held.get("p-a")
-    return held.expires_at_s if held and held.fingerprint is not None else 0.0
-
-
 def test_late_reader_fails(engines, caplog_vllm):
     """Blocks that are read after their lease ran out count as invalid, and both logs say why."""
     p, d = engines("prefill", tp=2), engines("decode")
@@ -722,9 +432,8 @@ def test_late_reader_fails(engines, caplog_vllm):
     assert "had run out when all was read" in caplog_vllm.text
     assert lost_blocks(d.workers[MeshRank(0, 0)]) == {1, 3, 4}
     late = "num_notifications_after_expiry"
-    wait_until(
-        lambda: any(w._stats and w._stats.data[late] for w in p.workers.values()), progress.step
-    )
+    taken = (worker.take_stats() for worker in cycle(p.workers.values()))
+    wait_until(lambda: (stats := next(taken)) and stats.data[late], progress.step)
 
 
 @pytest.mark.parametrize("source_rank", [0, 1])
@@ -738,7 +447,8 @@ def test_lease_that_runs_out_during_a_read_is_a_failure(engines, monkeypatch, so
 
     def check_after_expiry(self, key, remote_request_id, fingerprint, at, due_at_s):
         if remote_request_id == "p-a":
-            p.workers[MeshRank(0, source_rank)]._transfer_engine.producer._table.remove("p-a")
+            source = p.transfer_engines[MeshRank(0, source_rank)]
+            strike(source.producer.table_address, "p-a")
         check_later(self, key, remote_request_id, fingerprint, at, due_at_s)
 
     monkeypatch.setattr(LeaseChecker, "check_later", check_after_expiry)
@@ -760,8 +470,7 @@ def test_what_happened_is_counted(engines):
     progress = Progress(p, d)
     (reader,) = d.workers.values()
     for producer in p.workers.values():
-        wait_until(lambda producer=producer: producer._stats, progress.step)
-        assert producer.take_stats().data["held_blocks"] == [3]
+        assert stats_with(producer, "held_blocks", progress).data["held_blocks"] == [3]
     d.start(
         receive={
             "whole": receive(address, [3, 4, 1], [5, 2, 9]),
@@ -772,8 +481,7 @@ def test_what_happened_is_counted(engines):
         progress.until(d, received=request_id)
     progress.until(p, sent="p-a")
     # The producers hear of it before it is counted that they were told.
-    wait_until(lambda: reader._stats.data["notifications_sent"], progress.step)
-    counted = reader.take_stats().data
+    counted = stats_with(reader, "notifications_sent", progress).data
     assert len(counted["handshake_seconds"]) == 1
     assert counted["read_failures"] == ["lease"]
     assert counted["read_strategies"] == ["direct"] * 4
@@ -784,16 +492,21 @@ def test_what_happened_is_counted(engines):
         assert producer.take_stats() is None
 
 
-def test_running_request_is_nobodys_to_release(engines):
+def test_running_request_is_nobodys_to_release(engines, monkeypatch):
     """Who says that he has read what is still being computed does not make its producer free it."""
+    heard, hear = [], ProducerLedger.hear
+
+    def note(ledger: ProducerLedger, request_id: str, notice: Notice) -> Receipt:
+        heard.append(hear(ledger, request_id, notice))
+        return heard[-1]
+
+    monkeypatch.setattr(ProducerLedger, "hear", note)
     p, d = engines("prefill"), engines("decode")
     address = p.serve()
     p.start(admitted={"p-a"})
     progress = Progress(p, d)
     d.start(receive={"d-a": receive(address, [], [])})
-    (producer,) = p.workers.values()
-    held = producer._transfer_engine.producer._ledger._held
-    wait_until(lambda: "p-a" in held and held["p-a"].early, progress.step)
+    wait_until(lambda: Receipt.EARLY in heard, progress.step)
     assert not any(progress.sent.values())
     p.start(offered={"p-a": 30.0}, fingerprints={"p-a": OFFER})
     progress.until(p, sent="p-a")
@@ -838,9 +551,10 @@ def test_reader_that_is_faster_than_its_producer_waits_for_the_offer(engines):
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
     progress = Progress(p, d)
     (reader,) = d.workers.values()
+    # The first request that it has taken up.
+    key = "d-a", 1
     wait_until(
-        lambda: any(each.connection and each.connection.leases._early for each in peers_of(reader)),
-        progress.step,
+        lambda: any(each.leases.waits_for_offer(key) for each in d.connections), progress.step
     )
     assert not progress.received[d.engine_id, MeshRank(0, 0)]
     p.start(offered={"p-a": 30.0}, fingerprints={"p-a": OFFER})

@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.v1.kv_connector.unit.reshard.memory.test_lowering import (
+from tests.v1.kv_connector.unit.reshard.memory.cases import (
     SLOT,
     Memory,
     descriptor,
+    policies,
     read,
     span,
     transfer,
     transfers,
 )
-from tests.v1.kv_connector.unit.reshard.memory.test_strategy import policies
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
     Run,

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 from hypothesis import given
-from hypothesis import strategies as st
 
+from tests.v1.kv_connector.unit.reshard.memory.cases import counts, policies
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import (
     StagingPolicy,
     Strategy,
     Work,
 )
 
-counts = st.integers(1, 10**6)
-policies = st.builds(StagingPolicy, counts, st.integers(1, 1000), counts)
 MIB = 1 << 20
 
 

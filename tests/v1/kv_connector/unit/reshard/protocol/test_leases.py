@@ -8,27 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.v1.kv_connector.unit.reshard.protocol.tables import entries, seen
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import (
+    BUCKET_BYTES,
     ENTRIES_PER_BUCKET,
     WORDS_PER_ENTRY,
     Entry,
     Held,
     LeaseTable,
     entry_of,
-    look_up,
 )
 
 REQUEST_IDS = [f"request-{number}" for number in range(40)]
 WORDS = st.integers(0, (1 << 64) - 1)
-
-
-def seen(table: LeaseTable, request_id: str) -> Held:
-    """Look a request up as a reader does, in the memory at the table's address."""
-    bucket, name = entry_of(request_id, table.address.num_buckets)
-    return look_up(table._entries[bucket].ravel(), name)
 
 
 @given(
@@ -56,13 +51,13 @@ def test_table_says_what_was_entered_bound_and_not_struck(operations, num_bucket
         elif table.add(request_id):
             held.setdefault(request_id, None)
         else:
-            bucket = table._entries[entry_of(request_id, num_buckets).bucket]
+            bucket = entries(table.address)[entry_of(request_id, num_buckets).bucket]
             assert np.count_nonzero(bucket[:, 0]) == ENTRIES_PER_BUCKET
             assert request_id not in held
     for request_id in REQUEST_IDS:
         expected = (True, held[request_id]) if request_id in held else (False, None)
-        assert seen(table, request_id) == expected
-    assert np.count_nonzero(table._entries[:, :, 0]) == len(held)
+        assert seen(table.address, request_id) == expected
+    assert np.count_nonzero(entries(table.address)[:, :, 0]) == len(held)
 
 
 def test_name_that_is_used_again_is_not_bound_yet():
@@ -72,7 +67,7 @@ def test_name_that_is_used_again_is_not_bound_yet():
     table.publish("a", OfferFingerprint(3, 1, 1))
     table.remove("a")
     table.add("a")
-    assert seen(table, "a") == Held(True, None)
+    assert seen(table.address, "a") == Held(True, None)
 
 
 def test_what_is_said_again_is_not_written_again():
@@ -89,8 +84,12 @@ def test_what_is_said_again_is_not_written_again():
 def test_address_is_where_the_words_are():
     """Peers read the words themselves, not a copy, and no entry crosses a cache line."""
     table = LeaseTable(4)
-    assert table.address.address == table._entries.ctypes.data
-    assert table.address.size_bytes == table._entries.nbytes
+    words = entries(table.address)
+    table.add("a")
+    assert np.count_nonzero(words[:, :, 0]) == 1
+    table.remove("a")
+    assert not words.any()
+    assert table.address.size_bytes == 4 * BUCKET_BYTES
     assert table.address.address % 64 == 0
     assert 64 % (8 * WORDS_PER_ENTRY) == 0
 

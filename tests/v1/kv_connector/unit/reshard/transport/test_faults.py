@@ -7,16 +7,16 @@ from typing import ClassVar
 
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.engine.test_worker import (
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Engine,
     Progress,
     assert_received,
-    engines,
     every_strategy,
+    failures,
     fill,
     lost_blocks,
-    peers_of,
     receive,
+    stats_with,
     wait_until,
 )
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
@@ -25,8 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtE
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
-
-__all__ = ["engines"]
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 
 SRC, DST = [5, 2, 9], [3, 4, 1]
 
@@ -70,7 +69,15 @@ def prefill_and_decode(engines, monkeypatch) -> tuple[Engine, Engine]:
 
 def name_of(engine: Engine, tp_rank: int) -> str:
     """What others read a worker's blocks from."""
-    return engine.workers[MeshRank(0, tp_rank)]._transfer_engine.agent.name
+    return engine.transfer_engines[MeshRank(0, tp_rank)].agent.name
+
+
+def posted(engine: Engine, progress: Progress, count: int = 1) -> PeerConnection:
+    """Step until so many requests read from a peer that holds one of them up."""
+    transfers = engine.transfer_engines[MeshRank(0, 0)].transfers
+    wait_until(lambda: len(transfers) == count, progress.step)
+    (connection,) = engine.connections
+    return connection
 
 
 @every_strategy
@@ -98,8 +105,7 @@ def test_request_fails_at_once_and_ends_after_its_last_leg(prefill_and_decode, f
     getattr(CommandedAgent, fault).add(name_of(p, 1))
     d.start(receive={"d-a": receive(address, DST, SRC)})
     progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
-    wait_until(lambda: worker._failed, progress.step)
-    assert lost_blocks(worker) == set(DST)
+    assert failures(worker, progress) == {"d-a": frozenset(DST)}
     assert worker.take_stats().data["blocks_in_doubt"] == [len(DST)]
     for _ in range(20):
         progress.step()
@@ -122,14 +128,13 @@ def test_request_whose_reads_do_not_end_fails_in_time(engines, prefill_and_decod
     CommandedAgent.held_up.add(name_of(p, 1))
     d.start(receive={"d-a": receive(address, DST, SRC)})
     progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
-    wait_until(lambda: len(worker._transfers) == 1, progress.step)
-    hung = peers_of(worker)[0].connection
+    hung = posted(d, progress)
     now_s += 119.0
-    worker._thread.wake()
-    progress.step()
-    assert not worker._failed
+    for _ in range(3):
+        progress.step()
+    assert not worker.take_failed()
     now_s += 1.0
-    wait_until(lambda: worker._failed, progress.step)
+    failures(worker, progress)
     assert "waited 120 s for 1 reads from prefill at 127.0.0.1:" in caplog_vllm.text
     assert not any(progress.received.values())
     CommandedAgent.held_up.clear()
@@ -140,7 +145,6 @@ def test_request_whose_reads_do_not_end_fails_in_time(engines, prefill_and_decod
     progress.until(d, received="d-a")
     # What its producer was told has left by then.
     now_s += 1.0
-    worker._thread.wake()
     wait_until(lambda: not hung.is_connected, progress.step)
 
 
@@ -155,19 +159,20 @@ def test_hung_connection_is_cut_in_the_end(engines, prefill_and_decode):
     CommandedAgent.held_up.add(name_of(p, 1))
     d.start(receive={"d-a": receive(address, DST, SRC)})
     progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
-    wait_until(lambda: len(worker._transfers) == 1, progress.step)
+    hung = posted(d, progress)
     now_s += 10.0
-    wait_until(lambda: worker._failed, progress.step)
-    (hung,) = worker._transfer_engine.peers.retired
+    failures(worker, progress)
     now_s += 59.0
-    worker._thread.wake()
-    progress.step()
+    for _ in range(3):
+        progress.step()
     assert hung.is_connected and not any(progress.received.values())
     now_s += 1.0
     progress.until(d, received="d-a")
     assert not hung.is_connected
-    wait_until(lambda: worker._stats, progress.step)
-    assert worker.take_stats().data["blocks_in_doubt"][-1] == 0
+    doubt: list[float] = []
+    while not doubt or doubt[-1]:
+        doubt += stats_with(worker, "blocks_in_doubt", progress).data["blocks_in_doubt"]
+    assert doubt == [len(DST), 0]
 
 
 def held_up_reads(p, engines, clock):
@@ -182,8 +187,8 @@ def held_up_reads(p, engines, clock):
         "d-b": receive(address, [6, 7, 8], SRC, remote_request_id="p-b"),
     }
     d.start(receive=both)
-    progress, worker = Progress(p, d), d.workers[MeshRank(0, 0)]
-    wait_until(lambda: len(worker._transfers) == 2, progress.step)
+    progress = Progress(p, d)
+    posted(d, progress, 2)
     return d, progress, both
 
 
@@ -193,11 +198,10 @@ def test_too_much_in_doubt_cuts_the_oldest_connection(prefill_and_decode, engine
     d, progress, both = held_up_reads(prefill_and_decode[0], engines, lambda: now_s)
     worker = d.workers[MeshRank(0, 0)]
     now_s += 10.0
-    wait_until(lambda: len(worker._failed) == 2, progress.step)
+    assert failures(worker, progress, len(both)).keys() == both.keys()
     now_s += PEER_GRACE_S
     for request_id in both:
         progress.until(d, received=request_id)
-    assert set(worker.take_failed()) == set(both)
     assert "Cutting a connection whose reads do not end: 6 blocks" in caplog_vllm.text
 
 
@@ -207,11 +211,11 @@ def test_peer_that_is_only_slow_is_not_cut_off(prefill_and_decode, engines, capl
     d, progress, both = held_up_reads(prefill_and_decode[0], engines, lambda: now_s)
     worker = d.workers[MeshRank(0, 0)]
     now_s += 10.0
-    wait_until(lambda: len(worker._failed) == 2, progress.step)
+    failures(worker, progress, len(both))
     now_s += PEER_GRACE_S - 0.1
     for _ in range(3):
         progress.step()
-    (slow,) = worker._transfer_engine.peers.retired
+    (slow,) = d.transfer_engines[MeshRank(0, 0)].peers.retired
     assert slow.is_connected
     CommandedAgent.held_up.clear()
     for request_id in both:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import deque
 
 import pytest
 
@@ -16,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
     OfferFingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     Transfer,
@@ -69,10 +69,10 @@ def verdicts(checker: LeaseChecker, count: int) -> list[Verdict]:
     return found
 
 
-def until_put_off(checker: LeaseChecker) -> None:
+def until_put_off(checker: LeaseChecker, key: str = "our a") -> None:
     """Advance until a request is to be looked at again, and none was judged."""
     deadline = time.monotonic() + DEADLINE_S
-    while not checker._again:
+    while not checker.waits_for_offer(key):
         assert not checker.advance()
         assert time.monotonic() < deadline
 
@@ -106,24 +106,26 @@ def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     assert len(posted) == 2
 
 
-def test_more_lookups_than_there_is_room_for_take_turns(reader, monkeypatch):
+def test_more_lookups_than_there_is_room_for_take_turns(reader):
     """None is lost, none is mistaken for another, and the room is used again."""
-    monkeypatch.setattr(lease_check, "_NUM_LOOKUPS", 3)
+    buffer = LookupBuffer(reader)
+    buffer.free = deque(range(3))
     producer = Holder(*(str(number) for number in range(0, 20, 2)))
-    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(buffer, reader), producer.seen_by(reader)
     for number in range(20):
         checker.check_later(f"our {number}", str(number), OFFER, table, DUE_S)
     found = verdicts(checker, 20)
     held = {verdict.key for verdict in found if verdict.failure is None}
     assert held == {f"our {number}" for number in range(0, 20, 2)}
     assert len({verdict.key for verdict in found}) == 20
-    assert sorted(checker._buffer.free) == [0, 1, 2]
+    assert sorted(buffer.free) == [0, 1, 2]
 
 
 def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     """It fails its requests and nobody else's, and its room is free again."""
     gone, alive = Holder("a"), Holder("b")
-    checker = LeaseChecker(LookupBuffer(reader), reader)
+    buffer = LookupBuffer(reader)
+    checker = LeaseChecker(buffer, reader)
     lost, table = gone.seen_by(reader), alive.seen_by(reader)
     read = reader.read
 
@@ -138,14 +140,14 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
     assert found["our b"] == Verdict("our b")
     assert found["our a"] == Verdict("our a", LeaseCheckFailure.PEER, "no")
-    assert len(checker._buffer.free) == lease_check._NUM_LOOKUPS
+    assert len(buffer.free) == len(buffer.buckets)
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
     """What NIXL could not read proves nothing, and may still be written."""
-    producer = Holder("a")
-    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
+    producer, buffer = Holder("a"), LookupBuffer(reader)
+    checker, table = LeaseChecker(buffer, reader), producer.seen_by(reader)
 
     def begin(*_):
         if refused:
@@ -157,7 +159,7 @@ def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
     (verdict,) = verdicts(checker, 1)
     assert verdict.failure is LeaseCheckFailure.PEER
     assert ("not any more" if refused else "could not be looked up") in verdict.fault
-    assert 0 not in checker._buffer.free and len(checker) == 0
+    assert 0 not in buffer.free and len(checker) == 0
 
 
 def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypatch):
@@ -169,7 +171,7 @@ def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypat
         producer.seen_by(reader),
     )
     checker.check_later("early", "early", OFFER, table, DUE_S)
-    until_put_off(checker)
+    until_put_off(checker, "early")
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
     checker.check_later("posted", "b", OFFER, table, DUE_S)
     assert checker.advance() == []
@@ -259,8 +261,8 @@ def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     deadline = time.monotonic() + DEADLINE_S
     while not (found := checker.advance()):
-        if checker._again:
-            now_s[0] = checker._again[0][0]
+        if checker.waits_for_offer("our a"):
+            now_s[0] += 0.001
         assert time.monotonic() < deadline
     (verdict,) = found
     assert verdict.failure is LeaseCheckFailure.LEASE
@@ -269,16 +271,16 @@ def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
 
 def test_lookup_that_hangs_fails(reader, monkeypatch):
     """Also where nobody waits for it any more; its bucket stays its own."""
-    producer, clock = Holder("a"), [0.0]
+    producer, clock, buffer = Holder("a"), [0.0], LookupBuffer(reader)
     checker, table = (
-        LeaseChecker(LookupBuffer(reader), reader, lambda: clock[0]),
+        LeaseChecker(buffer, reader, lambda: clock[0]),
         producer.seen_by(reader),
     )
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
-    free = len(checker._buffer.free)
+    free = len(buffer.free)
     checker.check_later("our a", "a", OFFER, table, 120.0)
     assert checker.advance() == [] and len(checker) == 1
     clock[0] = 120.0
     (verdict,) = checker.advance()
     assert verdict.failure is LeaseCheckFailure.PEER and len(checker) == 0
-    assert len(checker._buffer.free) == free - 1
+    assert len(buffer.free) == free - 1

@@ -7,27 +7,23 @@ was asked for lands when it goes on, unless the agent that asked has ended.
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
 from tests.v1.kv_connector.unit.reshard.transport.remotes import nixl_reader
+from tests.v1.kv_connector.unit.reshard.transport.source_process import (
+    BYTES,
+    COUNT,
+    Source,
+    serving_sources,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
-    NixlAgent,
     Prepared,
     Transfer,
     TransferState,
@@ -36,75 +32,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection i
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import LoweredEngine
 
-ROOT = Path(__file__).parents[6]
-COUNT, BYTES = 64, 1 << 20
-"""Descriptors of a source, and their size: more than the kernel buffers."""
 HUNG_GRACE_S = 100.0
 OWNER = 0xEE
 SETTLED_S = 3.0
 """Longer than all of it takes to land: 64 MiB over loopback take less than 0.2 s."""
-
-SERVES = """
-from tests.v1.kv_connector.unit.reshard.transport import test_stopped_neighbour
-test_stopped_neighbour.serve({value}, "{backend}")
-"""
-
-
-def serve(value: int, backend: str) -> None:
-    """Be a source whose bytes are all the same, until somebody ends it."""
-    memory = np.full((COUNT, BYTES), value, np.uint8)
-    agent = NixlAgent(
-        f"source-{uuid.uuid4()}", backends=[backend], num_threads=0, progress_delay_us=100
-    )
-    agent.register([(memory.ctypes.data, memory.nbytes, 0)])
-    print("\nserving", json.dumps([memory.ctypes.data, agent.metadata().hex()]), flush=True)
-    sys.stdin.read()
-
-
-@dataclass(frozen=True)
-class Source:
-    """A process that is read from."""
-
-    process: subprocess.Popen[str]
-    address: int
-    metadata: bytes
-
-    def stop(self) -> None:
-        """All of its threads stand still."""
-        self.process.send_signal(signal.SIGSTOP)
-        status = psutil.Process(self.process.pid).status
-        wait_until(lambda: status() == psutil.STATUS_STOPPED)
-
-    def go_on(self) -> None:
-        """They go on."""
-        self.process.send_signal(signal.SIGCONT)
 
 
 @pytest.fixture
 def sources(backend, monkeypatch) -> Iterator[list[Source]]:
     """Two of them, whose bytes are 1 and 2."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SERVES.format(value=value, backend=backend)],
-            cwd=ROOT,
-            env=dict(os.environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for value in (1, 2)
-    ]
-    started = []
-    for process in processes:
-        assert process.stdout is not None
-        said = next(line for line in process.stdout if line.startswith("serving "))
-        address, metadata = json.loads(said.removeprefix("serving "))
-        started.append(Source(process, address, bytes.fromhex(metadata)))
-    yield started
-    for process in processes:
-        process.kill()
-        process.communicate()
+    with serving_sources(backend, 1, 2) as started:
+        yield started
 
 
 class Worker:

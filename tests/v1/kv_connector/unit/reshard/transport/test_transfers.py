@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.v1.kv_connector.unit.reshard.memory.test_lowering import Memory, read, span
+from tests.v1.kv_connector.unit.reshard.memory.cases import Memory, read, span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     InDoubtError,
     TransferError,

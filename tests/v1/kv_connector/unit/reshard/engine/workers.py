@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole engines of workers in one process: real NIXL, real side channels, no model.
+
+Every worker has its own KV cache, agent and ledgers; what vLLM's engine would do, calling
+`submit` and `get_finished` in every step, the test does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from tests.v1.kv_connector.unit.reshard import forms
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    ReshardConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
+    TransferEngine,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Receive,
+    RemoteEngineAddress,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+    encode_reply,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
+    HandshakeServer,
+)
+
+NUM_LAYERS, NUM_BLOCKS, HEAD_SIZE = 4, 16, 8
+OFFER = OfferFingerprint(48, 1, 2)
+"""What schedulers say is offered, and what they say is wanted."""
+DEADLINE_S = 120.0
+
+
+class Engine:
+    """All workers of an engine, and the side channel that its scheduler would serve.
+
+    Attributes:
+        transfer_engines: What each rank's worker has its thread poll.
+        caches: Of each layer of each rank, as planes.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        *,
+        pp: int = 1,
+        tp: int = 1,
+        heads: int = 2,
+        block_tokens: int = 16,
+        mla: bool = False,
+        partition: list[int] | None = None,
+        lease_s: float = 30.0,
+        dtype: torch.dtype = torch.float32,
+        window_tokens: int | None = None,
+        cache_dtype: str = "auto",
+        blocks_per_id: int = 1,
+        token_major: bool = False,
+        cross_layers: bool = False,
+        replica: int = 0,
+        head_size: int = HEAD_SIZE,
+        backend: type | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **extra_config,
+    ) -> None:
+        self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
+        self.dtype, self.head_size = dtype, head_size
+        self.mesh = ParallelMesh(pp, tp)
+        self.shards = tuple(
+            Shard(s.rank, {f"layers.{n}": held for n, held in s.holdings.items()})
+            for s in shard_model(self.mesh, NUM_LAYERS, 1 if mla else heads, partition)
+        )
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                use_mla=mla,
+                hf_text_config=SimpleNamespace(model_type="llama"),
+                multimodal_config=None,
+                dtype=dtype,
+                get_total_num_kv_heads=lambda: heads,
+                get_total_num_hidden_layers=lambda: NUM_LAYERS,
+                get_head_size=lambda: head_size,
+            ),
+            cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
+            speculative_config=None,
+            # A dense model's replicas all have rank 0.
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=tp, data_parallel_rank=0, data_parallel_index=replica
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="NixlConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config={
+                    "kv_lease_duration": lease_s,
+                    "num_threads": 1,
+                    **extra_config,
+                },
+            ),
+        )
+        self.workers: dict[MeshRank, ReshardWorker] = {}
+        self.transfer_engines: dict[MeshRank, TransferEngine] = {}
+        self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
+        backend = backend or forms.backend(mla=mla)
+        for shard in self.shards:
+            num_heads = len(next(iter(shard.holdings.values())).units)
+            spec = (MLAAttentionSpec if mla else FullAttentionSpec)(
+                block_size=block_tokens * blocks_per_id,
+                num_kv_heads=num_heads,
+                head_size=head_size,
+                dtype=dtype,
+            )
+            names = list(shard.holdings)
+            num_blocks = NUM_BLOCKS * blocks_per_id
+            sizes = num_blocks, num_heads, block_tokens, head_size
+            tensors = {
+                name: forms.empty(*sizes, mla=mla, dtype=dtype, token_major=token_major)
+                for name in names
+            }
+            groups = [KVCacheGroupSpec(names, spec)]
+            if window_tokens:
+                groups = split(names, spec, window_tokens)
+                # One tensor for a layer of each group, as vLLM's hybrid allocator has it.
+                for full, sliding in zip(*(group.layer_names for group in groups), strict=False):
+                    tensors[sliding] = tensors[full]
+            with pytest.MonkeyPatch.context() as patch:
+                for group, number in (
+                    ("get_pp_group", shard.rank.pp_rank),
+                    ("get_tp_group", shard.rank.tp_rank),
+                ):
+                    place = SimpleNamespace(rank_in_group=number)
+                    patch.setattr(worker_module, group, lambda place=place: place)
+                patch.setattr(worker_module, "_gather", lambda _: self.shards)
+                patch.setattr(worker_module, "TransferEngine", partial(self._kept, shard.rank))
+                patch.setattr(
+                    ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
+                )
+                places = forms.cache_tensors(names, NUM_BLOCKS, spec.page_size_bytes)
+                cache_config = KVCacheConfig(NUM_BLOCKS, places, groups)
+                worker = ReshardWorker(config, engine_id, cache_config, clock)
+                if cross_layers:
+                    tensors = forms.register_together(worker, cache_config, sizes, dtype)
+                else:
+                    worker.register_kv_caches(tensors)
+            self.workers[shard.rank] = worker
+            self.caches[shard.rank] = {
+                name: forms.as_planes(tensor, mla=mla) for name, tensor in tensors.items()
+            }
+        self.server: HandshakeServer | None = None
+
+    def _kept(self, rank: MeshRank, *parts: object) -> TransferEngine:
+        """A worker's transfer engine, which is kept for tests to look at."""
+        self.transfer_engines[rank] = TransferEngine(*parts)
+        return self.transfer_engines[rank]
+
+    @property
+    def connections(self) -> list[PeerConnection]:
+        """Those with other engines that its only worker may begin reads with."""
+        (transfer_engine,) = self.transfer_engines.values()
+        lanes = transfer_engine.peers.lanes.ready
+        return [connection for lane in lanes for connection in lane.connections]
+
+    def serve(self, port: int = 0) -> RemoteEngineAddress:
+        """Answer handshakes; returns where."""
+        self.server = HandshakeServer(
+            "127.0.0.1",
+            port,
+            encode_reply(
+                {(rank.pp_rank, rank.tp_rank): w.handshake for rank, w in self.workers.items()}
+            ),
+        )
+        self.server.start()
+        return RemoteEngineAddress(self.engine_id, "127.0.0.1", self.server.port)
+
+    def start(self, **metadata) -> None:
+        """Tell all workers what the scheduler asks for in this step."""
+        for worker in self.workers.values():
+            worker.submit(ReshardConnectorMetadata(**metadata))
+
+    def offer(self, *request_ids: str, lease_s: float = 30.0) -> None:
+        """Compute requests, and hold their blocks."""
+        self.start(admitted=set(request_ids))
+        self.start(
+            offered=dict.fromkeys(request_ids, lease_s),
+            fingerprints=dict.fromkeys(request_ids, OFFER),
+        )
+
+    def blocks(self, rank: MeshRank, layer: str, block_ids) -> np.ndarray:
+        """The bytes of some blocks of a layer: planes, heads, tokens, size."""
+        cache = self.caches[rank][layer].numpy()
+        return np.concatenate(cache[:, block_ids].swapaxes(0, 1), axis=2)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for worker in self.workers.values():
+            worker.close()
+        if self.server is not None:
+            self.server.close()
+
+
+def split(names: list[str], spec: FullAttentionSpec, window_tokens: int) -> list[KVCacheGroupSpec]:
+    """Two groups: every other layer has a sliding window."""
+    sliding = SlidingWindowSpec(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        sliding_window=window_tokens,
+    )
+    odd = [name for name in names if int(name.removeprefix("layers.")) % 2]
+    even = [name for name in names if name not in odd]
+    return [KVCacheGroupSpec(even, spec), KVCacheGroupSpec(odd, sliding)]
+
+
+every_strategy = pytest.mark.parametrize("engines", ["direct", "staged", "auto"], indirect=True)
+"""For tests that compare bytes: however they are read, they are the same."""
+
+
+@pytest.fixture
+def engines(request) -> Iterator:
+    """Makes engines, which read direct unless something else is asked for, and closes them."""
+    strategy = getattr(request, "param", "direct")
+    made: list[Engine] = []
+
+    def make(engine_id: str, **layout) -> Engine:
+        made.append(Engine(engine_id, **{"transfer_strategy": strategy, **layout}))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+class Progress:
+    """Steps engines until something has happened, and remembers what was reported."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self.engines = engines
+        self.sent: dict[tuple[str, MeshRank], set[str]] = {}
+        self.received: dict[tuple[str, MeshRank], set[str]] = {}
+        for engine in engines:
+            for rank in engine.workers:
+                self.sent[engine.engine_id, rank] = set()
+                self.received[engine.engine_id, rank] = set()
+
+    def step(self) -> None:
+        """One step of every worker; nothing is reported twice."""
+        for engine in self.engines:
+            for rank, worker in engine.workers.items():
+                sent, received = worker.get_finished()
+                for seen, new in ((self.sent, sent), (self.received, received)):
+                    assert not seen[engine.engine_id, rank] & new
+                    seen[engine.engine_id, rank] |= new
+
+    def until(self, engine: Engine, *, sent: str = "", received: str = "") -> None:
+        """Step until every worker of an engine has reported a request."""
+        deadline = time.monotonic() + DEADLINE_S
+
+        def reported(rank):
+            return (not sent or sent in self.sent[engine.engine_id, rank]) and (
+                not received or received in self.received[engine.engine_id, rank]
+            )
+
+        while not all(map(reported, engine.workers)):
+            assert time.monotonic() < deadline, (self.sent, self.received)
+            self.step()
+
+
+def wait_until(condition: Callable[[], object], step: Callable[[], None] = lambda: None) -> None:
+    """Wait for the other threads, and take a step now and then."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        step()
+        time.sleep(1e-4)
+
+
+def lost_blocks(worker: ReshardWorker) -> set[int]:
+    """The blocks of all requests that could not be read."""
+    return set().union(*worker.take_failed().values())
+
+
+def failures(worker: ReshardWorker, progress: Progress, count: int = 1) -> dict[str, set[int]]:
+    """Step until so many requests could not be read; returns their blocks."""
+    failed: dict[str, set[int]] = {}
+
+    def has_failed() -> bool:
+        failed.update(worker.take_failed())
+        return len(failed) >= count
+
+    wait_until(has_failed, progress.step)
+    return failed
+
+
+def stats_with(worker: ReshardWorker, name: str, progress: Progress) -> ReshardStats:
+    """Step until something of a name was counted; returns all that was meanwhile."""
+    stats = ReshardStats()
+
+    def is_counted() -> bool:
+        if (taken := worker.take_stats()) is not None:
+            stats.aggregate(taken)
+        return bool(stats.data[name])
+
+    wait_until(is_counted, progress.step)
+    return stats
+
+
+def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Receive:
+    """A request of a number of tokens."""
+    return Receive(address, remote_request_id, [local], [remote], tokens, tokens, OFFER)
+
+
+def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
+    """Give a sequence random KV; returns it whole: layers, planes, heads, tokens, size."""
+    num_tokens = len(block_ids) * engine.block_tokens
+    heads = max(holding.num_units for shard in engine.shards for holding in shard.holdings.values())
+    shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, engine.head_size)
+    random = np.random.default_rng(seed)
+    if engine.dtype == torch.uint8:
+        whole = random.integers(0, 256, shape, np.uint8)
+    else:
+        whole = random.random(shape, np.float32)
+    for shard in engine.shards:
+        for layer, holding in shard.holdings.items():
+            interval = holding.units
+            cache = engine.caches[shard.rank][layer].numpy()
+            part = whole[int(layer.removeprefix("layers.")), :, interval.start : interval.stop]
+            for position, block in enumerate(block_ids):
+                start = position * engine.block_tokens
+                page = part[:, :, start : start + engine.block_tokens]
+                cache[:, block] = page
+    return whole
+
+
+def assert_received(engine: Engine, block_ids, whole: np.ndarray, *, start_token: int = 0) -> None:
+    """Every worker holds its part of the sequence in the given blocks."""
+    for shard in engine.shards:
+        for layer, holding in shard.holdings.items():
+            interval = holding.units
+            expected = whole[
+                int(layer.removeprefix("layers.")), :, interval.start : interval.stop, start_token:
+            ]
+            found = engine.blocks(shard.rank, layer, block_ids)
+            np.testing.assert_array_equal(found[:, :, : expected.shape[2]], expected)
