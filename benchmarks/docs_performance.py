@@ -22,7 +22,7 @@ from pathlib import Path
 from .asynchronous import network_variants
 from .end_to_end import SINGLE
 from .errors import ReportError
-from .report import count, figures, from_json, held, seconds, share, size, speed
+from .report import PEERS_COLUMNS, count, figures, from_json, held, seconds, share, size, speed
 from .results import Metric, Part, Result
 from .samples import Summary
 from .specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
@@ -261,16 +261,6 @@ def _idle_rows(results: Sequence[Result]) -> list[list[str]]:
     ]
 
 
-_PEERS_COLUMNS = (
-    "memory",
-    "descriptors",
-    "after the last read",
-    "threads",
-    "one more",
-    "of that in NIXL",
-)
-
-
 def _peers_rows(results: Sequence[Result]) -> list[list[str]]:
     shown = {
         Metric.RESIDENT_BYTES: size,
@@ -371,7 +361,7 @@ _TABLES = {
     ),
     Part.IDLE: _Table(("<case", *(f"<{variant}" for variant in _SHORT)), _idle_rows),
     Part.PEERS: _Table(
-        ("<engines", "<variant", *(f">{what}" for what in _PEERS_COLUMNS)), _peers_rows
+        ("<engines", "<variant", *(f">{what}" for what in PEERS_COLUMNS)), _peers_rows
     ),
     Part.PAUSES: _Table(("<case", *(f"<{variant}" for variant in _SHORT)), _pause_rows),
     Part.NETWORK: _Table(

@@ -105,6 +105,16 @@ def per_chunk(result: Result, variant: str) -> Summary | None:
     return taken.scaled(1.0 / chunks)
 
 
+PEERS_COLUMNS = (
+    "memory",
+    "descriptors",
+    "after the last read",
+    "threads",
+    "one more",
+    "of that in NIXL",
+)
+
+
 def result_tables(results: Sequence[Result]) -> list[Table]:
     """A table for each part that was measured."""
     rows = {
@@ -128,14 +138,7 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
             "whole worker, a request",
         ),
         Part.IDLE: ("share of a core",),
-        Part.PEERS: (
-            "memory",
-            "descriptors",
-            "after the last read",
-            "threads",
-            "one more",
-            "of that in NIXL",
-        ),
+        Part.PEERS: PEERS_COLUMNS,
         Part.PAUSES: ("longest pause", "99th percentile of steps"),
         Part.NETWORK: ("asked to reported", "steps after the last byte"),
         Part.END_TO_END: (

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from packaging.version import Version
@@ -14,7 +13,6 @@ from packaging.version import Version
 from .archive import BaseWheel, open_base
 from .base import load_base
 from .bases import releases
-from .contracts import require_contracts
 from .duplicates import require_no_duplicates
 from .errors import BuildError, UnknownBaseError
 from .fetch import fetch
@@ -24,9 +22,7 @@ from .plugin import checked_releases, read_plugin
 from .project import Project
 from .roundtrip import require_round_trip
 from .series import apply_series, base_files, load_series, touched_paths
-from .switches import settle
-from .symbols import require_symbols
-from .universe import Universe
+from .typecheck import require_types
 
 
 @dataclass(frozen=True)
@@ -94,8 +90,7 @@ def _check_base(project: Project, release: str, environ: Mapping[str, str]) -> I
             if described.ok and applied.ok:
                 yield _prove(f"re-export, {label}", against.reexport)
                 yield _prove(f"duplicates, {label}", against.duplicates)
-                yield _prove(f"symbols, {label}", against.symbols)
-                yield _prove(f"contracts, {label}", against.contracts)
+                yield _prove(f"types, {label}", against.types)
             yield _prove(f"overlay, {label}", against.apart)
             yield from _check_plugin(project, release, label, base)
 
@@ -103,19 +98,24 @@ def _check_base(project: Project, release: str, environ: Mapping[str, str]) -> I
 def _check_plugin(project: Project, release: str, label: str, base: BaseWheel) -> Iterator[Proof]:
     """Prove that the plugin fits a wheel as released, if it is meant for that release."""
 
-    def symbols() -> str:
-        plugin = read_plugin(project)
-
-        def read(path: str) -> bytes:
-            source = plugin.files.get(path)
-            return base.read(path) if source is None else source.read_bytes()
-
-        universe = Universe(frozenset((*base.names, *plugin.files)), read)
-        count = require_symbols(universe, plugin.files, base.path.name)
-        return f"{count} imports from vllm exist without patches"
+    def types() -> str:
+        files = _python(read_plugin(project).files)
+        modules = {**_modules(base), **{path: each.read_bytes() for path, each in files.items()}}
+        require_types(modules, files, {}, Version(release).release, base.path.name)
+        return f"{len(files)} files fit vllm without patches"
 
     if checked_releases(project).contains(release):
-        yield _prove(f"plugin, {label}", symbols)
+        yield _prove(f"plugin, {label}", types)
+
+
+def _python(files: Mapping[str, Path]) -> dict[str, Path]:
+    """Those of some files that are Python."""
+    return {path: source for path, source in files.items() if path.endswith(".py")}
+
+
+def _modules(base: BaseWheel) -> dict[str, bytes]:
+    """The Python files of a base wheel."""
+    return {path: base.read(path) for path in base.names if path.endswith((".py", ".pyi"))}
 
 
 def _prove(name: str, check: Callable[[], str]) -> Proof:
@@ -176,25 +176,13 @@ class _Against:
                 require_no_duplicates(path, self._files.get(path), content)
         return f"none of {len(self._patched)} files defines anything twice"
 
-    def symbols(self) -> str:
-        count = require_symbols(self._universe, self._overlay, self._base.path.name)
-        return f"{count} imports from vllm exist"
-
-    def contracts(self) -> str:
-        where = self._base.path.name
-        count = require_contracts(self._universe, self._overlay, self._patched, where)
-        return f"{count} uses of vllm's classes and functions fit them"
-
-    @cached_property
-    def _universe(self) -> Universe:
-        gone = {name for name, content in self._patched.items() if content is None}
-        paths = frozenset((*self._base.names, *self._patched, *self._overlay)) - gone
-        universe = Universe(paths, self._read)
-        settle(universe, self._overlay, self._release)
-        return universe
-
-    def _read(self, path: str) -> bytes:
-        if path in self._overlay:
-            return self._overlay[path].read_bytes()
-        patched = self._patched.get(path)
-        return self._base.read(path) if patched is None else patched
+    def types(self) -> str:
+        overlay = _python(self._overlay)
+        modules = _modules(self._base)
+        patched = {path: each for path, each in self._patched.items() if path.endswith(".py")}
+        for path, content in patched.items():
+            modules[path] = content or b""
+        modules |= {path: source.read_bytes() for path, source in overlay.items()}
+        before = {path: self._files.get(path) or b"" for path in patched}
+        require_types(modules, overlay, before, self._release, self._base.path.name)
+        return f"{len(overlay)} files of the overlay fit, and {len(patched)} that are patched"

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from .errors import DuplicateError
-from .signatures import FunctionNode, decorators
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Several functions of one name that belong together.
 _FAMILY = frozenset({"overload", "setter", "getter", "deleter", "register"})
@@ -63,7 +64,7 @@ def _scope(scope: str, body: list[ast.stmt]) -> Iterator[tuple[tuple[str, str], 
 def _defined(statement: ast.stmt) -> Iterator[str]:
     """Yield what a statement defines; a value made from the earlier one is no second definition."""
     if isinstance(statement, FunctionNode):
-        if not decorators(statement) & _FAMILY:
+        if not any(_last_name(each) in _FAMILY for each in statement.decorator_list):
             yield statement.name
     elif isinstance(statement, ast.ClassDef):
         yield statement.name
@@ -78,3 +79,12 @@ def _defined(statement: ast.stmt) -> Iterator[str]:
         yield from (t.id for t in targets if isinstance(t, ast.Name) and t.id not in read)
     elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
         yield statement.target.id
+
+
+def _last_name(decorator: ast.expr) -> str:
+    """Return `c` of `a.b.c` and of `a.b.c(...)`; nothing for anything else."""
+    if isinstance(decorator, ast.Call):
+        return _last_name(decorator.func)
+    if isinstance(decorator, ast.Attribute):
+        return decorator.attr
+    return decorator.id if isinstance(decorator, ast.Name) else ""

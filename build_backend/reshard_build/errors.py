@@ -112,16 +112,12 @@ class ScratchError(BuildError):
     """The scratch git repository is not in a state to be exported or replaced."""
 
 
-class SymbolError(BuildError):
-    """The overlay imports something that the base does not have."""
-
-
 class DuplicateError(BuildError):
     """A patch defines what the base defines already."""
 
 
-class ContractError(BuildError):
-    """The overlay uses something of the base otherwise than the base defines it."""
+class TypeCheckError(BuildError):
+    """The overlay uses something of the base that is not there, or is not used so."""
 
 
 class SettingError(BuildError):

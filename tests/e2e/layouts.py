@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.e2e.pairs import Pair, ask_unaided
 from tools.pdstack.engine import Device, EngineSpec, KVTransfer, ServedModel
 from tools.pdstack.layout import Layout, read_model_shape
+from tools.pdstack.metrics import NixlCounters
 from tools.pdstack.stack import Engine, PDStack
 
 FLOAT32_BYTES = 4
@@ -60,6 +61,28 @@ class Engines:
     def right_answer(self, text: str) -> str:
         """Return what one engine of one rank answers."""
         return ask_unaided(self.by_layout[ONE], self.stack.model.name, text)
+
+
+def assert_read_and_right(
+    engines: Engines, case: Case, pair: Pair, text: str, tokens: int, copies: int = 1
+) -> str:
+    """See that a first answer is right, and that all of its prompt's blocks were read.
+
+    Args:
+        tokens: of the prompt.
+        copies: how often each byte is read.
+
+    Returns:
+        The answer.
+    """
+    right = engines.right_answer(text)
+    before = pair.decode.nixl_counters()
+    assert pair.ask(text) == right
+    blocks = -(-tokens // engines.block_tokens)
+    assert pair.read_since(before, case.reads) == NixlCounters(
+        bytes_moved=blocks * engines.block_bytes * copies, transfers=case.reads
+    )
+    return right
 
 
 @dataclass(frozen=True)

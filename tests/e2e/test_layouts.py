@@ -7,7 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.layouts import BOTH, ONE, RANKS, STAGES, Case, Engines, Options, running
+from tests.e2e.layouts import (
+    BOTH,
+    ONE,
+    RANKS,
+    STAGES,
+    Case,
+    Engines,
+    Options,
+    assert_read_and_right,
+    running,
+)
 from tests.e2e.pairs import BLOCK_TOKENS, REPORT_LIMIT_S, Pair, metric, text_of
 from tests.selection import chosen
 from tests.tools.pdstack.helpers import wait_until
@@ -54,13 +64,7 @@ def test_an_answer_equals_one_engines(
 ) -> None:
     """The first answer is right with all blocks read, the second with those that were not kept."""
     text = text_of(f"{tokens} {case}", tokens)
-    right = engines.right_answer(text)
-    before = pair.decode.nixl_counters()
-    assert pair.ask(text) == right
-    blocks = -(-tokens // BLOCK_TOKENS)
-    assert pair.read_since(before, case.reads) == NixlCounters(
-        bytes_moved=blocks * engines.block_bytes, transfers=case.reads
-    )
+    right = assert_read_and_right(engines, case, pair, text, tokens)
 
     before = pair.decode.nixl_counters()
     hits = metric(pair.decode, "vllm:prefix_cache_hits_total")

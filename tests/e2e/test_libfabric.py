@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.layouts import ONE, STAGES, Case, Engines, running
+from tests.e2e.layouts import ONE, STAGES, Case, Engines, assert_read_and_right, running
 from tests.e2e.pairs import BLOCK_TOKENS, Pair, text_of
 from tests.selection import chosen
 from tests.v1.kv_connector.unit.reshard.transport.backends import available
 from tools.pdstack.engine import KVTransfer
-from tools.pdstack.metrics import NixlCounters
 from tools.pdstack.tiny_models import write_tiny_llama
 
 pytestmark = [
@@ -39,14 +38,7 @@ def test_an_answer_equals_one_engines(
     engines: Engines, case: Case, pair: Pair, tokens: int
 ) -> None:
     """All of its blocks are read, with a read for each stage."""
-    text = text_of(f"{tokens} {case}", tokens)
-    right = engines.right_answer(text)
-    before = pair.decode.nixl_counters()
-    assert pair.ask(text) == right
-    blocks = -(-tokens // BLOCK_TOKENS)
-    assert pair.read_since(before, case.reads) == NixlCounters(
-        bytes_moved=blocks * engines.block_bytes, transfers=case.reads
-    )
+    assert_read_and_right(engines, case, pair, text_of(f"{tokens} {case}", tokens), tokens)
 
 
 def test_all_blocks_come_back(pair: Pair) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.layouts import ONE, RANKS, STAGES, Case, Engines, running
+from tests.e2e.layouts import ONE, RANKS, STAGES, Case, Engines, assert_read_and_right, running
 from tests.e2e.pairs import Pair, text_of
 from tests.selection import chosen
 from tools.pdstack.engine import why_no_mla
@@ -52,13 +52,7 @@ def test_latents_are_read_once_for_each_rank_that_decodes(
 ) -> None:
     """All blocks, from one of the ranks that have the same, and no block twice."""
     text = text_of(f"{tokens} {case}", tokens)
-    right = engines.right_answer(text)
-    before = pair.decode.nixl_counters()
-    assert pair.ask(text) == right
-    blocks = -(-tokens // BLOCK_TOKENS)
-    assert pair.read_since(before, case.reads) == NixlCounters(
-        bytes_moved=blocks * engines.block_bytes * case.decode.tp_size, transfers=case.reads
-    )
+    assert_read_and_right(engines, case, pair, text, tokens, copies=case.decode.tp_size)
 
 
 def test_requests_at_once_are_all_read(engines: Engines, case: Case, pair: Pair) -> None:

@@ -9,12 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.layouts import ONE, RANKS, STAGES, Case, Engines, Options, running
+from tests.e2e.layouts import (
+    ONE,
+    RANKS,
+    STAGES,
+    Case,
+    Engines,
+    Options,
+    assert_read_and_right,
+    running,
+)
 from tests.e2e.pairs import BLOCK_TOKENS, Pair, text_of
 from tests.plugin.stock import install, lay_stock
 from tests.selection import chosen
 from tools.pdstack.engine import Device
-from tools.pdstack.metrics import NixlCounters
 from tools.pdstack.tiny_models import write_tiny_llama
 
 RELEASE = "0.32.0"
@@ -71,13 +79,7 @@ def test_an_answer_equals_one_engines(
     engines: Engines, case: Case, pair: Pair, tokens: int
 ) -> None:
     """All blocks of the prompt are read, and the answer is that of one engine of one rank."""
-    text = text_of(f"{tokens} {case}", tokens)
-    right = engines.right_answer(text)
-    before = pair.decode.nixl_counters()
-    assert pair.ask(text) == right
-    assert pair.read_since(before, case.reads) == NixlCounters(
-        bytes_moved=-(-tokens // BLOCK_TOKENS) * engines.block_bytes, transfers=case.reads
-    )
+    assert_read_and_right(engines, case, pair, text_of(f"{tokens} {case}", tokens), tokens)
 
 
 def test_the_log_tells_what_was_found(pair: Pair) -> None:

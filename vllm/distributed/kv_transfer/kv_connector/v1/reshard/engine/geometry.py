@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend
@@ -182,7 +183,7 @@ def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]
 
 
 def _describe(
-    name: str, tensor: torch.Tensor, spec: KVCacheSpec, backend: type[AttentionBackend]
+    name: str, tensor: torch.Tensor, spec: Any, backend: type[AttentionBackend]
 ) -> tuple[int, tuple[Plane, ...]]:
     """How many blocks a layer has, and its planes."""
     if type(spec) not in _SERVED_SPECS:

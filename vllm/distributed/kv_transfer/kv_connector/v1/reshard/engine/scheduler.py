@@ -41,7 +41,6 @@ from .settings import read_settings, remarks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -108,8 +107,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         ):
             self._offers.announce_from(self._host_for_workers())
 
-    def set_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """Set the cache manager, which owns the blocks."""
+    def set_kv_cache_manager(self, manager: Any) -> None:
+        """Set the cache manager, which owns the blocks; that of 0.22.1 is not."""
         self._reads.manager = manager
 
     def on_new_request(self, request: Request) -> None:

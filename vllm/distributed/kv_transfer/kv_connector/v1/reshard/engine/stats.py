@@ -172,6 +172,12 @@ class ReshardStats(NixlKVConnectorStats):
         """So many blocks of failed requests may still be written from now on."""
         self.data["blocks_in_doubt"][:] = [num_blocks]
 
+    def take(self) -> ReshardStats:
+        """What was counted so far; what follows begins anew."""
+        taken = self.clone_and_reset()
+        assert isinstance(taken, ReshardStats)
+        return taken
+
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
         return bool(super().is_empty()) and not any(self.data[name] for name in _OWN)
@@ -200,7 +206,8 @@ class ReshardPromMetrics(NixlPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        gauge, counter, histogram = (metric_types[each] for each in (Gauge, Counter, Histogram))
+        types: tuple[Any, ...] = tuple(metric_types[each] for each in (Gauge, Counter, Histogram))
+        gauge, counter, histogram = types
         self._handshakes: Any = histogram(
             name="vllm:nixl_handshake_seconds",
             documentation="Time from asking another engine what it is until all is prepared.",

@@ -174,7 +174,7 @@ class TransferEngine:
             report.sent |= self.producer.collect_released(now_s)
         # Figures alone are no reason to have the engine's thread collect them.
         if (report or not self.is_moving) and not self._stats.is_empty():
-            report.stats = self._stats.clone_and_reset()
+            report.stats = self._stats.take()
         self._report = Report()
         return report
 
