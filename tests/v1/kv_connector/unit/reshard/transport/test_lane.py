@@ -193,9 +193,8 @@ def retired(lanes: Lanes, *connections, now_s: float = 10.0) -> Lane:
 def test_retired_lane_ends_with_the_last_of_its_connections(making, reader):
     """Reads, requests and lookups of any of them keep it."""
     lanes = ready_lanes(making, 1)
-    one, two, three = (
-        reader.connected(lanes.ready[0], RemoteEngineStub(), lambda: 10.0) for _ in range(3)
-    )
+    engines = [RemoteEngineStub() for _ in range(3)]
+    one, two, three = (reader.connected(lanes.ready[0], engine, lambda: 10.0) for engine in engines)
     transfer = read_block(one)
     two.lifetime.begin_request()
     (table,) = three.engine.lease_tables.values()
@@ -203,14 +202,12 @@ def test_retired_lane_ends_with_the_last_of_its_connections(making, reader):
     lane = retired(lanes, one, two, three)
     hung_at_s = 10.0 + HUNG_GRACE_S
     assert lane.close_at_s() == lanes.next_due_s == hung_at_s
-    while one.poll(transfer) is not TransferState.DONE:
-        pass
+    wait_until(lambda: one.poll(transfer) is TransferState.DONE)
     one.release(transfer)
     assert lane.close_at_s() == hung_at_s and not lanes.take_due(hung_at_s - 0.1)
     two.lifetime.end_request()
     assert lane.close_at_s() == hung_at_s
-    while not three.leases.advance():
-        pass
+    wait_until(three.leases.advance)
     assert lane.close_at_s() == 10.0 and lane.is_drained
     assert lanes.take_due(10.0) == [lane] and not lanes.draining
 
