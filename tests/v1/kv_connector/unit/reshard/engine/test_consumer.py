@@ -68,7 +68,8 @@ class Worker:
 
     def __init__(self) -> None:
         self.handshakes: list[Future] = []
-        self.peers = PeerTable(self._ask, lambda lane, _: Connection(lane), lanes(), 600.0)
+        self.connections: list[Connection] = []
+        self.peers = PeerTable(self._ask, self._connect, lanes(), 600.0)
         transfers, stats = Transfers(), ReshardStats()
         self.reads = ConsumerSide(self.peers, transfers, Notifier("me", stats), stats, 600.0)
         cache = SimpleNamespace(num_block_ids=1000)
@@ -98,6 +99,10 @@ class Worker:
     def _ask(self, address: RemoteEngineAddress) -> Future:
         self.handshakes.append(Future())
         return self.handshakes[-1]
+
+    def _connect(self, lane: Lane, _: object) -> Connection:
+        self.connections.append(Connection(lane))
+        return self.connections[-1]
 
 
 @pytest.fixture
@@ -146,8 +151,7 @@ def test_what_still_waits_is_read_with_the_next_connection(worker):
     worker.turn()
     worker.answer()
     assert worker.turn(pieces(1)()) == ["a"]
-    (peer,) = worker.peers._peers.values()
-    worker.peers.break_off(peer.connection, 0.0)
+    worker.peers.break_off(worker.connections[0], 0.0)
     assert worker.turn() == [] and len(worker.handshakes) == 2
     worker.answer()
     assert worker.turn() == ["b"]
@@ -162,9 +166,8 @@ def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, mon
     worker.ask(0, "a")
     worker.turn()
     worker.answer()
-    (peer,) = worker.peers._peers.values()
     worker.peers.advance(0.0)
-    connection = peer.connection
+    (connection,) = worker.connections
     connection.engine.legs, connection.engine.lease_tables = [part], {"p": None}
     assert worker.turn() == []
     connection.is_connected = False

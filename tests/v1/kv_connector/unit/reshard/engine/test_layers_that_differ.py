@@ -38,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import R
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import decode_worker
 
 NUM_BLOCKS, NUM_TOKENS, WINDOW_TOKENS = 16, 48, 32
 
@@ -335,7 +336,7 @@ def test_layer_that_shares_a_cache_is_not_read_twice(engines):
     """It has none of its own: nobody says that he holds it."""
     engine = engines("engine", MODELS["gemma4"])
     (worker,) = engine.workers.values()
-    (shard,) = worker._dialer._local.shards
+    shard = decode_worker(worker.handshake.body).shard
     assert sorted(int(name.split(".")[2]) for name in shard.holdings) == [0, 1, 2, 3, 4, 5]
 
 

@@ -63,17 +63,19 @@ def test_nothing_is_read_into_what_a_step_in_flight_writes(engines, monkeypatch)
     event.query = lambda: event.over
     monkeypatch.setattr(ReshardWorker, "_computed_before", lambda *_: event)
     p, d = engines("prefill", tp=2), engines("decode")
-    (worker,) = d.workers.values()
+    (transfer_engine,) = d.transfer_engines.values()
     address = p.serve()
     whole = fill(p, [5, 2, 9])
     p.offer("p-a")
     progress = Progress(p, d)
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
-    wait_until(lambda: worker._transfer_engine._incoming, progress.step)
+    # A step that waits is moving, though nothing is read.
+    wait_until(lambda: transfer_engine.is_moving, progress.step)
     for _ in range(20):
         progress.step()
-    assert len(worker._transfers) == len(worker._transfer_engine.consumer) == 0
-    assert not worker._transfer_engine.peers.num_handshakes
+    assert transfer_engine.is_moving
+    assert len(transfer_engine.transfers) == len(transfer_engine.consumer) == 0
+    assert not transfer_engine.peers.num_handshakes
     event.over = True
     progress.until(d, received="d-a")
     assert_received(d, [3, 4, 1], whole)
@@ -133,7 +135,7 @@ def idle_transfer_engine(num_peers: int) -> TransferEngine:
         )
     transfer_engine.poll([], 0.0)
     transfer_engine.poll([], 0.0)
-    assert all(peer.connection is not None for peer in peers._peers.values())
+    assert len(peers) == num_peers and not peers.num_handshakes
     return transfer_engine
 
 

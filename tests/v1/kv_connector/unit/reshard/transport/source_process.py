@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 import psutil
@@ -20,68 +19,75 @@ import psutil
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 
-ROOT = Path(__file__).parents[6]
 COUNT, BYTES = 64, 1 << 20
 """Descriptors of a source, and their size: more than the kernel buffers."""
+_ANSWER_S = 120.0
 
 
 @dataclass(frozen=True)
 class Source:
     """A process that is read from."""
 
-    process: subprocess.Popen[str]
+    process: BaseProcess
     address: int
     metadata: bytes
 
     def stop(self) -> None:
         """All of its threads stand still."""
-        self.process.send_signal(signal.SIGSTOP)
+        self._send(signal.SIGSTOP)
         status = psutil.Process(self.process.pid).status
         wait_until(lambda: status() == psutil.STATUS_STOPPED)
 
     def go_on(self) -> None:
         """They go on."""
-        self.process.send_signal(signal.SIGCONT)
+        self._send(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """It ends as by a crash."""
+        self.process.kill()
+        self.process.join()
+
+    def _send(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
 
 @contextmanager
-def serving_sources(backend: str, *values: int) -> Iterator[list[Source]]:
-    """Start a process for each value, which is that of all of its bytes."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, str(value), backend],
-            cwd=ROOT,
-            env=dict(os.environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for value in values
-    ]
+def serving_sources(backend: str, tls: str, *values: int) -> Iterator[list[Source]]:
+    """Start a process for each value, which is that of all of its bytes.
+
+    They are forked from one that has imported all, which takes seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    started: list[tuple[BaseProcess, Connection]] = []
     try:
-        started = []
-        for process in processes:
-            assert process.stdout is not None
-            said = next(line for line in process.stdout if line.startswith("serving "))
-            address, metadata = json.loads(said.removeprefix("serving "))
-            started.append(Source(process, address, bytes.fromhex(metadata)))
-        yield started
+        for value in values:
+            pipe, child = context.Pipe()
+            process = context.Process(target=_serve, args=(child, value, backend, tls), daemon=True)
+            process.start()
+            started.append((process, pipe))
+            child.close()
+        sources = []
+        for process, pipe in started:
+            assert pipe.poll(_ANSWER_S), "the source does not answer"
+            sources.append(Source(process, *pipe.recv()))
+        yield sources
     finally:
-        for process in processes:
+        for process, pipe in started:
             process.kill()
-            process.communicate()
+            process.join()
+            pipe.close()
 
 
-def _serve(value: int, backend: str) -> None:
+def _serve(pipe: Connection, value: int, backend: str, tls: str) -> None:
     """Be a source until the process is ended."""
+    os.environ["UCX_TLS"] = tls
     memory = np.full((COUNT, BYTES), value, np.uint8)
     agent = NixlAgent(
         f"source-{uuid.uuid4()}", backends=[backend], num_threads=0, progress_delay_us=100
     )
     agent.register([(memory.ctypes.data, memory.nbytes, 0)])
-    print("\nserving", json.dumps([memory.ctypes.data, agent.metadata().hex()]), flush=True)
-    sys.stdin.read()
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2])
+    pipe.send((memory.ctypes.data, agent.metadata()))
+    # Nothing is said to it: it waits for its end.
+    pipe.poll(None)

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import uuid
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
@@ -169,3 +173,34 @@ def test_message_is_on_its_way_for_a_moment(connection):
     assert connection.lane.talks_until_s == 0.0
     connection.notify(name, b"done")
     assert NOW_S < connection.lane.talks_until_s < NOW_S + 1.0
+
+
+@given(st.lists(st.sampled_from(["done", "failed", "refused", "in doubt"]), max_size=12))
+def test_connection_is_drained_when_nothing_writes(ends):
+    """However its reads end: those that failed or are in doubt keep it until its lane is closed."""
+    agent = FaultyAgent(f"lane-{uuid.uuid4()}")
+    reader = Reader(lambda _: agent)
+    lane = reader.make_lane()
+    connection = reader.connected(lane, RemoteEngineStub(), lambda: NOW_S)
+    posted = []
+    for end in ends:
+        faults = {"refused": TransferError("no"), "in doubt": InDoubtError("not any more")}
+        agent.fault = faults.get(end)
+        if agent.fault is None:
+            posted.append((end, read_block(connection)))
+        else:
+            with pytest.raises(type(agent.fault)):
+                read_block(connection)
+        agent.fault = None
+    assert connection.lifetime.in_flight == len(posted)
+    for end, transfer in posted:
+        agent.fails = end == "failed"
+        if agent.fails:
+            assert connection.poll(transfer) is TransferState.FAILED
+            continue
+        wait_until(lambda each=transfer: connection.poll(each) is TransferState.DONE)
+        connection.release(transfer)
+    assert connection.lifetime.in_flight == 0
+    assert connection.is_drained is not ({"failed", "in doubt"} & {*ends} != set())
+    lane.close()
+    assert connection.is_drained and not connection.is_connected

@@ -102,13 +102,13 @@ def test_peers_are_spread_over_the_lanes(making, reader):
     assert lanes.pick(0.0, is_suspect=False) is used[4].lane
 
 
-def test_lanes_are_made_before_they_are_wanted(making):
+def test_lanes_are_made_before_they_are_wanted(making, reader):
     """All but that of suspects; who comes first takes one that is there."""
     lanes = Lanes(making, 2)
     lanes.prepare(0.0)
     assert len(making.asked) == 2 and lanes.is_making and not len(lanes)
     assert lanes.pick(0.0, is_suspect=False) is None and lanes.next_try_s == math.inf
-    making.asked[1].set_result(making._reader.make_lane())
+    making.asked[1].set_result(reader.make_lane())
     assert lanes.pick(0.0, is_suspect=False) is making.asked[1].result()
     making.make_all()
     lanes.prepare(1.0)

@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import LoweredEngine
 
 HUNG_GRACE_S = 100.0
+TLS = "tcp,self"
 OWNER = 0xEE
 SETTLED_S = 3.0
 """Longer than all of it takes to land: 64 MiB over loopback take less than 0.2 s."""
@@ -41,8 +42,8 @@ SETTLED_S = 3.0
 @pytest.fixture
 def sources(backend, monkeypatch) -> Iterator[list[Source]]:
     """Two of them, whose bytes are 1 and 2."""
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
-    with serving_sources(backend, 1, 2) as started:
+    monkeypatch.setenv("UCX_TLS", TLS)
+    with serving_sources(backend, TLS, 1, 2) as started:
         yield started
 
 
@@ -170,8 +171,7 @@ def test_dead_source_fails_its_own_reads_alone(worker, sources):
     """The other one's are done, before and after; the lane needs no longer than that."""
     sources[0].stop()
     lost = worker.read(0)
-    sources[0].process.kill()
-    sources[0].process.wait()
+    sources[0].kill()
     kept = worker.read(1)
     wait_until(lambda: worker.connections[0].poll(lost) is TransferState.FAILED)
     worker.retire()
