@@ -167,7 +167,7 @@ def make_memory_agent() -> MemoryAgent:
     return MemoryAgent(str(uuid.uuid4()))
 
 
-def make_nixl_agent(backend: str) -> NixlAgent:
+def make_nixl_agent(backend: str = "UCX") -> NixlAgent:
     """A real agent for host memory."""
     return NixlAgent(str(uuid.uuid4()), backends=[backend], num_threads=1, progress_delay_us=100)
 
