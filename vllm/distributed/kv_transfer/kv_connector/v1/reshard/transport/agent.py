@@ -172,6 +172,9 @@ class NixlAgent:
     def connect(self, metadata: bytes) -> str:
         """Make a peer known; returns its name.
 
+        With LIBFABRIC over TCP this waits for as long as the peer's process is stopped or gone, as
+        does `close` once such a peer was read from: see decision 23.
+
         Raises:
             TransferError: The metadata is not that of an agent that this one can reach.
         """
