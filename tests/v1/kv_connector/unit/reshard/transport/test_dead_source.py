@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -19,7 +20,6 @@ from tests.v1.kv_connector.unit.reshard.transport.remotes import nixl_reader
 from tests.v1.kv_connector.unit.reshard.transport.source_process import (
     BYTES,
     COUNT,
-    ROOT,
     serving_sources,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
@@ -28,7 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     can_be_polled,
 )
 
+ROOT = Path(__file__).parents[6]
 READS_AGAIN = "reads again"
+TLS = "tcp,self"
 END_S = 30.0
 """How long the read and the end of its agent may take together; with UCX, far less than 1 s."""
 
@@ -49,7 +51,7 @@ def test_read_from_a_source_that_has_ended_is_no_end_of_the_reader(backend):
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "UCX_TLS": "tcp,self"},
+        env={**os.environ, "UCX_TLS": TLS},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -65,7 +67,7 @@ def test_read_from_a_source_that_has_ended_is_no_end_of_the_reader(backend):
 
 def _read_again(backend: str) -> None:
     """Read from a source before and after its end."""
-    with serving_sources(backend, 1) as (source,):
+    with serving_sources(backend, TLS, 1) as (source,):
         agent = nixl_reader("reader", backend)
         memory = np.zeros((COUNT, BYTES), np.uint8)
         agent.register([(memory.ctypes.data, memory.nbytes, 0)])
@@ -78,8 +80,7 @@ def _read_again(backend: str) -> None:
         first = agent.read(local, indices, remote, indices)
         wait_until(lambda: agent.poll(first) is TransferState.DONE)
         agent.release(first)
-        source.process.kill()
-        source.process.wait()
+        source.kill()
         if not can_be_polled([backend]):
             # Its thread gives the connection up; a read before that fails at once.
             connections = psutil.Process().net_connections

@@ -492,7 +492,7 @@ class TestStrangers:
         async def give_up(*_: object) -> None:
             raise SystemExit
 
-        monkeypatch.setattr(HandshakeServer, "_serve", give_up)
+        monkeypatch.setattr(HandshakeServer, "_serve_until", give_up)
         with serving() as server:
             wait_until(lambda: lines)
             port = server.port
