@@ -128,7 +128,7 @@ def _cache(shape: Shape, shard: Shard) -> RankCache:
                 address=(number * shape.planes_per_layer + plane) << 32,
                 block_stride_bytes=num_heads * page_bytes,
                 head_stride_bytes=page_bytes,
-                token_stride_bytes=shape.slot_bytes,
+                slot_stride_bytes=shape.slot_bytes,
                 slot_bytes=shape.slot_bytes,
                 num_heads=num_heads,
                 block_tokens=shape.block_tokens,

@@ -36,8 +36,10 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
     scheduler as scheduler_module,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import CACHES_ARE_VIEWS
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import (
     describe_cache,
+    unserved_layer,
     window_groups,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import ReshardScheduler
@@ -171,20 +173,24 @@ def cache_of(spec) -> None:
     describe_cache(tensors, config, {"layer": forms.backend()})
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (CrossAttentionSpec(**COMMON), "keeps CrossAttentionSpec state"),
-        (
-            forms.compressed(SlidingWindowMLASpec(**COMMON, sliding_window=32), 4),
-            "stores 4 tokens in a slot",
-        ),
-    ],
-)
-def test_caches_that_do_not_hold_a_slot_for_each_token_are_refused(spec, message):
+def test_caches_that_hold_no_slots_for_tokens_are_refused():
     """Blocks that cannot be matched by tokens of the sequence are refused at startup."""
-    with pytest.raises(LocalLayoutError, match=message):
-        cache_of(spec)
+    with pytest.raises(LocalLayoutError, match="keeps CrossAttentionSpec in a form that is not"):
+        cache_of(CrossAttentionSpec(**COMMON))
+
+
+def test_slots_of_several_tokens():
+    """They are served where caches are views, and left to upstream's elsewhere."""
+    latent = SlidingWindowMLASpec(**{**COMMON, "num_kv_heads": 1}, sliding_window=32)
+    spec = forms.compressed(latent, 4)
+    unserved = unserved_layer(KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)]))
+    assert (unserved is None) is CACHES_ARE_VIEWS
+    if CACHES_ARE_VIEWS:
+        tensors = {"layer": forms.empty(4, 1, 4, 8, mla=True)}
+        config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
+        cache = describe_cache(tensors, config, {"layer": forms.backend(mla=True)})
+        (plane,) = cache.layers["layer"].planes
+        assert (plane.block_tokens, plane.slot_tokens) == (16, 4)
 
 
 def test_groups_with_windows_are_recognised():

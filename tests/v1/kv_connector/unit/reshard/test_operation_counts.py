@@ -112,7 +112,7 @@ class Counting:
     def submit(self, scatter: Scatter) -> Copy:
         """Count a copy and its bytes."""
         self.copies += 1
-        chunk_bytes = scatter.num_heads * scatter.num_tokens * scatter.slot_bytes
+        chunk_bytes = scatter.num_heads * scatter.num_slots * scatter.slot_bytes
         self.bytes_copied += len(scatter.src_offsets) * chunk_bytes
         return self
 

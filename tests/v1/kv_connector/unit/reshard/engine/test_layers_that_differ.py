@@ -178,6 +178,8 @@ class ModelEngine(Engine):
                 get_head_size=lambda: 8,
             ),
             cache_config=SimpleNamespace(cache_dtype="auto"),
+            attention_config=None,
+            compilation_config=SimpleNamespace(pass_config=None),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
             speculative_config=speculative(drafts) if drafts else None,
             num_prefill_lookahead_tokens=1,

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from tests.bases import skip_module_unless_base
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.arrangement import Arrangement
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import memory_regions
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 
@@ -59,7 +60,7 @@ def test_every_slot_is_found(axes, memory_order):
         tensor = torch.empty([shape[axis] for axis in order]).permute(order)
     else:
         tensor = torch.empty(shape)
-    num_blocks, planes = describe_layer("layer", tensor, None, backend, packed=False)
+    num_blocks, planes = describe_layer("layer", tensor, None, backend, Arrangement.SLOTS)
     assert len(planes) == (2 if "p" in axes else 1)
     assert num_blocks == BLOCKS
     for number, plane in enumerate(planes):
@@ -77,8 +78,8 @@ def test_every_slot_is_found(axes, memory_order):
 def test_packed_heads_are_whole():
     """A head's tokens adjoin, and none has a place of its own."""
     tensor = torch.empty(2, BLOCKS, HEADS, TOKENS, SIZE)
-    _, (key, value) = describe_layer("layer", tensor, None, Backend("pbhts"), packed=True)
-    assert key.packed and value.packed
+    _, (key, value) = describe_layer("layer", tensor, None, Backend("pbhts"), Arrangement.HEADS)
+    assert key.slot_tokens == value.slot_tokens == key.block_tokens
     assert value.address - key.address == tensor[0].nbytes
     assert key.head_stride_bytes == TOKENS * SIZE * 4
 
@@ -93,7 +94,7 @@ def test_packed_heads_are_whole():
 def test_what_cannot_be_described_is_refused(tensor, axes, message):
     """The error names the layer or the backend, and what to do."""
     with pytest.raises(LocalLayoutError, match=message):
-        describe_layer("layer", tensor, None, Backend(axes), packed=False)
+        describe_layer("layer", tensor, None, Backend(axes), Arrangement.SLOTS)
 
 
 @pytest.mark.parametrize("order", [(2, 4, 0, 1, 3, 5), (2, 0, 1, 3, 4, 5), (1, 3, 0, 2, 4, 5)])

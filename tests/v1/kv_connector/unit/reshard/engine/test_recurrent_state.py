@@ -233,6 +233,8 @@ class HybridEngine(Engine):
                 get_head_size=lambda: HEAD_SIZE,
             ),
             cache_config=SimpleNamespace(cache_dtype="auto"),
+            attention_config=None,
+            compilation_config=SimpleNamespace(pass_config=None),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
             speculative_config=None,
             parallel_config=SimpleNamespace(
@@ -416,11 +418,11 @@ def test_state_of_other_tokens_or_blocks_is_refused(engines, caplog_vllm, change
     [
         (
             dict(dtype=torch.bfloat16),
-            "MAMBA2 of bfloat16 on cpu at the source",
+            "numbers of the state is bfloat16 there and float32 here: .*--mamba-ssm-cache-dtype",
         ),
         (dict(kernel=5), "has blocks of 4 rows of state, . channels to a unit at the source"),
         (dict(columns=8), r"6 channels to a unit here"),
-        (dict(heads=4), "has 4 KV heads at the source but 8 here"),
+        (dict(heads=4), "is of 4 units at the source but of 8 here"),
     ],
 )
 def test_state_of_another_form_is_refused_at_the_handshake(engines, caplog_vllm, theirs, message):

@@ -96,7 +96,7 @@ def test_latents_of_cpu_mla(engines, prefill, decode):
     form = dict(mla=True, head_size=576, backend=backend)
     p, d = engines("prefill", **form, **prefill), engines("decode", **form, **decode)
     said = decode_worker(p.workers[MeshRank(0, 0)].handshake.body)
-    assert said.cache.layers["layers.0"].backend == "CPU_MLA"
+    assert said.cache.layers["layers.0"].meaning["numbers"] == "float32"
     address = p.serve()
     whole = fill(p, [5, 2, 9])
     p.offer("p-a")

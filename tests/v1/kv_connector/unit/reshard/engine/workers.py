@@ -106,6 +106,8 @@ class Engine:
                 get_head_size=lambda: head_size,
             ),
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+            attention_config=None,
+            compilation_config=SimpleNamespace(pass_config=None),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
             speculative_config=None,
             # A dense model's replicas all have rank 0.

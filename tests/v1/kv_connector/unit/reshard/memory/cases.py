@@ -42,6 +42,7 @@ class Memory:
     num_heads: int
     block_tokens: int
     groups: tuple[int, int] = (0, 0)
+    slot_tokens: int = 1
 
     def __post_init__(self) -> None:
         axes = LAYOUTS[self.layout]
@@ -50,12 +51,12 @@ class Memory:
             "l": 2,
             "b": NUM_BLOCKS,
             "h": self.num_heads,
-            "t": self.block_tokens,
+            "t": self.block_tokens // self.slot_tokens,
             "s": SLOT,
         }
         axes = axes if "l" in axes else "l" + axes
         self.bytes = np.zeros(math.prod(sizes[axis] for axis in axes), dtype=np.uint8)
-        # The same bytes, indexed by layer, plane, block, head, token, byte in this order.
+        # The same bytes, indexed by layer, plane, block, head, slot, byte in this order.
         tensor = self.bytes.reshape([sizes[axis] for axis in axes])
         self.tensor = tensor.transpose([axes.index(axis) for axis in "lpbhts"])
 
@@ -69,10 +70,11 @@ class Memory:
                     address=layer * self.tensor.strides[0] + plane * self.tensor.strides[1],
                     block_stride_bytes=block,
                     head_stride_bytes=head,
-                    token_stride_bytes=token,
+                    slot_stride_bytes=token,
                     slot_bytes=SLOT,
                     num_heads=self.num_heads,
                     block_tokens=self.block_tokens,
+                    slot_tokens=self.slot_tokens,
                 )
                 for plane in range(2)
             )
@@ -126,8 +128,9 @@ def transfers(draw):
     spare_heads = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
     block_tokens = draw(st.tuples(st.sampled_from([2, 4, 6, 12]), st.sampled_from([2, 4, 6, 12])))
     groups = draw(st.permutations([0, 1])), draw(st.permutations([0, 1]))
+    slot_tokens = draw(st.sampled_from([1, 2]))
     memories = tuple(
-        Memory(draw(layouts), num_heads + offset + spare, tokens, tuple(group))
+        Memory(draw(layouts), num_heads + offset + spare, tokens, tuple(group), slot_tokens)
         for offset, spare, tokens, group in zip(
             offsets, spare_heads, block_tokens, groups, strict=True
         )

@@ -245,11 +245,15 @@ def test_heads_that_nobody_can_count_are_read_from_a_holder_of_the_same():
 @pytest.mark.parametrize(
     ("src", "dst", "message"),
     [
-        (engine(tp=2, heads=8), engine(heads=4), "layer 0 has 8 KV heads at the source but 4 here"),
+        (
+            engine(tp=2, heads=8),
+            engine(heads=4),
+            "is of 8 units at the source but of 4 here",
+        ),
         (
             as_workers_say(engine(tp=4)),
             engine(heads=8),
-            "layer 0 has 4 or a divisor of it KV heads at the source but 8 here",
+            "layer 0 is of 4 or a divisor of it units at the source but of 8 here",
         ),
     ],
 )

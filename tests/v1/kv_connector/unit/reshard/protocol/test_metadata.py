@@ -84,6 +84,7 @@ def descriptions(draw: st.DrawFn) -> WorkerDescription:
     for name in draw(st.lists(names, min_size=1, max_size=5, unique=True)):
         start, num_heads = draw(st.integers(0, 100)), draw(st.integers(1, 100))
         may_repeat = num_heads == 1 and draw(st.booleans())
+        block_tokens = draw(st.integers(1, 1 << 12))
         planes = st.builds(
             Plane,
             st.integers(0, (1 << 62) - 1),
@@ -92,8 +93,8 @@ def descriptions(draw: st.DrawFn) -> WorkerDescription:
             stride,
             st.integers(1, 1 << 20),
             st.just(num_heads),
-            st.integers(1, 1 << 12),
-            st.booleans(),
+            st.just(block_tokens),
+            st.sampled_from([1, block_tokens]),
         )
         units = UnitInterval(start, start + num_heads)
         holdings[name] = Holding(units, units.stop + draw(st.integers(0, 100)), may_repeat)
@@ -101,7 +102,7 @@ def descriptions(draw: st.DrawFn) -> WorkerDescription:
             draw(st.lists(planes, min_size=1, max_size=2).map(tuple)),
             draw(st.integers(0, 9)),
             draw(st.integers(1, 8)),
-            draw(st.sampled_from(["FLASH_ATTN", "CPU_ATTN", ""])),
+            draw(st.sampled_from([{"numbers": "half"}, {"numbers": "half", "a": "b"}, {}])),
         )
     cache = RankCache(draw(st.integers(1, 1 << 20)), draw(st.integers(0, 7)), layers)
     rank = MeshRank(draw(st.integers(0, 100)), draw(st.integers(0, 100)))
@@ -207,7 +208,7 @@ def wire(**changes: object) -> bytes:
     names = ("engine_id", "pp_rank", "tp_rank", "num_block_ids", "device_id")
     fields = dict(
         zip(
-            (*names, "lease_address", "num_lease_buckets", "agent_metadata", "layers"),
+            (*names, "lease_address", "num_lease_buckets", "agent_metadata", "meanings", "layers"),
             msgspec.msgpack.decode(encode_worker(describe())),
             strict=True,
         )
@@ -228,11 +229,11 @@ def layer(
     **plane,
 ):
     """A layer as it is written, with some values of its plane replaced."""
-    fields = dict(address=0, block=8, head=4, token=2, slot=2, heads=2, tokens=2, packed=False)
+    fields = dict(address=0, block=8, head=4, token=2, slot=2, heads=2, tokens=2, slot_tokens=1)
     fields |= dict(heads_per_unit=1, per_sequence=False)
     fields.update(plane)
     return [
-        *(name, start, stop, num_units, may_repeat, group, blocks_per_id, ""),
+        *(name, start, stop, num_units, may_repeat, group, blocks_per_id, 0),
         [list(fields.values())],
     ]
 
@@ -289,7 +290,21 @@ FAULTS: dict[str, tuple[dict, str]] = {
     "stride out of bounds": (dict(layers=[layer(token=1 << 40)]), "not understood"),
     "slots of no bytes": (dict(layers=[layer(slot=0)]), "not understood"),
     "blocks of no tokens": (dict(layers=[layer(tokens=0)]), "not understood"),
-    "a number for a flag": (dict(layers=[layer(packed=1)]), "not understood"),
+    "a number for a flag": (dict(layers=[layer(per_sequence=1)]), "not understood"),
+    "slots that do not fill a block": (
+        dict(layers=[layer(slot_tokens=3)]),
+        "3 tokens in a slot of layer a, which do not divide the 2 of a block",
+    ),
+    "a meaning that is not said": (
+        dict(layers=[[*layer()[:7], 1, layer()[-1]]]),
+        "layer a means what is not among the 1 meanings",
+    ),
+    "no meanings": (dict(meanings=[]), "not understood"),
+    "too many meanings": (dict(meanings=[{}] * 257), "not understood"),
+    "a meaning of too many parts": (
+        dict(meanings=[{str(part): "" for part in range(17)}]),
+        "not understood",
+    ),
 }
 
 
@@ -384,24 +399,24 @@ class TestPeer:
 
     def test_another_connector(self):
         """It is named."""
-        with pytest.raises(RemoteIncompatibleError, match=r"connector other, but .* reshard/4"):
+        with pytest.raises(RemoteIncompatibleError, match=r"connector other, but .* reshard/5"):
             decode_reply([encode({"connector": "other"})], FACTORS)
 
     def test_another_version_is_not_read_further(self):
         """Both versions are named, however else that version writes what follows."""
-        for change in ({"factors": 1}, {"refusal": "request reshard/4 is unknown"}):
-            greeting, *_ = with_greeting(**change, version=5)
+        for change in ({"factors": 1}, {"refusal": "request reshard/5 is unknown"}):
+            greeting, *_ = with_greeting(**change, version=6)
             for reply in ([greeting], [greeting, b"\xc1"]):
                 with pytest.raises(
-                    RemoteIncompatibleError, match=r"peer runs reshard/5.* reshard/4"
+                    RemoteIncompatibleError, match=r"peer runs reshard/6.* reshard/5"
                 ):
                     decode_reply(reply, FACTORS)
 
     def test_version_before_frames_is_told_apart(self):
         """It answered in one frame, and refuses in one that is read as ever."""
-        refusal = {"connector": "reshard", "version": 3, "refusal": "request reshard/4 is unknown"}
+        refusal = {"connector": "reshard", "version": 3, "refusal": "request reshard/5 is unknown"}
         for answer in (refusal, {**refusal, "refusal": "", "factors": {}, "workers": [b"x"]}):
-            with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/3, .* reshard/4"):
+            with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/3, .* reshard/5"):
                 decode_reply([encode(answer)], FACTORS)
 
     def test_factors_are_checked_before_workers_are_read(self):

@@ -217,7 +217,7 @@ class LateCopies:
             now = self._owner_at(to)
             check(now is owner, f"a copy for {owner} is made into memory of {now}")
             for head in range(scatter.num_heads):
-                for token in range(scatter.num_tokens):
+                for token in range(scatter.num_slots):
                     source = _strided(offset, scatter.src_strides_bytes, head, token)
                     target = _strided(to, scatter.dst_strides_bytes, head, token)
                     ctypes.memmove(target, base + source, scatter.slot_bytes)

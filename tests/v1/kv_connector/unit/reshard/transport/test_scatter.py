@@ -36,7 +36,7 @@ def pieces(dst: torch.Tensor, targets: list[int]) -> Scatter:
         8 * np.arange(len(targets)),
         dst.data_ptr() + np.array(targets),
         num_heads=1,
-        num_tokens=1,
+        num_slots=1,
         slot_bytes=8,
         src_strides_bytes=(0, 0),
         dst_strides_bytes=(0, 0),

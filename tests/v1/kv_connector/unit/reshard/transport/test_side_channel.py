@@ -127,9 +127,9 @@ class TestBetweenOurselves:
 
     def test_another_version(self, server, monkeypatch):
         """A client of another version is refused in words, and says so."""
-        answer = ask(server.port, encode([b"reshard/5", 0]))
+        answer = ask(server.port, encode([b"reshard/6", 0]))
         monkeypatch.setattr(metadata, "CONNECTOR_VERSION", 5)
-        with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/4, .* reshard/5"):
+        with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/5, .* reshard/6"):
             metadata.decode_reply(answer, FACTORS)
 
 
@@ -250,14 +250,14 @@ class TestUpstream:
     @pytest.mark.parametrize("numbers", [(), (0,), (0, 0), (0, 0, 0)])
     def test_our_own_verb_is_answered_whatever_follows(self, server, numbers):
         """Peers on other releases send other numbers, and may be told what differs."""
-        assert ask(server.port, encode((b"reshard/4", *numbers))) == REPLY
+        assert ask(server.port, encode((b"reshard/5", *numbers))) == REPLY
 
     @pytest.mark.parametrize("tp_rank", [0, 7])
     def test_upstreams_client_at_our_server(self, server, tp_rank):
         """It can decode the answer, cannot take it for a match, and quotes our words."""
         answer, *_ = ask(server.port, encode(forms.upstreams_request(tp_rank)))
         payload = msgspec.msgpack.decode(answer, type=NixlHandshakePayload)
-        assert payload.compatibility_hash.startswith("reshard/4: this engine does not run upstream")
+        assert payload.compatibility_hash.startswith("reshard/5: this engine does not run upstream")
         assert payload.agent_metadata_bytes == b""
         assert server.counters == ServerCounters(refused=1)
         assert fetch(server.port) == WORKERS
@@ -265,7 +265,7 @@ class TestUpstream:
     @pytest.mark.parametrize(
         ("enforced", "message"),
         [
-            (True, "hash mismatch.*reshard/4: this engine does not run upstream's NixlConnector"),
+            (True, "hash mismatch.*reshard/5: this engine does not run upstream's NixlConnector"),
             (False, "Failed to decode NixlAgentMetadata"),
         ],
         ids=["hash checked", "hash not checked"],
@@ -290,7 +290,7 @@ class TestStrangers:
     def test_unknown_request_is_refused_in_words(self, server):
         """The refusal reads as such for our own client, and names the request."""
         answer = msgspec.msgpack.decode(ask(server.port, encode([b"what?\n", 0]))[0])
-        assert answer["refusal"] == r"request 'what?\n' is unknown, reshard/4 is not"
+        assert answer["refusal"] == r"request 'what?\n' is unknown, reshard/5 is not"
         assert server.counters == ServerCounters(refused=1)
 
     @pytest.mark.parametrize(
@@ -300,18 +300,18 @@ class TestStrangers:
             [b"garbage"],
             [b"", b""],
             [b"", b"garbage"],
-            [b"", encode("reshard/4")],
+            [b"", encode("reshard/5")],
             [b"", encode([])],
-            [b"", encode({"verb": b"reshard/4"})],
-            [b"", encode(["reshard/4", 0])],
+            [b"", encode({"verb": b"reshard/5"})],
+            [b"", encode(["reshard/5", 0])],
             [b"", b"\xdd\xff\xff\xff\xff"],
             [b"", b"\x91" * 60_000],
-            [b"", b"\x92" + encode(b"reshard/4") + b"\x91" * 60_000],
-            [b"", encode([b"reshard/4", 0]) + b"\0"],
-            [encode([b"reshard/4", 0])],
-            [b"x", encode([b"reshard/4", 0])],
-            [b"", b"", encode([b"reshard/4", 0])],
-            [b"", encode([b"reshard/4", 0]), b""],
+            [b"", b"\x92" + encode(b"reshard/5") + b"\x91" * 60_000],
+            [b"", encode([b"reshard/5", 0]) + b"\0"],
+            [encode([b"reshard/5", 0])],
+            [b"x", encode([b"reshard/5", 0])],
+            [b"", b"", encode([b"reshard/5", 0])],
+            [b"", encode([b"reshard/5", 0]), b""],
             [b"x"] * 1000,
         ],
         ids=lambda parts: b"|".join(parts)[:12].hex() or "empty",
@@ -323,7 +323,7 @@ class TestStrangers:
             wait_until(lambda: warnings)
             assert "bytes is no request" in warnings[0]
             assert server.counters == ServerCounters(dropped=1)
-            stranger.send_multipart([b"", encode([b"reshard/4", 0])])
+            stranger.send_multipart([b"", encode([b"reshard/5", 0])])
             assert stranger.recv_multipart() == [b"", *REPLY]
 
     def test_message_without_anything_is_dropped(self, server):
@@ -336,7 +336,7 @@ class TestStrangers:
     def test_ten_thousand_hostile_frames(self, server):
         """The thread is alive afterwards, and has counted each of them."""
         noise = random.Random(0)
-        good = encode([b"reshard/4", 0])
+        good = encode([b"reshard/5", 0])
         for number in range(100):
             # As many as one connection may bring.
             with open_socket(zmq.DEALER, server.port) as stranger:
@@ -347,7 +347,7 @@ class TestStrangers:
                     elif kind == 1:
                         parts = [b"", b"\xc1" + noise.randbytes(noise.randrange(200))]
                     elif kind == 2:
-                        parts = [b"", encode([noise.randrange(1 << 60), b"reshard/4"])]
+                        parts = [b"", encode([noise.randrange(1 << 60), b"reshard/5"])]
                     else:
                         parts = [b"x", *[good] * noise.randrange(1, 9)]
                     stranger.send_multipart(parts)
@@ -439,7 +439,7 @@ class TestStrangers:
             deaf.rcvhwm = 1
             deaf.connect(f"tcp://{HOST}:{server.port}")
             for _ in range(300):
-                deaf.send_multipart([b"", encode([b"reshard/4", 0])])
+                deaf.send_multipart([b"", encode([b"reshard/5", 0])])
             wait_until(lambda: server.counters.answered == 300)
             assert fetch(server.port) == (worker,)
             deaf.rcvtimeo = int(1000 * SHORT_S)
@@ -517,13 +517,13 @@ class TestStrangers:
     def test_one_complaint_hides_no_other(self, server, warnings):
         """Peers that differ in other ways within a minute are all told of, once each."""
         with open_socket(zmq.DEALER, server.port) as stranger:
-            for verb in (b"get_meta_msg", b"reshard/5", b"get_meta_msg", b"reshard/5"):
+            for verb in (b"get_meta_msg", b"reshard/6", b"get_meta_msg", b"reshard/6"):
                 stranger.send_multipart([b"", msgspec.msgpack.encode((verb, 0))])
             stranger.send_multipart([b"garbage"])
             wait_until(lambda: server.counters == ServerCounters(refused=4, dropped=1))
         upstream, version, garbage = warnings
         assert "upstream's NixlConnector" in upstream
-        assert "request reshard/5 is unknown" in version
+        assert "request reshard/6 is unknown" in version
         assert "is no request" in garbage
 
 

@@ -39,6 +39,7 @@ from .engine.compat import (
 )
 from .engine.drafts import refuse_impossible_drafts
 from .engine.failed_reads import ReadReports
+from .engine.geometry import unserved_layer
 from .engine.metadata import FailedReads, ReshardConnectorMetadata
 from .engine.scheduler import ReshardScheduler
 from .engine.settings import read_settings
@@ -249,8 +250,10 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     if keeps_groups_back(kv_cache_config):
         return "some of its KV-cache groups are not transferred"
     if CONTEXT_PARALLELISM_IS_UPSTREAMS:
-        return _context_parallel_reason(vllm_config)
-    return None
+        spread = _context_parallel_reason(vllm_config)
+        if spread is not None:
+            return spread
+    return unserved_layer(kv_cache_config)
 
 
 def _context_parallel_reason(vllm_config: VllmConfig) -> str | None:

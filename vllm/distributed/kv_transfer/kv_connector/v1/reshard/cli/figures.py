@@ -278,7 +278,7 @@ def _cache(
             address=0,
             block_stride_bytes=num_heads * page_bytes,
             head_stride_bytes=page_bytes,
-            token_stride_bytes=slot_bytes,
+            slot_stride_bytes=slot_bytes,
             slot_bytes=slot_bytes,
             num_heads=num_heads,
             block_tokens=block_tokens,

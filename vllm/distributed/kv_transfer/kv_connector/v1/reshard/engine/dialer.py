@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 
 from ..plan.shards import Shard
 from ..plan.text import layers_text
+from ..protocol.compatibility import check_meanings
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import WorkerDescription
 from ..transport.agent import NixlAgent
@@ -129,6 +130,7 @@ class Dialer:
     def _lower(self, address: RemoteEngineAddress, descriptions: Answer) -> LoweredEngine:
         local, planner = self._local, self._planner
         assert local is not None and planner is not None
+        check_meanings((each.cache for each in descriptions), local.cache.cache)
         planned = planner.plan([description.shard for description in descriptions])
         if planned.missing:
             logger.warning(

@@ -2,18 +2,18 @@
 """From the tensors of a worker's KV cache to the planes that `cache` speaks of.
 
 Strides are the tensor's own, so layouts need no names here. What a backend does inside a block is
-asked of `attention_backends`.
+asked of `cache_formats`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -28,9 +28,10 @@ from vllm.v1.kv_cache_interface import (
 from ..errors import LocalLayoutError
 from ..memory.cache import LayerCache, Plane, RankCache
 from ..plan.shards import Layer
-from .attention_backends import packs_tokens
-from .compat import describe_layer, tokens_per_slot
-from .recurrent_state import describe_state
+from .arrangement import Arrangement
+from .cache_formats import cache_format
+from .compat import CACHES_ARE_VIEWS, describe_layer, tokens_per_slot
+from .recurrent_state import describe_state, is_known_state
 
 _WINDOW_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """What has blocks for the last tokens of a sequence only."""
@@ -49,11 +50,6 @@ are derived from these keep blocks in other ways: they are not served."""
 
 _MLA_SPECS = (MLAAttentionSpec, SlidingWindowMLASpec)
 
-_SERVED_QUANTIZATIONS = frozenset(
-    {"NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"}
-)
-"""Number formats whose scales, if a token has any of its own, lie in its slot."""
-
 _THEIR_OWN: Mapping[str, str] = MappingProxyType({})
 """Other engines know every layer by its own name."""
 
@@ -63,6 +59,7 @@ def describe_cache(
     kv_cache_config: KVCacheConfig,
     backends: Mapping[str, type[AttentionBackend]],
     identities: Mapping[str, str] = _THEIR_OWN,
+    settings: str = "",
 ) -> RankCache:
     """Describe where every layer's keys and values lie in this worker's memory, or its state.
 
@@ -74,14 +71,14 @@ def describe_cache(
         kv_cache_config: This worker's groups and layers.
         backends: The attention backend of each layer.
         identities: By what name other engines know a layer, where it is not its own.
+        settings: What else may have a say in what backends write that are not known.
 
     Raises:
-        LocalLayoutError: A layer's cache is none of attention and no state that is known, or it is
-            not known how its backend stores, or its blocks are not those of the scheduler, or a
-            slot's bytes do not adjoin.
+        LocalLayoutError: A layer's cache is none of attention and no state that is known, or its
+            blocks are not those of the scheduler, or not contiguous where they have to be.
     """
     layers: dict[Layer, LayerCache] = {}
-    seen: set[LayerCache] = set()
+    seen: set[tuple[tuple[Plane, ...], int]] = set()
     for name, (spec, group) in _specs(kv_cache_config).items():
         if name not in kv_caches:
             continue
@@ -90,21 +87,62 @@ def describe_cache(
             blocks_per_id = _blocks_per_id(name, len(tensor), kv_cache_config)
             for part in describe_state(name, tensor, spec):
                 # A backend keeps state in other orders on other devices.
-                kept = f"{backend.get_name()} of {part.number_format} on {tensor.device.type}"
+                meaning = {
+                    "state": f"{backend.get_name()} on {tensor.device.type}",
+                    "numbers of the state": part.number_format,
+                }
                 layers[f"{known_as}/{part.name}"] = LayerCache(
-                    (part.plane,), group, blocks_per_id, kept
+                    (part.plane,), group, blocks_per_id, meaning
                 )
             continue
-        num_blocks, planes = _describe(name, tensor, spec, backend)
+        if not _is_served(spec):
+            raise LocalLayoutError(_not_served(name, spec))
+        kept = cache_format(backend, spec, tensor, settings)
+        num_blocks, planes = describe_layer(name, tensor, spec, backend, kept.arrangement)
         blocks_per_id = _blocks_per_id(name, num_blocks, kv_cache_config)
-        layer = LayerCache(planes, group, blocks_per_id, backend.get_name())
-        if layer not in seen:
-            layers[known_as] = layer
-        seen.add(layer)
+        if (planes, group) not in seen:
+            layers[known_as] = LayerCache(planes, group, blocks_per_id, kept.meaning)
+        seen.add((planes, group))
     if not layers:
         raise LocalLayoutError("no layer of this worker has a KV cache: there is nothing to serve")
     device = next(iter(kv_caches.values())).get_device()
     return RankCache(kv_cache_config.num_blocks, max(device, 0), layers)
+
+
+def unserved_layer(kv_cache_config: KVCacheConfig) -> str | None:
+    """What of a model cannot be served, whatever its backends are; None where all can.
+
+    Args:
+        kv_cache_config: The groups and layers of a worker, or of its engine's scheduler.
+    """
+    for name, (spec, _) in _specs(kv_cache_config).items():
+        if not (is_known_state(spec) if type(spec) is MambaSpec else _is_served(spec)):
+            return _not_served(name, spec)
+    return None
+
+
+def uncut_layers(
+    kv_caches: Mapping[str, torch.Tensor],
+    kv_cache_config: KVCacheConfig,
+    backends: Mapping[str, type[AttentionBackend]],
+    identities: Mapping[str, str] = _THEIR_OWN,
+) -> frozenset[Layer]:
+    """The layers of which each rank has blocks of its own that nobody looks into.
+
+    Args:
+        kv_caches: The tensor of each layer.
+        kv_cache_config: This worker's groups and layers.
+        backends: The attention backend of each layer.
+        identities: By what name other engines know a layer, where it is not its own.
+    """
+    return frozenset(
+        identities.get(name, name)
+        for name, (spec, _) in _specs(kv_cache_config).items()
+        if name in kv_caches
+        and isinstance(spec, AttentionSpec)
+        and not isinstance(spec, _MLA_SPECS)
+        and cache_format(backends[name], spec, kv_caches[name], "").arrangement is Arrangement.PAGE
+    )
 
 
 def _blocks_per_id(name: str, num_blocks: int, kv_cache_config: KVCacheConfig) -> int:
@@ -182,24 +220,10 @@ def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]
     return specs
 
 
-def _describe(
-    name: str, tensor: torch.Tensor, spec: Any, backend: type[AttentionBackend]
-) -> tuple[int, tuple[Plane, ...]]:
-    """How many blocks a layer has, and its planes."""
-    if type(spec) not in _SERVED_SPECS:
-        raise LocalLayoutError(
-            f"layer {name} keeps {type(spec).__name__} state, which is not decoder attention: use "
-            "upstream's connector for this model"
-        )
-    if (tokens := tokens_per_slot(spec)) != 1:
-        raise LocalLayoutError(
-            f"layer {name} stores {tokens:g} tokens in a slot, which cannot be told apart: use "
-            "upstream's connector for this model"
-        )
-    if spec.kv_quant_mode.name not in _SERVED_QUANTIZATIONS:
-        raise LocalLayoutError(
-            f"layer {name} quantizes its KV cache as {spec.kv_quant_mode.name}, whose scales do "
-            "not lie beside what they scale: use another --kv-cache-dtype, such as fp8"
-        )
-    packed = packs_tokens(name, backend)
-    return describe_layer(name, tensor, spec, backend, packed=packed)
+def _is_served(spec: KVCacheSpec) -> bool:
+    """Whether a layer has slots for its tokens; several may share one where caches are views."""
+    return type(spec) in _SERVED_SPECS and (CACHES_ARE_VIEWS or tokens_per_slot(spec) == 1)
+
+
+def _not_served(name: str, spec: KVCacheSpec) -> str:
+    return f"layer {name} keeps {type(spec).__name__} in a form that is not known here"

@@ -17,7 +17,13 @@ from ..plan.mesh import MeshRank
 from ..plan.shards import Holding, Layer, Shard, UnitInterval, holding_of_rank
 
 
-def shard_of_worker(rank: MeshRank, tp_size: int, cache: RankCache, latent: Set[Layer]) -> Shard:
+def shard_of_worker(
+    rank: MeshRank,
+    tp_size: int,
+    cache: RankCache,
+    latent: Set[Layer],
+    uncut: Set[Layer] = frozenset(),
+) -> Shard:
     """What one worker holds.
 
     Args:
@@ -25,6 +31,8 @@ def shard_of_worker(rank: MeshRank, tp_size: int, cache: RankCache, latent: Set[
         tp_size: Workers that each layer is split over.
         cache: The worker's cache.
         latent: Layers that keep one latent, which is not split.
+        uncut: Layers whose blocks are each rank's own, and are not looked into. Their units are
+            ranks: nothing else can be said of them.
 
     Raises:
         LocalLayoutError: The planes of a layer have different numbers of heads.
@@ -32,7 +40,11 @@ def shard_of_worker(rank: MeshRank, tp_size: int, cache: RankCache, latent: Set[
     return Shard(
         rank,
         {
-            layer: _holding(rank.tp_rank, tp_size, layer, layer_cache, latent)
+            layer: (
+                Holding(UnitInterval(rank.tp_rank, rank.tp_rank + 1), tp_size)
+                if layer in uncut
+                else _holding(rank.tp_rank, tp_size, layer, layer_cache, latent)
+            )
             for layer, layer_cache in cache.layers.items()
         },
     )

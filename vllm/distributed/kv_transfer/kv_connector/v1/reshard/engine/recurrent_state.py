@@ -88,6 +88,18 @@ class StateComponent:
     number_format: str
 
 
+def is_known_state(spec: MambaSpec) -> bool:
+    """Whether it is known what a page holds.
+
+    Args:
+        spec: What vLLM says of it.
+    """
+    family = _FAMILIES.get(spec.mamba_type.name)
+    return (
+        family is not None and len(spec.shapes) == family.num_states and not is_on_every_rank(spec)
+    )
+
+
 def describe_state(layer: str, tensor: torch.Tensor, spec: MambaSpec) -> list[StateComponent]:
     """The components of a layer's state, in the order of a page.
 
@@ -99,13 +111,13 @@ def describe_state(layer: str, tensor: torch.Tensor, spec: MambaSpec) -> list[St
     Raises:
         LocalLayoutError: It is not known what its page holds.
     """
-    family = _FAMILIES.get(spec.mamba_type.name)
-    if family is None or len(spec.shapes) != family.num_states or is_on_every_rank(spec):
+    if not is_known_state(spec):
         raise LocalLayoutError(
             f"layer {layer} keeps {len(spec.shapes)} states of kind {spec.mamba_type.name}, which "
             "are not known here: use upstream's connector for this model, and neither "
             "--use-replayssm nor the like"
         )
+    family = _FAMILIES[spec.mamba_type.name]
     block_bytes = tensor.stride(0) * tensor.element_size()
     components = []
     address = tensor.data_ptr()
@@ -130,7 +142,7 @@ def _recurrent(address: int, block_bytes: int, shape: tuple[int, ...], item_byte
         address,
         block_stride_bytes=block_bytes,
         head_stride_bytes=head_bytes,
-        token_stride_bytes=head_bytes,
+        slot_stride_bytes=head_bytes,
         slot_bytes=head_bytes,
         num_heads=num_heads,
         block_tokens=1,
@@ -154,7 +166,7 @@ def _convolved(
                 address,
                 block_stride_bytes=block_bytes,
                 head_stride_bytes=channel_bytes,
-                token_stride_bytes=row_bytes,
+                slot_stride_bytes=row_bytes,
                 slot_bytes=item_bytes,
                 num_heads=channels,
                 block_tokens=num_rows,

@@ -35,6 +35,7 @@ from ..transport.lane import Lane, Lanes
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
+from .cache_formats import settings_fingerprint
 from .compat import REQUEST_NUMBERS
 from .connector_thread import ConnectorThread
 from .consumer import ConsumerSide
@@ -46,6 +47,7 @@ from .geometry import (
     latent_layers,
     memory_regions,
     token_layers,
+    uncut_layers,
     window_groups,
 )
 from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata
@@ -140,9 +142,11 @@ class ReshardWorker:
         backends = self._backends(kv_caches)
         # No draft keeps state; and layers that do are numbered on from the others by some models.
         drafts = draft_identities(self._vllm_config, token_layers(self._kv_cache_config))
-        cache = describe_cache(kv_caches, self._kv_cache_config, backends, drafts)
+        settings = settings_fingerprint(self._vllm_config)
+        cache = describe_cache(kv_caches, self._kv_cache_config, backends, drafts, settings)
         latent = latent_layers(self._kv_cache_config, drafts)
-        shard = shard_of_worker(self._rank, self._tp_size, cache, latent)
+        uncut = uncut_layers(kv_caches, self._kv_cache_config, backends, drafts)
+        shard = shard_of_worker(self._rank, self._tp_size, cache, latent, uncut)
         shards = _gather(shard)
         refuse_shared_names(shards)
         regions = memory_regions(kv_caches)

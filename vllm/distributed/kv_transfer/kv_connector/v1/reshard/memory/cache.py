@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the bytes of a rank's KV cache lie in memory.
 
-A layer's cache is one or two *planes*: keys and values, or both where they lie side by side, or the
+A layer's cache is some *planes*: keys and values, or both where they lie side by side, or the
 latent of MLA. A plane is a row of blocks, and a block's *page* holds some heads of some tokens.
 However the tensor looks, a plane is an address and three strides:
 
-    tensor shape                                     block stride    head stride    token stride
+    tensor shape                                     block stride    head stride    slot stride
     [blocks, heads, tokens, key and value]  HND      H*T*S           T*S            S
     [blocks, tokens, heads, key and value]  NHD      H*T*S           S              H*S
     [blocks, heads, layers, tokens, key and value]   H*L*T*S         L*T*S          S
@@ -18,6 +18,10 @@ However the tensor looks, a plane is an address and three strides:
 
 with `S` the bytes of one head of one token in a plane, its *slot*.
 
+A slot may stand for several tokens: caches that are compressed keep one state of so many. Where a
+backend arranges the tokens of a block as it likes, the slot is all of them: it is moved as a whole,
+and what is inside need not be known.
+
 Recurrent state is kept in planes, too, each of them a component that is split by a rule of its own.
 Its block holds a whole sequence, and what is written as heads and tokens is then
 
@@ -27,7 +31,7 @@ Its block holds a whole sequence, and what is written as heads and tokens is the
 
 with several channels to a unit where the convolution feeds heads or groups:
 
-    tensor shape                  block stride    head stride    token stride
+    tensor shape                  block stride    head stride    slot stride
     [blocks, channels, rows]  DS  page            R*S            S
     [blocks, rows, channels]  SD  page            S              channels of all components * S
 """
@@ -35,7 +39,7 @@ with several channels to a unit where the convolution feeds heads or groups:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
@@ -57,12 +61,11 @@ class Plane:
         address: Where block 0 begins.
         block_stride_bytes: From one block to the next.
         head_stride_bytes: From one head to the next, within a block.
-        token_stride_bytes: From one token to the next, within a block.
-        slot_bytes: Size of one head of one token.
+        slot_stride_bytes: From one slot to the next of a head, within a block.
+        slot_bytes: Size of a slot, which is contiguous.
         num_heads: Heads that the rank holds.
         block_tokens: Tokens in a block.
-        packed: The backend arranges a block's tokens as it likes: a head's tokens are contiguous,
-            but no token has a place of its own. `token_stride_bytes` means nothing then.
+        slot_tokens: Tokens that have a slot of a head in common; a divisor of `block_tokens`.
         heads_per_unit: Heads that are one unit of the plan, and always move together.
         per_sequence: A block holds the state of a whole sequence, of whatever length. What counts
             as its tokens are rows of that state.
@@ -71,35 +74,34 @@ class Plane:
     address: int
     block_stride_bytes: int
     head_stride_bytes: int
-    token_stride_bytes: int
+    slot_stride_bytes: int
     slot_bytes: int
     num_heads: int
     block_tokens: int
-    packed: bool = False
+    slot_tokens: int = 1
     heads_per_unit: int = 1
     per_sequence: bool = False
 
     def orders(self, num_heads: int, num_tokens: int) -> frozenset[Order]:
         """In which orders a run of heads and tokens, aligned within a block, is contiguous.
 
-        A run of one head or one token is the same in both orders.
+        A run of one head or one slot is the same in both orders.
         """
-        if self.packed and num_tokens != self.block_tokens:
+        num_slots, part_of_one = divmod(num_tokens, self.slot_tokens)
+        if part_of_one:
             return frozenset()
-        tokens_adjoin = num_tokens == 1 or self.packed or self.token_stride_bytes == self.slot_bytes
+        slots_adjoin = num_slots == 1 or self.slot_stride_bytes == self.slot_bytes
         heads_adjoin = num_heads == 1 or self.head_stride_bytes == self.slot_bytes
         orders = set()
-        if tokens_adjoin and (
-            num_heads == 1 or self.head_stride_bytes == num_tokens * self.slot_bytes
+        if slots_adjoin and (
+            num_heads == 1 or self.head_stride_bytes == num_slots * self.slot_bytes
         ):
             orders.add(Order.HEAD_MAJOR)
-        if (
-            not self.packed
-            and heads_adjoin
-            and (num_tokens == 1 or self.token_stride_bytes == num_heads * self.slot_bytes)
+        if heads_adjoin and (
+            num_slots == 1 or self.slot_stride_bytes == num_heads * self.slot_bytes
         ):
             orders.add(Order.TOKEN_MAJOR)
-        if orders and 1 in (num_heads, num_tokens):
+        if orders and 1 in (num_heads, num_slots):
             return frozenset(Order)
         return frozenset(orders)
 
@@ -108,11 +110,9 @@ class Plane:
 
         Args:
             head: Position within the rank's heads.
-            token: Position within the block; 0 where tokens are packed.
+            token: Position within the block, of the first token of a slot.
         """
-        return head * self.head_stride_bytes + (
-            0 if self.packed else token * self.token_stride_bytes
-        )
+        return head * self.head_stride_bytes + token // self.slot_tokens * self.slot_stride_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +124,17 @@ class LayerCache:
         group: The KV-cache group that the layer belongs to on this engine. Block ids are per group.
         blocks_per_id: Blocks that one block id of the scheduler stands for, one after another. More
             than 1 where the attention kernel wants smaller blocks than the scheduler allocates.
-        backend: The attention backend, which decides what the bytes of a slot mean.
+        meaning: What must be equal at both ends for the bytes of a slot to mean the same, by name;
+            strides need not be.
     """
 
     planes: tuple[Plane, ...]
     group: int
     blocks_per_id: int = 1
-    backend: str = ""
+    meaning: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "meaning", MappingProxyType(dict(self.meaning)))
 
 
 @dataclass(frozen=True, slots=True)

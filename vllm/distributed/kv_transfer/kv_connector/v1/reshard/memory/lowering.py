@@ -16,7 +16,8 @@ two ends differ (`T` tokens in a block, `n` heads to read):
     NHD, all heads                       n heads x gcd(T, T')   T / gcd
     NHD, some heads                      n heads x 1 token      T
     HND and NHD                          1 head x 1 token       n * T
-    tokens packed by the backend         n heads x T tokens     1, and T must be the same
+
+Where a slot stands for several tokens, a run has that many at least, and `T` counts slots.
 
 Blocks of the two ends are matched by the position of their tokens in the sequence, not one by one.
 """
@@ -317,8 +318,7 @@ def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
         dst: The cache of `read.dst_rank`.
 
     Raises:
-        RemoteLayoutError: The two caches differ in their planes or attention backends, in what
-            makes a slot, or in the size of blocks whose tokens are packed.
+        RemoteLayoutError: The two caches differ in their planes, or in what makes a slot.
         LocalLayoutError: A list would have more descriptors than NIXL's indices can count.
     """
     pairs_by_shape: dict[tuple[Run, tuple[int, int], Plane, Plane], list[PlanePair]] = defaultdict(
@@ -372,30 +372,15 @@ def _leg(read: Read, run: Run, pairs: Sequence[PlanePair], src: RankCache, dst: 
 def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[PlanePair]:
     """Match a layer's planes by position."""
     src_layer, dst_layer = src.layers[layer], dst.layers[layer]
-    src_planes, dst_planes = src_layer.planes, dst_layer.planes
     groups = src_layer.group, dst_layer.group
     blocks_per_id = src_layer.blocks_per_id, dst_layer.blocks_per_id
-    if src_layer.backend != dst_layer.backend:
-        options = "--attention-backend"
-        if any(plane.per_sequence for plane in dst_planes):
-            options = "--mamba-cache-dtype and --mamba-ssm-cache-dtype, on devices of one kind"
+    if len(src_layer.planes) != len(dst_layer.planes):
         raise RemoteLayoutError(
-            f"layer {layer} is kept by attention backend {src_layer.backend} at the source but by "
-            f"{dst_layer.backend} here: give both engines the same {options}"
+            f"layer {layer} has {len(src_layer.planes)} planes at the source but "
+            f"{len(dst_layer.planes)} here: run both engines with the same attention backend"
         )
-    if len(src_planes) != len(dst_planes):
-        raise RemoteLayoutError(
-            f"layer {layer} has {len(src_planes)} planes at the source but {len(dst_planes)} here: "
-            "run both engines with the same attention backend"
-        )
-    for src_plane, dst_plane in zip(src_planes, dst_planes, strict=True):
-        if src_plane.slot_bytes != dst_plane.slot_bytes:
-            raise RemoteLayoutError(
-                f"a head of a token of layer {layer} takes {src_plane.slot_bytes} bytes at the "
-                f"source but {dst_plane.slot_bytes} here: run both engines with the same model, "
-                "dtype and --kv-cache-dtype"
-            )
-        if _whole_blocks(src_plane) != _whole_blocks(dst_plane):
+    for src_plane, dst_plane in zip(src_layer.planes, dst_layer.planes, strict=True):
+        if _page_kind(src_plane) != _page_kind(dst_plane):
             options = "attention backend and --block-size"
             if dst_plane.per_sequence:
                 options = "model and --speculative-config"
@@ -403,27 +388,43 @@ def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[Pla
                 f"layer {layer} has blocks of {_page_text(src_plane)} at the source but of "
                 f"{_page_text(dst_plane)} here: run both engines with the same {options}"
             )
+        if src_plane.slot_bytes != dst_plane.slot_bytes:
+            raise RemoteLayoutError(
+                f"a slot of layer {layer} takes {src_plane.slot_bytes} bytes at the source but "
+                f"{dst_plane.slot_bytes} here: run both engines with the same model, dtype and "
+                "--kv-cache-dtype"
+            )
         yield PlanePair(src_plane, dst_plane, groups, blocks_per_id)
 
 
-def _whole_blocks(plane: Plane) -> tuple[object, ...]:
+def _page_kind(plane: Plane) -> tuple[object, ...]:
     """What must be equal at both ends for a plane's blocks to be matched."""
-    whole = plane.packed or plane.per_sequence
-    return plane.packed, plane.per_sequence, plane.heads_per_unit, whole and plane.block_tokens
+    return (
+        plane.slot_tokens,
+        plane.per_sequence,
+        plane.heads_per_unit,
+        plane.per_sequence and plane.block_tokens,
+    )
 
 
 def _page_text(plane: Plane) -> str:
     if plane.per_sequence:
         return f"{plane.block_tokens} rows of state, {plane.heads_per_unit} channels to a unit"
-    return f"{plane.block_tokens} {'packed' if plane.packed else 'plain'} tokens"
+    text = f"{plane.block_tokens} tokens"
+    if plane.slot_tokens > 1:
+        text += f", {plane.slot_tokens} to a slot"
+    return text if plane.heads_per_unit == 1 else f"{text}, {plane.heads_per_unit} slots to a unit"
 
 
 def _common_run(num_heads: int, pair: PlanePair) -> Run:
     """The largest run that is contiguous, in one order, at both ends."""
     num_tokens = math.gcd(pair.src.block_tokens, pair.dst.block_tokens)
-    candidates = [Run(heads, tokens) for heads in (num_heads, 1) for tokens in (num_tokens, 1)]
+    slot_tokens = pair.dst.slot_tokens
+    candidates = [
+        Run(heads, tokens) for heads in (num_heads, 1) for tokens in (num_tokens, slot_tokens)
+    ]
     candidates.sort(key=lambda run: run.num_heads * run.num_tokens, reverse=True)
-    # There always is one: a head of one token, or of one block where tokens are packed.
+    # There always is one: a slot.
     return next(
         run
         for run in candidates
@@ -467,7 +468,7 @@ def write_end(
     rows = [
         (
             plane.address + plane.offset_bytes(head, token),
-            run.num_heads * run.num_tokens * plane.slot_bytes,
+            run.num_heads * (run.num_tokens // plane.slot_tokens) * plane.slot_bytes,
             cache.device_id,
             plane.block_stride_bytes,
             num_blocks,

@@ -39,16 +39,16 @@ class Scatter:
         src_offsets: Where each chunk begins in the arena; shape (chunks,), int64, in bytes.
         dst_addresses: Where it goes; of the same shape.
         num_heads: Heads of a chunk.
-        num_tokens: Tokens of a chunk; 1 where tokens are packed, and have to stay together.
-        slot_bytes: What is contiguous at both ends: a head of a token, or of all packed ones.
-        src_strides_bytes: From one head to the next in the arena, and from one token to the next.
+        num_slots: Slots of a head of a chunk.
+        slot_bytes: Size of a slot, which is contiguous at both ends.
+        src_strides_bytes: From one head to the next in the arena, and from one slot to the next.
         dst_strides_bytes: The same in our blocks.
     """
 
     src_offsets: npt.NDArray[np.int64]
     dst_addresses: npt.NDArray[np.int64]
     num_heads: int
-    num_tokens: int
+    num_slots: int
     slot_bytes: int
     src_strides_bytes: tuple[int, int]
     dst_strides_bytes: tuple[int, int]
@@ -142,9 +142,8 @@ class StagedLeg:
         src_block = np.searchsorted(common.src_blocks, common.src_block_ids)
         src_token = (common.chunk_starts - common.src.start_token) % leg.src.block_tokens
         dst_token = (common.chunk_starts - common.dst.start_token) % leg.dst.block_tokens
-        src_token_bytes, dst_token_bytes = (
-            0 if plane.packed else plane.token_stride_bytes for plane in (src, dst)
-        )
+        # The same at both ends.
+        slot_tokens = dst.slot_tokens
         src_planes = np.arange(len(selection.planes)) * (len(common.src_blocks) * self.slice_bytes)
         dst_planes = np.array([leg.pairs[plane].dst.address for plane in selection.planes.tolist()])
         # Addresses are below 2**63 wherever there is memory.
@@ -153,19 +152,19 @@ class StagedLeg:
                 span.start_bytes
                 + src_planes[:, np.newaxis]
                 + src_block * self.slice_bytes
-                + src_token * src_token_bytes
+                + src_token // slot_tokens * src.slot_stride_bytes
             ).ravel(),
             (
                 dst_planes[:, np.newaxis]
                 + dst.offset_bytes(leg.dst_head_offset, 0)
                 + common.dst_block_ids * dst.block_stride_bytes
-                + dst_token * dst_token_bytes
+                + dst_token // slot_tokens * dst.slot_stride_bytes
             ).ravel(),
             leg.num_heads,
-            1 if dst.packed else leg.chunk_tokens,
-            dst.slot_bytes * (dst.block_tokens if dst.packed else 1),
-            (src.head_stride_bytes, src_token_bytes),
-            (dst.head_stride_bytes, dst_token_bytes),
+            leg.chunk_tokens // slot_tokens,
+            dst.slot_bytes,
+            (src.head_stride_bytes, src.slot_stride_bytes),
+            (dst.head_stride_bytes, dst.slot_stride_bytes),
         )
 
     def num_merged(self, selections: Sequence[Selection]) -> int:
@@ -198,7 +197,7 @@ class StagedLeg:
             selections: From the leg's `select`.
             policy: Which reads are staged.
         """
-        chunk_bytes = self.slice_bytes // self.leg.src.block_tokens * self.leg.chunk_tokens
+        chunk_bytes = self.slice_bytes * self.leg.chunk_tokens // self.leg.src.block_tokens
         num_bytes = count_chunks(selections) * chunk_bytes
         num_planes = sum(len(each.planes) for each in selections)
         # Where nothing merges direct, and all does staged: what goes direct then needs no counting.
@@ -225,7 +224,7 @@ def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
     plane, num_heads = planes[0], leg.num_heads
     run, token_major = _source_run(plane, num_heads)
     rows_per_block = (num_heads // run.num_heads) * (plane.block_tokens // run.num_tokens)
-    head_bytes = plane.block_tokens * plane.slot_bytes
+    head_bytes = plane.block_tokens // plane.slot_tokens * plane.slot_bytes
     return StagedLeg(
         leg,
         write_end(planes, src, leg.src.blocks_per_id, leg.src_head_offset, num_heads, run),
@@ -234,11 +233,11 @@ def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
             address=0,
             block_stride_bytes=num_heads * head_bytes,
             head_stride_bytes=plane.slot_bytes if token_major else head_bytes,
-            token_stride_bytes=plane.slot_bytes * (num_heads if token_major else 1),
+            slot_stride_bytes=plane.slot_bytes * (num_heads if token_major else 1),
             slot_bytes=plane.slot_bytes,
             num_heads=num_heads,
             block_tokens=plane.block_tokens,
-            packed=plane.packed,
+            slot_tokens=plane.slot_tokens,
         ),
     )
 
@@ -250,9 +249,9 @@ def _source_run(plane: Plane, num_heads: int) -> tuple[Run, bool]:
         (Run(num_heads, tokens), False),
         (Run(num_heads, tokens), True),
         (Run(1, tokens), False),
-        (Run(num_heads, 1), True),
+        (Run(num_heads, plane.slot_tokens), True),
     ):
         order = Order.TOKEN_MAJOR if token_major else Order.HEAD_MAJOR
         if order in plane.orders(run.num_heads, run.num_tokens):
             return run, token_major
-    return Run(1, 1), False
+    return Run(1, plane.slot_tokens), False

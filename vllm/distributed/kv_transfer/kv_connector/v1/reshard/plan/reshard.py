@@ -163,8 +163,9 @@ def _on_common_units(
         if common is None:
             there, here = (", ".join(sorted(set(map(_count_text, end)))) for end in ends)
             raise RemoteLayoutError(
-                f"layer {layer} has {there} KV heads at the source but {here} here: run both "
-                "engines with the same model, and with layouts that split its layers alike"
+                f"layer {layer} is of {there} units at the source but of {here} here, which are KV "
+                "heads, or ranks where its blocks are not looked into: run both engines with the "
+                "same model, and with one --tensor-parallel-size where these are ranks"
             )
         num_units[layer] = common
 

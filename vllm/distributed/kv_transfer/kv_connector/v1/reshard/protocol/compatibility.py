@@ -7,9 +7,10 @@ to make them equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ..errors import RemoteIncompatibleError
+from ..memory.cache import RankCache
 
 DRAFT_FACTORS = (
     "draft_method",
@@ -33,6 +34,13 @@ _REMEDIES = {
     "kv_cache_dtype": "give the same --kv-cache-dtype",
     **dict.fromkeys(DRAFT_FACTORS, "give the same --speculative-config"),
     "multimodal_items_named_by": "give --model the same name or path",
+    "written by": "give the same --attention-backend",
+    "numbers": "give the same --dtype and --kv-cache-dtype, on devices of one kind",
+    "state": "use devices of one kind",
+    "numbers of the state": "give the same --mamba-cache-dtype and --mamba-ssm-cache-dtype",
+    "device": "use devices of one kind",
+    "instructions": "use machines with the same instruction set",
+    "settings": "give the same environment and options of attention and compilation",
     "hybrid_kv_cache_manager": "give --disable-hybrid-kv-cache-manager on both or on neither",
 }
 
@@ -51,10 +59,16 @@ def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> 
     Raises:
         RemoteIncompatibleError: Some differ; the message names each, with both values.
     """
+    if differences := describe_differences(local, remote):
+        raise RemoteIncompatibleError(f"the peer's KV cache means something else: {differences}")
+
+
+def describe_differences(local: Mapping[str, str], remote: Mapping[str, str]) -> str:
+    """What differs, with both values, and what makes it equal; empty where nothing does."""
     names = [*local, *sorted(remote.keys() - local.keys())]
     differing = [name for name in names if local.get(name) not in (ANY, remote.get(name))]
     if not differing:
-        return
+        return ""
     values = [
         f"{quote(name)} is {quote(remote.get(name))} there and {quote(local.get(name))} here"
         for name in differing[:_NAMED_FACTORS]
@@ -62,10 +76,28 @@ def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> 
     if (unnamed := len(differing) - len(values)) > 0:
         values.append(f"and {unnamed} more")
     remedies = ", ".join(dict.fromkeys(map(remedy, differing)))
-    raise RemoteIncompatibleError(
-        f"the peer's KV cache means something else: {'; '.join(values)}: on both engines, "
-        f"{remedies}"
-    )
+    return f"{'; '.join(values)}: on both engines, {remedies}"
+
+
+def check_meanings(remote: Iterable[RankCache], local: RankCache) -> None:
+    """See that the layers which this worker reads mean the same at the other engine.
+
+    Args:
+        remote: What that one's workers keep.
+        local: What this worker keeps.
+
+    Raises:
+        RemoteIncompatibleError: Some do not; the message names the first, with both values.
+    """
+    for cache in remote:
+        for layer, theirs in cache.layers.items():
+            ours = local.layers.get(layer)
+            if ours is None:
+                continue
+            if differences := describe_differences(ours.meaning, theirs.meaning):
+                raise RemoteIncompatibleError(
+                    f"the bytes of layer {quote(str(layer))} mean something else: {differences}"
+                )
 
 
 def remedy(name: str) -> str:

@@ -56,7 +56,9 @@ CONNECTOR_NAME = "reshard"
 #      heads the model has of each, how many blocks an id of theirs stands for, and which attention
 #      backend keeps them; planes say how many heads are a unit, and whether they hold state
 #   4  each worker's description is a frame of its own
-CONNECTOR_VERSION = 4
+#   5  layers say what their bytes mean, and not which attention backend keeps them; a slot may
+#      stand for several tokens
+CONNECTOR_VERSION = 5
 
 OUR_VERB = f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}".encode()
 """What a request to a side channel begins with."""
@@ -77,7 +79,11 @@ _LeaseBuckets: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
 _LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
 _LayerName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
-_Backend: TypeAlias = Annotated[str, Meta(max_length=1 << 7)]
+_Meaning: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=1 << 6)], Annotated[str, Meta(max_length=1 << 11)]],
+    Meta(max_length=1 << 4),
+]
+_Meanings: TypeAlias = Annotated[list[_Meaning], Meta(min_length=1, max_length=1 << 8)]
 _EngineId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
 _AgentMetadata: TypeAlias = Annotated[bytes, Meta(max_length=MAX_AGENT_METADATA_BYTES)]
 _Words: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
@@ -125,17 +131,20 @@ class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     address: _Address
     block_stride_bytes: _Stride
     head_stride_bytes: _Stride
-    token_stride_bytes: _Stride
+    slot_stride_bytes: _Stride
     slot_bytes: _SlotBytes
     num_heads: _Head
     block_tokens: _Tokens
-    packed: bool
+    slot_tokens: _Tokens
     heads_per_unit: _HeadsPerUnit
     per_sequence: bool
 
 
 class _WireLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One layer of a shard and of its cache: `Holding` and `LayerCache`."""
+    """One layer of a shard and of its cache: `Holding` and `LayerCache`.
+
+    What its bytes mean is one of the worker's `meanings`: layers differ little in that.
+    """
 
     layer: _LayerIndex | _LayerName
     start: _Units
@@ -144,7 +153,7 @@ class _WireLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     may_repeat: bool
     group: _Group
     blocks_per_id: _BlocksPerId
-    backend: _Backend
+    meaning: _Rank
     planes: Annotated[list[_WirePlane], Meta(min_length=1, max_length=4)]
 
 
@@ -159,6 +168,7 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     lease_address: _Address
     num_lease_buckets: _LeaseBuckets
     agent_metadata: _AgentMetadata
+    meanings: _Meanings
     layers: Annotated[list[_WireLayer], Meta(min_length=1, max_length=_MAX_LAYERS)]
 
 
@@ -212,6 +222,10 @@ def encode_worker(description: WorkerDescription) -> bytes:
             f"rank {shard.rank} does not hold the same layers as its cache; they differ in "
             f"{', '.join(sorted(map(str, differing)))}: register the KV cache of every layer"
         )
+    meanings: list[dict[str, str]] = []
+    for each in cache.layers.values():
+        if each.meaning not in meanings:
+            meanings.append(dict(each.meaning))
     data = _ENCODER.encode(
         _WireWorker(
             description.engine_id,
@@ -222,8 +236,9 @@ def encode_worker(description: WorkerDescription) -> bytes:
             description.lease_table.address,
             description.lease_table.num_buckets,
             description.agent_metadata,
+            meanings,
             [
-                _wire_layer(layer, holding, cache.layers[layer])
+                _wire_layer(layer, holding, cache.layers[layer], meanings)
                 for layer, holding in shard.holdings.items()
             ],
         )
@@ -410,7 +425,9 @@ def _check_greeting(greeting: _Greeting) -> None:
         raise RemoteRefusedError(f"the peer refuses: {quote(greeting.refusal)}")
 
 
-def _wire_layer(layer: Layer, holding: Holding, cache: LayerCache) -> _WireLayer:
+def _wire_layer(
+    layer: Layer, holding: Holding, cache: LayerCache, meanings: list[dict[str, str]]
+) -> _WireLayer:
     return _WireLayer(
         layer,
         holding.units.start,
@@ -419,7 +436,7 @@ def _wire_layer(layer: Layer, holding: Holding, cache: LayerCache) -> _WireLayer
         holding.may_repeat,
         cache.group,
         cache.blocks_per_id,
-        cache.backend,
+        meanings.index(dict(cache.meaning)),
         [_WirePlane(*dataclasses.astuple(plane)) for plane in cache.planes],
     )
 
@@ -448,7 +465,19 @@ def _read_worker(
                 f"layer {quote(str(layer.layer))}, which it cannot: run the same build on both "
                 "engines"
             )
+        if layer.meaning >= len(wire.meanings):
+            raise error(
+                f"rank {rank} says that layer {quote(str(layer.layer))} means what is not among "
+                f"the {len(wire.meanings)} meanings that it names: run the same build on both "
+                "engines"
+            )
         for plane in layer.planes:
+            if plane.block_tokens % plane.slot_tokens:
+                raise error(
+                    f"rank {rank} keeps {plane.slot_tokens} tokens in a slot of layer "
+                    f"{quote(str(layer.layer))}, which do not divide the {plane.block_tokens} of a "
+                    "block: run the same build on both engines"
+                )
             if plane.num_heads != num_held * plane.heads_per_unit:
                 units = f" of {plane.heads_per_unit} channels" if plane.heads_per_unit > 1 else ""
                 raise error(
@@ -463,7 +492,7 @@ def _read_worker(
             tuple(Plane(*msgspec.structs.astuple(plane)) for plane in layer.planes),
             layer.group,
             layer.blocks_per_id,
-            quote(layer.backend),
+            wire.meanings[layer.meaning],
         )
     return WorkerDescription(
         wire.engine_id,

@@ -231,16 +231,16 @@ def _chunks(
 
     They overlap where they are longer than that. Shape (chunks, heads, tokens, words).
     """
-    head_stride_bytes, token_stride_bytes = strides_bytes
+    head_stride_bytes, slot_stride_bytes = strides_bytes
     extent_bytes = (
         (scatter.num_heads - 1) * head_stride_bytes
-        + (scatter.num_tokens - 1) * token_stride_bytes
+        + (scatter.num_slots - 1) * slot_stride_bytes
         + scatter.slot_bytes
     )
     count = (len(flat) - first_bytes - extent_bytes) // step_bytes + 1
     words = flat[: len(flat) // word_bytes * word_bytes].view(_WORDS[word_bytes])
-    sizes = (count, scatter.num_heads, scatter.num_tokens, scatter.slot_bytes // word_bytes)
-    strides_bytes_of_all = (step_bytes, head_stride_bytes, token_stride_bytes, word_bytes)
+    sizes = (count, scatter.num_heads, scatter.num_slots, scatter.slot_bytes // word_bytes)
+    strides_bytes_of_all = (step_bytes, head_stride_bytes, slot_stride_bytes, word_bytes)
     strides = [stride // word_bytes for stride in strides_bytes_of_all]
     return words.as_strided(sizes, strides, first_bytes // word_bytes)
 

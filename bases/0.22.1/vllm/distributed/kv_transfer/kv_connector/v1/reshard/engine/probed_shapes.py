@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import LocalLayoutError
 from ..memory.cache import Plane
+from .arrangement import Arrangement
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ class _Axes:
 
 
 def describe_layer(
-    name: str, tensor: torch.Tensor, spec: object, backend: Any, *, packed: bool
+    name: str, tensor: torch.Tensor, spec: object, backend: Any, arrangement: Arrangement
 ) -> tuple[int, tuple[Plane, ...]]:
     """How many blocks a layer has, and its planes.
 
@@ -42,32 +43,43 @@ def describe_layer(
         tensor: Its cache.
         spec: Its specification, of which nothing more is to be known.
         backend: Its attention backend.
-        packed: Whether that one arranges the tokens of a block as it likes.
+        arrangement: How that one fills a block.
 
     Raises:
         LocalLayoutError: The shape is not understood, or a slot's bytes do not adjoin.
     """
+    if arrangement not in (Arrangement.SLOTS, Arrangement.HEADS):
+        raise LocalLayoutError(
+            f"layer {name} uses attention backend {backend.get_name()}, which keeps "
+            f"{arrangement.value}: vLLM 0.22.1 does not tell where these lie; use a later release"
+        )
     axes = _axes(backend)
     item_bytes = tensor.element_size()
     strides = [stride * item_bytes for stride in tensor.stride()]
     slot_bytes = tensor.shape[axes.slot] * item_bytes
+    slot_tokens = 1
     if strides[axes.slot] != item_bytes:
         raise LocalLayoutError(
             f"layer {name} spreads a head of a token over memory in steps of {strides[axes.slot]} "
             "bytes, which cannot be transferred: use another attention backend"
         )
+    slot_stride = strides[axes.tokens]
+    head_stride = slot_bytes if axes.heads is None else strides[axes.heads]
+    if arrangement is Arrangement.HEADS:
+        slot_tokens = tensor.shape[axes.tokens]
+        slot_bytes = slot_stride = slot_tokens * slot_bytes
     num_planes = 1 if axes.planes is None else tensor.shape[axes.planes]
     plane_stride = 0 if axes.planes is None else strides[axes.planes]
     planes = tuple(
         Plane(
             address=tensor.data_ptr() + plane * plane_stride,
             block_stride_bytes=strides[axes.blocks],
-            head_stride_bytes=slot_bytes if axes.heads is None else strides[axes.heads],
-            token_stride_bytes=strides[axes.tokens],
+            head_stride_bytes=head_stride,
+            slot_stride_bytes=slot_stride,
             slot_bytes=slot_bytes,
             num_heads=1 if axes.heads is None else tensor.shape[axes.heads],
             block_tokens=tensor.shape[axes.tokens],
-            packed=packed,
+            slot_tokens=slot_tokens,
         )
         for plane in range(num_planes)
     )

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backends are known to fill their blocks in which way, and what stands for all others."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
+
+import vllm
+from tests.bases import requires_base
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import cache_formats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.arrangement import Arrangement
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.cache_formats import cache_format
+
+ROOT = Path(vllm.__file__).parents[1]
+KNOWN = sorted(cache_formats._SLOTS | cache_formats._OTHERS.keys())
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+VIEW = torch.empty(4, 2, 16, 128, dtype=torch.bfloat16)
+
+
+def made_in(module: str, name: str) -> type:
+    """A backend of that name, which a module of vLLM's would define."""
+    methods = {"get_name": staticmethod(lambda: name), "get_impl_cls": staticmethod(lambda: int)}
+    return type("Backend", (AttentionBackend,), {"__module__": module, **methods})
+
+
+def of(backend: type, spec=SPEC, tensor: torch.Tensor = VIEW, settings: str = "s"):
+    """The format of a layer."""
+    return cache_format(backend, spec, tensor, settings)
+
+
+@pytest.mark.parametrize(
+    ("backend", "arrangement"),
+    [
+        (FlexAttentionBackend, Arrangement.SLOTS),
+        (TritonMLABackend, Arrangement.SLOTS),
+        (CPUAttentionBackend, Arrangement.HEADS),
+    ],
+)
+def test_known_backends(backend, arrangement):
+    """Plain strides, or whole heads that only the backend can look into."""
+    assert of(backend).arrangement is arrangement
+
+
+@pytest.mark.parametrize(("module", "name"), KNOWN)
+def test_every_known_backend_has_an_arrangement(module, name):
+    """Its name and its module are what it is known by."""
+    assert of(made_in(module, name)).meaning["written by" if _is_other(module, name) else "numbers"]
+    elsewhere = of(made_in("vllm.models.some", name))
+    assert elsewhere.arrangement is Arrangement.PAGE
+    assert "vllm.models.some" in elsewhere.meaning["written by"]
+
+
+def _is_other(module: str, name: str) -> bool:
+    return (module, name) in cache_formats._OTHERS
+
+
+def test_plain_slots_mean_the_same_whoever_writes_them():
+    """Prefill on Hopper and decode on Blackwell have backends of other names."""
+    backends = "vllm.v1.attention.backends"
+    for pair in (
+        (("flash_attn", "FLASH_ATTN"), ("flashinfer", "FLASHINFER")),
+        (("mla.flashattn_mla", "FLASH_ATTN_MLA"), ("mla.flashinfer_mla", "FLASHINFER_MLA")),
+    ):
+        one, other = (of(made_in(f"{backends}.{module}", name)) for module, name in pair)
+        assert one == other
+
+
+def test_numbers_are_told_apart(monkeypatch):
+    """By their type, by how they are quantized, and by which of two types of 8 bits is meant."""
+
+    def numbers(**changes) -> str:
+        return of(FlexAttentionBackend, dataclasses.replace(SPEC, **changes)).meaning["numbers"]
+
+    assert numbers() == "bfloat16"
+    assert numbers(dtype=torch.half) == "float16"
+    eight = dict(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    assert numbers(**eight) == "uint8 FP8_PER_TENSOR float8_e4m3fn"
+    monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda _: torch.float8_e4m3fnuz)
+    assert numbers(**eight) == "uint8 FP8_PER_TENSOR float8_e4m3fnuz"
+    latent = MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        head_size=656,
+        dtype=torch.uint8,
+        kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
+        cache_dtype_str="fp8_ds_mla",
+    )
+    assert of(TritonMLABackend, latent).meaning["numbers"].endswith(" fp8_ds_mla")
+
+
+def test_subclass_that_only_builds_other_metadata_is_the_same():
+    """VLLM makes such for chunks, cross attention and layers that share a cache."""
+    chunked = type("Chunked", (FlexAttentionBackend,), {"get_builder_cls": lambda: None})
+    assert of(chunked) == of(FlexAttentionBackend)
+
+
+def test_implementation_of_its_own_makes_another_backend():
+    """A model's backend may keep the name of the one that it stores differently from."""
+    methods = {"__module__": "vllm.models.some", "get_impl_cls": staticmethod(lambda: int)}
+    own = type("Own", (FlexAttentionBackend,), methods)
+    assert of(own).arrangement is Arrangement.PAGE
+
+
+def test_number_formats_that_are_not_known_of_a_backend():
+    """Scales may lie anywhere in a block: nobody looks into it."""
+    for mode in ("NVFP4", "INT4_PER_TOKEN_HEAD"):
+        spec = dataclasses.replace(SPEC, kv_quant_mode=KVQuantMode[mode])
+        known = mode == "INT4_PER_TOKEN_HEAD"
+        assert (of(FlexAttentionBackend, spec).arrangement is Arrangement.SLOTS) is known
+
+
+@requires_base("0.32.0", "0.33.0", reason="no backend of AITER's keeps views")
+@pytest.mark.parametrize(
+    ("module", "name", "arrangement"),
+    [
+        ("rocm_aiter_fa", "FLASH_ATTN", Arrangement.PACKED_SIDES),
+        ("rocm_aiter_unified_attn", "ROCM_AITER_UNIFIED_ATTN", Arrangement.PAGE),
+    ],
+)
+def test_aiter_is_asked_whether_it_shuffles(monkeypatch, module, name, arrangement):
+    """An environment variable selects it, and no shape shows it."""
+    backend = made_in(f"vllm.v1.attention.backends.{module}", name)
+    assert of(backend).arrangement is Arrangement.SLOTS
+    monkeypatch.setattr(cache_formats, "_is_shuffled", lambda: True)
+    assert of(backend).arrangement is arrangement
+    assert of(backend).meaning != of(made_in(f"vllm.v1.attention.backends.{module}", name + "_"))
+
+
+def test_unknown_inside_means_all_that_may_have_a_say_in_it():
+    """Whatever differs of it makes another meaning; what blocks are counted in does not."""
+    backend = made_in("vllm.models.some", "SECRET")
+    known = of(backend)
+    assert known.arrangement is Arrangement.PAGE
+    assert "head_size=64" in known.meaning["specification"]
+    for other in (
+        of(made_in("vllm.models.other", "SECRET")),
+        of(backend, dataclasses.replace(SPEC, head_size=32)),
+        of(backend, tensor=VIEW.transpose(1, 2).contiguous().transpose(1, 2)),
+        of(backend, settings="t"),
+    ):
+        assert other.meaning != known.meaning
+    for same in (
+        of(backend, dataclasses.replace(SPEC, block_size=64)),
+        of(backend, dataclasses.replace(SPEC, page_size_padded=1 << 20)),
+        of(backend, tensor=torch.empty(9, *VIEW.shape[1:], dtype=VIEW.dtype)),
+    ):
+        assert same == known
+
+
+def test_every_known_backend_stands_in_its_module():
+    """Modules are read, not imported: some need what only GPUs have. Some are not in all bases."""
+    found = set()
+    for module, name in KNOWN:
+        path = ROOT / (module.replace(".", "/") + ".py")
+        if not path.exists():
+            continue
+        strings = {
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        if name in strings:
+            found.add((module, name))
+    # Of 0.33.0, which no CPU engine of this base has.
+    later = {("vllm.v1.attention.backends.mla.flashattn_mla_sparse", "FLASH_ATTN_MLA_SPARSE_FA4")}
+    if importlib.util.find_spec("vllm.models.deepseek_v4"):
+        assert found >= set(KNOWN) - later
+    assert len(found) >= 12

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How attention backends fill a block, and what two engines' blocks must have in common.
+
+A tensor's shape does not tell what lies where: some backends take a block for a page of their own
+and arrange its tokens for their kernels, in a cache that looks like any other. Bytes read from a
+wrong place are KV of other tokens, and nothing but the answers would tell. So a format is known
+from the source of what writes it, or not at all.
+
+Names do not tell either: two backends are called FLASH_ATTN, and models subclass one that is plain
+to store in their own way. A backend counts as a known one only where both its name and its
+implementation, which is what stores, come from that one's module.
+
+Blocks of a format that is not known are moved as a whole, where nothing need be cut of them. The
+inside is then the same at both ends only where everything is that may have a say in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
+
+from vllm import envs
+
+from .arrangement import Arrangement
+from .compat import tokens_per_slot
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """How a layer's blocks are filled.
+
+    Attributes:
+        arrangement: What has a place of its own.
+        meaning: What must be equal at both ends for the bytes to mean the same, by name.
+    """
+
+    arrangement: Arrangement
+    meaning: Mapping[str, str]
+
+
+_BACKENDS = "vllm.v1.attention.backends"
+_ABSTRACT = "vllm.v1.attention.backend"
+_V4 = "vllm.models.deepseek_v4"
+
+_SLOTS = frozenset(
+    {
+        # Written by `reshape_and_cache_flash`: each head of each token has a slot, keys before
+        # values.
+        (f"{_BACKENDS}.flash_attn", "FLASH_ATTN"),
+        (f"{_BACKENDS}.flashinfer", "FLASHINFER"),
+        (f"{_BACKENDS}.flex_attention", "FLEX_ATTENTION"),
+        (f"{_BACKENDS}.rocm_aiter_fa", "FLASH_ATTN"),
+        (f"{_BACKENDS}.rocm_aiter_unified_attn", "ROCM_AITER_UNIFIED_ATTN"),
+        # The same in Triton; scales of single tokens and heads lie in their slots.
+        (f"{_BACKENDS}.triton_attn", "TRITON_ATTN"),
+        # Both write with the update of that one, whichever of their two kernels reads.
+        (f"{_BACKENDS}.triton_flash_attn", "TRITON_FLASH_ATTN"),
+        (f"{_BACKENDS}.triton_flashinfer", "TRITON_FLASHINFER"),
+        # Keys and values differ in size, and share a slot.
+        (f"{_BACKENDS}.flash_attn_diffkv", "FLASH_ATTN_DIFFKV"),
+        (f"{_BACKENDS}.triton_attn_diffkv", "TRITON_ATTN_DIFFKV"),
+        # One packed slot of each head of each token, key and value together.
+        (f"{_BACKENDS}.turboquant_attn", "TURBOQUANT"),
+        # Written by `concat_and_cache_mla`: each token has a slot, the latent before the rope.
+        (f"{_BACKENDS}.mla.cutlass_mla", "CUTLASS_MLA"),
+        (f"{_BACKENDS}.mla.flashinfer_mla", "FLASHINFER_MLA"),
+        (f"{_BACKENDS}.mla.flashmla", "FLASHMLA"),
+        (f"{_BACKENDS}.mla.flashattn_mla", "FLASH_ATTN_MLA"),
+        (f"{_BACKENDS}.mla.tokenspeed_mla", "TOKENSPEED_MLA"),
+        (f"{_BACKENDS}.mla.triton_mla", "TRITON_MLA"),
+        (f"{_BACKENDS}.mla.rocm_aiter_mla", "ROCM_AITER_MLA"),
+        (f"{_BACKENDS}.mla.aiter_triton_mla", "AITER_TRITON_MLA"),
+        # The same for sparse attention, whose kernels index rows of tokens. Rows of 656 and of 352
+        # bytes are values with their scales.
+        (f"{_BACKENDS}.mla.flashmla_sparse", "FLASHMLA_SPARSE"),
+        (f"{_BACKENDS}.mla.flashinfer_mla_sparse", "FLASHINFER_MLA_SPARSE"),
+        (f"{_BACKENDS}.mla.flashinfer_mla_sparse", "FLASHINFER_MLA_SPARSE_SM120"),
+        (f"{_BACKENDS}.mla.flashinfer_mla_sparse_sm90", "FLASHINFER_MLA_SPARSE_SM90"),
+        (f"{_BACKENDS}.mla.flashattn_mla_sparse", "FLASH_ATTN_MLA_SPARSE"),
+        (f"{_BACKENDS}.mla.flashattn_mla_sparse", "FLASH_ATTN_MLA_SPARSE_FA4"),
+        (f"{_BACKENDS}.mla.rocm_aiter_mla_sparse", "ROCM_AITER_MLA_SPARSE"),
+        (f"{_BACKENDS}.mla.xpu_mla_sparse", "XPU_MLA_SPARSE"),
+        # The same with functions of their own.
+        (f"{_BACKENDS}.mla.amx_mla", "AMX_MLA"),
+        (f"{_BACKENDS}.mla.cpu_mla", "CPU_MLA"),
+        # A row of numbers for each token: what DeepSeek V4 compresses, what MiniMax M3 indexes by.
+        (f"{_V4}.compressor", "CompressorBackend"),
+        ("vllm.models.minimax_m3.common.indexer", "MINIMAX_M3_SPARSE_INDEXER"),
+    }
+)
+"""Backends whose slots are plain strides: where they stand, and their names."""
+
+_OTHERS: Mapping[tuple[str, str], Arrangement] = {
+    # Keys of a head of a block, then its values, both arranged for the instruction set.
+    (f"{_BACKENDS}.cpu_attn", "CPU_ATTN"): Arrangement.HEADS,
+    # `_kv_cache_views`: keys of all heads in the first slot of a token, values in the second.
+    (f"{_BACKENDS}.b12x", "B12X"): Arrangement.SIDES,
+    # `split_kv_cache`: a side is [heads, size / x, tokens, x], or [heads, size, tokens].
+    (f"{_BACKENDS}.rocm_attn", "ROCM_ATTN"): Arrangement.PACKED_SIDES,
+    # All values of a block, then all of its scales.
+    (f"{_BACKENDS}.mla.indexer", "DEEPSEEK_V32_INDEXER"): Arrangement.PAGE,
+    (f"{_BACKENDS}.mla.indexer", "DEEPSEEK_V4_INDEXER"): Arrangement.PAGE,
+    (f"{_BACKENDS}.mla.sparse_swa", "DEEPSEEK_SPARSE_SWA"): Arrangement.PAGE,
+    (f"{_V4}.sparse_mla", "FLASHMLA_SPARSE_DSV4"): Arrangement.PAGE,
+    (f"{_V4}.cpu.cpu_mla", "CPU_V4_MLA_SPARSE"): Arrangement.PAGE,
+    (f"{_V4}.cpu.cpu_mla", "CPU_V4_INDEXER"): Arrangement.PAGE,
+}
+"""Backends that are known to fill their blocks in other ways."""
+
+_AITER: Mapping[str, Arrangement | None] = {
+    # `reshape_and_cache_shuffle_kernel`: a head of keys is [size / x, tokens, x].
+    f"{_BACKENDS}.rocm_aiter_fa": Arrangement.PACKED_SIDES,
+    # On some devices only.
+    f"{_BACKENDS}.rocm_aiter_unified_attn": None,
+}
+"""What AITER's backends do where VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set."""
+
+_SLOT_QUANTIZATIONS = frozenset(
+    {
+        "NONE",
+        "FP8_PER_TENSOR",
+        "INT8_PER_TOKEN_HEAD",
+        "FP8_PER_TOKEN_HEAD",
+        "INT4_PER_TOKEN_HEAD",
+        "NVFP4_DS_MLA",
+        "TURBOQUANT_K8V4",
+        "TURBOQUANT_4BIT_NC",
+        "TURBOQUANT_K3V4_NC",
+        "TURBOQUANT_3BIT_NC",
+    }
+)
+"""Number formats whose scales, if a token has any of its own, lie in its slot."""
+
+_PLACES = "VLLM_NIXL_", "VLLM_P2P_", "VLLM_EC_", "VLLM_DP_", "VLLM_PP_", "VLLM_PORT", "RAY_"
+"""Variables that say where an engine's parts are: what two engines need not have in common."""
+
+
+def cache_format(
+    backend: type[AttentionBackend], spec: Any, tensor: torch.Tensor, settings: str
+) -> CacheFormat:
+    """How a layer's blocks are filled.
+
+    Args:
+        backend: The layer's attention backend.
+        spec: Its specification, of attention.
+        tensor: Its cache.
+        settings: What else may have a say in it, where the backend is not known.
+    """
+    arrangement = _known_arrangement(backend, spec)
+    if arrangement is None:
+        return CacheFormat(Arrangement.PAGE, _everything(backend, spec, tensor, settings))
+    meaning = {"arrangement": arrangement.value, "numbers": _numbers(spec)}
+    if arrangement is not Arrangement.SLOTS:
+        meaning["written by"] = backend.get_name()
+    if backend.get_name() == "CPU_ATTN":
+        meaning["instructions"] = _cpu_instructions(spec, tensor)
+    return CacheFormat(arrangement, meaning)
+
+
+def settings_fingerprint(vllm_config: VllmConfig) -> str:
+    """What tells an engine's settings from another's that may change what backends write.
+
+    Those are what vLLM itself takes into account when it compiles, of the environment, and the
+    options of attention and of passes that fuse it with what writes the cache.
+    """
+    environment = sorted(
+        (name, str(value))
+        for name, value in envs.compile_factors().items()
+        if not name.startswith(_PLACES)
+    )
+    options = (
+        vllm_config.attention_config,
+        vllm_config.compilation_config.pass_config,
+        vllm_config.cache_config.cache_dtype,
+    )
+    return hashlib.sha256(repr((environment, options)).encode()).hexdigest()[:32]
+
+
+def _known_arrangement(backend: type[AttentionBackend], spec: Any) -> Arrangement | None:
+    """What a backend gives a place of its own; None where that is not known."""
+    name, mode = backend.get_name(), spec.kv_quant_mode.name
+    module, stores_in = (_defined_in(backend, each) for each in ("get_name", "get_impl_cls"))
+    # Models that store by themselves have backends without an implementation.
+    if stores_in not in (module, _ABSTRACT):
+        return None
+    if (module, name) not in _SLOTS:
+        return _OTHERS.get((module, name))
+    if module in _AITER and _is_shuffled():
+        return _AITER[module]
+    if name == "FLASHINFER" and mode == "NVFP4":
+        return Arrangement.QUARTERS
+    known = mode in _SLOT_QUANTIZATIONS and tokens_per_slot(spec) >= 1
+    return Arrangement.SLOTS if known else None
+
+
+def _is_shuffled() -> bool:
+    """Whether AITER's backends arrange tokens for its kernels, as the environment tells them."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    return bool(rocm_aiter_ops.is_shuffle_kv_cache_enabled())
+
+
+def _numbers(spec: Any) -> str:
+    """In what format the numbers of a cache are."""
+    mode = spec.kv_quant_mode.name
+    parts = [str(spec.dtype).removeprefix("torch.")]
+    if mode != "NONE":
+        parts.append(mode)
+        # Two formats are called e4m3, and which of them is meant is the device's.
+        parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
+        if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) and spec.cache_dtype_str:
+            parts.append(spec.cache_dtype_str)
+    return " ".join(parts)
+
+
+def _cpu_instructions(spec: Any, tensor: torch.Tensor) -> str:
+    """For which instruction set CPU_ATTN packs the tokens of a head."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    # The last axis but one is that of tokens in all bases.
+    return str(_get_attn_isa(spec.dtype, tensor.shape[-2], spec.head_size))
+
+
+def _everything(
+    backend: type[AttentionBackend], spec: Any, tensor: torch.Tensor, settings: str
+) -> dict[str, str]:
+    """All that may have a say in what an unknown backend writes.
+
+    Sizes of the scheduler's blocks and of padding are left out: the inside does not know them, and
+    they differ among stages.
+    """
+    outside = {"block_size", "page_size_padded", "block_stride_alignment"}
+    fields = [
+        f"{field.name}={getattr(spec, field.name)}"
+        for field in dataclasses.fields(spec)
+        if field.name not in outside
+    ]
+    parts = backend, _class_of(backend.get_impl_cls), _class_of(backend.get_builder_cls)
+    return {
+        "arrangement": Arrangement.PAGE.value,
+        "written by": " ".join(f"{each.__module__}.{each.__qualname__}" for each in parts if each),
+        "specification": f"{type(spec).__name__}({', '.join(fields)})",
+        "shape and strides": f"{tuple(tensor.shape[1:])} {tuple(tensor.stride()[1:])}",
+        "device": f"{tensor.device.type} {_device_name(tensor)}",
+        "settings": settings,
+    }
+
+
+def _class_of(getter: Callable[[], type | None]) -> type | None:
+    """The class that a backend names, if it does."""
+    try:
+        return getter()
+    except NotImplementedError:
+        return None
+
+
+def _device_name(tensor: torch.Tensor) -> str:
+    """What tells apart the devices that kernels are chosen for."""
+    if tensor.device.type == "cpu":
+        return str(current_platform.get_cpu_architecture())
+    properties = torch.cuda.get_device_properties(tensor.device)
+    if current_platform.is_rocm():
+        return str(properties.gcnArchName)
+    return f"{properties.major}.{properties.minor}"
+
+
+def _defined_in(backend: type[AttentionBackend], method: str) -> str:
+    """The module of the class that a method comes from."""
+    return next(
+        (each.__module__ for each in backend.__mro__ if method in vars(each)),
+        backend.__module__,
+    )
