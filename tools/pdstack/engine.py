@@ -110,12 +110,14 @@ class ServedModel:
     Attributes:
         engine_args: what the model needs on every engine's command line.
         block_tokens: size of a block of its KV cache on CPU, where nobody chooses another one.
+        env: what the model needs in every engine's environment, as pairs.
     """
 
     directory: Path
     name: str
     engine_args: tuple[str, ...] = ()
     block_tokens: int = 128
+    env: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -271,10 +273,12 @@ def engine_env(
     *,
     side_channel_port: int,
     cores: Sequence[int],
+    model_env: Sequence[tuple[str, str]] = (),
 ) -> dict[str, str]:
     """Return the whole environment of the engine.
 
     Args:
+        model_env: what the model needs.
         inherited: the launcher's own environment.
         side_channel_port: first port of the connector's handshake.
         cores: one CPU core for each worker; ignored on CUDA.
@@ -287,6 +291,7 @@ def engine_env(
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        **dict(model_env),
     }
     if device is Device.CPU:
         env |= {

@@ -239,6 +239,7 @@ class PDStack:
                 os.environ,
                 side_channel_port=side_channel_port,
                 cores=cores,
+                model_env=self.model.env,
             )
             command = engine_command(spec, self.model, self._device, port, vllm)
             return ChildProcess(spec.name, command, env, self.run_dir), port

@@ -142,8 +142,8 @@ _SLOT_QUANTIZATIONS = frozenset(
 )
 """Number formats whose scales, if a token has any of its own, lie in its slot."""
 
-_PLACES = "VLLM_NIXL_", "VLLM_P2P_", "VLLM_EC_", "VLLM_DP_", "VLLM_PP_", "VLLM_PORT", "RAY_"
-"""Variables that say where an engine's parts are: what two engines need not have in common."""
+_PLACES = "VLLM_NIXL_", "VLLM_P2P_", "VLLM_EC_", "VLLM_DP_", "VLLM_PP_", "VLLM_CPU_", "RAY_"
+"""How variables begin that say where an engine's parts are, which two need not have in common."""
 
 
 def cache_format(
@@ -191,8 +191,9 @@ def _known_arrangement(backend: type[AttentionBackend], spec: Any) -> Arrangemen
     """What a backend gives a place of its own; None where that is not known."""
     name, mode = backend.get_name(), spec.kv_quant_mode.name
     module, stores_in = (_defined_in(backend, each) for each in ("get_name", "get_impl_cls"))
-    # Models that store by themselves have backends without an implementation.
-    if stores_in not in (module, _ABSTRACT):
+    # Models that store by themselves have backends without an implementation, or with none that
+    # stores.
+    if stores_in not in (module, _ABSTRACT, f"{_V4}.sparse_mla"):
         return None
     if (module, name) not in _SLOTS:
         return _OTHERS.get((module, name))
