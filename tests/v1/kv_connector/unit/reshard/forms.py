@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.kv_cache_interface import KVCacheTensor
@@ -44,6 +45,12 @@ def backend(*, mla: bool = False) -> Any:
     if mla:
         return TritonMLABackend
     return _PlanesFirst if SHAPED_BY_BACKENDS else FlexAttentionBackend
+
+
+def backend_of(module: str, name: str) -> type[AttentionBackend]:
+    """An attention backend of that name, which a module of vLLM's would define."""
+    methods = {"get_name": staticmethod(lambda: name), "get_impl_cls": staticmethod(lambda: int)}
+    return type("Backend", (AttentionBackend,), {"__module__": module, **methods})
 
 
 def empty(

@@ -10,7 +10,13 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as upstream
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SinkFullAttentionSpec,
+)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
@@ -19,12 +25,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLay
 
 UPSTREAMS_PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 AXES = ["decode_context_parallel_size", "prefill_context_parallel_size"]
+SIZES = dict(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 WITHOUT_STAGES = "upstream's NixlConnector does not support .*--pipeline-parallel-size 1 instead"
 
 
 def cache_config() -> KVCacheConfig:
     """One group of decoder attention."""
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    spec = FullAttentionSpec(**SIZES)
     return KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
 
 
@@ -97,6 +104,23 @@ def test_caches_that_only_upstream_understands_are_left_to_it(
     """Those of later releases, part of which is somewhere else, or stays where it is."""
     monkeypatch.setattr(connector_module, predicate, lambda _: True)
     assert type(create()) is Stub
+    with pytest.raises(LocalLayoutError, match=f"{reason}.*{WITHOUT_STAGES}"):
+        create(pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SinkFullAttentionSpec(**SIZES, sink_len=4),
+        MambaSpec(block_size=16, shapes=((1,),) * 3, dtypes=(torch.half,) * 3),
+    ],
+)
+def test_specifications_that_are_not_known_are_left_to_upstream(create, monkeypatch, spec):
+    """Their block ids may mean something else than tokens, or their pages hold other parts."""
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
+    monkeypatch.setattr(f"{__name__}.cache_config", lambda: cache)
+    assert type(create()) is Stub
+    reason = "(layer layer keeps .* in a form that is not known|the model keeps Mamba state)"
     with pytest.raises(LocalLayoutError, match=f"{reason}.*{WITHOUT_STAGES}"):
         create(pipeline_parallel_size=2)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
@@ -19,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttent
 
 import vllm
 from tests.bases import requires_base
+from tests.v1.kv_connector.unit.reshard.forms import backend_of
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import cache_formats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.arrangement import Arrangement
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.cache_formats import cache_format
@@ -27,12 +27,6 @@ ROOT = Path(vllm.__file__).parents[1]
 KNOWN = sorted(cache_formats._SLOTS | cache_formats._OTHERS.keys())
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 VIEW = torch.empty(4, 2, 16, 128, dtype=torch.bfloat16)
-
-
-def made_in(module: str, name: str) -> type:
-    """A backend of that name, which a module of vLLM's would define."""
-    methods = {"get_name": staticmethod(lambda: name), "get_impl_cls": staticmethod(lambda: int)}
-    return type("Backend", (AttentionBackend,), {"__module__": module, **methods})
 
 
 def of(backend: type, spec=SPEC, tensor: torch.Tensor = VIEW, settings: str = "s"):
@@ -56,8 +50,10 @@ def test_known_backends(backend, arrangement):
 @pytest.mark.parametrize(("module", "name"), KNOWN)
 def test_every_known_backend_has_an_arrangement(module, name):
     """Its name and its module are what it is known by."""
-    assert of(made_in(module, name)).meaning["written by" if _is_other(module, name) else "numbers"]
-    elsewhere = of(made_in("vllm.models.some", name))
+    assert of(backend_of(module, name)).meaning[
+        "written by" if _is_other(module, name) else "numbers"
+    ]
+    elsewhere = of(backend_of("vllm.models.some", name))
     assert elsewhere.arrangement is Arrangement.PAGE
     assert "vllm.models.some" in elsewhere.meaning["written by"]
 
@@ -73,7 +69,7 @@ def test_plain_slots_mean_the_same_whoever_writes_them():
         (("flash_attn", "FLASH_ATTN"), ("flashinfer", "FLASHINFER")),
         (("mla.flashattn_mla", "FLASH_ATTN_MLA"), ("mla.flashinfer_mla", "FLASHINFER_MLA")),
     ):
-        one, other = (of(made_in(f"{backends}.{module}", name)) for module, name in pair)
+        one, other = (of(backend_of(f"{backends}.{module}", name)) for module, name in pair)
         assert one == other
 
 
@@ -131,21 +127,21 @@ def test_number_formats_that_are_not_known_of_a_backend():
 )
 def test_aiter_is_asked_whether_it_shuffles(monkeypatch, module, name, arrangement):
     """An environment variable selects it, and no shape shows it."""
-    backend = made_in(f"vllm.v1.attention.backends.{module}", name)
+    backend = backend_of(f"vllm.v1.attention.backends.{module}", name)
     assert of(backend).arrangement is Arrangement.SLOTS
     monkeypatch.setattr(cache_formats, "_is_shuffled", lambda: True)
     assert of(backend).arrangement is arrangement
-    assert of(backend).meaning != of(made_in(f"vllm.v1.attention.backends.{module}", name + "_"))
+    assert of(backend).meaning != of(backend_of(f"vllm.v1.attention.backends.{module}", name + "_"))
 
 
 def test_unknown_inside_means_all_that_may_have_a_say_in_it():
     """Whatever differs of it makes another meaning; what blocks are counted in does not."""
-    backend = made_in("vllm.models.some", "SECRET")
+    backend = backend_of("vllm.models.some", "SECRET")
     known = of(backend)
     assert known.arrangement is Arrangement.PAGE
     assert "head_size=64" in known.meaning["specification"]
     for other in (
-        of(made_in("vllm.models.other", "SECRET")),
+        of(backend_of("vllm.models.other", "SECRET")),
         of(backend, dataclasses.replace(SPEC, head_size=32)),
         of(backend, tensor=VIEW.transpose(1, 2).contiguous().transpose(1, 2)),
         of(backend, settings="t"),

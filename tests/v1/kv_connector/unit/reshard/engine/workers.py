@@ -156,7 +156,11 @@ class Engine:
                 ):
                     place = SimpleNamespace(rank_in_group=number)
                     patch.setattr(worker_module, group, lambda place=place: place)
-                patch.setattr(worker_module, "_gather", lambda _: self.shards)
+                patch.setattr(
+                    worker_module,
+                    "_gather",
+                    lambda own: self.shards if len(self.shards) > 1 else (own,),
+                )
                 patch.setattr(worker_module, "TransferEngine", partial(self._kept, shard.rank))
                 patch.setattr(
                     ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
