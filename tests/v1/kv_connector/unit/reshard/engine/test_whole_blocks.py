@@ -85,7 +85,8 @@ def test_blocks_that_nobody_looks_into_are_read(engines, prefill, decode):
         (
             dict(tp=2),
             dict(),
-            r"layer layers.0 is of 2 units at the source but of 1 here.*--tensor-parallel-size",
+            r"layer layers.0 mean something else: specification is .*num_kv_heads=1.* there and "
+            r".*num_kv_heads=2.* here.*: on both engines, .*the same --tensor-parallel-size",
         ),
         (
             dict(mla=True),
@@ -95,7 +96,7 @@ def test_blocks_that_nobody_looks_into_are_read(engines, prefill, decode):
         (
             dict(),
             dict(token_major=True),
-            r"layer layers.0 mean something else: shape and strides is ",
+            r"layer layers.0 mean something else: shape and strides is .* VLLM_KV_CACHE_LAYOUT",
         ),
         (
             dict(),

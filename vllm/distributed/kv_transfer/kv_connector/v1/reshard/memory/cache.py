@@ -133,9 +133,6 @@ class LayerCache:
     blocks_per_id: int = 1
     meaning: Mapping[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "meaning", MappingProxyType(dict(self.meaning)))
-
 
 @dataclass(frozen=True, slots=True)
 class RankCache:

@@ -168,10 +168,9 @@ class RankBounds:
             )
         for layer, holding in shard.holdings.items():
             units = bounds.units_by_layer.get(layer, self._others_units)
-            # A rank with a single one may have counted ranks, in place of heads.
-            most = max(units, tp_size) if holding.may_repeat else units
             share = max(1, -(-units // tp_size))
-            if holding.num_units > most or len(holding.units) > share:
+            # Units may be ranks, where a block is not looked into or each has a single head.
+            if holding.num_units > max(units, tp_size) or len(holding.units) > share:
                 raise RemoteHandshakeError(
                     f"rank {shard.rank} holds heads {holding.units} of {holding.num_units} of a "
                     f"layer with {units} here, but one of {tp_size} ranks holds at most {share} of "

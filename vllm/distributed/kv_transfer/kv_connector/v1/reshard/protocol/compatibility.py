@@ -35,6 +35,9 @@ _REMEDIES = {
     **dict.fromkeys(DRAFT_FACTORS, "give the same --speculative-config"),
     "multimodal_items_named_by": "give --model the same name or path",
     "written by": "give the same --attention-backend",
+    "specification": "serve the same model with the same --tensor-parallel-size",
+    "shape and strides": "give the same --tensor-parallel-size, --block-size and "
+    "VLLM_KV_CACHE_LAYOUT",
     "numbers": "give the same --dtype and --kv-cache-dtype, on devices of one kind",
     "state": "use devices of one kind",
     "numbers of the state": "give the same --mamba-cache-dtype and --mamba-ssm-cache-dtype",
