@@ -31,6 +31,7 @@ def test_json_describes_the_plan(kv_plan):
     assert (status, err) == (0, "")
     document = json.loads(out)
     reads = document.pop("reads")
+    assert {each.pop("cache") for each in reads} == {"heads"}
     assert document == {
         "prefill": {"tp_size": 3, "pp_size": 1},
         "decode": {"tp_size": 2, "pp_size": 1},
@@ -38,6 +39,18 @@ def test_json_describes_the_plan(kv_plan):
         "num_kv_heads": 6,
         "mla": False,
         "layers_that_differ": [],
+        "caches": [
+            {
+                "cache": "heads",
+                "layers": [0, 1, 2, 3],
+                "moved_as": "heads",
+                "tokens_per_state": 1,
+                "block_tokens": [16, 16],
+                "window_tokens": None,
+                "token_bytes": None,
+            }
+        ],
+        "notes": [],
         "state_reads": [],
         "notifiers": [
             {"prefill_rank": {"pp": 0, "tp": 0}, "decode_ranks": [{"pp": 0, "tp": 0}]},
@@ -166,10 +179,14 @@ def test_model_gives_the_sizes(kv_plan, model):
     layouts = ("--prefill", "tp=3", "--decode", "tp=2")
     of_model = (*layouts, "--model", model, "--disable-hybrid-kv-cache-manager")
     explicit = (*layouts, *SIZES, "--head-size", "64", "--dtype", "float32")
-    assert kv_plan(*of_model, "--json") == kv_plan(*explicit, "--json")
+    documents = [json.loads(kv_plan(*args, "--json")[1]) for args in (of_model, explicit)]
+    # Of a model it is told what engines would make of it, too.
+    assert documents[0].pop("notes") and not documents[1].pop("notes")
+    assert documents[0] == documents[1]
     _, out, _ = kv_plan(*of_model)
     _, same, _ = kv_plan(*explicit)
-    tables, same_tables = (text[text.index("Reads") :] for text in (out, same))
+    out = out.partition("What engines make of it")[0].rstrip()
+    tables, same_tables = (text[text.index("Reads") :].rstrip() for text in (out, same))
     assert tables == same_tables
 
 

@@ -9,6 +9,8 @@ command         arguments, and what is printed for them
 report          arguments -> a plan, and its figures
 figures         what a plan costs each rank
 model           a model's config.json -> sizes
+caches          what families keep beside heads or a latent
+verdicts        what engines would serve, refuse or leave to upstream's, in words
 recurrent_state what layers keep, and which rank reads it from which
 document        a plan as JSON
 text, advice    a plan as tables, and what would be better

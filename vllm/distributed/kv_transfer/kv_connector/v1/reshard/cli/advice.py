@@ -18,7 +18,7 @@ _UNEVEN = 1.5
 """A rank that serves more than this many times the mean of its stage serves more than its share."""
 
 
-def bytes_text(num_bytes: int) -> str:
+def bytes_text(num_bytes: float) -> str:
     """A size for people: 320 KiB."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):

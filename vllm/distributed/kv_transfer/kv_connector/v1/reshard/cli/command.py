@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .document import plan_document
-from .report import PlanReport, make_report
+from .report import PlanReport, UpstreamReport, make_report
 from .svg import draw_plan
 
 NAME = "kv-plan"
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace, prog: str) -> int:
     return 0
 
 
-def _print_text(report: PlanReport) -> None:
+def _print_text(report: PlanReport | UpstreamReport) -> None:
     """Print the plan for people, and what it costs."""
     # Programs that read JSON do not wait for it.
     from rich.console import Console
@@ -141,13 +141,16 @@ def _print_text(report: PlanReport) -> None:
     print_report(report, Console())
 
 
-def _write_svg(report: PlanReport, path: Path) -> None:
+def _write_svg(report: PlanReport | UpstreamReport, path: Path) -> None:
     """Draw the plan.
 
     Raises:
-        ValueError: The file cannot be written, or layers do not have one width to be drawn with.
+        ValueError: The file cannot be written, or layers do not have one width to be drawn with, or
+            nothing is planned.
     """
-    if report.layers or report.state:
+    if isinstance(report, UpstreamReport):
+        raise ValueError(f"--svg has nothing to draw: {report.notes[0].why}: leave it out")
+    if report.layers or report.state or report.has_kinds:
         raise ValueError(
             "--svg draws models whose layers are alike, and those of this model differ: leave it "
             "out, or give --num-layers, --num-kv-heads and --head-size of one kind of layer"

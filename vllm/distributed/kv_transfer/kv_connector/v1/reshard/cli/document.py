@@ -6,61 +6,96 @@ from __future__ import annotations
 from typing import Any
 
 from ..plan.mesh import MeshRank, ParallelMesh
-from .report import PlanReport
+from .caches import CacheRow
+from .report import PlanReport, UpstreamReport
+from .verdicts import Note
 
 
-def plan_document(report: PlanReport) -> dict[str, Any]:
+def plan_document(report: PlanReport | UpstreamReport) -> dict[str, Any]:
     """Meshes, sizes, every read with its offsets, and who releases whom.
 
-    A read's strategy is None where sizes in bytes are not known.
+    A read's strategy is None where sizes in bytes are not known. Of a model that is left to
+    upstream's connector there are no reads.
     """
+    ends = {"prefill": _mesh(report.prefill), "decode": _mesh(report.decode)}
+    told = {
+        "caches": [_cache(row) for row in report.caches],
+        "notes": [_note(note) for note in report.notes],
+    }
+    if isinstance(report, UpstreamReport):
+        return ends | told
     strategies = {
         each.read: each.strategy.value if report.knows_bytes else None
         for reader in report.figures.readers
         for each in reader.reads
     }
+    return (
+        ends
+        | told
+        | {
+            "num_layers": report.num_layers,
+            "num_kv_heads": report.num_kv_heads,
+            "mla": report.is_mla,
+            "layers_that_differ": [
+                {
+                    "layer": layer,
+                    "num_kv_heads": sizes.num_kv_heads,
+                    "head_size": sizes.slot_elements,
+                }
+                for layer, sizes in report.layers.items()
+            ],
+            "reads": [
+                {
+                    "decode_rank": _rank(read.dst_rank),
+                    "prefill_rank": _rank(read.src_rank),
+                    "cache": part.name,
+                    "layers": list(part.layers),
+                    "global_heads": [read.units.start, read.units.stop],
+                    "src_head_offset": read.src_unit_offset,
+                    "dst_head_offset": read.dst_unit_offset,
+                    "num_heads": read.num_units,
+                    "strategy": strategies[read],
+                }
+                for reader in report.figures.readers
+                for each in reader.reads
+                for read, part in ((each.read, part) for part in report.parts(each))
+            ],
+            "state_reads": [
+                {
+                    "decode_rank": _rank(each.read.dst_rank),
+                    "prefill_rank": _rank(each.read.src_rank),
+                    "layers": list(each.layers),
+                    "components": list(each.components),
+                    "global_units": [each.read.units.start, each.read.units.stop],
+                    "request_bytes": each.num_elements * report.state_element_bytes,
+                }
+                for each in report.state
+            ],
+            "notifiers": [
+                {
+                    "prefill_rank": _rank(release.src_rank),
+                    "decode_ranks": [_rank(rank) for rank in release.notifiers],
+                }
+                for release in report.plan.releases
+            ],
+        }
+    )
+
+
+def _cache(row: CacheRow) -> dict[str, Any]:
     return {
-        "prefill": _mesh(report.prefill),
-        "decode": _mesh(report.decode),
-        "num_layers": report.num_layers,
-        "num_kv_heads": report.num_kv_heads,
-        "mla": report.is_mla,
-        "layers_that_differ": [
-            {"layer": layer, "num_kv_heads": sizes.num_kv_heads, "head_size": sizes.slot_elements}
-            for layer, sizes in report.layers.items()
-        ],
-        "reads": [
-            {
-                "decode_rank": _rank(read.dst_rank),
-                "prefill_rank": _rank(read.src_rank),
-                "layers": list(read.layers),
-                "global_heads": [read.units.start, read.units.stop],
-                "src_head_offset": read.src_unit_offset,
-                "dst_head_offset": read.dst_unit_offset,
-                "num_heads": read.num_units,
-                "strategy": strategies[read],
-            }
-            for read in report.plan.reads
-        ],
-        "state_reads": [
-            {
-                "decode_rank": _rank(each.read.dst_rank),
-                "prefill_rank": _rank(each.read.src_rank),
-                "layers": list(each.layers),
-                "components": list(each.components),
-                "global_units": [each.read.units.start, each.read.units.stop],
-                "request_bytes": each.num_elements * report.state_element_bytes,
-            }
-            for each in report.state
-        ],
-        "notifiers": [
-            {
-                "prefill_rank": _rank(release.src_rank),
-                "decode_ranks": [_rank(rank) for rank in release.notifiers],
-            }
-            for release in report.plan.releases
-        ],
+        "cache": row.name,
+        "layers": list(row.layers),
+        "moved_as": row.moved,
+        "tokens_per_state": row.state_tokens,
+        "block_tokens": row.block_tokens and list(row.block_tokens),
+        "window_tokens": row.window_tokens or None,
+        "token_bytes": row.token_bytes,
     }
+
+
+def _note(note: Note) -> dict[str, str]:
+    return {"verdict": note.verdict.value, "where": note.where, "why": note.why}
 
 
 def _mesh(mesh: ParallelMesh) -> dict[str, int]:

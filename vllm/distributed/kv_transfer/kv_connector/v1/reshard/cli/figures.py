@@ -21,6 +21,7 @@ from ..plan.mesh import MeshRank
 from ..plan.reshard import Read, ReshardPlan
 from ..plan.shards import Layer, Shard
 from ..plan.text import only_notified_by
+from .caches import Cache
 
 DESCRIPTOR_TOKENS = 1024
 """The length of prompt that descriptors are counted for."""
@@ -38,6 +39,7 @@ class CacheFormat:
         window_tokens_by_layer: The layers that keep the last tokens of a sequence only, and how
             many. Others keep all.
         slot_bytes_by_layer: The layers whose slots have another size.
+        caches: The layers that are a cache of another kind, which every rank has whole.
     """
 
     slot_bytes: int
@@ -46,10 +48,41 @@ class CacheFormat:
     dst_block_tokens: int
     window_tokens_by_layer: Mapping[Layer, int] = field(default_factory=dict)
     slot_bytes_by_layer: Mapping[Layer, int] = field(default_factory=dict)
+    caches: Mapping[Layer, Cache] = field(default_factory=dict)
 
-    def slot_bytes_of(self, layer: Layer) -> int:
-        """Size of one head of one token in one plane of a layer."""
-        return self.slot_bytes_by_layer.get(layer, self.slot_bytes)
+    def token_bytes_of(self, layer: Layer) -> float:
+        """Size of one unit of one token, in all planes of a layer."""
+        own = self.caches.get(layer)
+        if own is not None:
+            return own.state_bytes / own.state_tokens
+        return self.num_planes * self.slot_bytes_by_layer.get(layer, self.slot_bytes)
+
+    def planes_of(self, layer: Layer, num_units: int, block_tokens: int) -> tuple[Plane, ...]:
+        """The planes of a layer on a rank, in memory that begins at 0.
+
+        Args:
+            layer: The layer.
+            num_units: Heads that the rank holds, or the one latent.
+            block_tokens: Tokens in a block of the engine's.
+        """
+        own = self.caches.get(layer)
+        slot_bytes, slot_tokens = self.slot_bytes_by_layer.get(layer, self.slot_bytes), 1
+        if own is not None:
+            block_tokens = own.block_tokens or block_tokens
+            slot_tokens = block_tokens if own.is_whole else own.state_tokens
+            slot_bytes = own.state_bytes * slot_tokens // own.state_tokens
+        page_bytes = block_tokens // slot_tokens * slot_bytes
+        plane = Plane(
+            address=0,
+            block_stride_bytes=num_units * page_bytes,
+            head_stride_bytes=page_bytes,
+            slot_stride_bytes=slot_bytes,
+            slot_bytes=slot_bytes,
+            num_heads=num_units,
+            block_tokens=block_tokens,
+            slot_tokens=slot_tokens,
+        )
+        return (plane,) * (self.num_planes if own is None else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +91,8 @@ class ReadFigures:
 
     Attributes:
         read: The read.
-        token_bytes: Bytes of one token, in all of the read's layers.
+        token_bytes: Bytes of one token, in all of the read's layers; of a state that several tokens
+            share, one's part.
         request_bytes: Bytes of a prompt, which is read in whole blocks.
         descriptors: Descriptors of a prompt of `DESCRIPTOR_TOKENS` tokens.
         descriptor_bytes: Size of one descriptor: what is contiguous at both ends.
@@ -70,7 +104,7 @@ class ReadFigures:
     """
 
     read: Read
-    token_bytes: int
+    token_bytes: float
     request_bytes: int
     descriptors: int
     descriptor_bytes: int
@@ -99,7 +133,7 @@ class ReaderFigures:
         return len({figures.read.src_rank for figures in self.reads})
 
     @property
-    def token_bytes(self) -> int:
+    def token_bytes(self) -> float:
         """Bytes of one token."""
         return sum(figures.token_bytes for figures in self.reads)
 
@@ -128,7 +162,7 @@ class SourceFigures:
     rank: MeshRank
     fan_out: int
     notifiers: tuple[MeshRank, ...]
-    token_bytes: int
+    token_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +244,7 @@ def _measure_read(
     ]
     return ReadFigures(
         read,
-        read.num_units
-        * cache_format.num_planes
-        * sum(cache_format.slot_bytes_of(layer) for layer in read.layers),
+        read.num_units * sum(map(cache_format.token_bytes_of, read.layers)),
         request_bytes=sum(each.request_bytes for each in figures),
         descriptors=sum(each.descriptors for each in figures),
         descriptor_bytes=min(each.descriptor_bytes for each in figures),
@@ -271,29 +303,18 @@ def _cache(
     longest_tokens: int,
 ) -> RankCache:
     """Some layers of a rank's cache, in memory that begins at 0; one group for each window."""
-
-    def planes(num_heads: int, slot_bytes: int) -> tuple[Plane, ...]:
-        page_bytes = block_tokens * slot_bytes
-        plane = Plane(
-            address=0,
-            block_stride_bytes=num_heads * page_bytes,
-            head_stride_bytes=page_bytes,
-            slot_stride_bytes=slot_bytes,
-            slot_bytes=slot_bytes,
-            num_heads=num_heads,
-            block_tokens=block_tokens,
-        )
-        return (plane,) * cache_format.num_planes
-
+    planes = {
+        layer: cache_format.planes_of(layer, len(shard.holdings[layer].units), block_tokens)
+        for layer in layers
+    }
     return RankCache(
-        num_block_ids=-(-longest_tokens // block_tokens),
+        num_block_ids=max(-(-longest_tokens // each[0].block_tokens) for each in planes.values()),
         device_id=0,
         layers={
             layer: LayerCache(
-                planes(len(shard.holdings[layer].units), cache_format.slot_bytes_of(layer)),
-                windows.index(cache_format.window_tokens_by_layer.get(layer, 0)),
+                each, windows.index(cache_format.window_tokens_by_layer.get(layer, 0))
             )
-            for layer in layers
+            for layer, each in planes.items()
         },
     )
 

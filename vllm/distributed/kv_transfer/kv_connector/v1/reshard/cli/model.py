@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .caches import SPARSE_LAYERS, Family, draft_layers, read_family
 from .recurrent_state import BOTH, NOTHING_KEPT, STATE_ONLY, StateComponent, layer_kinds, read_state
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -30,7 +31,7 @@ _ELEMENT_BYTES = {
     "fp8_e4m3": 1,
     "fp8_e5m2": 1,
 }
-_FULL = frozenset({"full_attention", "attention", "global_attention"}) | BOTH
+_FULL = frozenset({"full_attention", "attention", "global_attention"}) | BOTH | SPARSE_LAYERS
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
 _PATTERN = "hybrid_layer_pattern"
 """MiMo-V2's entry that has a 1 for each layer with a window, and a 0 for each other one."""
@@ -68,6 +69,8 @@ class ModelSizes:
         is_chunked: The windows are chunks, which begin anew every so many tokens.
         layers: What each layer with a KV cache of its own keeps, where layers differ; by index.
         state: What layers keep of recurrent state.
+        family: What layers keep beside their heads or their latent, or instead, where they do.
+        draft_layers: MTP layers, which engines have that are asked for drafts.
     """
 
     num_layers: int
@@ -79,6 +82,13 @@ class ModelSizes:
     is_chunked: bool = False
     layers: Mapping[int, LayerSizes] = field(default_factory=dict)
     state: tuple[StateComponent, ...] = ()
+    family: Family | None = None
+    draft_layers: int = 0
+
+    @property
+    def keeps_heads(self) -> bool:
+        """Whether its layers keep KV heads, and no latent."""
+        return not self.is_mla
 
 
 def read_model(directory: Path) -> ModelSizes:
@@ -134,12 +144,32 @@ def _sizes(whole: object) -> ModelSizes:
         ),
         None,
     )
+    family = read_family(config, str(whole.get("model_type")), num_layers)
+    drafts = draft_layers(config)
+    if family is not None and not (family.has_main and family.is_served):
+        # Its own caches are all that there is, or that can be told.
+        size = _size(config, "head_dim", default=1)
+        return ModelSizes(
+            *(num_layers, 1, size, True, dtype, {}), family=family, draft_layers=drafts
+        )
     windows = _windows(config, num_layers)
     # MiMo-V2 gives a size for chunks that it does not have, which vLLM takes no notice of.
     is_chunked = config.get("attention_chunk_size") is not None and _PATTERN not in config
     if config.get("kv_lora_rank"):
         latent = _size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim")
-        return ModelSizes(num_layers, 1, latent, True, dtype, windows, is_chunked)
+        kinds = layer_kinds(config, num_layers)
+        layers = {
+            layer: LayerSizes(1, latent)
+            for layer in range(num_layers)
+            if kinds is None or kinds[layer] not in STATE_ONLY | NOTHING_KEPT
+        }
+        return ModelSizes(
+            *(num_layers, 1, latent, True, dtype, windows, is_chunked),
+            {} if len(layers) == num_layers else layers,
+            read_state(config, kinds or ()),
+            family,
+            drafts,
+        )
     num_heads = _size(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
     if config.get("multi_query"):
         num_kv_heads = 1
@@ -168,7 +198,11 @@ def _sizes(whole: object) -> ModelSizes:
         layers = {}
     state = read_state(config, kinds or ())
     return ModelSizes(
-        num_layers, num_kv_heads, head_size, False, dtype, windows, is_chunked, layers, state
+        *(num_layers, num_kv_heads, head_size, False, dtype, windows, is_chunked),
+        layers,
+        state,
+        family,
+        drafts,
     )
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan.mesh import MeshRank, ParallelMesh
+from ..plan.mesh import ParallelMesh
 from ..plan.reshard import Read, ReshardPlan, plan_reshard
-from ..plan.shards import Holding, Layer, Shard, shard_model
 from ..plan.verify import verify_plan
+from .caches import shard_kinds
 
 STATE_ONLY = frozenset({"mamba", "linear_attention", "conv"})
 """Kinds of layers that keep state and no KV cache."""
@@ -24,6 +24,12 @@ NOTHING_KEPT = frozenset({"mlp", "moe"})
 
 BOTH = frozenset({"hybrid"})
 """Kinds of layers that keep both."""
+
+_DELTA_NET = (
+    *("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"),
+    "conv_kernel_dim",
+)
+"""What a gated delta net is made of, as Qwen calls it after `linear_`."""
 
 _NEMOTRON = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -68,6 +74,13 @@ def layer_kinds(config: Mapping[str, Any], num_layers: int) -> list[str] | None:
         return ["hybrid"] * num_layers
     if isinstance(pattern := config.get("hybrid_override_pattern"), str):
         return [_NEMOTRON.get(letter, letter) for letter in pattern]
+    if (of_kimi := _kimi_linear(config)) is not None:
+        # Numbered from 1.
+        linear = of_kimi.get("kda_layers") or ()
+        return [
+            "linear_attention" if layer + 1 in linear else "full_attention"
+            for layer in range(num_layers)
+        ]
     return config.get("layer_types") or config.get("layers_block_type")
 
 
@@ -105,12 +118,15 @@ def _mamba2(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
 
 def _delta_net(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
     """State, q, k and v: name, units and elements of a unit."""
+    if (of_kimi := _kimi_linear(config)) is not None:
+        # All of one number and one size.
+        names = ("num_heads", "num_heads", "head_dim", "head_dim", "short_conv_kernel_size")
+        config = {
+            f"linear_{ours}": of_kimi.get(theirs)
+            for ours, theirs in zip(_DELTA_NET, names, strict=True)
+        }
     key_heads, value_heads, key_size, value_size, kernel = (
-        _first(config, f"linear_{name}")
-        for name in (
-            *("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"),
-            "conv_kernel_dim",
-        )
+        _first(config, f"linear_{name}") for name in _DELTA_NET
     )
     if not (key_heads and value_heads and key_size and value_size and kernel):
         return None
@@ -121,6 +137,12 @@ def _delta_net(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
         ("k", key_heads, key_size * rows),
         ("v", value_heads, value_size * rows),
     ]
+
+
+def _kimi_linear(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Where Kimi Linear and Kimi K3 say what their layers with state are."""
+    found = config.get("linear_attn_config")
+    return found if isinstance(found, dict) else None
 
 
 def _short_conv(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
@@ -154,28 +176,15 @@ def plan_state(
     """
     if not components:
         return ()
-    src, dst = (_shards(components, num_layers, *end) for end in (prefill, decode))
+    units = {each.name: dict.fromkeys(each.layers, each.num_units) for each in components}
+    src, dst = (
+        shard_kinds(mesh, num_layers, units, layers_per_stage)
+        for mesh, layers_per_stage in (prefill, decode)
+    )
     plan: ReshardPlan = plan_reshard(src, dst)
     faults = verify_plan(src, dst, plan)
     assert not faults, faults
     return tuple(_state_reads(plan, {each.name: each for each in components}))
-
-
-def _shards(
-    components: Sequence[StateComponent],
-    num_layers: int,
-    mesh: ParallelMesh,
-    layers_per_stage: Sequence[int] | None,
-) -> list[Shard]:
-    """What every rank holds of all components, each of which is a layer by itself."""
-    holdings: dict[MeshRank, dict[Layer, Holding]] = {rank: {} for rank in mesh.ranks()}
-    for each in components:
-        units = dict.fromkeys(each.layers, each.num_units)
-        for shard in shard_model(mesh, num_layers, units, layers_per_stage):
-            holdings[shard.rank] |= {
-                f"{layer}/{each.name}": holding for layer, holding in shard.holdings.items()
-            }
-    return [Shard(rank, held) for rank, held in holdings.items()]
 
 
 def _state_reads(

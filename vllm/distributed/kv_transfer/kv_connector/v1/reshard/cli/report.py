@@ -4,19 +4,40 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..plan.mesh import ParallelMesh
 from ..plan.reshard import ReshardPlan, plan_reshard
-from ..plan.shards import Shard, shard_model
+from ..plan.shards import Layer, Shard, shard_model
 from ..plan.text import layers_text
 from ..plan.verify import verify_plan
-from .figures import CacheFormat, PlanFigures, measure_plan
+from .caches import Cache, CacheRow, ReadPart, shard_kinds
+from .figures import CacheFormat, PlanFigures, ReadFigures, measure_plan
 from .model import LayerSizes, ModelSizes, element_bytes, read_model
 from .recurrent_state import StateRead, plan_state
+from .verdicts import Note, judge
 
 _MAX_PROMPT_TOKENS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamReport:
+    """What is told of a model that is left to upstream's connector, where nothing is planned.
+
+    Attributes:
+        prefill: The mesh that is read from.
+        decode: The mesh that reads.
+        model: The model in words.
+        caches: What is known of its kinds of cache.
+        notes: What engines would make of it.
+    """
+
+    prefill: ParallelMesh
+    decode: ParallelMesh
+    model: str
+    caches: Sequence[CacheRow]
+    notes: Sequence[Note]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +61,8 @@ class PlanReport:
         prompt_tokens: Length of the prompt that a request is counted with.
         state: What is read of recurrent state.
         state_element_bytes: Size of an element of it.
+        caches: The kinds of cache that layers keep.
+        notes: What engines would make of the model.
     """
 
     prefill: ParallelMesh
@@ -58,6 +81,31 @@ class PlanReport:
     prompt_tokens: int
     state: Sequence[StateRead] = ()
     state_element_bytes: int = 1
+    caches: Sequence[CacheRow] = ()
+    notes: Sequence[Note] = ()
+
+    @property
+    def keeps_main(self) -> bool:
+        """Whether layers keep heads or a latent, in blocks as large as `--block-size` says."""
+        return not self.caches or _main_name(self.is_mla) in {row.name for row in self.caches}
+
+    @property
+    def has_kinds(self) -> bool:
+        """Whether layers keep more than heads or a latent."""
+        return {row.name for row in self.caches} > {_main_name(self.is_mla)} or not self.keeps_main
+
+    def parts(self, figures: ReadFigures) -> Iterator[ReadPart]:
+        """A read, one kind of cache after another."""
+        by_name: dict[str, list[Layer]] = {}
+        for layer in figures.read.layers:
+            name = _main_name(self.is_mla) if isinstance(layer, int) else layer.partition("/")[2]
+            by_name.setdefault(name, []).append(layer)
+        for name, layers in by_name.items():
+            yield ReadPart(
+                name,
+                tuple(int(str(layer).partition("/")[0]) for layer in layers),
+                figures.read.num_units * sum(map(self.cache_format.token_bytes_of, layers)),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +121,8 @@ class _Sizes:
         model: What the configuration says, where there is one.
         keeps_windows: Layers with windows keep no more than these.
         layers: What each layer keeps, where they differ.
+        caches: What layers keep beside it.
+        has_main: They keep more than `caches`.
     """
 
     num_layers: int
@@ -83,15 +133,32 @@ class _Sizes:
     model: ModelSizes | None
     keeps_windows: bool
     layers: Mapping[int, LayerSizes]
+    caches: tuple[Cache, ...] = ()
+    has_main: bool = True
+
+    def identity(self, layer: int) -> Layer:
+        """By what a layer's heads or latent are known in the plan."""
+        return f"{layer}/{_main_name(self.is_mla)}" if self.caches else layer
+
+    @property
+    def main_layers(self) -> dict[int, LayerSizes]:
+        """What each layer keeps of heads or of a latent, by index."""
+        if not self.has_main:
+            return {}
+        common = LayerSizes(self.num_kv_heads, self.slot_elements or 1)
+        return dict(self.layers or dict.fromkeys(range(self.num_layers), common))
 
 
-def make_report(args: argparse.Namespace) -> PlanReport:
+def make_report(args: argparse.Namespace) -> PlanReport | UpstreamReport:
     """Plan what the arguments describe, and measure it.
 
     Raises:
-        ValueError: An argument is malformed, or vLLM could not run one of the layouts.
+        ValueError: An argument is malformed, or vLLM could not run one of the layouts, or this
+            connector would refuse it.
     """
     sizes = _read_sizes(args)
+    if sizes.caches and any(each.unserved for each in sizes.caches):
+        return _left_to_upstream(args, sizes)
     prefill, src = _read_layout(args, "prefill", sizes)
     decode, dst = _read_layout(args, "decode", sizes)
     plan = plan_reshard(src, dst)
@@ -120,7 +187,82 @@ def make_report(args: argparse.Namespace) -> PlanReport:
         prompt_tokens=args.prompt_tokens,
         state=_plan_state(args, sizes, prefill, decode),
         state_element_bytes=element_bytes(sizes.dtype),
+        caches=_rows(sizes, cache_format),
+        notes=_judge(args, sizes, prefill, decode, cache_format),
     )
+
+
+def _left_to_upstream(args: argparse.Namespace, sizes: _Sizes) -> UpstreamReport:
+    """What is told of a model that this connector does not serve.
+
+    Raises:
+        ValueError: Upstream's does not either.
+    """
+    prefill, decode = _parse_mesh(args.prefill), _parse_mesh(args.decode)
+    assert sizes.model is not None
+    rows = (
+        CacheRow(each.name, each.layers, each.unserved, 1, None, 0, None) for each in sizes.caches
+    )
+    notes = judge(sizes.model, prefill, decode, (1, 1))
+    return UpstreamReport(prefill, decode, _in_words(sizes), tuple(rows), notes)
+
+
+def _judge(
+    args: argparse.Namespace,
+    sizes: _Sizes,
+    prefill: ParallelMesh,
+    decode: ParallelMesh,
+    cache_format: CacheFormat,
+) -> tuple[Note, ...]:
+    """What engines would make of the model, unless sizes are given that take its place."""
+    if sizes.model is None or _overrides(args):
+        return ()
+    block_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+    return judge(sizes.model, prefill, decode, block_tokens)
+
+
+def _main_name(is_mla: bool) -> str:
+    return "latent" if is_mla else "heads"
+
+
+def _rows(sizes: _Sizes, cache_format: CacheFormat) -> tuple[CacheRow, ...]:
+    """The kinds of cache: heads or latents of one size and one window each, and others."""
+    block_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+    kinds: dict[tuple[LayerSizes, int, bool], list[int]] = {}
+    family = None if sizes.model is None else sizes.model.family
+    uncut = family.uncut_layers if family is not None and sizes.caches else ()
+    for layer, each in sizes.main_layers.items():
+        window = cache_format.window_tokens_by_layer.get(sizes.identity(layer), 0)
+        kinds.setdefault((each, window, layer in uncut), []).append(layer)
+    rows = []
+    for (each, window, is_whole), layers in kinds.items():
+        token_bytes = each.num_kv_heads * cache_format.token_bytes_of(sizes.identity(layers[0]))
+        moved = "whole blocks" if is_whole else "slots" if sizes.is_mla else "heads"
+        rows.append(
+            CacheRow(
+                _main_name(sizes.is_mla),
+                tuple(layers),
+                moved,
+                1,
+                block_tokens,
+                window,
+                token_bytes if sizes.slot_elements is not None else None,
+            )
+        )
+    for own in sizes.caches:
+        tokens = (own.block_tokens,) * 2 if own.block_tokens else block_tokens
+        rows.append(
+            CacheRow(
+                own.name,
+                own.layers,
+                "whole blocks" if own.is_whole else "slots",
+                own.state_tokens,
+                (tokens[0], tokens[1]),
+                own.window_tokens if sizes.keeps_windows else 0,
+                own.state_bytes / own.state_tokens,
+            )
+        )
+    return tuple(rows)
 
 
 def _plan_state(
@@ -159,6 +301,7 @@ def _read_sizes(args: argparse.Namespace) -> _Sizes:
         slot_elements = model.slot_elements
     if slot_elements is not None and slot_elements < 1:
         raise ValueError(f"--head-size is {slot_elements} but must be at least 1")
+    family = None if model is None or _overrides(args) else model.family
     return _Sizes(
         num_layers=num_layers,
         num_kv_heads=1 if is_mla else num_kv_heads,
@@ -168,6 +311,8 @@ def _read_sizes(args: argparse.Namespace) -> _Sizes:
         model=model,
         keeps_windows=_keeps_windows(args, model),
         layers={} if model is None or _overrides(args) else model.layers,
+        caches=() if family is None else family.caches,
+        has_main=family is None or (family.has_main and family.is_served),
     )
 
 
@@ -199,10 +344,12 @@ def _read_layout(
     partition = _parse_partition(role, getattr(args, f"{role}_layer_partition"))
     try:
         mesh = _parse_mesh(getattr(args, role))
-        num_kv_heads: int | dict[int, int] = sizes.num_kv_heads
-        if sizes.layers:
-            num_kv_heads = {layer: each.num_kv_heads for layer, each in sizes.layers.items()}
-        return mesh, shard_model(mesh, sizes.num_layers, num_kv_heads, partition)
+        num_kv_heads = {layer: each.num_kv_heads for layer, each in sizes.main_layers.items()}
+        if not sizes.caches:
+            return mesh, shard_model(mesh, sizes.num_layers, num_kv_heads, partition)
+        units = {_main_name(sizes.is_mla): num_kv_heads} if sizes.has_main else {}
+        units |= {each.name: dict.fromkeys(each.layers, 1) for each in sizes.caches}
+        return mesh, shard_kinds(mesh, sizes.num_layers, units, partition)
     except ValueError as error:
         raise ValueError(f"--{role} {getattr(args, role)}: {error}") from error
 
@@ -243,23 +390,30 @@ def _cache_format(args: argparse.Namespace, sizes: _Sizes) -> CacheFormat:
     # A head's key and value lie side by side, as since vLLM 0.32; 0.22.1 keeps them apart, which
     # makes twice as many descriptors of half the size.
     slot_element_bytes = (1 if sizes.is_mla else 2) * element_bytes(sizes.dtype)
+    caches: dict[Layer, Cache] = {
+        f"{layer}/{each.name}": each for each in sizes.caches for layer in each.layers
+    }
+    windows: dict[Layer, int] = {}
+    if sizes.model is not None and sizes.keeps_windows:
+        windows = {
+            sizes.identity(layer): tokens
+            for layer, tokens in sizes.model.window_tokens_by_layer.items()
+            if layer < sizes.num_layers
+        }
+        windows |= {
+            layer: each.window_tokens for layer, each in caches.items() if each.window_tokens
+        }
     return CacheFormat(
         slot_bytes=slot_element_bytes * (sizes.slot_elements or 1),
         num_planes=1,
         src_block_tokens=block_tokens[0],
         dst_block_tokens=block_tokens[1],
-        window_tokens_by_layer=(
-            {
-                layer: tokens
-                for layer, tokens in sizes.model.window_tokens_by_layer.items()
-                if layer < sizes.num_layers
-            }
-            if sizes.model is not None and sizes.keeps_windows
-            else {}
-        ),
+        window_tokens_by_layer=windows,
         slot_bytes_by_layer={
-            layer: slot_element_bytes * each.slot_elements for layer, each in sizes.layers.items()
+            sizes.identity(layer): slot_element_bytes * each.slot_elements
+            for layer, each in sizes.layers.items()
         },
+        caches=caches,
     )
 
 
@@ -273,16 +427,13 @@ def _families(layers: Mapping[int, LayerSizes]) -> dict[LayerSizes, list[int]]:
 
 def _in_words(sizes: _Sizes) -> str:
     """The model in words: 32 layers, 8 KV heads of 128 bfloat16."""
-    heads = (
-        "one latent (MLA)"
-        if sizes.is_mla
-        else f"{sizes.num_kv_heads} KV head{'s' * (sizes.num_kv_heads != 1)}"
-    )
     dtype = sizes.dtype.removeprefix("torch.")
     text = f"{sizes.num_layers} layer{'s' * (sizes.num_layers != 1)}"
-    if sizes.layers:
+    if not sizes.has_main:
+        pass
+    elif sizes.layers:
         text += "".join(
-            f"; {layers_text(layers)}: {each.num_kv_heads} KV head{'s' * (each.num_kv_heads != 1)} "
+            f"; {layers_text(layers)}: {_heads_text(each.num_kv_heads, sizes.is_mla)} "
             f"of {each.slot_elements} {dtype}"
             for each, layers in _families(sizes.layers).items()
         )
@@ -291,9 +442,14 @@ def _in_words(sizes: _Sizes) -> str:
             if sizes.model is not None and sizes.model.state:
                 text += ", but state"
     else:
-        text += f", {heads}"
+        text += f", {_heads_text(sizes.num_kv_heads, sizes.is_mla)}"
         if sizes.slot_elements is not None:
             text += f" of {sizes.slot_elements} {dtype}"
+    if sizes.model is not None and sizes.model.family is not None and sizes.caches:
+        text = f"{sizes.model.family.name}, {text}"
+    if any(not each.unserved for each in sizes.caches):
+        names = ", ".join(each.name for each in sizes.caches)
+        text += f"; beside it {names}" if sizes.has_main else f": {names}"
     windows = {} if sizes.model is None else sizes.model.window_tokens_by_layer
     if windows:
         tokens = ", ".join(map(str, sorted(set(windows.values()))))
@@ -304,3 +460,9 @@ def _in_words(sizes: _Sizes) -> str:
         )
         text += f"; windows of {tokens} tokens in {len(windows)} layers, {kept}"
     return text
+
+
+def _heads_text(num_kv_heads: int, is_mla: bool) -> str:
+    if is_mla:
+        return "one latent (MLA)"
+    return f"{num_kv_heads} KV head{'s' * (num_kv_heads != 1)}"

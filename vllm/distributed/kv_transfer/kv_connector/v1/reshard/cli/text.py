@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -11,8 +12,10 @@ from rich.text import Text
 
 from ..plan.text import ranges_text, ranks_text
 from .advice import advise, bytes_text
+from .caches import CacheRow
 from .figures import SourceFigures
-from .report import PlanReport
+from .report import PlanReport, UpstreamReport
+from .verdicts import Note
 
 _UNKNOWN = "?"
 _WAYS_NOTE = (
@@ -22,9 +25,17 @@ _WAYS_NOTE = (
 )
 
 
-def print_report(report: PlanReport, console: Console) -> None:
-    """Print meshes, reads, what they cost each rank, and warnings."""
+def print_report(report: PlanReport | UpstreamReport, console: Console) -> None:
+    """Print meshes, kinds of cache, reads, what they cost each rank, and warnings."""
     _print_heading(report, console)
+    if isinstance(report, UpstreamReport):
+        console.print()
+        console.print(_caches(report.caches))
+        _print_notes(report.notes, console)
+        return
+    if report.has_kinds:
+        console.print()
+        console.print(_caches(report.caches))
     console.print()
     console.print(_reads(report))
     console.print()
@@ -35,7 +46,10 @@ def print_report(report: PlanReport, console: Console) -> None:
     for table in (*state, _decode_ranks(report), _prefill_ranks(report)):
         console.print()
         console.print(table)
-    cache_format = report.cache_format if report.knows_bytes else None
+    _print_notes(report.notes, console)
+    # What is kept instead of heads has blocks that `--block-size` does not change.
+    is_chosen = report.knows_bytes and report.keeps_main
+    cache_format = report.cache_format if is_chosen else None
     warnings = list(
         advise(report.figures, report.src, report.dst, cache_format, is_mla=report.is_mla)
     )
@@ -53,43 +67,88 @@ def print_report(report: PlanReport, console: Console) -> None:
         console.print(items)
 
 
-def _print_heading(report: PlanReport, console: Console) -> None:
-    cache_format = report.cache_format
-    src_tokens, dst_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
-    blocks = (
-        f"blocks of {src_tokens} tokens"
-        if src_tokens == dst_tokens
-        else f"blocks of {src_tokens} tokens at prefill and {dst_tokens} at decode"
-    )
-    grid = Table.grid(padding=(0, 2))
-    for name, text in (
+def _print_notes(notes: Sequence[Note], console: Console) -> None:
+    """Say what engines would make of it, one note a line."""
+    if not notes:
+        return
+    console.print()
+    console.print(Text("What engines make of it", style="bold"))
+    items = Table.grid(padding=(0, 1))
+    for note in notes:
+        items.add_row(Text("-"), Text(f"{note.verdict.value}, {note.where}: {note.why}."))
+    console.print(items)
+
+
+def _print_heading(report: PlanReport | UpstreamReport, console: Console) -> None:
+    rows = [
         ("prefill", f"{report.prefill}, {_count(report.prefill.world_size, 'rank')}"),
         ("decode", f"{report.decode}, {_count(report.decode.world_size, 'rank')}"),
         ("model", report.model),
-        ("cache", f"{blocks}, heads before tokens within a block (HND)"),
-    ):
+    ]
+    if isinstance(report, PlanReport) and report.keeps_main:
+        cache_format = report.cache_format
+        tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+        rows.append(
+            ("cache", f"blocks of {_tokens(tokens)}, heads before tokens within a block (HND)")
+        )
+    grid = Table.grid(padding=(0, 2))
+    for name, text in rows:
         grid.add_row(Text(name, style="bold"), Text(text))
     console.print(grid)
 
 
+def _tokens(block_tokens: tuple[int, int]) -> str:
+    """Tokens in a block, at both ends."""
+    src_tokens, dst_tokens = block_tokens
+    if src_tokens == dst_tokens:
+        return f"{src_tokens} tokens"
+    return f"{src_tokens} tokens at prefill and {dst_tokens} at decode"
+
+
+def _caches(rows: Sequence[CacheRow]) -> Table:
+    """The kinds of cache that layers keep."""
+    table = _table("Caches")
+    for name in ("cache", "layers", "moved as", "blocks of", "kept"):
+        table.add_column(name)
+    table.add_column("a token\nof a layer", justify="right")
+    for row in rows:
+        layers = f"{len(row.layers)}: {ranges_text(row.layers)}"
+        kept = f"last {row.window_tokens} tokens" if row.window_tokens else "all"
+        if row.state_tokens > 1:
+            kept += f", {row.state_tokens} as one"
+        table.add_row(
+            *_cells(
+                row.name,
+                layers,
+                row.moved,
+                "-" if row.block_tokens is None else _tokens(row.block_tokens),
+                "-" if row.block_tokens is None else kept,
+                "-" if row.token_bytes is None else bytes_text(row.token_bytes),
+            )
+        )
+    return table
+
+
 def _reads(report: PlanReport) -> Table:
     table = _table("Reads")
-    for name in ("decode", "reads from", "layers", "heads", "offsets"):
+    has_kinds = report.has_kinds
+    for name in ("decode", "reads from", *(("cache",) * has_kinds), "layers", "heads", "offsets"):
         table.add_column(name)
     table.add_column("a token", justify="right")
     for reader in report.figures.readers:
-        for position, figures in enumerate(reader.reads):
-            read = figures.read
+        parts = [(each.read, part) for each in reader.reads for part in report.parts(each)]
+        for position, (read, part) in enumerate(parts):
             table.add_row(
                 *_cells(
                     "" if position else str(reader.rank),
                     str(read.src_rank),
-                    ranges_text([int(layer) for layer in read.layers]),
+                    *((part.name,) * has_kinds),
+                    ranges_text(part.layers),
                     str(read.units),
                     f"{read.src_unit_offset} -> {read.dst_unit_offset}",
-                    _bytes(report, figures.token_bytes),
+                    _bytes(report, part.token_bytes),
                 ),
-                end_section=position == len(reader.reads) - 1,
+                end_section=position == len(parts) - 1,
             )
     return table
 
@@ -232,7 +291,7 @@ def _cells(*texts: str) -> list[Text]:
     return [Text(text) for text in texts]
 
 
-def _bytes(report: PlanReport, num_bytes: int) -> str:
+def _bytes(report: PlanReport, num_bytes: float) -> str:
     return bytes_text(num_bytes) if report.knows_bytes else _UNKNOWN
 
 

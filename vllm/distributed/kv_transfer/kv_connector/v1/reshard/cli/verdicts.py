@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines would make of a model, in words: served, refused, or left to upstream's, and where.
+
+What a block's inside is depends on the attention backend, and so on the GPU and on options that
+`config.json` does not know. Engines compare it when they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from ..plan.mesh import ParallelMesh
+from ..plan.text import layers_text
+from .caches import Family
+from .model import ModelSizes
+
+
+class Verdict(Enum):
+    """What becomes of it."""
+
+    SERVED = "served"
+    REFUSED = "refused"
+    UPSTREAM = "upstream's"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What engines would make of a part of a model, or of all of it.
+
+    Attributes:
+        verdict: What becomes of it.
+        where: On which devices, and with which options.
+        why: The rest, as one sentence without its end.
+    """
+
+    verdict: Verdict
+    where: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """An attention backend that arranges heads in blocks as it likes.
+
+    Attributes:
+        where: On which devices it is used, and with which options.
+        is_whole: Nobody looks into its blocks, which every rank has others of.
+    """
+
+    where: str
+    is_whole: bool = False
+
+
+ARRANGED = (
+    Backend("CPU_ATTN on CPU"),
+    Backend("FLASHINFER on NVIDIA with --kv-cache-dtype nvfp4"),
+    Backend("ROCM_ATTN on AMD"),
+    Backend("ROCM_AITER_FA on AMD with VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"),
+    Backend("ROCM_AITER_UNIFIED_ATTN on AMD with VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", is_whole=True),
+)
+"""Backends of attention with heads whose blocks must be equal at both engines."""
+
+EVERYWHERE = "everywhere"
+FIRST_BASE = "vLLM 0.22.1"
+_BLACKWELL = "NVIDIA Blackwell"
+
+
+def judge(
+    model: ModelSizes,
+    prefill: ParallelMesh,
+    decode: ParallelMesh,
+    block_tokens: tuple[int, int],
+) -> tuple[Note, ...]:
+    """Say what engines would make of a model with two layouts.
+
+    Args:
+        model: The model.
+        prefill: The mesh that is read from.
+        decode: The one that reads.
+        block_tokens: Tokens in a block of each.
+
+    Raises:
+        ValueError: They would refuse it when they start.
+    """
+    if (family := model.family) is not None and not family.is_served:
+        return (_left_to_upstream(family, prefill, decode),)
+    notes = [] if family is None else [*_of_family(family, prefill, decode)]
+    shares_slots = family is not None and any(each.state_tokens > 1 for each in family.caches)
+    if shares_slots or model.state:
+        what = "several tokens as one" if shares_slots else "recurrent state"
+        notes.append(
+            Note(
+                Verdict.UPSTREAM,
+                FIRST_BASE,
+                f"a model that keeps {what} is left to upstream's NixlConnector, and refused with "
+                "stages",
+            )
+        )
+    if model.keeps_heads:
+        notes += _of_backends(prefill, decode, block_tokens)
+    if model.draft_layers:
+        notes.append(_drafts(model.draft_layers))
+    return tuple(notes)
+
+
+def _left_to_upstream(family: Family, prefill: ParallelMesh, decode: ParallelMesh) -> Note:
+    kept = "; ".join(
+        f"{layers_text(each.layers)} keep{'s' * (len(each.layers) == 1)} {each.unserved}"
+        for each in family.unserved
+    )
+    if max(prefill.pp_size, decode.pp_size) > 1:
+        raise ValueError(
+            f"{family.name} is left to upstream's NixlConnector, which does not support pipeline "
+            f"parallelism ({kept}): use pp=1 at both engines"
+        )
+    if max(prefill.tp_size, decode.tp_size) % min(prefill.tp_size, decode.tp_size):
+        raise ValueError(
+            f"{family.name} is left to upstream's NixlConnector, which needs TP sizes of which one "
+            f"divides the other, not {prefill.tp_size} and {decode.tp_size} ({kept}): use others"
+        )
+    return Note(
+        Verdict.UPSTREAM,
+        EVERYWHERE,
+        f"{family.name} is left to upstream's NixlConnector, at both engines: {kept}",
+    )
+
+
+def _of_family(family: Family, prefill: ParallelMesh, decode: ParallelMesh) -> Iterator[Note]:
+    """What is particular to a family that is served."""
+    if whole := [each.name for each in family.caches if each.is_whole]:
+        yield Note(
+            Verdict.SERVED,
+            EVERYWHERE,
+            f"whole blocks of {_listed(whole)}, with any TP and PP, where both engines have the "
+            "same attention backends",
+        )
+    if family.uncut_layers:
+        yield _uncut(
+            EVERYWHERE,
+            f"the heads of {layers_text(family.uncut_layers)}, moved in whole blocks",
+            prefill,
+            decode,
+        )
+    if family.chooses_fp8_on_blackwell:
+        yield Note(
+            Verdict.REFUSED,
+            f"{_BLACKWELL} beside any other",
+            f"{family.name} keeps its latent there in 8 bits, unless both engines are given one "
+            "--kv-cache-dtype",
+        )
+
+
+def _of_backends(
+    prefill: ParallelMesh, decode: ParallelMesh, block_tokens: tuple[int, int]
+) -> Iterator[Note]:
+    """What backends that arrange blocks as they like do not allow of these layouts."""
+    if block_tokens[0] != block_tokens[1]:
+        yield Note(
+            Verdict.REFUSED,
+            _listed([each.where for each in ARRANGED]),
+            "what is arranged by the backend needs one --block-size at both engines, not "
+            f"{block_tokens[0]} and {block_tokens[1]}",
+        )
+    for each in ARRANGED:
+        if each.is_whole and prefill.tp_size != decode.tp_size:
+            yield _uncut(each.where, "heads, moved in whole blocks", prefill, decode)
+
+
+def _uncut(where: str, what: str, prefill: ParallelMesh, decode: ParallelMesh) -> Note:
+    """Blocks of a rank's own, which nobody cuts."""
+    if prefill.tp_size == decode.tp_size:
+        return Note(Verdict.SERVED, where, f"{what}, as long as TP is the same at both engines")
+    return Note(
+        Verdict.REFUSED,
+        where,
+        f"{what}, need one --tensor-parallel-size at both engines, not {prefill.tp_size} and "
+        f"{decode.tp_size}",
+    )
+
+
+def _drafts(num_layers: int) -> Note:
+    return Note(
+        Verdict.SERVED,
+        "--speculative-config with method mtp",
+        f"{num_layers} layer{'s' * (num_layers != 1)} more, on the last stage, which "
+        f"{'is' if num_layers == 1 else 'are'} not counted here: both engines draft alike, or "
+        "neither does",
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:-1]) + " and " * (len(names) > 1) + names[-1]
