@@ -13,9 +13,9 @@ PACKAGE = ROOT / "vllm/distributed/kv_transfer/kv_connector/v1/reshard"
 COMMAND = PACKAGE / "cli"
 """`kv-plan`, which answers to who has just typed: its lines say all there is to say."""
 BESIDE_IT = sorted((ROOT / "bases").rglob("*.py"))
-SILENT = {"verify.py", "stats.py", "summary.py"}
+SILENT = {"verify.py", "stats.py", "summary.py", "arrangement.py"}
 """Modules whose sentences are no messages: faults of a plan, which the worker's message quotes,
-help texts of metrics, and words for a plan."""
+help texts of metrics, words for a plan, and for ways to fill a block."""
 
 FEWEST_WORDS = 4
 """A string of fewer words is a name, or a part of a message."""

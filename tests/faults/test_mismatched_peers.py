@@ -107,7 +107,7 @@ def test_upstreams_connector_cannot_read_from_ours(
     stage.abandoned += 1
     (line,) = ours.complaints(but=LEASE_RAN_OUT)
     assert ROWS["upstream's connector reads from this one"].tells("500", line, "lease"), line
-    assert theirs.find("this engine does not run upstream's NixlConnector; configure the same")
+    assert theirs.find("the one that asks does: see why in that engine's log, where it was left")
     assert ask_unaided(stranger, stage.model, text)
 
 
@@ -116,11 +116,12 @@ def test_ours_cannot_read_from_upstreams_connector(
 ) -> None:
     """The client gets an error, the log one line with the remedy, and the other engine lives."""
     stranger, text = strangers["upstream's connector"], stage.text()
-    log = Log(stage.decode.child.log_path)
+    theirs, log = (Log(each.child.log_path) for each in (stranger, stage.decode))
     with stage.router_to(stranger, stage.decode) as router:
         assert_failed(post(router, stage.model, text))
     (line,) = log.complaints()
     assert ROWS["this connector reads from upstream's"].tells("500", line, "lease"), line
+    assert theirs.find("which runs upstream's NixlConnector: see why in that engine's log")
     assert ask_unaided(stranger, stage.model, text)
 
 

@@ -38,7 +38,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 
 ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
-MAMBA = MambaSpec(block_size=16, shapes=((1,), (1,)), dtypes=(torch.float32,) * 2)
+# Its convolution has 24 channels in either order.
+MAMBA = MambaSpec(block_size=16, shapes=((24, 24), (4, 4, 4)), dtypes=(torch.float32,) * 2)
 
 
 @pytest.fixture

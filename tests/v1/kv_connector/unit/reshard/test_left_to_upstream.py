@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +19,14 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
 )
 
+from tests.bases import requires_base
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import is_in_two_memories
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import (
+    OWN_OPTIONS,
+    Settings,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 
 UPSTREAMS_PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
@@ -44,8 +50,8 @@ def create(make_config, monkeypatch):
     """Creates the scheduler's side by the name; what is left to upstream becomes a stub."""
     monkeypatch.setattr(upstream, "NixlConnector", lambda *_: Stub())
 
-    def make(**changes):
-        config = make_config("NixlConnector")
+    def make(*, extra_config=None, **changes):
+        config = make_config("NixlConnector", extra_config=extra_config or {})
         for field, value in changes.items():
             owner = config.model_config if field == "enable_sleep_mode" else config.parallel_config
             setattr(owner, field, value)
@@ -134,8 +140,69 @@ def test_caches_in_host_memory_are_recognised():
     assert is_in_two_memories(cache) == known
 
 
+def test_log_says_what_is_lost(create, monkeypatch, caplog_vllm):
+    """Options of ours do nothing then, some of which keep others out."""
+    monkeypatch.setattr(connector_module, "keeps_groups_back", lambda _: True)
+    create(extra_config={"num_threads": 2})
+    assert "some of its KV-cache groups are not transferred. The engines that" in caplog_vllm.text
+    assert "has no" not in caplog_vllm.text
+    create(extra_config={"trusted_peers": ["10.0.0.0/8"], "side_channel_key_file": "key"})
+    assert "NixlConnector has no side_channel_key_file, trusted_peers: " in caplog_vllm.text
+
+
+def test_own_options_are_those_that_upstream_does_not_read():
+    """Its modules name all the others."""
+    package = Path(upstream.__file__).parent
+    read = "\n".join(path.read_text() for path in package.glob("*.py"))
+    options = set(Settings.__struct_encode_fields__)
+    assert options > OWN_OPTIONS
+    assert not {name for name in OWN_OPTIONS if f'"{name}"' in read}
+    # Which later releases no longer have, and those before do not have yet.
+    others = {"enable_cross_layers_blocks", "engine_ttl", "decoder_kv_blocks_ttl"}
+    assert {name for name in options - OWN_OPTIONS - others if f'"{name}"' not in read} == set()
+
+
+def test_other_name_is_refused_where_upstreams_would_serve(make_config, monkeypatch):
+    """Some engines are checked by the name of their connector, which must be that one's."""
+    monkeypatch.setattr(connector_module, "keeps_groups_back", lambda _: True)
+    config = make_config("NixlConnector")
+    config.kv_transfer_config.kv_connector = "ReshardConnector"
+    with pytest.raises(LocalLayoutError, match="set kv_connector to NixlConnector"):
+        NixlConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+
+
+def test_items_without_names_are_left_to_upstream(create, monkeypatch):
+    """What it moves is bound to nothing, so that it needs none."""
+    monkeypatch.setattr(connector_module, "counted_items", lambda _: "items are counted")
+    assert type(create()) is Stub
+
+
+@requires_base("0.32.0", "0.33.0", reason="it has no such layers")
+def test_answers_with_a_gap_are_not_offered_back(make_config):
+    """A prompt is whole, and may be read; what lies between it and an answer's end is gone."""
+    from vllm.v1.kv_cache_interface import RSWASpec
+
+    spec = RSWASpec(**SIZES, rswa_window=32)
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
+    connector = NixlConnector(make_config("NixlConnector"), KVConnectorRole.SCHEDULER, cache)
+    assert type(connector) is NixlConnector
+    connector.shutdown()
+    config = make_config("NixlConnector", extra_config={"bidirectional_kv_xfer": True})
+    with pytest.raises(LocalLayoutError, match="cannot offer the answer: leave that option out"):
+        NixlConnector(config, KVConnectorRole.SCHEDULER, cache)
+
+
+def test_sleep_mode_is_left_to_upstream_where_it_serves_it(create, monkeypatch):
+    """Releases that give registrations back, and take them up again."""
+    monkeypatch.setattr(connector_module, "SLEEP_IS_UPSTREAMS", True)
+    assert type(create(enable_sleep_mode=True)) is Stub
+    with pytest.raises(LocalLayoutError, match=f"--enable-sleep-mode .*{WITHOUT_STAGES}"):
+        create(enable_sleep_mode=True, pipeline_parallel_size=2)
+
+
 @pytest.mark.parametrize("pp_size", [1, 2])
-def test_sleep_mode_is_refused(create, pp_size):
+def test_sleep_mode_is_refused(create, monkeypatch, pp_size):
     """Other engines would read memory that was taken away."""
+    monkeypatch.setattr(connector_module, "SLEEP_IS_UPSTREAMS", False)
     with pytest.raises(LocalLayoutError, match=r"--enable-sleep-mode .*leave it out"):
         create(enable_sleep_mode=True, pipeline_parallel_size=pp_size)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,11 @@ from transformers import LlamaConfig
 
 from tests.v1.kv_connector.unit.reshard.engine.configs import config, speculative
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import factors as factors_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.content import counted_items
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.factors import (
     compatibility_factors,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
-    LocalLayoutError,
     RemoteIncompatibleError,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import (
@@ -193,13 +192,12 @@ def test_multimodal_items_are_hashed_with_the_models_path():
 
 
 @pytest.mark.parametrize(
-    ("cache_gb", "prefix_caching", "refused"),
+    ("cache_gb", "prefix_caching", "counted"),
     [(0, False, True), (0, True, False), (4, False, False)],
 )
-def test_items_that_are_only_counted_are_refused(cache_gb, prefix_caching, refused):
+def test_items_that_are_only_counted_are_recognised(cache_gb, prefix_caching, counted):
     """What is named by a number of the process's own is another item elsewhere."""
-    counted = config(
-        multimodal=SimpleNamespace(mm_processor_cache_gb=cache_gb), prefix_caching=prefix_caching
-    )
-    with pytest.raises(LocalLayoutError, match="leave one") if refused else nullcontext():
-        compatibility_factors(counted)
+    values = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    reason = counted_items(config(multimodal=values, prefix_caching=prefix_caching))
+    assert ("count multimodal items" in (reason or "")) is counted
+    assert counted_items(config(prefix_caching=False)) is None

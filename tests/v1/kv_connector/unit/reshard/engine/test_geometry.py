@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import (
     describe_cache,
+    keeps_no_middle,
     latent_layers,
     memory_regions,
+    window_groups,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 
@@ -42,6 +45,30 @@ def cache_of(spec, tensor: torch.Tensor | None = None, *, blocks: int = BLOCKS):
     """The cache of one layer with the given specification."""
     tensor = forms.empty(blocks, HEADS, TOKENS, SIZE) if tensor is None else tensor
     return describe_cache({"layer": tensor}, config("layer", spec=spec), {"layer": forms.backend()})
+
+
+@requires_base("0.32.0", "0.33.0", reason="it has no such layers")
+def test_prompts_with_a_window_of_answers_are_as_all_others():
+    """The release gives up what lies between a prompt and that window, and nothing of a prompt."""
+    from vllm.v1.core.single_type_kv_cache_manager import RSWAManager
+    from vllm.v1.kv_cache_interface import RSWASpec
+
+    spec = RSWASpec(**SIZES, dtype=torch.float32, rswa_window=32)
+    tensor = forms.empty(BLOCKS, HEADS, TOKENS, SIZE)
+    assert cache_of(spec, tensor) == cache_of(FULL, tensor)
+    assert keeps_no_middle(config("layer", spec=spec)) and not keeps_no_middle(config("layer"))
+    assert window_groups(config("layer", spec=spec)) == frozenset()
+    freed: list[range] = []
+    manager = SimpleNamespace(
+        block_size=TOKENS,
+        rswa_window=32,
+        _remove_blocks_in_range=lambda _, first, last: freed.append(range(first, last)),
+    )
+    for num_tokens in (100, 200):
+        RSWAManager.remove_skipped_blocks(manager, "a", num_tokens, num_prompt_tokens=100)
+    at_the_end_of_a_prompt, in_an_answer = map(list, freed)
+    assert at_the_end_of_a_prompt == []
+    assert in_an_answer == [7, 8, 9]
 
 
 @pytest.mark.parametrize("token_major", [False, True])
@@ -127,7 +154,7 @@ def test_scales_beside_what_they_scale_are_read_with_it():
     [
         pytest.param(
             MambaSpec(block_size=TOKENS, shapes=((1,),), dtypes=(torch.half,)),
-            r"layer layer keeps 1 states of kind MAMBA2.*upstream's connector",
+            "keeps MambaSpec in a form that is not known",
             marks=requires_base("0.32.0", "0.33.0", reason="state is left to upstream's"),
         ),
         (

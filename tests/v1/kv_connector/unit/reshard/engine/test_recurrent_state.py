@@ -42,8 +42,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import (
+    describe_cache,
+    latent_layers,
     state_groups,
     token_layers,
+    unserved_layer,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.ownership import shard_of_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.recurrent_state import (
@@ -58,7 +61,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    Holding,
+    Shard,
+    UnitInterval,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
 
@@ -83,6 +90,7 @@ class StateFamily:
         groups: Groups of Mamba 2, heads of queries of a gated delta net.
         kernel: Width of the convolution.
         dtype: Type of the recurrent state.
+        replicated: Whether every rank has all of it, as of Qwen4's `PleShortConv`.
     """
 
     kind: str
@@ -92,9 +100,11 @@ class StateFamily:
     groups: int = 4
     kernel: int = 4
     dtype: torch.dtype = torch.float32
+    replicated: bool = False
 
     def shapes(self, tp: int) -> tuple[tuple[int, ...], ...]:
         """What vLLM says that a rank keeps."""
+        tp = 1 if self.replicated else tp
         heads, size, columns, groups = self.heads, self.head_size, self.columns, self.groups
         if self.kind == "MAMBA2":
             return _CALCULATOR.mamba2_state_shape(
@@ -120,10 +130,12 @@ class StateFamily:
             dtypes=dtypes,
             page_size_padded=page_bytes,
             mamba_type=MambaAttentionBackendEnum[self.kind],
+            tp_replicated=self.replicated,
         )
 
     def parts(self, tp: int) -> list[tuple[int, int, bool]]:
         """What the loader of the convolution's weights is told of its components."""
+        tp = 1 if self.replicated else tp
         main = self.heads * (self.head_size if self.kind in ("MAMBA2", "GDN_ATTN") else 1)
         if self.kind == "MAMBA2":
             extra = _CALCULATOR.extra_groups_for_head_shards(self.groups, tp)
@@ -140,6 +152,7 @@ class StateFamily:
 
     def pages(self, seed: int, tp: int, tp_rank: int, dim_first: bool) -> np.ndarray:
         """The pages of random state on a rank, those of all blocks; uint8 [blocks, bytes]."""
+        tp, tp_rank = (1, 0) if self.replicated else (tp, tp_rank)
         random = np.random.default_rng(seed)
         parts, spec = self.parts(1), self.spec(tp)
         pages = []
@@ -172,6 +185,9 @@ FAMILIES = {
     "gated delta net, as many heads": StateFamily("GDN_ATTN", groups=8, columns=4),
     "mamba 1": StateFamily("MAMBA1", heads=24),
     "short convolution": StateFamily("SHORT_CONV", heads=24, dtype=torch.bfloat16),
+    "short convolution, on every rank": StateFamily(
+        "SHORT_CONV", heads=24, dtype=torch.bfloat16, replicated=True
+    ),
     "linear attention": StateFamily("LINEAR"),
 }
 LAYOUTS = {
@@ -234,7 +250,7 @@ class HybridEngine(Engine):
             ),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             attention_config=None,
-            compilation_config=SimpleNamespace(pass_config=None),
+            compilation_config=SimpleNamespace(pass_config=None, static_forward_context={}),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
             speculative_config=None,
             parallel_config=SimpleNamespace(
@@ -436,26 +452,35 @@ def test_state_of_another_form_is_refused_at_the_handshake(engines, caplog_vllm,
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (dict(shapes=((1,),)), "layer a keeps 1 states of kind MAMBA2, which are not known"),
-        (dict(tp_replicated=True), "layer a keeps 2 states of kind MAMBA2, which are not known"),
-        (dict(shapes=((3, 33), (4, 4, 4))), "keeps 33 channels .* a state of 4 x 4 x 4"),
-        (dict(shapes=((3, 16), (4, 4, 4))), "keeps 16 channels .* a state of 4 x 4 x 4"),
-        (dict(shapes=((3, 28), (4, 4, 4))), "keeps 28 channels .* a state of 4 x 4 x 4"),
-    ],
+    "shapes",
+    [((1,),), ((3, 33), (4, 4, 4)), ((3, 16), (4, 4, 4)), ((3, 28), (4, 4, 4)), ((3, 24), (4, 4))],
 )
-def test_state_that_is_not_known_is_refused_by_name(monkeypatch, spec, message):
-    """With what it is, when the engine starts."""
+def test_state_that_is_not_known_is_none_of_ours(monkeypatch, shapes):
+    """Its parts are not those of its kind, which its specification tells before any cache is."""
     monkeypatch.setattr(state_module, "is_conv_state_dim_first", lambda: False)
-    shapes = spec.get("shapes", ((3, 24), (4, 4, 4)))
-    dtypes = (torch.float32,) * len(shapes)
-    made = replace(
-        MambaSpec(block_size=16, shapes=shapes, dtypes=dtypes),
-        **{name: value for name, value in spec.items() if name != "shapes"},
-    )
-    with pytest.raises(LocalLayoutError, match=message):
-        describe_state("a", torch.zeros(4, 1, 1, 4096, dtype=torch.int8), made)
+    spec = MambaSpec(block_size=16, shapes=shapes, dtypes=(torch.float32,) * len(shapes))
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["a"], spec)])
+    named = "layer a keeps MambaSpec in a form that is not known here"
+    assert unserved_layer(cache) == named
+    with pytest.raises(LocalLayoutError, match=named):
+        describe_cache({"a": torch.zeros(4, 1, 1, 4096, dtype=torch.int8)}, cache, {})
+    known = replace(spec, shapes=((3, 24), (4, 4, 4)), dtypes=(torch.float32,) * 2)
+    assert unserved_layer(KVCacheConfig(4, [], [KVCacheGroupSpec(["a"], known)])) is None
+
+
+def test_state_of_every_rank_is_one_unit():
+    """Each rank says that it has all of it, and not a share that nobody else has."""
+    spec = FAMILIES["short convolution, on every rank"].spec(2)
+    cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["conv"], spec)])
+    assert unserved_layer(cache_config) is None
+    tensor = torch.zeros(4, 1, 1, spec.page_size_bytes, dtype=torch.int8)
+    backend = SimpleNamespace(get_name=lambda: "SHORT_CONV")
+    cache = describe_cache({"conv": tensor}, cache_config, {"conv": backend})
+    latent = latent_layers(cache_config)
+    assert latent == cache.layers.keys() == {"conv/x"}
+    for rank in range(2):
+        shard = shard_of_worker(MeshRank(0, rank), 2, cache, latent)
+        assert shard.holdings == {"conv/x": Holding(UnitInterval(0, 1), 1)}
 
 
 def test_layers_of_state_are_none_of_drafts():
@@ -537,7 +562,8 @@ def _described(family: StateFamily, tp: int, tp_rank: int, dim_first: bool):
         part.name: LayerCache(
             (replace(part.plane, address=part.plane.address - tensor.data_ptr()),), 0
         )
-        for part in describe_state("layer", tensor, family.spec(tp))
+        for part in describe_state(tensor, family.spec(tp))
     }
     cache = RankCache(NUM_BLOCKS, 0, layers)
-    return shard_of_worker(MeshRank(0, tp_rank), tp, cache, set()), cache, pages
+    latent = set(layers) if family.replicated else set()
+    return shard_of_worker(MeshRank(0, tp_rank), tp, cache, latent), cache, pages

@@ -392,9 +392,8 @@ class TestPeer:
 
     def test_upstreams_connector(self):
         """It is recognised by the beginning of its own handshake."""
-        with pytest.raises(
-            RemoteIncompatibleError, match=r"runs upstream's NixlConnector.*same connector on both"
-        ):
+        message = r"runs upstream's NixlConnector.*kv_connector_module_path"
+        with pytest.raises(RemoteIncompatibleError, match=message):
             decode_reply([encode(NixlHandshakePayload("5ca1ab1e", b""))], FACTORS)
 
     def test_another_connector(self):

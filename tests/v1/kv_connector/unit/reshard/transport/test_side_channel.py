@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import socket
 import struct
 import threading
@@ -64,6 +65,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel
 )
 
 encode = msgspec.msgpack.encode
+REMEDY = (
+    r"'Using upstream's NixlConnector'.* or set kv_connector_module_path to vllm\.distributed\."
+    r"kv_transfer\.kv_connector\.v1\.nixl on the other one, too"
+)
 
 
 @pytest.fixture
@@ -128,7 +133,7 @@ class TestBetweenOurselves:
     def test_another_version(self, server, monkeypatch):
         """A client of another version is refused in words, and says so."""
         answer = ask(server.port, encode([b"reshard/6", 0]))
-        monkeypatch.setattr(metadata, "CONNECTOR_VERSION", 5)
+        monkeypatch.setattr(metadata, "CONNECTOR_VERSION", 6)
         with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/5, .* reshard/6"):
             metadata.decode_reply(answer, FACTORS)
 
@@ -212,8 +217,8 @@ class TestPeersThatDoNotServe:
 class TestUpstream:
     """Either side of ours against the other side of upstream's NixlConnector."""
 
-    def test_our_client_at_upstreams_listener(self):
-        """The listener lives on, and our error says what the peer is."""
+    def test_our_client_at_upstreams_listener(self, caplog_vllm):
+        """The listener lives on; our error says what the peer is, its log what to do there."""
         port, ready, stop = free_port(), threading.Event(), threading.Event()
         payload = encode(NixlHandshakePayload("5ca1ab1e", b"metadata"))
         listener = threading.Thread(
@@ -225,8 +230,10 @@ class TestUpstream:
         try:
             assert ready.wait(DEADLINE_S)
             for _ in range(3):
-                with pytest.raises(RemoteIncompatibleError, match="runs upstream's NixlConnector"):
+                error = f"runs upstream's NixlConnector, but this engine runs reshard/5: .*{REMEDY}"
+                with pytest.raises(RemoteIncompatibleError, match=error):
                     fetch(port)
+            assert re.search(f"unexpected message .*reshard/5 reads .*{REMEDY}", caplog_vllm.text)
             # Its own peers are still served.
             assert ask(port, encode(forms.upstreams_request(1)))[0] == payload
             assert listener.is_alive()
@@ -251,27 +258,34 @@ class TestUpstream:
     def test_our_own_verb_is_answered_whatever_follows(self, server, numbers):
         """Peers on other releases send other numbers, and may be told what differs."""
         assert ask(server.port, encode((b"reshard/5", *numbers))) == REPLY
+        assert ask(server.port, encode((b"reshard/5 and words", *numbers))) == REPLY
 
     @pytest.mark.parametrize("tp_rank", [0, 7])
-    def test_upstreams_client_at_our_server(self, server, tp_rank):
+    def test_upstreams_client_at_our_server(self, server, warnings, tp_rank):
         """It can decode the answer, cannot take it for a match, and quotes our words."""
         answer, *_ = ask(server.port, encode(forms.upstreams_request(tp_rank)))
         payload = msgspec.msgpack.decode(answer, type=NixlHandshakePayload)
         assert payload.compatibility_hash.startswith("reshard/5: this engine does not run upstream")
         assert payload.agent_metadata_bytes == b""
         assert server.counters == ServerCounters(refused=1)
+        assert re.search(f"a peer runs upstream's NixlConnector.*{REMEDY}", warnings[0])
         assert fetch(server.port) == WORKERS
 
     @pytest.mark.parametrize(
         ("enforced", "message"),
         [
-            (True, "hash mismatch.*reshard/5: this engine does not run upstream's NixlConnector"),
+            (True, f"hash mismatch.*reshard/5: this engine does not run upstream's.*{REMEDY}"),
             (False, "Failed to decode NixlAgentMetadata"),
         ],
         ids=["hash checked", "hash not checked"],
     )
-    def test_upstreams_worker_refuses_at_the_handshake(self, server, enforced, message):
-        """Its own code ends with an error that carries our words, and connects to nothing."""
+    def test_upstreams_worker_refuses_at_the_handshake(
+        self, server, caplog_vllm, enforced, message
+    ):
+        """Its own code ends with an error that carries our words, and connects to nothing.
+
+        Where it does not check, its error says nothing; our words stand in the line before that.
+        """
         worker = SimpleNamespace(
             use_host_buffer=True,
             transfer_topo=SimpleNamespace(handshake_target_ranks=lambda *sizes: [0]),
@@ -281,6 +295,7 @@ class TestUpstream:
         )
         with pytest.raises(RuntimeError, match=message):
             NixlConnectorWorker._nixl_handshake(worker, HOST, server.port, 1, "engine")
+        assert enforced or re.search(f"check passed .*{REMEDY}", caplog_vllm.text)
         assert server.counters == ServerCounters(refused=1)
 
 

@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from .engine.compat import (
     CONTEXT_PARALLELISM_IS_UPSTREAMS,
     FAILED_READS_ARE_NAMED,
+    SLEEP_IS_UPSTREAMS,
     STATE_IS_UPSTREAMS,
     UpstreamConnector,
     is_in_two_memories,
@@ -37,18 +38,19 @@ from .engine.compat import (
     makes_own_scales,
     transfer_results,
 )
+from .engine.content import counted_items
 from .engine.drafts import refuse_impossible_drafts
 from .engine.failed_reads import ReadReports
-from .engine.geometry import unserved_layer
+from .engine.geometry import keeps_no_middle, unserved_layer
 from .engine.metadata import FailedReads, ReshardConnectorMetadata
 from .engine.scheduler import ReshardScheduler
-from .engine.settings import read_settings
+from .engine.settings import OWN_OPTIONS, read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
 from .engine.worker import ReshardWorker
 from .errors import LocalLayoutError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorStats,
         PromMetric,
@@ -65,7 +67,8 @@ class NixlConnector(UpstreamConnector):
     """Upstream's connector with a scheduler and a worker of our own.
 
     Constructed for a model or a device that these cannot serve, it is upstream's connector, with
-    one log line that says why. With pipeline parallelism, which that one lacks, it is refused.
+    one log line that says why and what is lost. With pipeline parallelism, which that one lacks, it
+    is refused.
     """
 
     connector_scheduler: ReshardScheduler | None
@@ -90,7 +93,7 @@ class NixlConnector(UpstreamConnector):
                 f"{reason}, which upstream's NixlConnector serves; but vLLM checks such engines by "
                 f"that name, and not by {name}: set kv_connector to NixlConnector"
             )
-        logger.info("Using upstream's NixlConnector: %s.", reason)
+        _tell_what_is_lost(reason, vllm_config.kv_transfer_config)
         return upstream.NixlConnector(vllm_config, role, kv_cache_config)
 
     def __init__(
@@ -107,10 +110,16 @@ class NixlConnector(UpstreamConnector):
         refuse_impossible_drafts(vllm_config)
         if (spread := _context_parallel_reason(vllm_config)) is not None:
             raise LocalLayoutError(f"{spread}, which this connector cannot read: use 1")
+        offers_answers = read_settings(self.kv_transfer_config).bidirectional_kv_xfer
+        if keeps_no_middle(kv_cache_config) and offers_answers:
+            raise LocalLayoutError(
+                "some layers keep a prompt and the last tokens of its answer only, so that "
+                "bidirectional_kv_xfer cannot offer the answer: leave that option out"
+            )
         if (
             kv_cache_config.has_mamba_layers
             and vllm_config.speculative_config is not None
-            and read_settings(self.kv_transfer_config).bidirectional_kv_xfer
+            and offers_answers
         ):
             raise LocalLayoutError(
                 "--speculative-config keeps the recurrent state of an answer in one of several "
@@ -249,11 +258,28 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         return "some layers' KV caches are in the host's memory, and others' are not"
     if keeps_groups_back(kv_cache_config):
         return "some of its KV-cache groups are not transferred"
+    if SLEEP_IS_UPSTREAMS and vllm_config.model_config.enable_sleep_mode:
+        return "--enable-sleep-mode takes the KV cache's memory away"
     if CONTEXT_PARALLELISM_IS_UPSTREAMS:
         spread = _context_parallel_reason(vllm_config)
         if spread is not None:
             return spread
-    return unserved_layer(kv_cache_config)
+    return counted_items(vllm_config) or unserved_layer(kv_cache_config)
+
+
+def _tell_what_is_lost(reason: str, config: KVTransferConfig) -> None:
+    """Log why this engine is left to upstream's connector, and what comes of it."""
+    logger.info(
+        "Using upstream's NixlConnector: %s. The engines that it exchanges KV caches with need "
+        "that one, too, and it has its own limits: no pipeline stages, and TP sizes of which one "
+        "divides the other.",
+        reason,
+    )
+    if lost := sorted(OWN_OPTIONS & config.kv_connector_extra_config.keys()):
+        logger.warning(
+            "Upstream's NixlConnector has no %s: what that is for does not happen.",
+            ", ".join(lost),
+        )
 
 
 def _context_parallel_reason(vllm_config: VllmConfig) -> str | None:

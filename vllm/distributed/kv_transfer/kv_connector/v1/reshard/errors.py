@@ -8,6 +8,23 @@ class ReshardError(ValueError):
     """A layout or a peer cannot be served. The message is one line that ends with the remedy."""
 
 
+_UPSTREAMS_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+
+ASK_FOR_UPSTREAMS = (
+    f"with one pipeline stage, set kv_connector_module_path to {_UPSTREAMS_MODULE} on both "
+    "engines, for upstream's"
+)
+"""The remedy where upstream's connector may serve what this one cannot, which is known too late to
+leave it to that one: when workers have their caches."""
+
+MEET_UPSTREAMS = (
+    "see why in that engine's log, where it was left to upstream's ('Using upstream's "
+    "NixlConnector'), and leave out what the line names, or set kv_connector_module_path to "
+    f"{_UPSTREAMS_MODULE} on the other one, too"
+)
+"""The remedy where one of two engines runs upstream's connector. Said at both of them."""
+
+
 class LocalLayoutError(ReshardError):
     """This engine's own configuration is at fault."""
 

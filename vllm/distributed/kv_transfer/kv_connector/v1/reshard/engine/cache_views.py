@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LocalLayoutError
+from ..errors import ASK_FOR_UPSTREAMS, LocalLayoutError
 from ..memory.cache import Plane
 from .arrangement import Arrangement
 
@@ -97,7 +97,8 @@ def describe_layer(
     """
     if tensor.ndim != 4:
         raise LocalLayoutError(
-            f"layer {name} has a KV cache of shape {tuple(tensor.shape)}, which is not understood"
+            f"layer {name} has a KV cache of shape {tuple(tensor.shape)}, which is not understood: "
+            f"{ASK_FOR_UPSTREAMS}"
         )
     num_blocks, num_slots, num_states, content = tensor.shape
     item_bytes = tensor.element_size()
@@ -105,7 +106,7 @@ def describe_layer(
     if item != item_bytes and content > 1:
         raise LocalLayoutError(
             f"layer {name} spreads a head of a token over memory in steps of {item} bytes, which "
-            "cannot be transferred"
+            f"cannot be transferred: {ASK_FOR_UPSTREAMS}"
         )
     view = _View(
         name,
@@ -225,5 +226,5 @@ def _not_understood(view: _View, arrangement: Arrangement) -> LocalLayoutError:
         f"layer {view.layer} keeps {view.num_heads} KV heads as {arrangement.value}, but has "
         f"{view.num_slots} slots of {view.content_bytes} bytes in steps of {view.slot_stride}, "
         f"each for {view.num_states} states of {view.block_tokens} tokens in steps of "
-        f"{view.state_stride}: leave VLLM_KV_CACHE_LAYOUT unset"
+        f"{view.state_stride}: leave VLLM_KV_CACHE_LAYOUT unset, or, {ASK_FOR_UPSTREAMS}"
     )

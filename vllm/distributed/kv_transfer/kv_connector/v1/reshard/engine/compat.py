@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _IS_0_22 = Version(_vllm_version).release < (0, 32)
 """The base is 0.22.1; nothing between it and 0.32.0 is one."""
 
+_IS_BEFORE_0_33 = Version(_vllm_version).release < (0, 33)
+"""The base is 0.22.1 or 0.32.0."""
+
 # `describe_layer`: how a layer's planes are found in its tensor, which every backend of 0.22.1
 # shapes in its way. `UpstreamConnector`: what ours is derived from, with what 0.22.1 alone asks.
 if _IS_0_22:
@@ -60,6 +63,12 @@ into its blocks any more.
 CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22
 """Whether upstream's connector reads caches whose tokens are spread over ranks, as that of 0.22.1
 does not."""
+
+SLEEP_IS_UPSTREAMS = not _IS_BEFORE_0_33
+"""Whether upstream's connector gives its registrations back before an engine sleeps.
+
+Those of 0.22.1 and 0.32.0 do not, and go on with memory that is no longer the cache's.
+"""
 
 STATE_IS_UPSTREAMS = _IS_0_22
 """Whether models with recurrent state are left to upstream's connector.
@@ -111,6 +120,15 @@ def tokens_per_slot(spec: Any) -> float:
     return float(spec.tokens_per_state)
 
 
+def loses_its_middle(spec: Any) -> bool:
+    """Whether a layer keeps a prompt and the last tokens of its answer, as none does in 0.22.1."""
+    if _IS_0_22:
+        return False
+    from vllm.v1.kv_cache_interface import RSWASpec
+
+    return type(spec) is RSWASpec
+
+
 def is_on_every_rank(spec: Any) -> bool:
     """Whether all ranks keep the same recurrent state, as none do in 0.22.1."""
     return not _IS_0_22 and bool(spec.tp_replicated)
@@ -139,6 +157,23 @@ def draft_cache_dtype(speculative: SpeculativeConfig, cache_config: CacheConfig)
     return str(own or cache_config.cache_dtype)
 
 
+def keeps_turboquants_scales_apart() -> bool:
+    """Whether TurboQuant puts a block's scales behind all else of it, as 0.22.1 never does.
+
+    Later ones do where FlyDSL's kernels read: `TurboQuantAttentionImpl._soa_store`.
+    """
+    if _IS_0_22:
+        return False
+    from vllm.v1.attention.ops.flydsl_turboquant_decode import is_flydsl_available
+
+    return bool(is_flydsl_available())
+
+
+def attention_variants(implementation: Any) -> tuple[Any, ...]:
+    """The implementations that one of attention is made of, which of 0.22.1 is one only."""
+    return (implementation,) if _IS_0_22 else tuple(implementation.get_impl_variants())
+
+
 def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
     """How far drafts read ahead in a prompt, whose last tokens the decode engine then computes.
 
@@ -155,14 +190,18 @@ __all__ = [
     "PRODUCERS_KEEP_THE_LAST_WINDOW",
     "RECOMPUTES_IN_OTHER_BLOCKS",
     "REQUEST_NUMBERS",
+    "SLEEP_IS_UPSTREAMS",
     "STATE_IS_UPSTREAMS",
     "UPSTREAM_COUNTS_ALL_FAILURES",
     "UpstreamConnector",
+    "attention_variants",
     "describe_layer",
     "draft_cache_dtype",
     "is_in_two_memories",
     "is_on_every_rank",
     "keeps_groups_back",
+    "keeps_turboquants_scales_apart",
+    "loses_its_middle",
     "makes_own_scales",
     "prefill_lookahead_tokens",
     "tokens_per_slot",

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import LocalLayoutError
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
@@ -42,20 +40,24 @@ def content_keys(request: Request, num_tokens: int) -> list[tuple[str | int, ...
     return keys
 
 
-def items_named_by(vllm_config: VllmConfig) -> str:
-    """What multimodal items are named by; two engines name one item alike where it is the same.
-
-    Raises:
-        LocalLayoutError: They are not named by what is in them.
-    """
+def counted_items(vllm_config: VllmConfig) -> str | None:
+    """Why multimodal items have no names by which two engines know them; None where they have."""
     multimodal = vllm_config.model_config.multimodal_config
-    if multimodal is None:
+    if (
+        multimodal is None
+        or multimodal.mm_processor_cache_gb != 0
+        or vllm_config.cache_config.enable_prefix_caching
+    ):
+        return None
+    return (
+        "--mm-processor-cache-gb 0 with --no-enable-prefix-caching has vLLM count multimodal items "
+        "instead of hashing them, so that one cannot be told from another"
+    )
+
+
+def items_named_by(vllm_config: VllmConfig) -> str:
+    """What multimodal items are named by; two engines name one item alike where it is the same."""
+    if vllm_config.model_config.multimodal_config is None:
         return "none"
-    if multimodal.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching:
-        raise LocalLayoutError(
-            "--mm-processor-cache-gb 0 with --no-enable-prefix-caching has vLLM count multimodal "
-            "items instead of hashing them, so that one cannot be told from another: leave one of "
-            "the two out"
-        )
     # Their hashes take in the name or path of the model.
     return str(vllm_config.model_config.model)

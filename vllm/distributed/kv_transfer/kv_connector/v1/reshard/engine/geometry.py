@@ -25,13 +25,19 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from ..errors import LocalLayoutError
+from ..errors import ASK_FOR_UPSTREAMS, LocalLayoutError
 from ..memory.cache import LayerCache, Plane, RankCache
 from ..plan.shards import Layer
 from .arrangement import Arrangement
 from .cache_formats import cache_format
-from .compat import CACHES_ARE_VIEWS, describe_layer, tokens_per_slot
-from .recurrent_state import describe_state, is_known_state
+from .compat import (
+    CACHES_ARE_VIEWS,
+    describe_layer,
+    is_on_every_rank,
+    loses_its_middle,
+    tokens_per_slot,
+)
+from .recurrent_state import component_names, describe_state, is_known_state
 
 _WINDOW_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """What has blocks for the last tokens of a sequence only."""
@@ -74,18 +80,20 @@ def describe_cache(
         settings: What else may have a say in what backends write that are not known.
 
     Raises:
-        LocalLayoutError: A layer's cache is none of attention and no state that is known, or its
-            blocks are not those of the scheduler, or not contiguous where they have to be.
+        LocalLayoutError: A layer is none that can be served, or its blocks are not those of the
+            scheduler, or not contiguous where they have to be.
     """
     layers: dict[Layer, LayerCache] = {}
     seen: set[tuple[tuple[Plane, ...], int]] = set()
     for name, (spec, group) in _specs(kv_cache_config).items():
         if name not in kv_caches:
             continue
+        if not _is_served(spec):
+            raise LocalLayoutError(_not_served(name, spec))
         tensor, backend, known_as = kv_caches[name], backends[name], identities.get(name, name)
         if type(spec) is MambaSpec:
             blocks_per_id = _blocks_per_id(name, len(tensor), kv_cache_config)
-            for part in describe_state(name, tensor, spec):
+            for part in describe_state(tensor, spec):
                 # A backend keeps state in other orders on other devices.
                 meaning = {
                     "state": f"{backend.get_name()} on {tensor.device.type}",
@@ -95,8 +103,6 @@ def describe_cache(
                     (part.plane,), group, blocks_per_id, meaning
                 )
             continue
-        if not _is_served(spec):
-            raise LocalLayoutError(_not_served(name, spec))
         kept = cache_format(backend, spec, tensor, settings)
         num_blocks, planes = describe_layer(name, tensor, spec, backend, kept.arrangement)
         blocks_per_id = _blocks_per_id(name, num_blocks, kv_cache_config)
@@ -104,7 +110,11 @@ def describe_cache(
             layers[known_as] = LayerCache(planes, group, blocks_per_id, kept.meaning)
         seen.add((planes, group))
     if not layers:
-        raise LocalLayoutError("no layer of this worker has a KV cache: there is nothing to serve")
+        raise LocalLayoutError(
+            "no layer of this worker has a KV cache, so that there is nothing to read: give every "
+            "stage a layer that has one with VLLM_PP_LAYER_PARTITION, or leave out "
+            "--kv-transfer-config"
+        )
     device = next(iter(kv_caches.values())).get_device()
     return RankCache(kv_cache_config.num_blocks, max(device, 0), layers)
 
@@ -116,7 +126,7 @@ def unserved_layer(kv_cache_config: KVCacheConfig) -> str | None:
         kv_cache_config: The groups and layers of a worker, or of its engine's scheduler.
     """
     for name, (spec, _) in _specs(kv_cache_config).items():
-        if not (is_known_state(spec) if type(spec) is MambaSpec else _is_served(spec)):
+        if not _is_served(spec):
             return _not_served(name, spec)
     return None
 
@@ -152,7 +162,7 @@ def _blocks_per_id(name: str, num_blocks: int, kv_cache_config: KVCacheConfig) -
     if remaining:
         raise LocalLayoutError(
             f"layer {name} has a KV cache of {num_blocks} blocks, and the scheduler counts "
-            f"{kv_cache_config.num_blocks}, which do not divide them: use another attention backend"
+            f"{kv_cache_config.num_blocks}, which do not divide them: {ASK_FOR_UPSTREAMS}"
         )
     return blocks_per_id
 
@@ -187,10 +197,15 @@ def token_layers(kv_cache_config: KVCacheConfig) -> list[str]:
     return [name for name, (spec, _) in specs.items() if not isinstance(spec, MambaSpec)]
 
 
+def keeps_no_middle(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some layers lose what lies between a prompt and the last tokens of its answer."""
+    return any(loses_its_middle(spec) for spec, _ in _specs(kv_cache_config).values())
+
+
 def latent_layers(
     kv_cache_config: KVCacheConfig, identities: Mapping[str, str] = _THEIR_OWN
 ) -> frozenset[Layer]:
-    """The layers whose cache is MLA's: one latent, which every rank holds.
+    """The layers that every rank holds whole: MLA's, with one latent, and state that is replicated.
 
     That of an indexer beside MLA is such a one, too.
 
@@ -198,11 +213,14 @@ def latent_layers(
         kv_cache_config: This worker's groups and layers.
         identities: By what name other engines know a layer, where it is not its own.
     """
-    return frozenset(
-        identities.get(name, name)
-        for name, (spec, _) in _specs(kv_cache_config).items()
-        if isinstance(spec, _MLA_SPECS)
-    )
+    latent: set[Layer] = set()
+    for name, (spec, _) in _specs(kv_cache_config).items():
+        known_as = identities.get(name, name)
+        if isinstance(spec, _MLA_SPECS):
+            latent.add(known_as)
+        elif isinstance(spec, MambaSpec) and is_on_every_rank(spec):
+            latent.update(f"{known_as}/{part}" for part in component_names(spec))
+    return frozenset(latent)
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]:
@@ -221,8 +239,17 @@ def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]
 
 
 def _is_served(spec: KVCacheSpec) -> bool:
-    """Whether a layer has slots for its tokens; several may share one where caches are views."""
-    return type(spec) in _SERVED_SPECS and (CACHES_ARE_VIEWS or tokens_per_slot(spec) == 1)
+    """Whether a layer keeps state of known parts, or has slots for its tokens.
+
+    Several tokens may share a slot where caches are views. All ranks hold a latent, as one head.
+    """
+    if type(spec) is MambaSpec:
+        return is_known_state(spec)
+    if type(spec) not in _SERVED_SPECS and not loses_its_middle(spec):
+        return False
+    if isinstance(spec, _MLA_SPECS) and spec.num_kv_heads != 1:
+        return False
+    return CACHES_ARE_VIEWS or tokens_per_slot(spec) == 1
 
 
 def _not_served(name: str, spec: KVCacheSpec) -> str:

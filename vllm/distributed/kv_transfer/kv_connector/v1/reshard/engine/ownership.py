@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
-from ..errors import LocalLayoutError
+from ..errors import ASK_FOR_UPSTREAMS, LocalLayoutError
 from ..memory.cache import LayerCache, RankCache
 from ..plan.mesh import MeshRank
 from ..plan.shards import Holding, Layer, Shard, UnitInterval, holding_of_rank
@@ -78,8 +78,7 @@ def _holding(
     if len(counts) > 1 or (layer in latent and counts != [1]):
         raise LocalLayoutError(
             f"layer {layer} keeps {' and '.join(map(str, counts))} heads in its planes, which are "
-            f"not split alike{', of one latent' if layer in latent else ''}: use another attention "
-            "backend"
+            f"not split alike{', of one latent' if layer in latent else ''}: {ASK_FOR_UPSTREAMS}"
         )
     if layer in latent:
         return Holding(UnitInterval(0, 1), 1)

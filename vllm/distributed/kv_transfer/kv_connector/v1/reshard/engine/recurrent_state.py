@@ -15,6 +15,8 @@ for the layer and the component: `model.layers.0.mixer/B`. Its units are what ad
 is never split: a head with all of its channels, a group, or a channel where nothing joins them.
 Groups are repeated where there are fewer of them than ranks, as KV heads are.
 
+State that every rank has whole (`MambaSpec.tp_replicated`) is one unit, of each component.
+
 Only the shapes are needed for that. Channels that feed heads are as many as heads times their size;
 what is left of them belongs to the two other components, half to each, with as many channels to a
 unit as the state has columns.
@@ -23,14 +25,13 @@ unit as the state has columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-from ..errors import LocalLayoutError
 from ..memory.cache import Plane
 from .compat import is_on_every_rank
 
@@ -95,28 +96,28 @@ def is_known_state(spec: MambaSpec) -> bool:
         spec: What vLLM says of it.
     """
     family = _FAMILIES.get(spec.mamba_type.name)
-    return (
-        family is not None and len(spec.shapes) == family.num_states and not is_on_every_rank(spec)
-    )
+    if family is None or len(spec.shapes) != family.num_states:
+        return False
+    return not family.convolved or bool(_parts(spec, family))
 
 
-def describe_state(layer: str, tensor: torch.Tensor, spec: MambaSpec) -> list[StateComponent]:
+def component_names(spec: MambaSpec) -> list[str]:
+    """What the components of a known state are called, in the order of a page.
+
+    Args:
+        spec: What vLLM says of it.
+    """
+    family = _FAMILIES[spec.mamba_type.name]
+    return [*family.convolved, *([_RECURRENT] if family.has_recurrent else [])]
+
+
+def describe_state(tensor: torch.Tensor, spec: MambaSpec) -> list[StateComponent]:
     """The components of a layer's state, in the order of a page.
 
     Args:
-        layer: The layer.
         tensor: Its pages, of bytes or of whatever type; blocks vary slowest.
-        spec: What vLLM says of it.
-
-    Raises:
-        LocalLayoutError: It is not known what its page holds.
+        spec: What vLLM says of it, of which it is known what a page holds.
     """
-    if not is_known_state(spec):
-        raise LocalLayoutError(
-            f"layer {layer} keeps {len(spec.shapes)} states of kind {spec.mamba_type.name}, which "
-            "are not known here: use upstream's connector for this model, and neither "
-            "--use-replayssm nor the like"
-        )
     family = _FAMILIES[spec.mamba_type.name]
     block_bytes = tensor.stride(0) * tensor.element_size()
     components = []
@@ -127,9 +128,16 @@ def describe_state(layer: str, tensor: torch.Tensor, spec: MambaSpec) -> list[St
         planes = (
             [(_RECURRENT, _recurrent(address, block_bytes, shape, dtype.itemsize))]
             if is_recurrent
-            else _convolved(layer, address, block_bytes, spec, family)
+            else _convolved(address, block_bytes, spec, family)
         )
-        components += [StateComponent(part, plane, number_format) for part, plane in planes]
+        components += [
+            StateComponent(
+                part,
+                replace(plane, heads_per_unit=plane.num_heads) if is_on_every_rank(spec) else plane,
+                number_format,
+            )
+            for part, plane in planes
+        ]
         address += prod(shape) * dtype.itemsize
     return components
 
@@ -151,7 +159,7 @@ def _recurrent(address: int, block_bytes: int, shape: tuple[int, ...], item_byte
 
 
 def _convolved(
-    layer: str, address: int, block_bytes: int, spec: MambaSpec, family: _Family
+    address: int, block_bytes: int, spec: MambaSpec, family: _Family
 ) -> Iterator[tuple[str, Plane]]:
     """What the convolution keeps of each component."""
     dim_first = is_conv_state_dim_first()
@@ -159,7 +167,7 @@ def _convolved(
     item_bytes = spec.dtypes[0].itemsize
     channel_bytes = num_rows * item_bytes if dim_first else item_bytes
     row_bytes = item_bytes if dim_first else num_channels * item_bytes
-    for part, channels, of_a_unit in _parts(layer, num_channels, spec, family):
+    for part, channels, of_a_unit in _parts(spec, family):
         yield (
             part,
             Plane(
@@ -177,21 +185,22 @@ def _convolved(
         address += channels * channel_bytes
 
 
-def _parts(
-    layer: str, num_channels: int, spec: MambaSpec, family: _Family
-) -> Iterator[tuple[str, int, int]]:
-    """The components of a convolution: name, channels on this rank, and channels of a unit."""
+def _parts(spec: MambaSpec, family: _Family) -> list[tuple[str, int, int]]:
+    """The components of a convolution: name, channels on this rank, and channels of a unit.
+
+    None where its channels are not what the state's shape asks for.
+    """
+    num_channels = spec.shapes[0][0 if is_conv_state_dim_first() else -1]
     if len(family.convolved) == 1:
-        yield family.main, num_channels, 1
-        return
+        return [(family.main, num_channels, 1)]
+    if len(spec.shapes[-1]) != 3:
+        return []
     num_heads, head_size, num_columns = spec.shapes[-1]
     main = num_heads * head_size
     others, odd = divmod(num_channels - main, len(family.convolved) - 1)
     if odd or others < 1 or others % num_columns:
-        raise LocalLayoutError(
-            f"layer {layer} keeps {num_channels} channels of a convolution and a state of "
-            f"{num_heads} x {head_size} x {num_columns}, which do not fit each other: use "
-            "upstream's connector for this model"
-        )
-    for part in family.convolved:
-        yield (part, main, head_size) if part == family.main else (part, others, num_columns)
+        return []
+    return [
+        (part, main, head_size) if part == family.main else (part, others, num_columns)
+        for part in family.convolved
+    ]

@@ -34,6 +34,26 @@ _Bytes = Annotated[int, Meta(ge=0, lt=1 << 36)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
+OWN_OPTIONS = frozenset(
+    {
+        "kv_hung_peer_timeout_s",
+        "kv_read_timeout_s",
+        "missing_draft_layers",
+        "nixl_progress_delay_us",
+        "num_lanes",
+        "side_channel_key_file",
+        "staging_arena_bytes",
+        "staging_max_descriptor_bytes",
+        "staging_min_bytes",
+        "staging_min_merge_factor",
+        "transfer_strategy",
+        "trusted_peers",
+        "verify_plans",
+    }
+)
+"""Options that upstream's connector has not."""
+
+
 class Settings(
     msgspec.Struct,
     frozen=True,

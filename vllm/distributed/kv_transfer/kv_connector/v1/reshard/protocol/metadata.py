@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import (
+    MEET_UPSTREAMS,
     LocalLayoutError,
     RemoteHandshakeError,
     RemoteIncompatibleError,
@@ -62,6 +63,13 @@ CONNECTOR_VERSION = 5
 
 OUR_VERB = f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}".encode()
 """What a request to a side channel begins with."""
+
+OUR_REQUEST = (
+    OUR_VERB
+    + f" reads from this engine, which runs upstream's NixlConnector: {MEET_UPSTREAMS}".encode()
+)
+"""What a request begins with in full. Upstream's listener logs what it does not know, whatever it
+is; the words behind the verb are for whoever reads that log."""
 
 # Bounds of what a peer may say. All are far above what exists, and together they keep every address
 # that is computed from a description within 64 bits.
@@ -326,7 +334,7 @@ def encode_refusal_for_upstream() -> bytes:
     return _ENCODER.encode(
         _UpstreamReply(
             f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}: this engine does not run upstream's "
-            "NixlConnector; configure the same connector on both engines",
+            f"NixlConnector, and the one that asks does: {MEET_UPSTREAMS}",
             b"",
         )
     )
@@ -409,8 +417,7 @@ def _check_greeting(greeting: _Greeting) -> None:
         if greeting.compatibility_hash is not None:
             raise RemoteIncompatibleError(
                 "the peer runs upstream's NixlConnector, but this engine runs "
-                f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}: configure the same connector on both "
-                "engines"
+                f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}: {MEET_UPSTREAMS}"
             )
         raise RemoteIncompatibleError(
             f"the peer runs connector {quote(greeting.connector)}, but this engine runs "

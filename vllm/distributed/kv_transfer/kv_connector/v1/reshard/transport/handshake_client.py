@@ -35,7 +35,7 @@ from ..errors import (
 from ..protocol.bounds import ReplyBounds
 from ..protocol.compatibility import quote
 from ..protocol.messages import RemoteEngineAddress
-from ..protocol.metadata import OUR_VERB, WorkerDescription, decode_reply
+from ..protocol.metadata import OUR_REQUEST, WorkerDescription, decode_reply
 from ..protocol.trust import TrustedPeers, numeric
 from .authentication import ChannelKey
 from .zmtp import (
@@ -155,7 +155,7 @@ class HandshakeClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._bounds = bounds
-        self._question = msgspec.msgpack.encode((OUR_VERB, *numbers))
+        self._question = msgspec.msgpack.encode((OUR_REQUEST, *numbers))
         self._key = key
         self._trusted = trusted
         self._timeout_s = timeout_s

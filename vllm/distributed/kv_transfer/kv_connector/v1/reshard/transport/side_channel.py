@@ -8,14 +8,15 @@ harm by it. Upstream's once had one number and one frame for an answer; now it h
 second frame being its clock. Its listener ends when it is sent more or fewer numbers.
 
     request to us                            what we answer
-    [b"reshard/<our version>", ...]          the engine's reply
+    [b"reshard/<our version> ...", ...]      the engine's reply
     [b"get_meta_msg", tp_rank]               what upstream reads as a mismatch, with our words in it
     [b"get_meta_msg", pp_rank, tp_rank]      the same, and a clock
     [any other verb, ...]                    a refusal
     anything else                            nothing
 
     our request to                           what it answers
-    upstream's listener                      what it has for numbers 0, by which we recognise it
+    upstream's listener                      what it has for numbers 0, by which we recognise it;
+                                             it logs the verb, and the words that follow it
     another version of ours                  a refusal with its version
 
 The address can be reached by others than engines. A relay (`zmtp`) closes connections that do not
@@ -42,7 +43,7 @@ import zmq.asyncio
 from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address
 
-from ..errors import LocalChannelError
+from ..errors import MEET_UPSTREAMS, LocalChannelError
 from ..protocol.compatibility import quote
 from ..protocol.metadata import OUR_VERB, encode_refusal, encode_refusal_for_upstream
 from .authentication import ChannelKey, ZapHandler
@@ -51,7 +52,7 @@ from .zmtp import Allowance, bind_privately, first_of, relay_all
 logger = init_logger(__name__)
 
 MAX_REQUEST_BYTES = 64 << 10
-"""What one connection may bring, in bytes. A request takes 20."""
+"""What one connection may bring, in bytes. A request takes less than 512."""
 
 MAX_CONNECTIONS = 256
 """Connections at once; the oldest makes room for another one."""
@@ -304,19 +305,19 @@ class HandshakeServer:
             self._count(dropped=1)
             self._complain(_Complaint.STRANGER, f"a message of {len(frame)} bytes is no request")
             return None
-        if request.verb == OUR_VERB:
+        verb, _, _ = request.verb.partition(b" ")
+        if verb == OUR_VERB:
             self._count(answered=1)
             return self._reply
         self._count(refused=1)
         if request.verb == _UPSTREAM_VERB:
             self._complain(
                 _Complaint.UPSTREAM,
-                "a peer runs upstream's NixlConnector: configure the same connector on both "
-                "engines",
+                f"a peer runs upstream's NixlConnector, and this engine does not: {MEET_UPSTREAMS}",
             )
             clock = [msgspec.msgpack.encode(time.perf_counter())] if request.second_number else []
             return [encode_refusal_for_upstream(), *clock]
-        name, known = quote(request.verb[:100].decode(errors="backslashreplace")), OUR_VERB.decode()
+        name, known = quote(verb[:100].decode(errors="backslashreplace")), OUR_VERB.decode()
         self._complain(
             _Complaint.VERSION, f"request {name} is unknown: run the same build on both engines"
         )

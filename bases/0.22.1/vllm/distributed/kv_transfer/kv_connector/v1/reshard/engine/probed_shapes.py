@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LocalLayoutError
+from ..errors import ASK_FOR_UPSTREAMS, LocalLayoutError
 from ..memory.cache import Plane
 from .arrangement import Arrangement
 
@@ -51,7 +51,8 @@ def describe_layer(
     if arrangement not in (Arrangement.SLOTS, Arrangement.HEADS):
         raise LocalLayoutError(
             f"layer {name} uses attention backend {backend.get_name()}, which keeps "
-            f"{arrangement.value}: vLLM 0.22.1 does not tell where these lie; use a later release"
+            f"{arrangement.value}: vLLM 0.22.1 does not tell where these lie; use a later release, "
+            f"or, {ASK_FOR_UPSTREAMS}"
         )
     axes = _axes(backend)
     item_bytes = tensor.element_size()
@@ -61,7 +62,7 @@ def describe_layer(
     if strides[axes.slot] != item_bytes:
         raise LocalLayoutError(
             f"layer {name} spreads a head of a token over memory in steps of {strides[axes.slot]} "
-            "bytes, which cannot be transferred: use another attention backend"
+            f"bytes, which cannot be transferred: {ASK_FOR_UPSTREAMS}"
         )
     slot_stride = strides[axes.tokens]
     head_stride = slot_bytes if axes.heads is None else strides[axes.heads]
@@ -121,7 +122,7 @@ def _axes(backend: Any) -> _Axes:
     if blocks is None or tokens is None or len(rest) != 1:
         raise LocalLayoutError(
             f"attention backend {backend.get_name()} shapes its KV cache as {tuple(shape)} for "
-            f"{_PROBE_BLOCKS} blocks of {block_tokens} tokens, which is not understood: use "
-            "another attention backend"
+            f"{_PROBE_BLOCKS} blocks of {block_tokens} tokens, which is not understood: "
+            f"{ASK_FOR_UPSTREAMS}"
         )
     return _Axes(planes, blocks, heads, tokens, rest.pop())
