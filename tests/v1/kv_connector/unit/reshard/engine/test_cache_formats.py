@@ -134,6 +134,14 @@ def test_aiter_is_asked_whether_it_shuffles(monkeypatch, module, name, arrangeme
     assert of(backend).meaning != of(backend_of(f"vllm.v1.attention.backends.{module}", name + "_"))
 
 
+def test_turboquant_is_asked_where_it_keeps_scales(monkeypatch):
+    """FlyDSL's kernels want them behind all else of a block, and no shape shows it."""
+    backend = backend_of("vllm.v1.attention.backends.turboquant_attn", "TURBOQUANT")
+    assert of(backend).arrangement is Arrangement.SLOTS
+    monkeypatch.setattr(cache_formats, "keeps_turboquants_scales_apart", lambda: True)
+    assert of(backend).arrangement is Arrangement.PAGE
+
+
 def test_unknown_inside_means_all_that_may_have_a_say_in_it():
     """Whatever differs of it makes another meaning; what blocks are counted in does not."""
     backend = backend_of("vllm.models.some", "SECRET")

@@ -8,9 +8,10 @@ Every worker has its own KV cache, agent and ledgers; what vLLM's engine would d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,9 @@ DEADLINE_S = 120.0
 class Engine:
     """All workers of an engine, and the side channel that its scheduler would serve.
 
+    Args:
+        model_layers: Layers of the model's that have their caches bound, as its runner does.
+
     Attributes:
         transfer_engines: What each rank's worker has its thread poll.
         caches: Of each layer of each rank, as planes.
@@ -85,6 +89,7 @@ class Engine:
         replica: int = 0,
         head_size: int = HEAD_SIZE,
         backend: type | None = None,
+        model_layers: Mapping[str, Any] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
         **extra_config,
     ) -> None:
@@ -107,7 +112,9 @@ class Engine:
             ),
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             attention_config=None,
-            compilation_config=SimpleNamespace(pass_config=None),
+            compilation_config=SimpleNamespace(
+                pass_config=None, static_forward_context=model_layers
+            ),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
             speculative_config=None,
             # A dense model's replicas all have rank 0.
@@ -143,6 +150,8 @@ class Engine:
                 name: forms.empty(*sizes, mla=mla, dtype=dtype, token_major=token_major)
                 for name in names
             }
+            for name in model_layers:
+                model_layers[name].kv_cache = tensors[name]
             groups = [KVCacheGroupSpec(names, spec)]
             if window_tokens:
                 groups = split(names, spec, window_tokens)

@@ -8,7 +8,8 @@ from the source of what writes it, or not at all.
 
 Names do not tell either: two backends are called FLASH_ATTN, and models subclass one that is plain
 to store in their own way. A backend counts as a known one only where both its name and its
-implementation, which is what stores, come from that one's module.
+implementation, which is what stores, come from that one's module. `test_writing_kernels` has what
+writes each known format, and runs all that runs on a CPU.
 
 Blocks of a format that is not known are moved as a whole, where nothing need be cut of them. The
 inside is then the same at both ends only where everything is that may have a say in it.
@@ -29,7 +30,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 from vllm import envs
 
 from .arrangement import Arrangement
-from .compat import tokens_per_slot
+from .compat import keeps_turboquants_scales_apart, tokens_per_slot
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,24 +56,28 @@ _V4 = "vllm.models.deepseek_v4"
 
 _SLOTS = frozenset(
     {
-        # Written by `reshape_and_cache_flash`: each head of each token has a slot, keys before
-        # values.
+        # `do_kv_cache_update` of their implementations splits a slot into key and value, and calls
+        # `reshape_and_cache_flash`: each head of each token has a slot, keys before values.
         (f"{_BACKENDS}.flash_attn", "FLASH_ATTN"),
         (f"{_BACKENDS}.flashinfer", "FLASHINFER"),
         (f"{_BACKENDS}.flex_attention", "FLEX_ATTENTION"),
         (f"{_BACKENDS}.rocm_aiter_fa", "FLASH_ATTN"),
         (f"{_BACKENDS}.rocm_aiter_unified_attn", "ROCM_AITER_UNIFIED_ATTN"),
-        # The same in Triton; scales of single tokens and heads lie in their slots.
+        # The same in Triton, `triton_reshape_and_cache_flash`. Scales of single tokens and heads
+        # lie in their slots, behind key and value: `customize_spec`, `_ensure_scale_caches`.
         (f"{_BACKENDS}.triton_attn", "TRITON_ATTN"),
-        # Both write with the update of that one, whichever of their two kernels reads.
+        # Both write with `do_kv_cache_update` of that one, their `general_impl`, whichever of their
+        # two kernels reads.
         (f"{_BACKENDS}.triton_flash_attn", "TRITON_FLASH_ATTN"),
         (f"{_BACKENDS}.triton_flashinfer", "TRITON_FLASHINFER"),
-        # Keys and values differ in size, and share a slot.
+        # `triton_reshape_and_cache_flash_diffkv`: keys and values differ in size, and share a slot.
         (f"{_BACKENDS}.flash_attn_diffkv", "FLASH_ATTN_DIFFKV"),
         (f"{_BACKENDS}.triton_attn_diffkv", "TRITON_ATTN_DIFFKV"),
-        # One packed slot of each head of each token, key and value together.
+        # `triton_turboquant_store`, but for FlyDSL's kernels: one packed slot of each head of each
+        # token, key and value together.
         (f"{_BACKENDS}.turboquant_attn", "TURBOQUANT"),
-        # Written by `concat_and_cache_mla`: each token has a slot, the latent before the rope.
+        # None has a `do_kv_cache_update` of its own. That of `MLAAttentionImpl` calls
+        # `concat_and_cache_mla`: each token has a slot, the latent before the rope.
         (f"{_BACKENDS}.mla.cutlass_mla", "CUTLASS_MLA"),
         (f"{_BACKENDS}.mla.flashinfer_mla", "FLASHINFER_MLA"),
         (f"{_BACKENDS}.mla.flashmla", "FLASHMLA"),
@@ -91,10 +96,11 @@ _SLOTS = frozenset(
         (f"{_BACKENDS}.mla.flashattn_mla_sparse", "FLASH_ATTN_MLA_SPARSE_FA4"),
         (f"{_BACKENDS}.mla.rocm_aiter_mla_sparse", "ROCM_AITER_MLA_SPARSE"),
         (f"{_BACKENDS}.mla.xpu_mla_sparse", "XPU_MLA_SPARSE"),
-        # The same with functions of their own.
+        # The same with functions of their own: `amx_mla_concat_and_cache`, and torch.
         (f"{_BACKENDS}.mla.amx_mla", "AMX_MLA"),
         (f"{_BACKENDS}.mla.cpu_mla", "CPU_MLA"),
-        # A row of numbers for each token: what DeepSeek V4 compresses, what MiniMax M3 indexes by.
+        # A row of numbers for each token: what DeepSeek V4 compresses, `save_partial_states`, and
+        # what MiniMax M3 indexes by, `minimax_m3_insert_index_cache`.
         (f"{_V4}.compressor", "CompressorBackend"),
         ("vllm.models.minimax_m3.common.indexer", "MINIMAX_M3_SPARSE_INDEXER"),
     }
@@ -102,13 +108,16 @@ _SLOTS = frozenset(
 """Backends whose slots are plain strides: where they stand, and their names."""
 
 _OTHERS: Mapping[tuple[str, str], Arrangement] = {
-    # Keys of a head of a block, then its values, both arranged for the instruction set.
+    # `cpu_attn_reshape_and_cache`: keys of a head of a block, then its values, both arranged for
+    # the instruction set.
     (f"{_BACKENDS}.cpu_attn", "CPU_ATTN"): Arrangement.HEADS,
     # `_kv_cache_views`: keys of all heads in the first slot of a token, values in the second.
     (f"{_BACKENDS}.b12x", "B12X"): Arrangement.SIDES,
     # `split_kv_cache`: a side is [heads, size / x, tokens, x], or [heads, size, tokens].
     (f"{_BACKENDS}.rocm_attn", "ROCM_ATTN"): Arrangement.PACKED_SIDES,
-    # All values of a block, then all of its scales.
+    # All values of a block, then all of its scales. Indexers: `indexer_k_quant_and_cache`, of V4
+    # `compress_norm_rope_store`, which also writes its main caches. Windows of V4:
+    # `_fused_qnorm_rope_kv_insert`.
     (f"{_BACKENDS}.mla.indexer", "DEEPSEEK_V32_INDEXER"): Arrangement.PAGE,
     (f"{_BACKENDS}.mla.indexer", "DEEPSEEK_V4_INDEXER"): Arrangement.PAGE,
     (f"{_BACKENDS}.mla.sparse_swa", "DEEPSEEK_SPARSE_SWA"): Arrangement.PAGE,
@@ -199,7 +208,10 @@ def _known_arrangement(backend: type[AttentionBackend], spec: Any) -> Arrangemen
         return _OTHERS.get((module, name))
     if module in _AITER and _is_shuffled():
         return _AITER[module]
+    if name == "TURBOQUANT" and keeps_turboquants_scales_apart():
+        return None
     if name == "FLASHINFER" and mode == "NVFP4":
+        # `_nvfp4_kv_views`.
         return Arrangement.QUARTERS
     known = mode in _SLOT_QUANTIZATIONS and tokens_per_slot(spec) >= 1
     return Arrangement.SLOTS if known else None

@@ -36,7 +36,7 @@ from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
 from .cache_formats import settings_fingerprint
-from .compat import REQUEST_NUMBERS
+from .compat import REQUEST_NUMBERS, attention_variants
 from .connector_thread import ConnectorThread
 from .consumer import ConsumerSide
 from .dialer import Dialer, LocalEndpoint
@@ -139,6 +139,7 @@ class ReshardWorker:
         Raises:
             LocalLayoutError: The caches cannot be transferred.
         """
+        self._fill_scales(kv_caches)
         backends = self._backends(kv_caches)
         # No draft keeps state; and layers that do are numbered on from the others by some models.
         drafts = draft_identities(self._vllm_config, token_layers(self._kv_cache_config))
@@ -295,6 +296,22 @@ class ReshardWorker:
             key=self._key,
             trusted=self._settings.trusted(),
         )
+
+    def _fill_scales(self, names: Iterable[str]) -> None:
+        """Have Triton's attention fill its caches' scales now, before anything is received.
+
+        Where each token and head has scales, a layer fills those of all blocks when it first
+        computes, and would overwrite what was received before.
+        """
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+        layers = get_layers_from_vllm_config(self._vllm_config, Attention, list(names))
+        for layer in layers.values():
+            for variant in attention_variants(layer.impl):
+                if isinstance(variant, TritonAttentionImpl) and variant._is_per_token_head_quant:
+                    variant._ensure_scale_caches(layer.kv_cache)
 
     def _backends(self, names: Iterable[str]) -> dict[str, type[AttentionBackend]]:
         """The attention backend of each layer."""
