@@ -174,23 +174,6 @@ def attention_variants(implementation: Any) -> tuple[Any, ...]:
     return (implementation,) if _IS_0_22 else tuple(implementation.get_impl_variants())
 
 
-def keeps_turboquants_scales_apart() -> bool:
-    """Whether TurboQuant puts a block's scales behind all else of it, as 0.22.1 never does.
-
-    Later ones do where FlyDSL's kernels read: `TurboQuantAttentionImpl._soa_store`.
-    """
-    if _IS_0_22:
-        return False
-    from vllm.v1.attention.ops.flydsl_turboquant_decode import is_flydsl_available
-
-    return bool(is_flydsl_available())
-
-
-def attention_variants(implementation: Any) -> tuple[Any, ...]:
-    """The implementations that one of attention is made of, which of 0.22.1 is one only."""
-    return (implementation,) if _IS_0_22 else tuple(implementation.get_impl_variants())
-
-
 def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
     """How far drafts read ahead in a prompt, whose last tokens the decode engine then computes.
 
@@ -212,13 +195,11 @@ __all__ = [
     "UPSTREAM_COUNTS_ALL_FAILURES",
     "UpstreamConnector",
     "attention_variants",
-    "attention_variants",
     "describe_layer",
     "draft_cache_dtype",
     "is_in_two_memories",
     "is_on_every_rank",
     "keeps_groups_back",
-    "keeps_turboquants_scales_apart",
     "keeps_turboquants_scales_apart",
     "loses_its_middle",
     "makes_own_scales",
