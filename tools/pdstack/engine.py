@@ -20,6 +20,7 @@ from .layout import Layout
 from .ports import HOST
 
 _CPU_MLA = "v1/attention/backends/mla/cpu_mla.py"
+_CPU_DEEPSEEK4 = "models/deepseek_v4/cpu/model.py"
 _GIB = 1 << 30
 _LOOPBACK = "127.0.0.1,localhost"
 # Apart from all else: vLLM must not be found in here.
@@ -55,6 +56,17 @@ def why_no_mla() -> str:
     if installed_device() is not Device.CPU:
         return "MLA at float32 runs on CPU only"
     return "" if _has_file(_CPU_MLA) else f"vLLM {_release()} has no MLA on CPU"
+
+
+def why_no_deepseek4() -> str:
+    """Return why the installed vLLM cannot serve the tiny DeepSeek V4; empty where it can.
+
+    Raises:
+        UsageError: vLLM is not installed in this interpreter's environment.
+    """
+    if installed_device() is not Device.CPU:
+        return "the tiny DeepSeek V4 runs on CPU only"
+    return "" if _has_file(_CPU_DEEPSEEK4) else f"vLLM {_release()} has no DeepSeek V4 on CPU"
 
 
 def why_no_model(module: str) -> str:
@@ -109,7 +121,8 @@ class ServedModel:
 
     Attributes:
         engine_args: what the model needs on every engine's command line.
-        block_tokens: size of a block of its KV cache on CPU, where nobody chooses another one.
+        block_tokens: size of a block of its KV cache on CPU, where nobody chooses another one; the
+            smallest where layers have several.
         env: what the model needs in every engine's environment, as pairs.
     """
 

@@ -7,10 +7,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .engine import ServedModel, Speculation, why_no_mla, why_no_model, why_no_state
+from .engine import (
+    ServedModel,
+    Speculation,
+    why_no_deepseek4,
+    why_no_mla,
+    why_no_model,
+    why_no_state,
+)
 from .errors import UsageError
 from .layout import Layout
 from .tiny_checkpoints import (
+    write_tiny_deepseek4,
     write_tiny_llama_with_eagle,
     write_tiny_mimo,
     write_tiny_mimo2,
@@ -96,6 +104,7 @@ MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
     "mimo": write_tiny_mimo,
     "falcon h1": write_tiny_falcon_h1,
     "qwen3 next": write_tiny_qwen3_next,
+    "deepseek 4": write_tiny_deepseek4,
 }
 
 (
@@ -111,6 +120,7 @@ MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
     _MIMO,
     _MAMBA,
     _GDN,
+    _V4,
 ) = MODELS
 
 
@@ -121,6 +131,7 @@ WHY_NOT: Mapping[str, Callable[[], str]] = {
     _STEP: lambda: why_no_model("step3p5"),
     _MAMBA: why_no_state,
     _GDN: why_no_state,
+    _V4: why_no_deepseek4,
 }
 """For models that not every vLLM can serve: says why the installed one cannot."""
 
@@ -208,6 +219,17 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("draft model", _EAGLE, Side(_RANKS, speculation=_ITSELF), Side(speculation=_ITSELF)),
     Family("MTP", _MIMO, Side(_RANKS, speculation=_MTP), Side(speculation=_MTP)),
+    *(
+        # At bfloat16, where ranks add up their parts in another order than one rank does.
+        Family(
+            f"DeepSeek V4 {layouts}",
+            _V4,
+            Side(prefill),
+            Side(decode),
+            exact=prefill.tp_size == decode.tp_size,
+        )
+        for layouts, (prefill, decode) in _LAYER_LAYOUTS.items()
+    ),
     Family("MTP on D", _MIMO, Side(_STAGES), Side(speculation=_MTP, options=_COLD)),
 )
 

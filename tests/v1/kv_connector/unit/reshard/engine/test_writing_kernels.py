@@ -11,9 +11,6 @@ others, with what stops them on a CPU. Both are looked up in the source of the r
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -26,6 +23,7 @@ from hypothesis import strategies as st
 
 import vllm
 from tests.bases import skip_module_unless_base
+from tests.interpreted import assert_passes
 
 skip_module_unless_base("0.32.0", "0.33.0", reason="caches are no views, and V4 is not there")
 
@@ -279,19 +277,7 @@ def test_backends_of_mla_leave_writing_to_their_base(module):
 
 def test_kernels_of_triton():
     """They are run by Triton's interpreter, in a process that has vLLM with it."""
-    modules = Path(__file__).resolve().parents[6] / "tools/pdstack/modules/triton_on_cpu"
-    here = Path(__file__).with_name("interpreted_writers.py")
-    paths = [str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        cwd=Path(__file__).resolve().parents[6],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stdout
-    assert " passed" in ended.stdout, ended.stdout
+    assert_passes(Path(__file__).with_name("interpreted_writers.py"))
 
 
 def _cpu_attention(block_tokens: int, heads: int, size: int, dtype: torch.dtype) -> None:

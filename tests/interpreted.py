@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of kernels in Triton, which its interpreter runs on the CPU's tensors.
+
+The interpreter has to be chosen before vLLM is imported, and other tests want vLLM without it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+_MODULES = _ROOT / "tools/pdstack/modules/triton_on_cpu"
+
+
+def assert_passes(module: Path) -> None:
+    """See that the tests of a module pass in a process that has vLLM with the interpreter."""
+    paths = [str(_MODULES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(module)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert " passed" in ended.stdout, ended.stdout
