@@ -6,11 +6,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
@@ -140,6 +142,79 @@ def test_turboquant_is_asked_where_it_keeps_scales(monkeypatch):
     assert of(backend).arrangement is Arrangement.SLOTS
     monkeypatch.setattr(cache_formats, "keeps_turboquants_scales_apart", lambda: True)
     assert of(backend).arrangement is Arrangement.PAGE
+
+
+def _quantized(mode: str):
+    return dataclasses.replace(SPEC, dtype=torch.uint8, kv_quant_mode=KVQuantMode[mode])
+
+
+def _on(monkeypatch, capability: tuple[int, int]) -> None:
+    """Have the platform be NVIDIA's."""
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "is_cuda", lambda _: True)
+    monkeypatch.setattr(
+        platform, "get_device_capability", lambda *_, **__: DeviceCapability(*capability)
+    )
+
+
+@requires_base("0.32.0", "0.33.0", reason="caches of 4 bits are not told apart there")
+@pytest.mark.parametrize(
+    ("module", "name", "mode", "devices", "equal"),
+    [
+        # V's scales are shuffled for Blackwell's kernels, and not for Hopper's.
+        ("flashinfer", "FLASHINFER", "NVFP4", ((9, 0), (10, 0)), False),
+        ("flashinfer", "FLASHINFER", "NVFP4", ((9, 0), (12, 1)), True),
+        ("flashinfer", "FLASHINFER", "NVFP4", ((10, 0), (10, 3)), True),
+        ("flashinfer", "FLASHINFER", "FP8_PER_TENSOR", ((9, 0), (10, 0)), True),
+        # Keys of 8 bits are e4b15 on Ampere.
+        ("turboquant_attn", "TURBOQUANT", "TURBOQUANT_K8V4", ((8, 0), (9, 0)), False),
+        ("turboquant_attn", "TURBOQUANT", "TURBOQUANT_K8V4", ((9, 0), (10, 0)), True),
+        ("turboquant_attn", "TURBOQUANT", "TURBOQUANT_4BIT_NC", ((8, 0), (9, 0)), True),
+        ("mla.indexer", "DEEPSEEK_V32_INDEXER", "NONE", ((9, 0), (10, 0)), True),
+    ],
+)
+def test_generations_of_gpus_are_a_pair_where_their_kernels_agree(
+    monkeypatch, module, name, mode, devices, equal
+):
+    """What a known backend writes may still depend on the device."""
+    backend = backend_of(f"vllm.v1.attention.backends.{module}", name)
+    meanings = []
+    for capability in devices:
+        _on(monkeypatch, capability)
+        meanings.append(of(backend, _quantized(mode)).meaning)
+    assert (meanings[0] == meanings[1]) is equal
+
+
+@requires_base("0.32.0", "0.33.0", reason="caches of 4 bits are not told apart there")
+def test_kernels_for_4_bits_are_chosen_as_the_release_does():
+    """`_nvfp4_kv_on_fa2`, whose module needs FlashInfer."""
+    source = (ROOT / "vllm/v1/attention/backends/flashinfer.py").read_text()
+    (chooser,) = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == "_nvfp4_kv_on_fa2"
+    )
+    families = [node.elts for node in ast.walk(chooser) if isinstance(node, ast.Tuple)]
+    assert [[each.value for each in elements] for elements in families] == [[80, 90, 120]]
+
+
+def test_makers_of_gpus_write_indexers_in_their_own_ways(monkeypatch):
+    """ROCm shuffles the keys of a block, and no shape shows it."""
+    backend = backend_of("vllm.v1.attention.backends.mla.indexer", "DEEPSEEK_V32_INDEXER")
+    _on(monkeypatch, (9, 0))
+    nvidias = of(backend).meaning
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: False)
+    meanings = [nvidias]
+    for architecture in ("gfx942", "gfx950"):
+        monkeypatch.setattr(cache_formats, "_device_name", lambda _, name=architecture: name)
+        meanings.append(of(backend).meaning)
+    assert all(one != other for one, other in itertools.combinations(meanings, 2))
+
+
+def test_fused_writers_of_rocm_are_told_apart():
+    """A pass of the compiler's has ROCM_ATTN keep values in another order."""
+    backend = backend_of("vllm.v1.attention.backends.rocm_attn", "ROCM_ATTN")
+    assert of(backend, settings="fused") != of(backend, settings="not fused")
 
 
 def test_unknown_inside_means_all_that_may_have_a_say_in_it():

@@ -172,9 +172,7 @@ def cache_format(
     meaning = {"arrangement": arrangement.value, "numbers": _numbers(spec)}
     if arrangement is not Arrangement.SLOTS:
         meaning["written by"] = backend.get_name()
-    if backend.get_name() == "CPU_ATTN":
-        meaning["instructions"] = _cpu_instructions(spec, tensor)
-    return CacheFormat(arrangement, meaning)
+    return CacheFormat(arrangement, meaning | _chosen_inside(backend, spec, tensor, settings))
 
 
 def settings_fingerprint(vllm_config: VllmConfig) -> str:
@@ -215,6 +213,33 @@ def _known_arrangement(backend: type[AttentionBackend], spec: Any) -> Arrangemen
         return Arrangement.QUARTERS
     known = mode in _SLOT_QUANTIZATIONS and tokens_per_slot(spec) >= 1
     return Arrangement.SLOTS if known else None
+
+
+def _chosen_inside(
+    backend: type[AttentionBackend], spec: Any, tensor: torch.Tensor, settings: str
+) -> dict[str, str]:
+    """What a known backend's arrangement leaves to the device, or to an option."""
+    match backend.get_name():
+        case "CPU_ATTN":
+            return {"instructions": _cpu_instructions(spec, tensor)}
+        case "TURBOQUANT" if spec.kv_quant_mode.name == "TURBOQUANT_K8V4":
+            # `_use_fp8_e4b15`: keys are of another type where there are no kernels for e4m3.
+            capability = current_platform.get_device_capability()
+            is_old = current_platform.is_cuda() and capability is not None and capability < (8, 9)
+            return {"keys": "e4b15" if is_old else "e4m3"}
+        case "FLASHINFER" if spec.kv_quant_mode.name == "NVFP4":
+            # `_nvfp4_kv_on_fa2`: scales of values are shuffled among four tokens for the others.
+            families = (80, 90, 120)
+            on_fa2 = any(current_platform.is_device_capability_family(each) for each in families)
+            return {"kernels": "fa2" if on_fa2 else "trtllm-gen"}
+        case "ROCM_ATTN":
+            # `set_interleaved_v_cache`: a pass that fuses what writes has it arrange values anew.
+            return {"settings": settings}
+        case "DEEPSEEK_V32_INDEXER" | "DEEPSEEK_V4_INDEXER" | "DEEPSEEK_SPARSE_SWA":
+            # `indexer_k_quant_and_cache_triton` shuffles values on ROCm, and the type of 8 bits
+            # is not told by any of them.
+            return {"device": _maker(tensor)}
+    return {}
 
 
 def _is_shuffled() -> bool:
@@ -276,6 +301,13 @@ def _class_of(getter: Callable[[], type | None]) -> type | None:
         return getter()
     except NotImplementedError:
         return None
+
+
+def _maker(tensor: torch.Tensor) -> str:
+    """Whose device it is, and which where kernels of one maker differ."""
+    if current_platform.is_cuda():
+        return "cuda"
+    return f"{tensor.device.type} {_device_name(tensor)}"
 
 
 def _device_name(tensor: torch.Tensor) -> str:

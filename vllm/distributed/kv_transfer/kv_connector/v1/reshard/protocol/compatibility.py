@@ -43,6 +43,7 @@ _REMEDIES = {
     "numbers of the state": "give the same --mamba-cache-dtype and --mamba-ssm-cache-dtype",
     "device": "use devices of one kind",
     "instructions": "use machines with the same instruction set",
+    **dict.fromkeys(("keys", "kernels"), "use GPUs of one generation"),
     "settings": "give the same environment and options of attention and compilation",
     "hybrid_kv_cache_manager": "give --disable-hybrid-kv-cache-manager on both or on neither",
 }
