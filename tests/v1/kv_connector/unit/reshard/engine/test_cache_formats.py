@@ -8,9 +8,11 @@ import dataclasses
 import importlib.util
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import AttentionConfig, PassConfig
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -236,6 +238,58 @@ def test_unknown_inside_means_all_that_may_have_a_say_in_it():
         of(backend, tensor=torch.empty(9, *VIEW.shape[1:], dtype=VIEW.dtype)),
     ):
         assert same == known
+
+
+def _fingerprint(cache_dtype: str = "auto", attention=None, **passes: bool) -> str:
+    config = SimpleNamespace(
+        attention_config=attention or AttentionConfig(),
+        compilation_config=SimpleNamespace(pass_config=PassConfig(**passes)),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
+    return cache_formats.settings_fingerprint(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_PLUGINS", "kv_reshard"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "1"),
+        ("VLLM_PROCESS_NAME_PREFIX", "prefill"),
+        ("VLLM_RAY_BUNDLE_INDICES", "0,1"),
+        ("VLLM_LOOPBACK_IP", "127.0.0.2"),
+        ("VLLM_NIXL_SIDE_CHANNEL_PORT", "5601"),
+        ("VLLM_IMAGE_TAG", "nightly"),
+        ("CUDA_HOME", "/usr/local/cuda"),
+        ("VLLM_PP_LAYER_PARTITION", "1,3"),
+        ("VLLM_DEEPEP_BUFFER_SIZE_MB", "2048"),
+        ("VLLM_LOGGING_LEVEL", "DEBUG"),
+    ],
+)
+def test_engines_of_one_fleet_may_differ(monkeypatch, name, value):
+    """In where they are, how they were packed, what runs them and what they log."""
+    monkeypatch.delenv(name, raising=False)
+    one = _fingerprint()
+    monkeypatch.setenv(name, value)
+    assert _fingerprint() == one
+
+
+def test_passes_that_the_tp_size_turns_on_are_no_difference():
+    """`enable_allreduce_rms_fusion` asks for several ranks: TP2 and TP1 are a pair."""
+    assert _fingerprint(fuse_allreduce_rms=True) == _fingerprint(fuse_allreduce_rms=False)
+
+
+@requires_base("0.32.0", "0.33.0", reason="the variable and the option are later")
+def test_settings_that_may_change_an_inside_are_told_apart(monkeypatch):
+    """Variables and options that choose kernels, and passes that fuse what writes the cache."""
+    one = _fingerprint()
+    assert _fingerprint("fp8") != one
+    assert _fingerprint(attention=AttentionConfig(flash_attn_version=2)) != one
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
+    assert _fingerprint(fuse_rope_kvcache=True) != _fingerprint(fuse_rope_kvcache=False)
+    for name in ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_BATCH_INVARIANT"):
+        monkeypatch.setenv(name, "1")
+        assert _fingerprint() != one
+        monkeypatch.delenv(name)
 
 
 def test_every_known_backend_stands_in_its_module():

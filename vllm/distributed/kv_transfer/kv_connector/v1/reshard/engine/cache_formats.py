@@ -151,8 +151,22 @@ _SLOT_QUANTIZATIONS = frozenset(
 )
 """Number formats whose scales, if a token has any of its own, lie in its slot."""
 
-_PLACES = "VLLM_NIXL_", "VLLM_P2P_", "VLLM_EC_", "VLLM_DP_", "VLLM_PP_", "VLLM_CPU_", "RAY_"
-"""How variables begin that say where an engine's parts are, which two need not have in common."""
+_OF_AN_ENGINES_OWN = (
+    # Where its parts are, and how they reach each other.
+    *("VLLM_NIXL_", "VLLM_P2P_", "VLLM_EC_", "VLLM_DP_", "VLLM_PP_", "VLLM_CPU_", "RAY_"),
+    *("VLLM_RAY_", "VLLM_USE_RAY_", "VLLM_MOONCAKE_", "MOONCAKE_", "VLLM_NIC_", "VLLM_GPU_NIC_"),
+    *("VLLM_LOOPBACK_", "VLLM_NCCL_", "VLLM_SKIP_P2P_", "VLLM_DISABLE_PYNCCL", "VLLM_MQ_"),
+    *("VLLM_ALLREDUCE_", "VLLM_FLASHINFER_ALLREDUCE_", "VLLM_DEEPEP", "VLLM_DBO_"),
+    # How it was built and packed, and what runs it.
+    *("CMAKE_", "NVCC_", "CUDA_HOME", "VERBOSE", "VLLM_BUILD_", "VLLM_DOCKER_", "VLLM_IMAGE_"),
+    *("VLLM_CUDART_", "VLLM_MAIN_CUDA_", "VLLM_USE_PRECOMPILED", "VLLM_SKIP_PRECOMPILED_"),
+    *("VLLM_RUST_", "VLLM_USE_RUST_", "VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER"),
+    # What it logs and measures, and what requests may ask for.
+    *("VLLM_LOG_", "VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_LOG_", "VLLM_DEBUG_", "VLLM_TRACE_"),
+    *("VLLM_PROCESS_NAME_", "VLLM_USAGE_", "VLLM_NVTX_", "VLLM_CUSTOM_SCOPES_", "VLLM_GC_"),
+    *("VLLM_MAX_", "VLLM_TOOL_", "VLLM_CHAT_", "VLLM_GPT_OSS_", "VLLM_KV_EVENTS_", "VLLM_LORA_"),
+)
+"""How variables begin that no cache depends on, and two engines of one fleet need not agree in."""
 
 
 def cache_format(
@@ -184,13 +198,15 @@ def settings_fingerprint(vllm_config: VllmConfig) -> str:
     environment = sorted(
         (name, str(value))
         for name, value in envs.compile_factors().items()
-        if not name.startswith(_PLACES)
+        if not name.startswith(_OF_AN_ENGINES_OWN)
     )
-    options = (
-        vllm_config.attention_config,
-        vllm_config.compilation_config.pass_config,
-        vllm_config.cache_config.cache_dtype,
+    # Others of its fields follow from the TP size.
+    passes = sorted(
+        (name, value)
+        for name, value in vars(vllm_config.compilation_config.pass_config).items()
+        if "kvcache" in name
     )
+    options = vllm_config.attention_config, passes, vllm_config.cache_config.cache_dtype
     return hashlib.sha256(repr((environment, options)).encode()).hexdigest()[:32]
 
 
