@@ -30,6 +30,10 @@ MAX_WORKERS = 8
 BF16_AGREEMENT = 0.5
 """Share of tokens that must agree where layouts round differently."""
 
+BF16_LOGPROB_BOUND = 0.3
+"""How far log-probabilities of equal tokens may lie apart there: 0.11 was seen, of DeepSeek V4. Its
+cache is of 8 bits, so that a sum that was rounded otherwise may fall on the next number."""
+
 _CACHE_TOKENS = 16384
 
 After = Callable[[PDStack, Router], "str | None"]
@@ -60,7 +64,7 @@ def judge(family: Family, found: Accuracy, counters: NixlCounters) -> str | None
         return "nothing was moved over NIXL"
     if family.exact and found.equal < found.requests:
         return f"{found.requests - found.equal} answers differ"
-    if family.exact and found.logprob_gap > accuracy.LOGPROB_BOUND:
+    if found.logprob_gap > (accuracy.LOGPROB_BOUND if family.exact else BF16_LOGPROB_BOUND):
         return f"log-probabilities differ by {found.logprob_gap:.2g}"
     if found.agreement < BF16_AGREEMENT:
         return f"only {found.agreement:.0%} of the tokens agree"

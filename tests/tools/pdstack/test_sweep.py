@@ -151,6 +151,7 @@ def test_what_comes_after_needs_right_answers(tmp_path, monkeypatch, answer, lat
         (replace(GOOD, equal=63), MOVED, True, "1 answers differ"),
         (replace(GOOD, logprob_gap=0.1), MOVED, True, "log-probabilities differ by 0.1"),
         (replace(GOOD, equal=40, agreement=0.8, logprob_gap=0.1), MOVED, False, None),
+        (replace(GOOD, logprob_gap=0.5), MOVED, False, "log-probabilities differ by 0.5"),
         (replace(GOOD, equal=0, agreement=0.2), MOVED, False, "only 20% of the tokens agree"),
         (GOOD, NixlCounters(), True, "nothing was moved over NIXL"),
         (GOOD, replace(MOVED, failed_transfers=2), True, "2 reads failed"),
