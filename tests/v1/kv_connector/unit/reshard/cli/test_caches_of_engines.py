@@ -151,7 +151,7 @@ def test_blocks_of_indexers_are_their_kernels():
 
 
 def test_minimax_m3_is_as_the_engine_has_it(rows, module_of):
-    """Index keys in slots; heads of layers that have them as their backend is known."""
+    """Index keys beside heads, both of them in slots."""
     keys = module_of("minimax_m3", "common.indexer").MiniMaxM3IndexerCache(128, "keys")
     backend = module_of("minimax_m3", "common.sparse_attention").MiniMaxM3SparseBackend
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=128))
@@ -167,15 +167,14 @@ def test_minimax_m3_is_as_the_engine_has_it(rows, module_of):
     ).layers
     found = rows(MINIMAX_M3, "--block-size", "128")
     assert [(row["cache"], row["layers"]) for row in found] == [
-        ("heads", [0]),
-        ("heads", [1, 2, 3]),
+        ("heads", [0, 1, 2, 3]),
         ("index keys", [1, 2, 3]),
     ]
-    for row in found[1:]:
+    for row in found:
         (plane,) = layers[row["cache"]].planes
-        whole = layers[row["cache"]].meaning["arrangement"] == WHOLE_BLOCKS
+        assert layers[row["cache"]].meaning["arrangement"] == "slots"
         assert row["token_bytes"] == plane.num_heads * plane.slot_bytes / plane.slot_tokens
-        assert (row["moved_as"] == WHOLE_BLOCKS) is whole
+        assert row["moved_as"] != WHOLE_BLOCKS
 
 
 def test_kimi_linear_is_as_the_engine_has_it(rows, tmp_path):

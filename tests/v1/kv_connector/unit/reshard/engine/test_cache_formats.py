@@ -138,6 +138,20 @@ def test_aiter_is_asked_whether_it_shuffles(monkeypatch, module, name, arrangeme
     assert of(backend).meaning != of(backend_of(f"vllm.v1.attention.backends.{module}", name + "_"))
 
 
+@requires_base("0.32.0", "0.33.0", reason="MiniMax M3 is later")
+def test_sparse_layers_of_minimax_m3(monkeypatch):
+    """Slots; two of a head with 4 bits; and pages of 16 tokens where AITER's kernels read."""
+    place = "vllm.models.minimax_m3"
+    methods = {"__module__": f"{place}.nvidia.sparse_attention_msa"}
+    common = backend_of(f"{place}.common.sparse_attention", "MINIMAX_M3_SPARSE")
+    backend = type("MiniMaxM3SparseMSABackend", (common,), methods)
+    assert of(backend).arrangement is Arrangement.SLOTS
+    assert of(backend, _quantized("FP8_PER_TENSOR")).arrangement is Arrangement.SLOTS
+    assert of(backend, _quantized("NVFP4")).arrangement is Arrangement.HEADS
+    monkeypatch.setattr(cache_formats, "_is_shuffled", lambda: True)
+    assert of(backend).arrangement is Arrangement.PAGE
+
+
 def test_turboquant_is_asked_where_it_keeps_scales(monkeypatch):
     """FlyDSL's kernels want them behind all else of a block, and no shape shows it."""
     backend = backend_of("vllm.v1.attention.backends.turboquant_attn", "TURBOQUANT")

@@ -208,6 +208,14 @@ _NOT_RUN: dict[tuple[str, str], tuple[_Writer, str]] = {
         (f"{_V4}.compressor", "DeepseekCompressor.forward", "compress_norm_rope_store_triton"),
         _PORTED,
     ),
+    (f"{_M3}.common.sparse_attention", "MINIMAX_M3_SPARSE"): (
+        (
+            f"{_M3}.nvidia.model",
+            "MiniMaxM3SparseAttention.forward",
+            "fused_minimax_m3_qknorm_rope_kv_insert",
+        ),
+        "it is compiled for CUDA and ROCm only",
+    ),
     (f"{_M3}.common.indexer", "MINIMAX_M3_SPARSE_INDEXER"): (
         (
             f"{_M3}.amd.ops.sparse_pa",

@@ -122,14 +122,12 @@ class Family:
         name: Its name, for messages.
         caches: What it keeps beside its heads or its latent.
         has_main: It keeps these as well.
-        uncut_layers: Layers whose heads are in blocks that nobody looks into, by index.
         chooses_fp8_on_blackwell: vLLM keeps its cache in 8 bits there, unless told otherwise.
     """
 
     name: str
     caches: tuple[Cache, ...] = ()
     has_main: bool = True
-    uncut_layers: tuple[int, ...] = ()
     chooses_fp8_on_blackwell: bool = False
 
     @property
@@ -280,13 +278,13 @@ def _deepseek_v4(config: _Config, layers: range) -> Family:
 
 
 def _minimax_m3(config: _Config, layers: range) -> Family:
-    """Some layers have keys that blocks are chosen by, and a backend of their own."""
+    """Some layers have keys that blocks are chosen by."""
     sparse = config.get("sparse_attention_config") or {}
     flags = sparse.get("sparse_attention_freq") or ()
     chosen = tuple(layer for layer in layers if layer < len(flags) and flags[layer])
     size = _number(sparse, "sparse_index_dim", 128) * _BFLOAT16_BYTES
     keys = Cache("index keys", chosen, size)
-    return Family("MiniMax M3", (keys,) if chosen else (), uncut_layers=chosen)
+    return Family("MiniMax M3", (keys,) if chosen else ())
 
 
 def _deepseek_v41(config: _Config, layers: range) -> Family:

@@ -228,16 +228,14 @@ def _main_name(is_mla: bool) -> str:
 def _rows(sizes: _Sizes, cache_format: CacheFormat) -> tuple[CacheRow, ...]:
     """The kinds of cache: heads or latents of one size and one window each, and others."""
     block_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
-    kinds: dict[tuple[LayerSizes, int, bool], list[int]] = {}
-    family = None if sizes.model is None else sizes.model.family
-    uncut = family.uncut_layers if family is not None and sizes.caches else ()
+    kinds: dict[tuple[LayerSizes, int], list[int]] = {}
     for layer, each in sizes.main_layers.items():
         window = cache_format.window_tokens_by_layer.get(sizes.identity(layer), 0)
-        kinds.setdefault((each, window, layer in uncut), []).append(layer)
+        kinds.setdefault((each, window), []).append(layer)
     rows = []
-    for (each, window, is_whole), layers in kinds.items():
+    for (each, window), layers in kinds.items():
         token_bytes = each.num_kv_heads * cache_format.token_bytes_of(sizes.identity(layers[0]))
-        moved = "whole blocks" if is_whole else "slots" if sizes.is_mla else "heads"
+        moved = "slots" if sizes.is_mla else "heads"
         rows.append(
             CacheRow(
                 _main_name(sizes.is_mla),

@@ -86,7 +86,7 @@ def judge(
     """
     if (family := model.family) is not None and not family.is_served:
         return (_left_to_upstream(family, prefill, decode),)
-    notes = [] if family is None else [*_of_family(family, prefill, decode)]
+    notes = [] if family is None else [*_of_family(family)]
     shares_slots = family is not None and any(each.state_tokens > 1 for each in family.caches)
     if shares_slots or model.state:
         what = "several tokens as one" if shares_slots else "recurrent state"
@@ -127,7 +127,7 @@ def _left_to_upstream(family: Family, prefill: ParallelMesh, decode: ParallelMes
     )
 
 
-def _of_family(family: Family, prefill: ParallelMesh, decode: ParallelMesh) -> Iterator[Note]:
+def _of_family(family: Family) -> Iterator[Note]:
     """What is particular to a family that is served."""
     if whole := [each.name for each in family.caches if each.is_whole]:
         yield Note(
@@ -135,13 +135,6 @@ def _of_family(family: Family, prefill: ParallelMesh, decode: ParallelMesh) -> I
             EVERYWHERE,
             f"whole blocks of {_listed(whole)}, with any TP and PP, where both engines have the "
             "same attention backends",
-        )
-    if family.uncut_layers:
-        yield _uncut(
-            EVERYWHERE,
-            f"the heads of {layers_text(family.uncut_layers)}, moved in whole blocks",
-            prefill,
-            decode,
         )
     if family.chooses_fp8_on_blackwell:
         yield Note(

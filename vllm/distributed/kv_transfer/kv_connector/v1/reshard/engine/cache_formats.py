@@ -53,6 +53,7 @@ class CacheFormat:
 _BACKENDS = "vllm.v1.attention.backends"
 _ABSTRACT = "vllm.v1.attention.backend"
 _V4 = "vllm.models.deepseek_v4"
+_M3 = "vllm.models.minimax_m3.common"
 
 _SLOTS = frozenset(
     {
@@ -102,7 +103,10 @@ _SLOTS = frozenset(
         # A row of numbers for each token: what DeepSeek V4 compresses, `save_partial_states`, and
         # what MiniMax M3 indexes by, `minimax_m3_insert_index_cache`.
         (f"{_V4}.compressor", "CompressorBackend"),
-        ("vllm.models.minimax_m3.common.indexer", "MINIMAX_M3_SPARSE_INDEXER"),
+        (f"{_M3}.indexer", "MINIMAX_M3_SPARSE_INDEXER"),
+        # `fused_minimax_m3_qknorm_rope_kv_insert`, by strides: key before value, whichever of the
+        # model's kernels reads. CUTLASS_MSA and TRITON_MSA are names of two of these, and no more.
+        (f"{_M3}.sparse_attention", "MINIMAX_M3_SPARSE"),
     }
 )
 """Backends whose slots are plain strides: where they stand, and their names."""
@@ -132,8 +136,10 @@ _AITER: Mapping[str, Arrangement | None] = {
     f"{_BACKENDS}.rocm_aiter_fa": Arrangement.PACKED_SIDES,
     # On some devices only.
     f"{_BACKENDS}.rocm_aiter_unified_attn": None,
+    # `_insert_aiter_sparse_pa_kv`: pages of 16 tokens of all heads, keys and values apart.
+    f"{_M3}.sparse_attention": None,
 }
-"""What AITER's backends do where VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set."""
+"""What writers of AITER's do where VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set."""
 
 _SLOT_QUANTIZATIONS = frozenset(
     {
@@ -227,6 +233,9 @@ def _known_arrangement(backend: type[AttentionBackend], spec: Any) -> Arrangemen
     if name == "FLASHINFER" and mode == "NVFP4":
         # `_nvfp4_kv_views`.
         return Arrangement.QUARTERS
+    if name == "MINIMAX_M3_SPARSE" and mode == "NVFP4":
+        # `nvfp4_kv_cache_views`: two slots of a head, each with numbers before scales.
+        return Arrangement.HEADS
     known = mode in _SLOT_QUANTIZATIONS and tokens_per_slot(spec) >= 1
     return Arrangement.SLOTS if known else None
 
