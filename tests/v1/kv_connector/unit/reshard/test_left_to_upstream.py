@@ -11,6 +11,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as upstream
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -80,6 +81,24 @@ def test_upstreams_can_be_asked_for(make_config):
     found = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
     assert found is upstream.NixlConnector
     assert not issubclass(found, NixlConnector)
+
+
+def test_other_devices_are_left_to_upstream(make_config, monkeypatch):
+    """Ours waits for the device by CUDA's events, which XPUs have not."""
+    monkeypatch.setattr(upstream, "NixlConnector", lambda *_: Stub())
+    config = make_config("NixlConnector")
+    monkeypatch.setattr(type(current_platform), "device_type", "xpu")
+    config.kv_transfer_config.kv_buffer_device = "xpu"
+
+    def create():
+        return KVConnectorFactory.create_connector(
+            config, KVConnectorRole.SCHEDULER, cache_config()
+        )
+
+    assert type(create()) is Stub
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(LocalLayoutError, match=f"the device is xpu.*{WITHOUT_STAGES}"):
+        create()
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -254,6 +254,9 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         and vllm_config.kv_transfer_config.kv_buffer_device == "cpu"
     ):
         return "kv_buffer_device is cpu, and the KV cache is not in host memory"
+    if current_platform.device_type not in ("cpu", "cuda"):
+        # Workers wait for what the device has still to do by CUDA's events, which ROCm has, too.
+        return f"the device is {current_platform.device_type}"
     if is_in_two_memories(kv_cache_config):
         return "some layers' KV caches are in the host's memory, and others' are not"
     if keeps_groups_back(kv_cache_config):
