@@ -214,6 +214,22 @@ def test_kernels_for_4_bits_are_chosen_as_the_release_does():
     assert [[each.value for each in elements] for elements in families] == [[80, 90, 120]]
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("sparse_mla", "FLASHMLA_SPARSE_DSV4"),
+        ("nvidia.flashinfer_sparse", "FLASHINFER_MLA_SPARSE_DSV4"),
+        ("amd.rocm", "ROCM_FLASHMLA_SPARSE_DSV4"),
+        ("cpu.cpu_mla", "CPU_V4_MLA_SPARSE"),
+    ],
+)
+def test_settings_have_no_say_in_what_deepseek_v4_compresses(module, name):
+    """Its kernels are the model's own: an engine without graphs and one with them are a pair."""
+    backend = backend_of(f"vllm.models.deepseek_v4.{module}", name)
+    assert of(backend, settings="graphs") == of(backend, settings="none")
+    assert of(backend).arrangement is Arrangement.PAGE
+
+
 def test_makers_of_gpus_write_indexers_in_their_own_ways(monkeypatch):
     """ROCm shuffles the keys of a block, and no shape shows it."""
     backend = backend_of("vllm.v1.attention.backends.mla.indexer", "DEEPSEEK_V32_INDEXER")

@@ -200,6 +200,18 @@ _NOT_RUN: dict[tuple[str, str], tuple[_Writer, str]] = {
             _CONCAT,
         ),
     ),
+    (f"{_V4}.nvidia.flashinfer_sparse", "FLASHINFER_MLA_SPARSE_DSV4"): (
+        (
+            f"{_V4}.compressor",
+            "DeepseekCompressor.forward",
+            "_SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL",
+        ),
+        _PORTED,
+    ),
+    (f"{_V4}.amd.rocm", "ROCM_FLASHMLA_SPARSE_DSV4"): (
+        (f"{_V4}.compressor", "DeepseekCompressor.forward", "compress_norm_rope_store_triton"),
+        _PORTED,
+    ),
     (f"{_V4}.sparse_mla", "FLASHMLA_SPARSE_DSV4"): (
         (f"{_V4}.compressor", "DeepseekCompressor.forward", "compress_norm_rope_store_triton"),
         _PORTED,
