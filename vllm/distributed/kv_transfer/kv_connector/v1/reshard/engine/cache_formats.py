@@ -126,7 +126,7 @@ _OTHERS: Mapping[tuple[str, str], Arrangement] = {
     (f"{_BACKENDS}.mla.indexer", "DEEPSEEK_V4_INDEXER"): Arrangement.PAGE,
     (f"{_BACKENDS}.mla.sparse_swa", "DEEPSEEK_SPARSE_SWA"): Arrangement.PAGE,
     (f"{_V4}.sparse_mla", "FLASHMLA_SPARSE_DSV4"): Arrangement.PAGE,
-    # What 8 bits have scales for, and whole rows of fp8 or bfloat16, are told apart by their numbers.
+    # Values with scales, and rows of one number format, are told apart by that.
     (f"{_V4}.nvidia.flashinfer_sparse", "FLASHINFER_MLA_SPARSE_DSV4"): Arrangement.PAGE,
     (f"{_V4}.amd.rocm", "ROCM_FLASHMLA_SPARSE_DSV4"): Arrangement.PAGE,
     (f"{_V4}.cpu.cpu_mla", "CPU_V4_MLA_SPARSE"): Arrangement.PAGE,
