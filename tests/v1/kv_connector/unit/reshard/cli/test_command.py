@@ -294,6 +294,40 @@ def test_impossible_layout_is_one_line_and_status_2(kv_plan, arguments, message)
 
 
 @pytest.mark.parametrize(
+    ("text", "mesh"),
+    [("tp1pp2", (1, 2)), ("TP2PP1", (2, 1)), ("tp=2", (2, 1)), ("pp=2,tp=3", (3, 2))],
+)
+def test_layouts_are_written_in_two_ways(kv_plan, text, mesh):
+    """By axis, or in one word as `make demo` has it."""
+    status, out, err = kv_plan("--prefill", text, "--decode", "tp=1", *SIZES, "--json")
+    assert (status, err) == (0, "")
+    prefill = json.loads(out)["prefill"]
+    assert (prefill["tp_size"], prefill["pp_size"]) == mesh
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prefill", "tp=99999999999999999999"), "tp is 99999999999999999999 but must be at"),
+        (("--prefill", "tp1pp1025"), "make 1025 ranks, but engines are of at most 1024"),
+        (("--prefill", "tp=128"), "tp is 128 but must be at most 64"),
+        (("--num-layers", "1000000"), "--num-layers is 1000000 but must be at most 1024"),
+        (("--num-kv-heads", str(10**30)), "have 4" + 30 * "0" + " KV heads, or units of state"),
+        (("--head-size", str(10**30)), f"--head-size is {10**30} but must be at most"),
+        (("--block-size", str(10**30)), f"--block-size is {10**30} but must be at most"),
+        (("--decode-block-size", str(10**30)), f"--decode-block-size is {10**30} but must be"),
+    ],
+)
+def test_sizes_are_bounded(kv_plan, arguments, message):
+    """A number beyond all models and engines is refused at once, and not computed with."""
+    defaults = ("--prefill", "tp=1", "--decode", "tp=1", *SIZES)
+    status, out, err = kv_plan(*defaults, *arguments, "--json")
+    assert (status, out) == (2, "")
+    assert err.startswith("kv-plan: error: ") and message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("sizes", "message"),
     [
         (("--num-layers", "0", "--num-kv-heads", "6"), "--num-layers is 0"),

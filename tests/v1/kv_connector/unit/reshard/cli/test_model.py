@@ -229,6 +229,54 @@ def test_layers_that_differ(read, config, layers):
     assert sizes == layers
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000 but must be at most 1024"),
+        ({"head_dim": 10**30}, f"head_dim is {10**30} but must be at most"),
+        (
+            {"layer_types": ["conv"] * 4, "conv_L_cache": 3, "hidden_size": 10**9},
+            "hidden_size is 1000000000 but must be at most",
+        ),
+        (
+            {"layer_types": ["mamba"] * 4, "mamba_n_heads": 10**9},
+            "mamba_n_heads is 1000000000 but must be at most",
+        ),
+        ({"model_type": "deepseek_v32", "index_head_dim": 10**9}, "index_head_dim is 1000000000"),
+    ],
+)
+def test_numbers_are_bounded(read, changes, message):
+    """What no model has is refused by its name, before anything is computed with it."""
+    with pytest.raises(ValueError, match=message) as caught:
+        read({**LLAMA, **changes})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"text_config":' * 100_000])
+def test_deep_configuration_is_one_line(tmp_path, text):
+    """Nesting that the parser gives up on is refused as what is no JSON."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json is not JSON") as caught:
+        read_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_configs": ["none"] * 4},
+        {"layer_types": 4},
+        {"num_kv_shared_layers": [1]},
+        {"model_type": "deepseek_v4", "compress_ratios": 4},
+    ],
+)
+def test_entry_of_another_kind_is_one_line(read, changes):
+    """A number, a list or a text in place of another is told with the file's name."""
+    with pytest.raises(ValueError, match=r"config\.json: ") as caught:
+        read({**LLAMA, **changes})
+    assert "\n" not in str(caught.value)
+
+
 def test_mimo2_has_windows_and_no_chunks(read):
     """Which layers have one is told by a list of its own."""
     found = read(MIMO2)

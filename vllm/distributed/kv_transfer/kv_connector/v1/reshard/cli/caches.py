@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from ..plan.mesh import MeshRank, ParallelMesh
 from ..plan.shards import Holding, Layer, Shard, shard_model
+from .limits import require_size
 
 _FLOAT32_BYTES, _BFLOAT16_BYTES = 4, 2
 
@@ -335,6 +336,7 @@ def _number(config: _Config, name: str, default: int) -> int:
     value = config.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r} but must be a number of at least 1: correct it")
+    require_size(name, value)
     return value
 
 

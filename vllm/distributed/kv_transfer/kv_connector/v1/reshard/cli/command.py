@@ -33,12 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: Arguments without the program's name; those of the process by default.
+        argv: Arguments without the program's name; those of the process by default, which is then
+            called as it was, for the plugin has another name for it.
 
     Returns:
         The exit status: 2 for a layout that vLLM could not run.
     """
-    parser = argparse.ArgumentParser(prog=NAME)
+    parser = argparse.ArgumentParser(prog=NAME if argv is not None else Path(sys.argv[0]).name)
     prepare(parser)
     return run(parser.parse_args(argv), parser.prog)
 
@@ -53,7 +54,7 @@ def prepare(parser: argparse.ArgumentParser) -> None:
             f"--{role}",
             metavar="tp=N,pp=N",
             required=True,
-            help=f"layout of the {role} engine; what is left out is 1",
+            help=f"layout of the {role} engine, of which what is left out is 1; or tpNppN",
         )
         parser.add_argument(
             f"--{role}-layer-partition",

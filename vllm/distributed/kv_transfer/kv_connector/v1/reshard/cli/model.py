@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .caches import SPARSE_LAYERS, Family, draft_layers, read_family
+from .limits import MAX_LAYERS, MAX_SIZE, require_size
 from .recurrent_state import BOTH, NOTHING_KEPT, STATE_ONLY, StateComponent, layer_kinds, read_state
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -104,12 +105,17 @@ def read_model(directory: Path) -> ModelSizes:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}): give the directory of a model"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): download the model again") from error
     try:
         return _sizes(config)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
+    except (AttributeError, IndexError, TypeError) as error:
+        # Families have lists and objects within their entries, each of which may be anything.
+        raise ValueError(
+            f"{path}: an entry is of another kind than a model's ({error}): download it again"
+        ) from error
 
 
 def element_bytes(dtype: str) -> int:
@@ -134,7 +140,9 @@ def _sizes(whole: object) -> ModelSizes:
     config: dict[str, Any] = next((part for part in parts if isinstance(part, dict)), whole)
     if isinstance(inner := config.get("text_config"), dict):
         config = inner
-    num_layers = _size(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    num_layers = _size(
+        config, *("num_hidden_layers", "n_layer", "num_layers", "n_layers"), largest=MAX_LAYERS
+    )
     dtype = next(
         (
             source[name]
@@ -259,7 +267,9 @@ def _slot_elements(key_elements: int, value_elements: int) -> int:
     return -(-(key_elements + value_elements) // 2)
 
 
-def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+def _size(
+    config: Mapping[str, Any], *names: str, default: int | None = None, largest: int = MAX_SIZE
+) -> int:
     """The first of some entries that is given, which has several names among models."""
     for name in names:
         value = config.get(name)
@@ -270,6 +280,7 @@ def _size(config: Mapping[str, Any], *names: str, default: int | None = None) ->
                 f"{name} is {value!r} but must be a number of at least 1: give --num-layers, "
                 "--num-kv-heads and --head-size instead of the model"
             )
+        require_size(name, value, largest)
         return value
     if default is None:
         raise ValueError(

@@ -15,6 +15,7 @@ from ..plan.mesh import ParallelMesh
 from ..plan.reshard import Read, ReshardPlan, plan_reshard
 from ..plan.verify import verify_plan
 from .caches import shard_kinds
+from .limits import require_size
 
 STATE_ONLY = frozenset({"mamba", "linear_attention", "conv"})
 """Kinds of layers that keep state and no KV cache."""
@@ -153,8 +154,12 @@ def _short_conv(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
     """The first of some entries that is a number of at least 1."""
-    values = (config.get(name) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and value > 0:
+            require_size(name, value)
+            return value
+    return None
 
 
 def plan_state(

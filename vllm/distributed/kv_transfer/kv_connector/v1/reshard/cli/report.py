@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,11 +15,14 @@ from ..plan.text import layers_text
 from ..plan.verify import verify_plan
 from .caches import Cache, CacheRow, ReadPart, shard_kinds
 from .figures import CacheFormat, PlanFigures, ReadFigures, measure_plan
+from .limits import MAX_LAYERS, require_mesh, require_size, require_units
 from .model import LayerSizes, ModelSizes, element_bytes, read_model
 from .recurrent_state import StateRead, plan_state
 from .verdicts import Note, judge
 
 _MAX_PROMPT_TOKENS = 1 << 21
+_ONE_WORD = re.compile(r"tp(\d+)pp(\d+)", re.ASCII | re.IGNORECASE)
+"""A layout as `make demo` and the tests of pairs write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +296,7 @@ def _read_sizes(args: argparse.Namespace) -> _Sizes:
         raise ValueError("--num-layers is missing: give the model's layers, or --model")
     if num_layers < 1:
         raise ValueError(f"--num-layers is {num_layers} but must be at least 1")
+    require_size("--num-layers", num_layers, MAX_LAYERS)
     if num_kv_heads is None and not is_mla:
         raise ValueError("--num-kv-heads is missing: give the model's KV heads, or --mla")
     slot_elements = args.head_size
@@ -299,8 +304,9 @@ def _read_sizes(args: argparse.Namespace) -> _Sizes:
         slot_elements = model.slot_elements
     if slot_elements is not None and slot_elements < 1:
         raise ValueError(f"--head-size is {slot_elements} but must be at least 1")
+    require_size("--head-size", slot_elements or 1)
     family = None if model is None or _overrides(args) else model.family
-    return _Sizes(
+    sizes = _Sizes(
         num_layers=num_layers,
         num_kv_heads=1 if is_mla else num_kv_heads,
         is_mla=is_mla,
@@ -312,6 +318,10 @@ def _read_sizes(args: argparse.Namespace) -> _Sizes:
         caches=() if family is None else family.caches,
         has_main=family is None or (family.has_main and family.is_served),
     )
+    state = () if model is None else model.state
+    require_units(sum(each.num_kv_heads for each in sizes.main_layers.values()))
+    require_units(sum(each.num_units * len(each.layers) for each in state))
+    return sizes
 
 
 def _overrides(args: argparse.Namespace) -> bool:
@@ -353,14 +363,20 @@ def _read_layout(
 
 
 def _parse_mesh(text: str) -> ParallelMesh:
-    """Read `tp=4,pp=2`; what is left out is 1."""
+    """Read `tp=4,pp=2`, of which what is left out is 1, or `tp4pp2`."""
+    if in_one_word := _ONE_WORD.fullmatch(text.strip()):
+        text = "tp={},pp={}".format(*in_one_word.groups())
     sizes: dict[str, int] = {}
     for item in text.split(","):
         axis, _, size = item.strip().partition("=")
         if axis not in ("tp", "pp") or axis in sizes or not size.isdecimal():
-            raise ValueError(f"{item!r} is not understood: write tp=N,pp=N, each axis at most once")
+            raise ValueError(
+                f"{item!r} is not understood: write tp=N,pp=N, each axis at most once, or tpNppN"
+            )
         sizes[axis] = int(size)
-    return ParallelMesh(pp_size=sizes.get("pp", 1), tp_size=sizes.get("tp", 1))
+    tp_size, pp_size = sizes.get("tp", 1), sizes.get("pp", 1)
+    require_mesh(tp_size, pp_size)
+    return ParallelMesh(pp_size=pp_size, tp_size=tp_size)
 
 
 def _parse_partition(role: str, text: str | None) -> list[int] | None:
@@ -385,6 +401,7 @@ def _cache_format(args: argparse.Namespace, sizes: _Sizes) -> CacheFormat:
         block_tokens.append(args.block_size if own is None else own)
         if block_tokens[-1] < 1:
             raise ValueError(f"{name} is {block_tokens[-1]} but must be at least 1")
+        require_size(name, block_tokens[-1])
     # A head's key and value lie side by side, as since vLLM 0.32; 0.22.1 keeps them apart, which
     # makes twice as many descriptors of half the size.
     slot_element_bytes = (1 if sizes.is_mla else 2) * element_bytes(sizes.dtype)
