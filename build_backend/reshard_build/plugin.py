@@ -128,13 +128,20 @@ def read_plugin(project: Project) -> Plugin:
     Raises:
         ConfigError: `plugin.toml` lacks something.
         OverlayError: A module of the plugin has the path of one that it shares with the fork.
-        PluginError: The package could not run from the plugin.
+        PluginError: The package could not run from the plugin, or a command is the fork's.
     """
     table = project.plugin_table()
     version = table.get("version")
     if not isinstance(version, str):
         raise ConfigError(f"plugin.toml: version is {version!r}", "give it a string")
     checked = checked_releases(project)
+    of_fork = {Path(path).name for path in overlay_files(project.scripts_dir)}
+    if common := sorted(of_fork & table.get("scripts", {}).keys()):
+        raise PluginError(
+            f"plugin.toml has the command {common[0]}, which is the fork's: where both are "
+            "installed, pip would remove it with either",
+            "give it another name",
+        )
     return Plugin(
         project=project,
         table=table,

@@ -56,7 +56,7 @@ def register() -> None:
 
 
 def take_nixl_name() -> None:
-    """Make the name `NixlConnector` mean ours.
+    """Make the name `NixlConnector` mean ours, and say which vLLM was found.
 
     A loader of its own in `vllm.general_plugins`, so that `VLLM_PLUGINS` can leave it out.
 
@@ -64,7 +64,8 @@ def take_nixl_name() -> None:
         UnsuitableVllmError: vLLM is the fork, is too old, or keeps its connectors in another way.
     """
     join_host()
-    _vllm()
+    # The other function need not be called: `VLLM_PLUGINS` may name this one alone.
+    _report()
     _set(NIXL_NAME)
     logger.debug("%s is that of %s.", NIXL_NAME, DISTRIBUTION)
 

@@ -88,6 +88,13 @@ def test_metadata_asks_for_no_vllm_but_in_the_extra(plugin_tree: Any, tmp_path: 
     )
 
 
+def test_commands_of_the_fork_are_refused(plugin_tree: Any, tmp_path: Path) -> None:
+    """A file that two distributions own goes with either."""
+    plugin_tree.write("scripts/kv-plan", "#!python\n")
+    with pytest.raises(SystemExit, match="the command kv-plan, which is the fork's"):
+        build_wheel(str(tmp_path), SETTING)
+
+
 def test_same_sources_give_the_same_bytes(plugin_tree: Any, tmp_path: Path) -> None:
     """A wheel can be built again and compared."""
     one, other = tmp_path / "one", tmp_path / "other"

@@ -20,12 +20,17 @@ from tests.plugin.conftest import PROJECT
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """A virtual environment with a build of vLLM under a vendor's name, of one module."""
+    """A virtual environment with a build of vLLM under a vendor's name.
+
+    It is of one module, and has the command that the fork has.
+    """
     directory = tmp_path / "venv"
     venv.create(directory)
-    wheel = write_wheel(
-        tmp_path, "acme-vllm", "0.32.0", {"vllm/__init__.py": "__version__ = '0.32.0'\n"}
-    )
+    files = {
+        "vllm/__init__.py": "__version__ = '0.32.0'\n",
+        "acme_vllm-0.32.0.data/scripts/kv-plan": "#!python\n",
+    }
+    wheel = write_wheel(tmp_path, "acme-vllm", "0.32.0", files)
     pip(directory, "install", "--no-index", str(wheel))
     return directory
 
@@ -88,9 +93,9 @@ def test_no_second_vllm(
 
 
 def test_command_runs_without_vllm_and_torch(environment: Path, plugin_wheel: Path) -> None:
-    """`kv-plan` is there, and imports nothing of what serves."""
+    """`kv-reshard-plan` is there, and imports nothing of what serves."""
     pip(environment, "install", "--no-index", "--no-deps", str(plugin_wheel))
-    script = environment / "bin/kv-plan"
+    script = environment / "bin/kv-reshard-plan"
     assert script.is_file()
     probe = (
         "import sys; from vllm_kv_reshard.cli import main; code = main(sys.argv[1:]); "
