@@ -44,6 +44,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import ReshardScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
 
 NUM_TOKENS, WINDOW_TOKENS = 100, 50
@@ -149,21 +150,53 @@ def test_a_window_that_has_moved_on_is_refused(engines, caplog_vllm, sliding):
         assert worker.take_stats().data["bytes_transferred"] == []
 
 
-@pytest.mark.parametrize(("src_tokens", "served"), [(32, True), (8, False), (24, False)])
-def test_windows_in_blocks_of_other_sizes(engines, caplog_vllm, src_tokens, served):
+@pytest.mark.parametrize(
+    ("src", "dst", "served"),
+    [
+        ((32, 1), (16, 1), True),
+        ((8, 1), (16, 1), False),
+        ((24, 1), (16, 1), False),
+        # The kernel's blocks are as large, and the scheduler's are not.
+        ((16, 1), (16, 2), False),
+        # The scheduler's blocks are as large, and the kernel's are not.
+        ((8, 2), (16, 1), True),
+        ((8, 4), (16, 2), True),
+    ],
+)
+def test_windows_in_blocks_of_other_sizes(engines, caplog_vllm, src, dst, served):
     """Blocks that begin where ours do, or earlier, hold all that ours want; others need not."""
-    p = engines("prefill", window_tokens=WINDOW_TOKENS, block_tokens=src_tokens)
-    d = engines("decode", window_tokens=WINDOW_TOKENS)
+    p, d = (
+        engines(name, window_tokens=WINDOW_TOKENS, block_tokens=tokens, blocks_per_id=blocks)
+        for name, (tokens, blocks) in (("prefill", src), ("decode", dst))
+    )
+    fill_everything(p, seed=1)
     address = p.serve()
     p.offer("p-a")
-    num_blocks = -(-NUM_TOKENS // src_tokens)
-    full = [1 + block for block in range(num_blocks)]
-    wanted = receive(address, DST_FULL, DST_SLIDING, remote=(full, [8 + block for block in full]))
+    (full, sliding), (full_here, sliding_here) = (
+        ([1 + block for block in range(num_ids)], [8 + block for block in range(num_ids)])
+        for num_ids in (-(-NUM_TOKENS // (tokens * blocks)) for tokens, blocks in (src, dst))
+    )
+    # Of 51 tokens, the window has left as many whole blocks here.
+    gone = (NUM_TOKENS - WINDOW_TOKENS + 1) // (dst[0] * dst[1])
+    wanted = receive(address, full_here, sliding_here[gone:], remote=(full, sliding))
     d.start(receive={"d-a": wanted})
     Progress(d).until(d, received="d-a")
-    assert ("may not fill blocks of 16 tokens" in caplog_vllm.text) is not served
+    refusal = f"may not fill blocks of {dst[0] * dst[1]} tokens"
+    assert (refusal in caplog_vllm.text) is not served
     (worker,) = d.workers.values()
     assert (worker.take_failed() == {}) is served
+    if served:
+        rank = MeshRank(0, 0)
+        sent = p.blocks(rank, "layers.1", of_kernel(sliding, src[1]))
+        found = d.blocks(rank, "layers.1", of_kernel(sliding_here[gone:], dst[1]))
+        start = gone * dst[0] * dst[1]
+        wanted_tokens = slice(0, NUM_TOKENS - start)
+        np.testing.assert_array_equal(found[:, :, wanted_tokens], sent[:, :, start:NUM_TOKENS])
+
+
+def of_kernel(block_ids, blocks_per_id: int) -> list[int]:
+    """The kernel's blocks that the scheduler's stand for."""
+    return [id_ * blocks_per_id + block for id_ in block_ids for block in range(blocks_per_id)]
 
 
 def cache_of(spec) -> None:

@@ -46,7 +46,8 @@ Rows: TypeAlias = npt.NDArray[np.uint64]
 Indices: TypeAlias = npt.NDArray[np.int32]
 """Descriptor indices of one end, shape (descriptors,)."""
 
-_MAX_DESCRIPTORS = int(np.iinfo(np.int32).max)
+MAX_DESCRIPTORS = int(np.iinfo(np.int32).max)
+"""Descriptors of one list: NIXL's indices are signed numbers of 32 bits."""
 _MAX_ROWS = 1 << 20
 """Rows of one list: more than any model has runs in a block, and few enough to be written down."""
 
@@ -77,6 +78,11 @@ class LegEnd:
     block_tokens: int
     runs_per_block: int
     blocks_per_id: int
+
+    @property
+    def tokens_per_id(self) -> int:
+        """Tokens in a block of the scheduler's."""
+        return self.block_tokens * self.blocks_per_id
 
     @property
     def num_descriptors(self) -> int:
@@ -457,13 +463,13 @@ def write_end(
     block_tokens = planes[0].block_tokens
     num_blocks = cache.num_block_ids * blocks_per_id
     num_rows = len(planes) * (num_heads // run.num_heads) * (block_tokens // run.num_tokens)
-    if num_rows > _MAX_ROWS or num_rows * num_blocks > _MAX_DESCRIPTORS:
+    if num_rows > _MAX_ROWS or num_rows * num_blocks > MAX_DESCRIPTORS:
         remedy = "use a larger --block-size, the same on both engines, or fewer blocks"
         if planes[0].per_sequence:
             remedy = "set VLLM_SSM_CONV_STATE_LAYOUT to the same on both engines"
         raise LocalLayoutError(
             f"{num_rows} runs in each of {num_blocks} blocks are more descriptors than one "
-            f"transfer list can hold, {_MAX_ROWS} runs and {_MAX_DESCRIPTORS} in all: {remedy}"
+            f"transfer list can hold, {_MAX_ROWS} runs and {MAX_DESCRIPTORS} in all: {remedy}"
         )
     rows = [
         (

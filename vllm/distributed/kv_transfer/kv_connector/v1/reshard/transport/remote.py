@@ -238,6 +238,8 @@ def _stage(leg: Leg, src: RankCache, area: StagingArea | None) -> StagedLeg | No
         return None
     try:
         staged = stage_leg(leg, src)
+        # Too large an arena is told of here, where the leg can still do without it.
+        area.rows(staged.descriptor_bytes)
     except LocalLayoutError as error:
         logger.warning("Reads of a leg go direct, and are not staged: %s", error)
         return None
@@ -329,13 +331,18 @@ class RemoteEngine:
 
 
 def _check_windows(leg: Leg, local: LocalCache) -> None:
-    """See that blocks which hold a window there can fill blocks that hold a window here."""
-    if leg.src.block_tokens % leg.dst.block_tokens == 0:
+    """See that blocks which hold a window there can fill blocks that hold a window here.
+
+    The scheduler's blocks, that is: it gives one back when the window has left all of it, however
+    many of the kernel's it stands for. How large those are is all the same.
+    """
+    src_tokens, dst_tokens = leg.src.tokens_per_id, leg.dst.tokens_per_id
+    if src_tokens % dst_tokens == 0:
         return
     if any(dst_group in local.window_groups for (_, dst_group), _ in leg.planes_by_groups):
         raise RemoteLayoutError(
-            f"blocks of {leg.src.block_tokens} tokens at the source that hold a sliding window "
-            f"may not fill blocks of {leg.dst.block_tokens} tokens here: use one --block-size on "
+            f"blocks of {src_tokens} tokens at the source that hold a sliding window "
+            f"may not fill blocks of {dst_tokens} tokens here: use one --block-size on "
             "both engines, or a multiple of this one there"
         )
 
@@ -388,10 +395,9 @@ def _span(block_ids: Sequence[int], num_tokens: int, end: LegEnd) -> BlockSpan:
         num_tokens: Tokens of the request up to its last one in these blocks.
         end: Where they are.
     """
-    tokens_per_id = end.block_tokens * end.blocks_per_id
-    num_ids = -(-num_tokens // tokens_per_id)
+    num_ids = -(-num_tokens // end.tokens_per_id)
     return BlockSpan(
-        _expand(block_ids, end.blocks_per_id), (num_ids - len(block_ids)) * tokens_per_id
+        _expand(block_ids, end.blocks_per_id), (num_ids - len(block_ids)) * end.tokens_per_id
     )
 
 

@@ -13,8 +13,9 @@ import psutil
 import torch
 from vllm.logger import init_logger
 
+from ..errors import LocalLayoutError
 from ..memory.arena import ArenaAllocator
-from ..memory.lowering import Rows
+from ..memory.lowering import MAX_DESCRIPTORS, Rows
 from ..memory.strategy import LARGEST_ARENA_BYTES, StagingPolicy
 from .scatter import DeviceScatterer, HostScatterer, Scatterer
 
@@ -49,8 +50,19 @@ class StagingArea:
         return self.memory.data_ptr(), self.memory.nbytes, max(self.memory.get_device(), 0)
 
     def rows(self, descriptor_bytes: int) -> Rows:
-        """The arena as descriptors of one size, side by side; shape (1, 5), as in `lowering`."""
+        """The arena as descriptors of one size, side by side; shape (1, 5), as in `lowering`.
+
+        Raises:
+            LocalLayoutError: It would be more descriptors than NIXL's indices can count.
+        """
         count = self.memory.nbytes // descriptor_bytes
+        if count > MAX_DESCRIPTORS:
+            raise LocalLayoutError(
+                f"an arena of {self.memory.nbytes} bytes is {count} descriptors of "
+                f"{descriptor_bytes} bytes, more than one transfer list can hold, "
+                f"{MAX_DESCRIPTORS}: set staging_arena_bytes in kv_connector_extra_config to at "
+                f"most {MAX_DESCRIPTORS * descriptor_bytes}"
+            )
         row = (
             self.memory.data_ptr(),
             descriptor_bytes,
