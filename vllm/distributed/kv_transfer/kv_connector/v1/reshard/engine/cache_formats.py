@@ -303,10 +303,15 @@ def _everything(
 ) -> dict[str, str]:
     """All that may have a say in what an unknown backend writes.
 
-    Sizes of the scheduler's blocks and of padding are left out: the inside does not know them, and
-    they differ among stages.
+    Sizes of the scheduler's blocks and of padding, and which tokens are kept or seen, are left out:
+    the inside does not know them, and they differ among stages, as a group's specification is that
+    of all its layers together.
     """
-    outside = {"block_size", "page_size_padded", "block_stride_alignment"}
+    outside = {
+        *("block_size", "page_size_padded", "block_stride_alignment"),
+        *("sliding_window", "attention_chunk_size", "extra_retained_tokens", "is_draft"),
+        *("non_causal", "non_causal_multi_token_decode"),
+    }
     fields = [
         f"{field.name}={getattr(spec, field.name)}"
         for field in dataclasses.fields(spec)
