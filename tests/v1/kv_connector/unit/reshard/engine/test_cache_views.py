@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.utils.torch_utils import nvfp4_split_data_scale
 from vllm.v1.attention.ops.paged_attn import PagedAttention
 
+from tests.bases import requires_base
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.arrangement import Arrangement
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.cache_views import describe_layer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
@@ -111,8 +111,11 @@ def test_packed_sides_have_every_head_in_one_piece(order):
         assert plane.slot_bytes == side[4, 0].numel() * 4
 
 
+@requires_base("0.32.0", "0.33.0", reason="FlashInfer keeps no numbers of 4 bits")
 def test_quarters_are_numbers_and_scales_of_keys_and_of_values():
     """They are where FlashInfer's own views of such pages have them."""
+    from vllm.utils.torch_utils import nvfp4_split_data_scale
+
     heads, content = 3, 72
     tensor = torch.zeros(BLOCKS, 2 * heads, TOKENS, content, dtype=torch.uint8)
     _, planes = describe(tensor, Arrangement.QUARTERS, heads=heads)

@@ -179,7 +179,9 @@ class ModelEngine(Engine):
             ),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             attention_config=None,
-            compilation_config=SimpleNamespace(pass_config=None, static_forward_context={}),
+            compilation_config=SimpleNamespace(
+                pass_config=SimpleNamespace(), static_forward_context={}
+            ),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
             speculative_config=speculative(drafts) if drafts else None,
             num_prefill_lookahead_tokens=1,

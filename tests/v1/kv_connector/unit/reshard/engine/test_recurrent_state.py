@@ -250,7 +250,9 @@ class HybridEngine(Engine):
             ),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             attention_config=None,
-            compilation_config=SimpleNamespace(pass_config=None, static_forward_context={}),
+            compilation_config=SimpleNamespace(
+                pass_config=SimpleNamespace(), static_forward_context={}
+            ),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
             speculative_config=None,
             parallel_config=SimpleNamespace(

@@ -113,7 +113,7 @@ class Engine:
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             attention_config=None,
             compilation_config=SimpleNamespace(
-                pass_config=None, static_forward_context=model_layers
+                pass_config=SimpleNamespace(), static_forward_context=model_layers
             ),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=not window_tokens),
             speculative_config=None,
