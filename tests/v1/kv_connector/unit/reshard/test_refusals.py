@@ -252,6 +252,14 @@ REFUSALS = [
         "transport/test_side_channel.py::test_port_that_is_taken",
     ),
     Refusal(
+        "staging_area.StagingArea.rows",
+        "more than one transfer list can hold",
+        HAS_IT_NOT,
+        "it stages nothing",
+        "transport/test_staging_area.py::"
+        "test_arena_of_more_descriptors_than_nixl_counts_is_refused",
+    ),
+    Refusal(
         "metadata.encode_worker",
         "does not hold the same layers as its cache",
         HAS_IT_NOT,
