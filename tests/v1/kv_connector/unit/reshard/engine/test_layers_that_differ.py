@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
     OFFER,
@@ -56,6 +57,8 @@ class Kind:
         dtype: Type of an element.
         shares: The layer whose cache it uses, if it has none of its own.
         suffix: What its name ends with.
+        backend: What writes it, where it is not what writes such layers in other tests: a module
+            among vLLM's attention backends, and a name.
     """
 
     heads: int
@@ -66,6 +69,15 @@ class Kind:
     dtype: torch.dtype = torch.float32
     shares: int | None = None
     suffix: str = "attn"
+    backend: tuple[str, str] | None = None
+
+    @property
+    def written_by(self):
+        """The attention backend."""
+        if self.backend is None:
+            return forms.backend(mla=self.mla)
+        module, name = self.backend
+        return forms.backend_of(f"vllm.v1.attention.backends.mla.{module}", name)
 
     def spec(self, heads: int):
         """What vLLM would say of it on a rank with so many heads."""
@@ -93,6 +105,10 @@ class Model:
 WINDOW = Kind(heads=4, size=8, window=True, block_tokens=16)
 GLOBAL = Kind(heads=2, size=16, block_tokens=16)
 LATENT, INDEX = Kind(1, 12, mla=True), Kind(1, 20, mla=True, dtype=torch.uint8, suffix="indexer")
+FP8_LATENT = replace(
+    LATENT, size=656, dtype=torch.uint8, backend=("flashmla_sparse", "FLASHMLA_SPARSE")
+)
+FP8_INDEX = replace(INDEX, size=132, backend=("indexer", "DEEPSEEK_V32_INDEXER"))
 MODELS = {
     # Gemma 4: other heads and head sizes where attention is global; the last layers share.
     "gemma4": Model(
@@ -108,8 +124,13 @@ MODELS = {
     "mimo": Model(((Kind(2),), (WINDOW,), (WINDOW,), (Kind(2),))),
     # Nemotron-NAS: each layer its own, and some without attention.
     "nemotron": Model(((Kind(4),), (), (Kind(2),), (Kind(1),), (), (Kind(4),))),
-    # DeepSeek V3.2: MLA with the cache of an indexer.
+    # MLA with the cache of an indexer.
     "indexer": Model(((LATENT, INDEX),) * 4),
+    # DeepSeek V3.2 and GLM 5 as they are: rows of 656 bytes and 132, the latter of whole blocks.
+    "deepseek 3.2": pytest.param(
+        Model(((FP8_LATENT, FP8_INDEX),) * 4),
+        marks=requires_base("0.32.0", "0.33.0", reason="its caches are of other shapes"),
+    ),
     # GQA drafts under MLA, and MLA with drafts like it.
     "mla with a draft": Model(((LATENT,),) * 4, ((Kind(4),),)),
     "heads with a draft": Model(((Kind(2),),) * 4, ((Kind(4, 16),),)),
@@ -226,7 +247,7 @@ class ModelEngine(Engine):
             patch.setattr(
                 ReshardWorker,
                 "_backends",
-                lambda _, names: {n: forms.backend(mla=self.kinds[n].mla) for n in names},
+                lambda _, names: {name: self.kinds[name].written_by for name in names},
             )
             places = forms.cache_tensors(list(shard.holdings), NUM_BLOCKS, 1)
             worker = ReshardWorker(
