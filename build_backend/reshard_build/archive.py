@@ -20,13 +20,16 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipInfo
 
 from wheel.wheelfile import WheelError, WheelFile
 
-from .errors import BaseWheelError, ProductError
+from .errors import BaseWheelError, ProductError, SettingError
 
 PACKAGE_PREFIX = "vllm/"
 REGULAR_FILE_MODE = stat.S_IFREG | 0o644
 EXECUTABLE_FILE_MODE = stat.S_IFREG | 0o755
 COMPRESSION = ZIP_DEFLATED
 """How files lie in wheels that are written."""
+EPOCH_VARIABLE = "SOURCE_DATE_EPOCH"
+_LATEST_S = (1 << 32) - 1
+"""What gzip's header can hold; zip archives end a year later."""
 
 DateTime = tuple[int, int, int, int, int, int]
 
@@ -196,6 +199,9 @@ def create_wheel(path: Path, date_time: DateTime) -> Iterator[WheelWriter]:
     Args:
         path: Where to write; the name is that of a wheel.
         date_time: Time stamp of files without one of their own, unless `SOURCE_DATE_EPOCH` is set.
+
+    Raises:
+        SettingError: `SOURCE_DATE_EPOCH` is no time.
     """
     with _source_date_epoch(date_time) as stamp, WheelFile(path, "w") as archive:
         yield WheelWriter(archive, stamp)
@@ -204,19 +210,34 @@ def create_wheel(path: Path, date_time: DateTime) -> Iterator[WheelWriter]:
 @contextmanager
 def _source_date_epoch(default: DateTime) -> Iterator[DateTime]:
     """Fix the time stamp that the `wheel` library gives to the RECORD that it writes."""
-    name = "SOURCE_DATE_EPOCH"
-    if name in os.environ:
+    if (chosen_s := source_date_epoch()) is not None:
         # The earliest time that a zip archive can hold is 1980-01-01.
-        year, month, day, hour, minute, second = time.gmtime(
-            max(int(os.environ[name]), 315_532_800)
-        )[:6]
+        year, month, day, hour, minute, second = time.gmtime(max(chosen_s, 315_532_800))[:6]
         yield (year, month, day, hour, minute, second)
         return
-    os.environ[name] = str(calendar.timegm(default))
+    os.environ[EPOCH_VARIABLE] = str(calendar.timegm(default))
     try:
         yield default
     finally:
-        del os.environ[name]
+        del os.environ[EPOCH_VARIABLE]
+
+
+def source_date_epoch() -> int | None:
+    """Return the time stamp that `SOURCE_DATE_EPOCH` asks for, in seconds, if it is set.
+
+    Raises:
+        SettingError: It is no time that archives can hold.
+    """
+    text = os.environ.get(EPOCH_VARIABLE)
+    if text is None:
+        return None
+    # Ten digits are as many as the largest has.
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _LATEST_S):
+        raise SettingError(
+            f"{EPOCH_VARIABLE} is {text!r} but must be a number of seconds from 0 to {_LATEST_S}",
+            f"set it to one, as `date +%s` prints, or unset {EPOCH_VARIABLE}",
+        )
+    return int(text)
 
 
 def verify_wheel(path: Path) -> None:

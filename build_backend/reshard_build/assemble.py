@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +16,9 @@ from .archive import (
     verify_wheel,
 )
 from .base import Target, WheelPin
+from .errors import ProductError
 from .product import Product
+from .staging import staging_folder
 
 log = logging.getLogger(__name__)
 
@@ -129,19 +130,25 @@ def assemble(
         The wheel's file name.
 
     Raises:
-        ProductError: What was written is not valid.
+        ProductError: What was written is not valid, or it cannot be written there.
+        SettingError: `SOURCE_DATE_EPOCH` is no time.
     """
     started_s = time.monotonic()
-    directory.mkdir(parents=True, exist_ok=True)
-    # The wheel takes its place only when it is whole and verified.
-    with tempfile.TemporaryDirectory(prefix="wheel-", dir=directory) as staging:
-        staged = Path(staging) / name
-        with create_wheel(staged, date_time) as writer:
-            fill(writer)
-            for relative, content in sorted(metadata.items()):
-                writer.add(f"{writer.dist_info}/{relative}", content)
-        verify_wheel(staged)
-        staged.replace(directory / name)
-    size_mb = (directory / name).stat().st_size / 1e6
+    try:
+        # The wheel takes its place only when it is whole and verified.
+        with staging_folder("wheel-", directory) as staging:
+            staged = staging / name
+            with create_wheel(staged, date_time) as writer:
+                fill(writer)
+                for relative, content in sorted(metadata.items()):
+                    writer.add(f"{writer.dist_info}/{relative}", content)
+            verify_wheel(staged)
+            staged.replace(directory / name)
+        size_mb = (directory / name).stat().st_size / 1e6
+    except OSError as error:
+        raise ProductError(
+            f"cannot write {name} into {directory}: {error}",
+            "name a writable directory with space, and make the sources readable",
+        ) from None
     log.info("wrote %s, %.1f MB in %.1f s", name, size_mb, time.monotonic() - started_s)
     return name

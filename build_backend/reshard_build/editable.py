@@ -14,14 +14,15 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .archive import BaseWheel
+from .errors import EditableError
 from .overlay import topmost_links
 from .product import Product
+from .staging import staging_folder, turn_at
 
 STAMP = "reshard-stamp.json"
 
@@ -48,6 +49,8 @@ class Stamp:
 def refresh(product: Product, tree: Path) -> bool:
     """Bring a tree up to date, or write it where there is none for this base.
 
+    Others that do the same wait for their turn.
+
     Args:
         product: What the tree is to hold.
         tree: Directory that is on `sys.path`; it holds the package and the stamp.
@@ -57,13 +60,21 @@ def refresh(product: Product, tree: Path) -> bool:
 
     Raises:
         BaseWheelError: The base wheel is damaged.
+        EditableError: The tree cannot be written.
     """
-    stamp = read_stamp(tree)
-    if stamp is None or stamp.base_sha256 != product.pin.sha256:
-        _write_whole(product, tree)
-        return True
-    _update(product, tree, stamp)
-    return False
+    try:
+        with turn_at(tree):
+            stamp = read_stamp(tree)
+            if stamp is None or stamp.base_sha256 != product.pin.sha256:
+                _write_whole(product, tree)
+                return True
+            _update(product, tree, stamp)
+            return False
+    except OSError as error:
+        raise EditableError(
+            f"cannot write the tree {tree}: {error}",
+            f"make {tree.parent} writable, with space, or build a wheel",
+        ) from None
 
 
 def read_stamp(tree: Path) -> Stamp | None:
@@ -88,27 +99,19 @@ def unpack(base: BaseWheel, names: Iterable[str], directory: Path) -> None:
 
 def _write_whole(product: Product, tree: Path) -> None:
     log.info("unpacking the %s base into %s", product.target.name, tree)
-    tree.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{tree.name}-", dir=tree.parent))
-    try:
-        staging.chmod(0o755)
-        unpack(product.base, (n for n in product.base.names if n not in product.changed), staging)
-        _write_changed(product, staging, product.changed)
-        # Links are relative and hold at the final place too, which is a sibling.
-        links = _links(product, staging)
-        _link(links, staging)
-        _write_stamp(product, staging, product.changed, links)
+    with staging_folder(f".{tree.name}-", tree.parent) as staging:
+        new = staging / "new"
+        new.mkdir()
+        new.chmod(0o755)
+        unpack(product.base, (n for n in product.base.names if n not in product.changed), new)
+        _write_changed(product, new, product.changed)
+        # Links are relative, and hold at the final place.
+        links = _links(product, tree)
+        _link(links, new)
+        _write_stamp(product, new, product.changed, links)
         if tree.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{tree.name}-", dir=tree.parent))
-            try:
-                tree.rename(old / "old")
-                staging.rename(tree)
-            finally:
-                shutil.rmtree(old, ignore_errors=True)
-        else:
-            staging.rename(tree)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            tree.rename(staging / "old")
+        new.rename(tree)
 
 
 def _update(product: Product, tree: Path, stamp: Stamp) -> None:

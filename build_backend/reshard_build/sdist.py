@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from .archive import source_date_epoch
 from .metadata import sdist_metadata
 from .overlay import overlay_files
 from .project import Project
@@ -32,9 +32,11 @@ def write_sdist(project: Project, version: str, directory: Path) -> str:
 
     Raises:
         ConfigError: `pyproject.toml` names a file that does not exist.
+        SettingError: `SOURCE_DATE_EPOCH` is no time.
     """
     stem = f"vllm-{version}"
-    mtime_s = int(os.environ.get("SOURCE_DATE_EPOCH", _DEFAULT_TIME_S))
+    chosen_s = source_date_epoch()
+    mtime_s = _DEFAULT_TIME_S if chosen_s is None else chosen_s
     packed = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=packed, mtime=mtime_s) as stream,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from reshard_build.archive import create_wheel, open_base, verify_wheel
-from reshard_build.errors import BaseWheelError, ProductError
+from reshard_build.errors import BaseWheelError, ProductError, SettingError
 
 NAME = "vllm-1-py3-none-any.whl"
 STAMP = (2026, 6, 5, 10, 37, 56)
@@ -95,6 +95,26 @@ def test_source_date_epoch_is_honoured(tmp_path: Path, monkeypatch: pytest.Monke
     _write(tmp_path / NAME)
     with zipfile.ZipFile(tmp_path / NAME) as archive:
         assert {info.date_time for info in archive.infolist()} == {(2001, 9, 9, 1, 46, 40)}
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "-1", "1e9", "4294967296", "9" * 5000, "\u0661"])
+def test_source_date_epoch_that_is_no_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """What is no number of seconds, or none that archives can hold, is named."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", text)
+    with pytest.raises(SettingError, match=r"SOURCE_DATE_EPOCH is .*; set it to one"):
+        _write(tmp_path / NAME)
+
+
+@pytest.mark.parametrize("text", ["0", "4294967295"])
+def test_first_and_last_source_date_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Both ends of what may be given can be written."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", text)
+    _write(tmp_path / NAME)
+    verify_wheel(tmp_path / NAME)
 
 
 def test_unrecorded_file_makes_a_wheel_invalid(tmp_path: Path) -> None:

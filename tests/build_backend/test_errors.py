@@ -57,6 +57,14 @@ def test_only_errors_is_imported_before_the_check() -> None:
     assert modules == ["sys", "errors"]
 
 
+def test_error_of_the_system_becomes_the_exit_message(tmp_path: Path) -> None:
+    """A file that cannot be read, wherever the build reads it, is one line with its name."""
+    with pytest.raises(SystemExit) as raised, readable_exit():
+        tmp_path.read_bytes()
+    text = str(raised.value.code)
+    assert text.startswith("error: ") and str(tmp_path) in text and "\n" not in text
+
+
 def test_build_error_becomes_the_exit_message() -> None:
     """The message and the remedy are what the process says last; status 1 comes with it."""
     with pytest.raises(SystemExit, match=r"^error: it broke; mend it$"), readable_exit():

