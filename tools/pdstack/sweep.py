@@ -31,7 +31,7 @@ BF16_AGREEMENT = 0.5
 """Share of tokens that must agree where layouts round differently."""
 
 BF16_LOGPROB_BOUND = 0.3
-"""How far log-probabilities of equal tokens may lie apart there: 0.11 was seen, of DeepSeek V4. Its
+"""How far log-probabilities of equal tokens may lie apart there: 0.16 was seen, of DeepSeek V4. Its
 cache is of 8 bits, so that a sum that was rounded otherwise may fall on the next number."""
 
 _CACHE_TOKENS = 16384
