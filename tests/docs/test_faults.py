@@ -43,6 +43,7 @@ def test_every_test_of_a_fault_is_in_the_table():
             "blocks_of_all_these_requests_come_back",
             "engines_with_the_same_key_read_from_each_other",
             "prompt_that_has_grown_is_completed",
+            "requests_that_are_refused_give_their_blocks_back",
         )
         assert {f"{file}::{name}" for name in tests} - named <= {
             f"{file}::test_{name}" for name in beside

@@ -5,16 +5,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import httpx
 import pytest
 
-from tests.e2e.pairs import text_of
+from tests.e2e.pairs import post, text_of
 from tests.faults.logs import Log
-from tests.faults.stage import PROMPT_TOKENS, Params, Stage, answer_of, assert_failed
+from tests.faults.stage import (
+    LEASE_RAN_OUT,
+    LEASE_S,
+    PROMPT_TOKENS,
+    SLACK_S,
+    Params,
+    Stage,
+    answer_of,
+    assert_failed,
+)
 from tests.faults.table import read_rows
+from tests.tools.pdstack.helpers import wait_until
 
 pytestmark = pytest.mark.faults
 
 ROWS = read_rows()
+MORE_THAN_FIT = 4096
+"""Tokens of an answer: four times what the engines' contexts have in all."""
+
+GIVEN_UP_S = 1.0
+"""What a client that is refused may cost others, a twentieth of the lease here."""
 Asked = tuple[str, Params]
 
 
@@ -84,3 +100,19 @@ def test_prompt_that_has_grown_is_completed(stage: Stage) -> None:
     before = stage.decode.nixl_counters()
     assert answer_of(stage.decoded(longer, params)) == stage.right_answer(longer)
     assert (stage.decode.nixl_counters() - before).bytes_moved > 0
+
+
+def test_requests_that_are_refused_give_their_blocks_back(stage: Stage) -> None:
+    """Within a second, and before their lease is over: those of clients that want too much."""
+    wait_until(lambda: not stage.holds_blocks(), "the return of all blocks", LEASE_S + SLACK_S)
+    expired = stage.prefill_log.find(LEASE_RAN_OUT)
+    for _ in range(5):
+        text = stage.text()
+        params = stage.prefilled(text)
+        wait_until(stage.holds_blocks, "the report of blocks that are held", SLACK_S)
+        reply = post(
+            stage.decode, stage.model, text, max_tokens=MORE_THAN_FIT, kv_transfer_params=params
+        )
+        assert reply.status_code == httpx.codes.BAD_REQUEST, reply.text
+        wait_until(lambda: not stage.holds_blocks(), "what a refused request held", GIVEN_UP_S)
+    assert stage.prefill_log.find(LEASE_RAN_OUT) == expired

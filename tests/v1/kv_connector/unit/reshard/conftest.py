@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.v1.kv_connector.unit.reshard.engine.workers import engines
-from tests.v1.kv_connector.unit.reshard.serving import serving
+from tests.v1.kv_connector.unit.reshard.serving import serving, wholes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Shard,
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     shard_model,
 )
 
-__all__ = ["engines", "serving"]
+__all__ = ["engines", "serving", "wholes"]
 
 Engine: TypeAlias = tuple[Shard, ...]
 

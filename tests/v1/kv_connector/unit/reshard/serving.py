@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
+    DEADLINE_S,
     NUM_BLOCKS,
     split,
 )
@@ -263,3 +265,27 @@ class Whole:
             outputs.append(ModelRunnerOutput([], {}, kv_connector_output=report))
         heard = self.aggregator.aggregate(outputs).kv_connector_output
         self.serving.end(scheduled, heard=heard)
+
+
+@pytest.fixture
+def wholes(serving, engines):
+    """Makes engines of a scheduler and its workers, with side channels that answer."""
+
+    def make(engine_id: str, layout: dict, **extra_config) -> Whole:
+        owner, engine = serving(**extra_config), engines(engine_id, **layout)
+        connector_scheduler = owner.scheduler.connector.connector_scheduler
+        connector_scheduler.engine_id = engine_id
+        connector_scheduler.side_channel_host = "127.0.0.1"
+        connector_scheduler.side_channel_port = engine.serve().port
+        return Whole(owner, engine)
+
+    return make
+
+
+def until(condition, *wholes: Whole) -> None:
+    """Step engines until something is so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        for whole in wholes:
+            whole.step()

@@ -7,15 +7,12 @@ both engines serve a request together over real NIXL.
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.bases import RELEASE
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
-    DEADLINE_S,
     NUM_BLOCKS,
     assert_received,
     fill,
@@ -24,9 +21,9 @@ from tests.v1.kv_connector.unit.reshard.serving import (
     BLOCK_TOKENS,
     PROMPT_TOKENS,
     REMOTE_BLOCKS,
-    Whole,
     from_decode,
     from_prefill,
+    until,
 )
 
 
@@ -432,30 +429,6 @@ def test_read_takes_no_blocks_for_drafts(serving):
     d.step(received=["d-a"])
     d.step()
     assert request.num_output_tokens == 1
-
-
-@pytest.fixture
-def wholes(serving, engines):
-    """Makes engines of a scheduler and its workers, with side channels that answer."""
-
-    def make(engine_id: str, layout: dict, **extra_config) -> Whole:
-        owner, engine = serving(**extra_config), engines(engine_id, **layout)
-        connector_scheduler = owner.scheduler.connector.connector_scheduler
-        connector_scheduler.engine_id = engine_id
-        connector_scheduler.side_channel_host = "127.0.0.1"
-        connector_scheduler.side_channel_port = engine.serve().port
-        return Whole(owner, engine)
-
-    return make
-
-
-def until(condition, *wholes: Whole) -> None:
-    """Step engines until something is so."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        for whole in wholes:
-            whole.step()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import Held
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     DoneEntry,
+    GaveUpEntry,
     encode_done,
+    encode_gave_up,
 )
 
 OFFER = OfferFingerprint(48, 1, 2)
 OTHERS = [OfferFingerprint(47, 1, 2), OfferFingerprint(48, 9, 2), OfferFingerprint(48, 1, 9)]
+SECRET = 0xFEEDFACEC0FFEE11
 LEASE_S = 30.0
 
 
@@ -60,6 +63,7 @@ class Producer:
             offered=dict.fromkeys(request_ids, LEASE_S),
             offered_blocks=dict.fromkeys(request_ids, num_blocks),
             fingerprints=dict.fromkeys(request_ids, OFFER),
+            secrets=dict.fromkeys(request_ids, SECRET),
         )
 
     def hear(
@@ -72,6 +76,13 @@ class Producer:
         """A reader is through with some requests."""
         entries = [DoneEntry.of(request_id, of, fingerprint) for request_id in request_ids]
         self.agent.arrived += [("peer", message) for message in encode_done(notifier, entries)]
+
+    def hear_that_gives_up(
+        self, *request_ids: str, secret: int = SECRET, notifier: str = "d0", of: int = 1
+    ) -> None:
+        """A reader wants none of some requests."""
+        entries = [GaveUpEntry(request_id, of, secret) for request_id in request_ids]
+        self.agent.arrived += [("peer", message) for message in encode_gave_up(notifier, entries)]
 
     def seen(self, request_id: str) -> Held:
         """What readers see of a request."""

@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import sha
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Done,
     DoneEntry,
+    GaveUp,
+    GaveUpEntry,
     Renew,
 )
 
@@ -32,6 +34,32 @@ def test_every_producer_is_told_how_many_it_must_hear():
         ("p1", Done("d0", [DoneEntry.of("p-a", 3, OFFER)])),
     ]
     assert stats.data["notifications_sent"] == [2]
+
+
+def test_every_producer_is_told_what_is_given_up():
+    """Beside what was read, with the secret; one that cannot be told is news."""
+    producers, stats = RecordingConnection(), ReshardStats()
+    notifier = Notifier("d0", stats)
+    notifier.release("p-a", OFFER, producers)
+    notifier.give_up("p-b", 7, producers)
+    notifier.flush()
+    assert producers.sent == [
+        ("p0", Done("d0", [DoneEntry.of("p-a", 1, OFFER)])),
+        ("p0", GaveUp("d0", [GaveUpEntry("p-b", 1, 7)])),
+        ("p1", Done("d0", [DoneEntry.of("p-a", 3, OFFER)])),
+        ("p1", GaveUp("d0", [GaveUpEntry("p-b", 3, 7)])),
+    ]
+    assert stats.data["notifications_sent"] == [4]
+
+
+def test_producer_that_cannot_be_told_of_what_is_given_up_is_told_in_the_log(caplog_vllm):
+    """Also where it was known that it cannot be told of what failed."""
+    producers = RecordingConnection("p0")
+    notifier = Notifier("d0", ReshardStats())
+    notifier.release("p-a", OFFER, producers, known_as_broken=True)
+    notifier.give_up("p-b", 7, producers)
+    notifier.flush()
+    assert caplog_vllm.text.count("p0 cannot be told") == 1
 
 
 def test_what_was_sent_is_not_sent_again():

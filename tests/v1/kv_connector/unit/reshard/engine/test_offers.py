@@ -42,8 +42,7 @@ def next_step(book: OfferBook) -> ReshardConnectorMetadata:
 
 def test_offer_goes_with_one_step(book):
     """The next one; how many there were is told by all."""
-    book.offer("a", 3, OFFER)
-    book.offer("b", 5, OFFER)
+    secrets = [book.offer("a", 3, OFFER), book.offer("b", 5, OFFER)]
     first, second = next_step(book), next_step(book)
     assert (first.offered_blocks, first.fingerprints) == (
         {"a": 3, "b": 5},
@@ -51,6 +50,8 @@ def test_offer_goes_with_one_step(book):
     )
     assert (second.offered_blocks, second.fingerprints) == ({}, {})
     assert first.num_offers == second.num_offers == 2
+    assert (first.secrets, second.secrets) == ({"a": secrets[0], "b": secrets[1]}, {})
+    assert secrets[0] != secrets[1]
     assert first.announcer is None
 
 

@@ -3,9 +3,17 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.engine.producers import LEASE_S, OFFER, OTHERS, Producer
+from tests.v1.kv_connector.unit.reshard.engine.producers import (
+    LEASE_S,
+    OFFER,
+    OTHERS,
+    SECRET,
+    Producer,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import (
     Held,
 )
@@ -50,6 +58,57 @@ def test_reader_of_something_else_costs_nobody_anything(fingerprint, early, capl
     assert caplog_vllm.text.count("Request a is held on: d0 is through with other tokens") == 1
     producer.hear("a")
     assert producer.side.collect_released(2.0) == {"a"}
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_secret_gives_an_offer_up(early, caplog_vllm):
+    """At once, or with its offer; a wrong one frees nothing, and is told of once."""
+    producer = Producer()
+    producer.tell(admitted={"a"})
+    if not early:
+        producer.offer("a")
+    for guess in (0, SECRET ^ 1, OFFER.content):
+        producer.hear_that_gives_up("a", secret=guess)
+    assert producer.side.collect_released(1.0) == set()
+    if early:
+        producer.offer("a")
+        assert producer.side.collect_released(1.0) == set()
+    assert caplog_vllm.text.count("Request a is held on: d0 is through with other tokens") == 1
+    assert "or has another secret" in caplog_vllm.text
+    assert producer.is_entered("a")
+    producer.hear_that_gives_up("a")
+    assert producer.side.collect_released(2.0) == {"a"}
+    assert not producer.is_entered("a")
+
+
+def test_secret_may_be_faster_than_the_offer():
+    """The router knows it before workers do."""
+    producer = Producer()
+    producer.tell(admitted={"a"})
+    producer.hear_that_gives_up("a")
+    assert producer.side.collect_released(1.0) == set()
+    producer.offer("a")
+    assert producer.side.collect_released(2.0) == {"a"}
+
+
+def test_secret_is_not_where_peers_read():
+    """Whoever can read the table of leases cannot give up what is held for others."""
+    producer = Producer()
+    producer.offer(*(f"p-{number}" for number in range(100)))
+    address = producer.side.table_address
+    table = ctypes.string_at(address.address, address.size_bytes)
+    assert OFFER.num_tokens.to_bytes(8, "little") in table
+    for order in ("little", "big"):
+        assert SECRET.to_bytes(8, order) not in table
+
+
+def test_who_gives_up_late_is_not_told_of(caplog_vllm):
+    """It has read nothing that could have been another's."""
+    producer = Producer()
+    producer.hear_that_gives_up("a", "b")
+    assert producer.side.collect_released(1.0) == set()
+    assert "too late" not in caplog_vllm.text
+    assert not producer.stats.data["num_notifications_after_expiry"]
 
 
 def test_reader_may_be_faster_than_the_offer():

@@ -27,11 +27,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers impor
 )
 
 OFFER, OTHER = OfferFingerprint(48, 1, 2), OfferFingerprint(48, 9, 2)
+SECRET, GUESS = 3 << 62, 1
 
 
-def notice(notifier: str, num_notifiers: int, fingerprint: OfferFingerprint = OFFER) -> Notice:
-    """What a reader says that has read what is offered, or something else."""
-    return Notice(notifier, num_notifiers, fingerprint)
+def notice(notifier: str, num_notifiers: int, proof: OfferFingerprint | int = OFFER) -> Notice:
+    """What a reader says that has read what is offered, or something else, or gives it up."""
+    return Notice(notifier, num_notifiers, proof)
 
 
 @pytest.fixture
@@ -147,6 +148,26 @@ class TestProducer:
         assert not producer.offer("a", expires_at_s=10, fingerprint=OFFER)
         assert producer.take_released() == ["a"]
 
+    @pytest.mark.parametrize("early", [False, True])
+    def test_reader_that_gives_up_needs_the_secret(self, producer, early):
+        """It counts as one that has read, and one of several may."""
+        if not early:
+            producer.offer("a", 10, OFFER, SECRET)
+        producer.hear("a", notice("d0", 2, GUESS))
+        producer.hear("a", notice("d0", 2, SECRET))
+        if early:
+            producer.offer("a", 10, OFFER, SECRET)
+        assert producer.take_mismatches() == [Mismatch("a", "d0")]
+        assert producer.hear("a", notice("d0", 2)) is Receipt.REPEATED
+        assert producer.hear("a", notice("d1", 2)) is Receipt.RELEASED
+
+    @pytest.mark.parametrize("guess", [0, SECRET, OFFER.content])
+    def test_offer_without_a_secret_is_not_given_up(self, producer, guess):
+        """Whatever is shown."""
+        producer.offer("a", 10, OFFER)
+        assert producer.hear("a", notice("d0", 1, guess)) is Receipt.MISBOUND
+        assert len(producer) == 1
+
     def test_early_notifications_are_bounded(self, producer):
         """Whatever is said of a request that is still being computed, what is kept has an end."""
         for number in range(2 * MAX_EARLY_NOTIFICATIONS):
@@ -200,12 +221,14 @@ class ProducerMachine(RuleBasedStateMachine):
 
     NAMES = st.sampled_from("abc")
     FINGERPRINTS = st.sampled_from([OFFER, OTHER])
+    SECRETS = st.sampled_from([None, SECRET])
+    PROOFS = st.sampled_from([OFFER, OTHER, SECRET, GUESS])
 
     def __init__(self) -> None:
         super().__init__()
         self.ledger = ProducerLedger()
         self.admitted: dict[str, set[Notice]] = {}
-        self.offered: dict[str, tuple[OfferFingerprint, float, dict[str, int]]] = {}
+        self.offered: dict[str, tuple[set[object], float, dict[str, int]]] = {}
         self.released: list[str] = []
         self.doubted: set[str] = set()
         self.mismatches: list[Mismatch] = []
@@ -225,16 +248,16 @@ class ProducerMachine(RuleBasedStateMachine):
         self.forget(name)
 
     @precondition(lambda self: self.admitted)
-    @rule(data=st.data(), lease_s=st.integers(0, 5), fingerprint=FINGERPRINTS)
-    def offer(self, data, lease_s, fingerprint):
+    @rule(data=st.data(), lease_s=st.integers(0, 5), fingerprint=FINGERPRINTS, secret=SECRETS)
+    def offer(self, data, lease_s, fingerprint, secret):
         """A request was computed."""
         name = data.draw(st.sampled_from(sorted(self.admitted)))
         early = self.admitted.pop(name)
-        self.offered[name] = fingerprint, self.now_s + lease_s, {}
+        self.offered[name] = {fingerprint, secret}, self.now_s + lease_s, {}
         for each in sorted(early, key=lambda each: each[:2]):
             self.count(name, each)
         over = self.complete(name)
-        assert self.ledger.offer(name, self.now_s + lease_s, fingerprint) is not over
+        assert self.ledger.offer(name, self.now_s + lease_s, fingerprint, secret) is not over
         if over:
             self.forget(name)
             self.released.append(name)
@@ -243,18 +266,18 @@ class ProducerMachine(RuleBasedStateMachine):
         name=NAMES,
         notifier=st.sampled_from(["d0", "d1", "d2"]),
         num_notifiers=st.integers(1, 3),
-        fingerprint=FINGERPRINTS,
+        proof=PROOFS,
     )
-    def hear(self, name, notifier, num_notifiers, fingerprint):
+    def hear(self, name, notifier, num_notifiers, proof):
         """Somebody is through with what he takes for the request."""
-        said = Notice(notifier, num_notifiers, fingerprint)
+        said = Notice(notifier, num_notifiers, proof)
         receipt = self.ledger.hear(name, said)
         if name in self.admitted:
             self.admitted[name].add(said)
             assert receipt is Receipt.EARLY
         elif name not in self.offered:
             assert receipt is Receipt.UNKNOWN
-        elif fingerprint != self.offered[name][0]:
+        elif proof not in self.offered[name][0]:
             self.count(name, said)
             assert receipt is Receipt.MISBOUND
         elif not self.count(name, said):
@@ -271,8 +294,8 @@ class ProducerMachine(RuleBasedStateMachine):
         renewed = names & self.offered.keys()
         assert self.ledger.renew(names, self.now_s + lease_s) == len(renewed)
         for name in renewed:
-            fingerprint, expires_at_s, heard = self.offered[name]
-            self.offered[name] = fingerprint, max(expires_at_s, self.now_s + lease_s), heard
+            proofs, expires_at_s, heard = self.offered[name]
+            self.offered[name] = proofs, max(expires_at_s, self.now_s + lease_s), heard
 
     @rule(passed_s=st.integers(0, 4))
     def expire(self, passed_s):
@@ -292,8 +315,8 @@ class ProducerMachine(RuleBasedStateMachine):
 
     def count(self, name, said) -> bool:
         """Count a reader of an offered request; whether it is a new one."""
-        fingerprint, _, heard = self.offered[name]
-        if said.fingerprint != fingerprint:
+        proofs, _, heard = self.offered[name]
+        if said.proof not in proofs:
             if name not in self.doubted:
                 self.doubted.add(name)
                 self.mismatches.append(Mismatch(name, said.notifier))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Announcement,
     Done,
     DoneEntry,
+    GaveUp,
+    GaveUpEntry,
     Renew,
     decode_announcement,
     decode_notification,
     encode_announcement,
     encode_done,
+    encode_gave_up,
     encode_notification,
     encode_renewals,
 )
@@ -30,11 +34,14 @@ WORDS = st.integers(0, (1 << 64) - 1)
 FINGERPRINTS = st.builds(OfferFingerprint, st.integers(0, (1 << 31) - 1), WORDS, WORDS)
 IDS = st.text(max_size=1024)
 RELEASES = st.builds(DoneEntry.of, IDS, st.integers(1, 1 << 16), FINGERPRINTS)
+GIVEN_UP = st.builds(GaveUpEntry, IDS, st.integers(1, 1 << 16), WORDS)
 
 
 @given(
     notification=st.one_of(
-        st.builds(Done, st.text(), st.lists(RELEASES)), st.builds(Renew, st.lists(IDS))
+        st.builds(Done, st.text(), st.lists(RELEASES)),
+        st.builds(GaveUp, st.text(), st.lists(GIVEN_UP)),
+        st.builds(Renew, st.lists(IDS)),
     )
 )
 def test_notification_survives_the_wire(notification):
@@ -51,7 +58,7 @@ def test_announcement_survives_the_wire(announcement):
 @given(request_id=IDS, num_notifiers=st.integers(1, 1 << 16), fingerprint=FINGERPRINTS)
 def test_fingerprint_survives_a_release(request_id, num_notifiers, fingerprint):
     """The producer compares with the very words that the reader computed."""
-    assert DoneEntry.of(request_id, num_notifiers, fingerprint).fingerprint == fingerprint
+    assert DoneEntry.of(request_id, num_notifiers, fingerprint).proof == fingerprint
 
 
 def test_renewals_do_not_depend_on_the_order_of_a_set():
@@ -70,6 +77,13 @@ def test_long_lists_are_cut(count, stem, fingerprint):
     told = [decode_notification(message) for message in messages]
     assert [release for done in told for release in done.releases] == entries
     assert {done.notifier for done in told} <= {"d0"}
+
+    entries = [GaveUpEntry(each.request_id, 128, fingerprint.content) for each in entries]
+    messages = encode_gave_up("d0", entries)
+    assert all(len(message) <= MAX_NOTIFICATION_BYTES for message in messages)
+    assert [each for part in map(decode_notification, messages) for each in part.releases] == (
+        entries
+    )
 
     ids = sorted(entry.request_id for entry in entries)
     messages = encode_renewals(ids)
@@ -117,6 +131,16 @@ def test_release_out_of_bounds_is_refused(change):
     release = structs.replace(DoneEntry("a", 1, 48, 1, 2), **change)
     with pytest.raises(RemoteLayoutError):
         decode_notification(encode_notification(Done("d0", [release])))
+
+
+@pytest.mark.parametrize(
+    "entry", [["a", 0, 7], ["a", 1, float(1 << 64)], ["a", 1, "7"], [1025 * "a", 1, 7]]
+)
+def test_secret_out_of_bounds_is_refused(entry):
+    """No offer could have gone with it."""
+    data = msgspec.msgpack.encode(["gave up", "d0", [entry]])
+    with pytest.raises(RemoteLayoutError):
+        decode_notification(data)
 
 
 @pytest.mark.parametrize("data", [b"request-1:2", b"HB:a,b", b""])

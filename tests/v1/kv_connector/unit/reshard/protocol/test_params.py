@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import
     remote_request,
     sanitize_params,
     without_source,
+    write_secret,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
 
@@ -49,7 +52,10 @@ sound_params = st.fixed_dictionaries(
         "remote_port": st.integers(1, 65535),
         "remote_block_ids": st.lists(st.lists(st.integers(0, 2**31 - 1)), min_size=1, max_size=4),
     },
-    optional={"remote_num_tokens": st.none() | st.integers(0, 2**31 - 1)},
+    optional={
+        "remote_num_tokens": st.none() | st.integers(0, 2**31 - 1),
+        "remote_secret": st.none() | st.integers(0, 2**64 - 1).map(write_secret),
+    },
 )
 
 
@@ -111,6 +117,13 @@ def test_no_client_speaks_for_a_scheduler(params, reads_back):
         {"remote_block_ids": [[1 << 31]]},
         {"remote_num_tokens": -1},
         {"remote_num_tokens": 1 << 31},
+        {"remote_secret": 7},
+        {"remote_secret": ""},
+        {"remote_secret": 15 * "0"},
+        {"remote_secret": 17 * "0"},
+        {"remote_secret": 16 * "A"},
+        {"remote_secret": 16 * "0" + "\n"},
+        {"remote_secret": 16 * "\u0660"},
     ],
     ids=str,
 )
@@ -165,6 +178,15 @@ def test_request_without_parameters_has_none(params):
     assert sanitize_params(params, reads_back=True) == (params, None)
     assert not is_disaggregated(params) and not already_requested(params)
     assert offered_tokens(params) is None
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_secret_survives_a_router(secret):
+    """And is none where the parameters have none; what is read from elsewhere takes it along."""
+    made = {**SOUND, "do_remote_decode": True, "remote_secret": write_secret(secret)}
+    assert remote_blocks(json.loads(json.dumps(made))).secret == secret
+    assert remote_blocks(SOUND).secret is None
+    assert without_source(made) == {"do_remote_decode": True}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     Report,
     SchedulerStep,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import OfferSecret
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
     RemoteRequest,
@@ -127,6 +128,22 @@ class DecodeEngine(Engine):
         if blocks:
             self.reading[request_id] = request
         return request
+
+    def give_up(self, ticket: Ticket, secret: OfferSecret) -> None:
+        """Refuse a request, of which nothing but its parameters is known."""
+        self.hand_over(
+            given_up=[
+                Receive(
+                    ticket.address,
+                    ticket.request_id,
+                    (),
+                    [ticket.blocks],
+                    0,
+                    ticket.num_tokens,
+                    secret=secret,
+                )
+            ]
+        )
 
     def end_computing(self, position: int) -> None:
         """A step in flight writes into the blocks that it has, and is over."""

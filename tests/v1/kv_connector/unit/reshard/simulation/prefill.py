@@ -16,11 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
+    OfferSecret,
     fingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
-    Done,
     RemoteEngineAddress,
     Renew,
     decode_notification,
@@ -42,6 +42,7 @@ class Ticket:
         blocks: Where its KV is.
         num_tokens: Of how many tokens.
         content: Which prompt it is, which a router knows and does not tell.
+        secret: What gives it up.
     """
 
     address: RemoteEngineAddress
@@ -49,6 +50,7 @@ class Ticket:
     blocks: tuple[int, ...]
     num_tokens: int
     content: int
+    secret: OfferSecret
 
     def fingerprint(self, tokens: Sequence[int]) -> OfferFingerprint:
         """What is offered, if these are its tokens."""
@@ -87,7 +89,7 @@ class PrefillEngine(Engine):
         self._num_offers = 0
         self.offers: dict[str, Offer] = {}
         # Who was heard by a worker, for what, and of how many.
-        self._heard: dict[tuple[str, str, OfferFingerprint], dict[str, int]] = {}
+        self._heard: dict[tuple[str, str, OfferFingerprint | OfferSecret], dict[str, int]] = {}
         for worker in self.workers:
             worker.agent.heard = partial(self._note, worker)
 
@@ -100,7 +102,8 @@ class PrefillEngine(Engine):
         if blocks is None:
             return None
         content = self.world.new_content()
-        ticket = Ticket(self.address, request_id, tuple(blocks), num_tokens, content)
+        secret = self.world.random.getrandbits(64)
+        ticket = Ticket(self.address, request_id, tuple(blocks), num_tokens, content, secret)
         offer = Offer(ticket, ticket.fingerprint(tokens_of(content)))
         self.offers[request_id] = offer
         self.hand_over(num_offers=self._num_offers, admitted={request_id})
@@ -129,6 +132,7 @@ class PrefillEngine(Engine):
             offered={request_id: self.world.limits.lease_s},
             offered_blocks={request_id: len(offer.ticket.blocks)},
             fingerprints={request_id: offer.fingerprint},
+            secrets={request_id: offer.ticket.secret},
         )
         return offer.ticket
 
@@ -169,7 +173,9 @@ class PrefillEngine(Engine):
         request_id = offer.ticket.request_id
         if self.world.now_s >= offer.expires_at_s[worker.name]:
             return
-        heard = self._heard.get((worker.name, request_id, offer.fingerprint), {})
+        heard: dict[str, int] = {}
+        for proof in (offer.ticket.secret, offer.fingerprint):
+            heard |= self._heard.get((worker.name, request_id, proof), {})
         check(
             bool(heard) and len(heard) >= max(heard.values()),
             f"{worker.name} lets go of {request_id}: {len(heard)} readers of what it offers were "
@@ -186,7 +192,6 @@ class PrefillEngine(Engine):
                     until_s = self.world.now_s + self.world.limits.lease_s
                     offer.expires_at_s[worker.name] = until_s
             return
-        assert isinstance(notification, Done)
         for release in notification.releases:
-            key = worker.name, release.request_id, release.fingerprint
+            key = worker.name, release.request_id, release.proof
             self._heard.setdefault(key, {})[notification.notifier] = release.num_notifiers

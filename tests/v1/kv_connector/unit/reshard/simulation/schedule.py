@@ -36,6 +36,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Done,
     DoneEntry,
+    GaveUp,
+    GaveUpEntry,
     RemoteEngineAddress,
     encode_notification,
 )
@@ -228,6 +230,19 @@ class Simulation:
         if request is not None:
             self._note(f"{engine.engine_id} reads {request}")
 
+    def refuse(self) -> None:
+        """A request is refused by a decode engine, and may be another's that reads."""
+        engine, ticket = self._any(self._decodes()), self._any(self.tickets[-6:])
+        if engine is None or ticket is None:
+            return
+        secret = ticket.secret
+        if self.random.random() < self.confusion:
+            secret = self.random.choice(self.tickets).secret
+        elif self.random.random() < 0.8:
+            self.tickets.remove(ticket)
+        self._note(f"{engine.engine_id} refuses {ticket.request_id}")
+        engine.give_up(ticket, secret)
+
     def compute(self) -> None:
         """A step of a decode engine's device is over."""
         for engine in self._decodes():
@@ -273,8 +288,12 @@ class Simulation:
         if worker is not None and ticket is not None:
             self._note(f"forges a release of {ticket.request_id} at {worker.name}")
             invented = OfferFingerprint(self.random.randrange(12), 1, 2)
-            release = DoneEntry.of(ticket.request_id, 1, invented)
-            data = encode_notification(Done(f"stranger {self.random.randrange(3)}", [release]))
+            stranger = f"stranger {self.random.randrange(3)}"
+            forged: Done | GaveUp = Done(stranger, [DoneEntry.of(ticket.request_id, 1, invented)])
+            if self.random.random() < 0.5:
+                guess = self.random.getrandbits(64)
+                forged = GaveUp(stranger, [GaveUpEntry(ticket.request_id, 1, guess)])
+            data = encode_notification(forged)
             self.world.wire.messages.append(Message("stranger", worker.agent, data))
 
     def restart_prefill(self) -> None:
@@ -326,6 +345,7 @@ class Simulation:
             self.begin_step: 12.0,
             self.apply_announcement: random.choice((0.5, 6.0)),
             self.read: 4.5,
+            self.refuse: 0.5,
             self.compute: 2.0,
             self.finish: 3.0,
             self.fail_read: some(2.0),

@@ -14,6 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import transfer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferFingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
     ProducerLedger,
@@ -97,7 +100,19 @@ def every_notification_is_believed(monkeypatch):
     count = ProducerLedger._count
 
     def believe(self, request_id, held, notice):
-        return count(self, request_id, held, notice._replace(fingerprint=held.fingerprint))
+        return count(self, request_id, held, notice._replace(proof=held.fingerprint))
+
+    monkeypatch.setattr(ProducerLedger, "_count", believe)
+
+
+def every_secret_is_believed(monkeypatch):
+    """Whoever gives something up may."""
+    count = ProducerLedger._count
+
+    def believe(self, request_id, held, notice):
+        if not isinstance(notice.proof, OfferFingerprint):
+            notice = notice._replace(proof=held.secret)
+        return count(self, request_id, held, notice)
 
     monkeypatch.setattr(ProducerLedger, "_count", believe)
 
@@ -216,6 +231,7 @@ def backlog_is_forgotten(monkeypatch):
         (leases_are_not_looked_up, "other bytes"),
         (leases_are_not_struck_out, "other bytes"),
         (every_notification_is_believed, "its lease has not run out"),
+        (every_secret_is_believed, "its lease has not run out"),
         (connections_drain_for_ever, "is not over"),
         (connections_are_not_retired, "is not over"),
         (

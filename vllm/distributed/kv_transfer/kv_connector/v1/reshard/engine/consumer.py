@@ -175,6 +175,10 @@ class ConsumerSide:
         peer = self._peers.get_or_connect(receive.source, now_s)
         if any(receive.local_block_ids):
             self._account(request_id, receive, peer, now_s)
+        elif peer.connection is not None:
+            # It waits for no read of another request's.
+            self._notify(receive, peer.connection)
+            return
         peer.waiting.append((request_id, receive))
 
     def on_connected(self, peer: Peer) -> None:
@@ -507,7 +511,9 @@ class ConsumerSide:
         self, receive: Receive, producers: PeerConnection, *, known_as_broken: bool = False
     ) -> None:
         """Have the producers of a request's blocks told, if this engine can say what they hold."""
-        if receive.fingerprint is not None:
+        if receive.secret is not None:
+            self._notifier.give_up(receive.remote_request_id, receive.secret, producers)
+        elif receive.fingerprint is not None:
             self._notifier.release(
                 receive.remote_request_id,
                 receive.fingerprint,

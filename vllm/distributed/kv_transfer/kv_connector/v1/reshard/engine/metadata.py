@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from ..protocol.fingerprint import OfferFingerprint
+from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteRequest
 from ..protocol.metadata import WorkerHandshake
@@ -29,6 +29,8 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
 
     Attributes:
         receive: Requests to read blocks for.
+        given_up: Requests that other engines hold for requests that this one has refused. They are
+            told so.
         failed: Requests that some worker could not read. Nothing more need be read for them, and
             each worker reports them: see `failed_reads`.
         admitted: Requests that take part in a batch and may be read by another engine.
@@ -37,6 +39,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             now: a duration, because workers on other hosts have other clocks.
         offered_blocks: How many blocks each of these has, of all KV-cache groups.
         fingerprints: What each of these offers; of the same requests.
+        secrets: What gives each of these up.
         num_offers: How many offers the engine has made up to this step. What is announced of them
             is older than the step.
         announcer: Where to hear of offers before the step that says so; None where that does not
@@ -47,12 +50,14 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     """
 
     receive: dict[RequestId, Receive] = field(default_factory=dict)
+    given_up: list[Receive] = field(default_factory=list)
     failed: set[RequestId] = field(default_factory=set)
     admitted: set[RequestId] = field(default_factory=set)
     withdrawn: set[RequestId] = field(default_factory=set)
     offered: dict[RequestId, float] = field(default_factory=dict)
     offered_blocks: dict[RequestId, int] = field(default_factory=dict)
     fingerprints: dict[RequestId, OfferFingerprint] = field(default_factory=dict)
+    secrets: dict[RequestId, OfferSecret] = field(default_factory=dict)
     num_offers: int = 0
     announcer: AnnouncerAddress | None = None
     awaited: dict[RequestId, RemoteRequest] = field(default_factory=dict)
@@ -62,6 +67,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         """Whether anything is asked for."""
         return bool(
             self.receive
+            or self.given_up
             or self.admitted
             or self.withdrawn
             or self.offered

@@ -9,9 +9,15 @@ from dataclasses import dataclass, field
 from vllm.logger import init_logger
 
 from ..errors import TransferError
-from ..protocol.fingerprint import OfferFingerprint
+from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
-from ..protocol.messages import DoneEntry, encode_done, encode_renewals
+from ..protocol.messages import (
+    DoneEntry,
+    GaveUpEntry,
+    encode_done,
+    encode_gave_up,
+    encode_renewals,
+)
 from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
 from .stats import ReshardStats
@@ -25,10 +31,12 @@ class _Outgoing:
 
     Attributes:
         releases: The requests that this worker is through with.
+        given_up: Those that it gives up.
         known_as_broken: That it cannot be told is no news, for any of them.
     """
 
     releases: list[DoneEntry] = field(default_factory=list)
+    given_up: list[GaveUpEntry] = field(default_factory=list)
     known_as_broken: bool = True
 
 
@@ -76,6 +84,21 @@ class Notifier:
             outgoing.releases.append(DoneEntry.of(request_id, num_notifiers, fingerprint))
             outgoing.known_as_broken &= known_as_broken
 
+    def give_up(
+        self, request_id: RequestId, secret: OfferSecret, producers: PeerConnection
+    ) -> None:
+        """Tell the producers of a request's blocks, by `flush`, that this worker wants none.
+
+        Args:
+            request_id: The request, as its producers call it.
+            secret: What their offer went with.
+            producers: The connection with their engine.
+        """
+        for peer, num_notifiers in producers.engine.releases:
+            outgoing = self._outgoing.setdefault((producers, peer), _Outgoing())
+            outgoing.given_up.append(GaveUpEntry(request_id, num_notifiers, secret))
+            outgoing.known_as_broken = False
+
     def renew(self, request_ids: Iterable[RequestId], producers: PeerConnection) -> None:
         """Ask the producers of some requests' blocks to hold them for longer."""
         messages = encode_renewals(request_ids)
@@ -87,6 +110,7 @@ class Notifier:
         collected, self._outgoing = self._outgoing, {}
         for (producers, peer), outgoing in collected.items():
             messages = encode_done(self._name, outgoing.releases)
+            messages += encode_gave_up(self._name, outgoing.given_up)
             self._notify(producers, peer, messages, known_as_broken=outgoing.known_as_broken)
 
     def advance(self, now_s: float) -> None:

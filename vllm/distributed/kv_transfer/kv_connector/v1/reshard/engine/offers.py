@@ -9,7 +9,9 @@ is announced as well, and a worker shows it at once.
 
 from __future__ import annotations
 
-from ..protocol.fingerprint import OfferFingerprint
+import secrets
+
+from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
 from ..protocol.messages import Announcement, encode_announcement
 from ..transport.announcements import Announcer, AnnouncerAddress, open_announcer
@@ -22,6 +24,7 @@ class OfferBook:
     def __init__(self) -> None:
         self._num_blocks: dict[RequestId, int] = {}
         self._fingerprints: dict[RequestId, OfferFingerprint] = {}
+        self._secrets: dict[RequestId, OfferSecret] = {}
         self._num_offers = 0
         self._announcer: Announcer | None = None
         # As long as workers were not told.
@@ -37,19 +40,29 @@ class OfferBook:
         if self._announcer is not None:
             self._address = self._announcer.address
 
-    def offer(self, request_id: RequestId, num_blocks: int, fingerprint: OfferFingerprint) -> None:
-        """Offer a request's blocks, which all workers have computed."""
+    def offer(
+        self, request_id: RequestId, num_blocks: int, fingerprint: OfferFingerprint
+    ) -> OfferSecret:
+        """Offer a request's blocks, which all workers have computed.
+
+        Returns:
+            What whoever is sent the request gives them up with.
+        """
+        secret = secrets.randbits(64)
         self._num_blocks[request_id] = num_blocks
         self._fingerprints[request_id] = fingerprint
+        self._secrets[request_id] = secret
         self._num_offers += 1
         if self._announcer is not None:
             announcement = Announcement(self._num_offers, request_id, fingerprint)
             self._announcer.tell(encode_announcement(announcement))
+        return secret
 
     def write_to(self, metadata: ReshardConnectorMetadata) -> None:
         """Have a step tell what is offered since the last one."""
         metadata.offered_blocks, self._num_blocks = self._num_blocks, {}
         metadata.fingerprints, self._fingerprints = self._fingerprints, {}
+        metadata.secrets, self._secrets = self._secrets, {}
         metadata.num_offers = self._num_offers
         metadata.announcer, self._address = self._address, None
 

@@ -13,7 +13,7 @@ from ..protocol.compatibility import quote
 from ..protocol.ids import RequestId
 from ..protocol.leases import LeaseTable, LeaseTableAddress
 from ..protocol.ledgers import HeldState, Notice, ProducerLedger, Receipt
-from ..protocol.messages import Announcement, Done, Renew, decode_notification
+from ..protocol.messages import Announcement, Done, GaveUp, Renew, decode_notification
 from ..transport.agent import NixlAgent
 from .metadata import ReshardConnectorMetadata
 from .stats import ReshardStats
@@ -72,7 +72,8 @@ class ProducerSide:
         for request_id, lease_s in metadata.offered.items():
             fingerprint = metadata.fingerprints[request_id]
             self._table.publish(request_id, fingerprint)
-            if self._ledger.offer(request_id, now_s + lease_s, fingerprint):
+            secret = metadata.secrets.get(request_id)
+            if self._ledger.offer(request_id, now_s + lease_s, fingerprint, secret):
                 self._hold(request_id, metadata.offered_blocks.get(request_id, 0))
                 self._tell(request_id, HeldState.OFFERED, f", for {lease_s:g} s")
 
@@ -128,18 +129,19 @@ class ProducerSide:
                 released |= self._count(notification)
         return released
 
-    def _count(self, done: Done) -> set[RequestId]:
+    def _count(self, done: Done | GaveUp) -> set[RequestId]:
         """Count a reader for all requests that it is through with; returns those it was last for.
 
-        However many requests it names, one line of the log tells that it was too late.
+        However many requests it names, one line of the log tells that it was too late; who has read
+        nothing never is.
         """
         released, late = set(), []
         for release in done.releases:
-            notice = Notice(done.notifier, release.num_notifiers, release.fingerprint)
+            notice = Notice(done.notifier, release.num_notifiers, release.proof)
             receipt = self._ledger.hear(release.request_id, notice)
             if receipt is Receipt.RELEASED:
                 released.add(release.request_id)
-            elif receipt is Receipt.UNKNOWN:
+            elif receipt is Receipt.UNKNOWN and isinstance(done, Done):
                 self._stats.record_late_notification()
                 late.append(release.request_id)
         if late:
@@ -157,8 +159,8 @@ class ProducerSide:
         for mismatch in self._ledger.take_mismatches():
             logger.warning(
                 "Request %s is held on: %s is through with other tokens or blocks than are offered "
-                "under that name. Send the decode engine the very prompt that was prefilled, and "
-                "pass kv_transfer_params on unchanged.",
+                "under that name, or has another secret. Send the decode engine the very prompt "
+                "that was prefilled, and pass kv_transfer_params on unchanged.",
                 quote(mismatch.request_id),
                 quote(mismatch.notifier),
             )

@@ -29,6 +29,7 @@ from ..protocol.params import (
     remote_request,
     sanitize_params,
     without_source,
+    write_secret,
 )
 from ..transport.side_channel import HandshakeServer
 from .compat import OUTPUTS_OUTLIVE_PREEMPTION, PRODUCERS_KEEP_THE_LAST_WINDOW
@@ -37,6 +38,7 @@ from .failed_reads import ReadBook
 from .geometry import state_groups, window_groups
 from .metadata import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .offers import OfferBook
+from .readers import Readers, RemoteName, is_made_up
 from .settings import read_settings, remarks
 
 if TYPE_CHECKING:
@@ -77,8 +79,10 @@ class ReshardScheduler(NixlConnectorScheduler):
         # Those whose leases workers renew, or are about to.
         self._renewed: set[str] = set()
         self._offers = OfferBook()
-        # Which request reads the blocks of another engine's request.
-        self._readers: dict[tuple[str, str], str] = {}
+        self._readers = Readers()
+        # Requests that vLLM made up since workers were told last. Not by their names, which are
+        # what clients say, so that two may have one.
+        self._given_up: dict[RemoteName, Request] = {}
         self._reads = ReadBook()
 
     def serve_handshake(
@@ -116,7 +120,8 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         Blocks are read by one request: their producer lets go when it was heard. Where one prompt
         has several answers (`n`), the others compute it. So does one under whose name another's
-        read may still be going on.
+        read may still be going on. One that vLLM made up reads nothing, and gives up what no
+        request of this engine has had: see `readers`.
         """
         params, fault = sanitize_params(
             request.kv_transfer_params,
@@ -127,8 +132,11 @@ class ReshardScheduler(NixlConnectorScheduler):
             logger.warning("Computing all of request %s: %s", request.request_id, fault)
         remote = remote_request(params) if params and is_disaggregated(params) else None
         if params and remote is not None:
-            reader = self._readers.setdefault(remote, request.request_id)
-            is_free = reader == request.request_id and request.request_id not in self._reads
+            if is_made_up(request):
+                is_free = self._readers.may_give_up(remote)
+            else:
+                is_free = self._readers.admit(remote, request.request_id)
+                is_free = is_free and request.request_id not in self._reads
             params = params if is_free else without_source(params)
         request.kv_transfer_params = params
         super().on_new_request(request)
@@ -209,6 +217,9 @@ class ReshardScheduler(NixlConnectorScheduler):
             request_id: self._receive(request, block_ids)
             for request_id, (request, block_ids) in wanted.items()
         }
+        given_up = [self._receive(request, ()) for request in self._given_up.values()]
+        metadata.given_up = [receive for receive in given_up if receive.secret is not None]
+        self._given_up.clear()
         for request, block_ids in wanted.values():
             # Those without blocks are told to their producer, and not reported.
             if any(block_ids):
@@ -244,11 +255,10 @@ class ReshardScheduler(NixlConnectorScheduler):
             nowhere = RemoteEngineAddress("unknown", "unknown", 0)
             return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
         remote_tokens = self._num_held(request, source)
-        # The producer releases nothing for a reader that does not know the tokens. Where nothing is
-        # read of a prompt that is shorter than what is held, as of the one that vLLM makes up to
-        # have the blocks of a request given back that it refused, it cannot be told: the lease ends
-        # it.
-        is_bound = any(local_block_ids) or request.num_tokens >= remote_tokens
+        # Where nothing is read of a prompt that is shorter than what is held, that is another's:
+        # the lease ends it. A request that was made up has no prompt, and shows the secret instead.
+        made_up = is_made_up(request)
+        is_bound = not made_up and (any(local_block_ids) or request.num_tokens >= remote_tokens)
         blocks = source.remote_block_ids
         return Receive(
             _address(source),
@@ -259,6 +269,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             local_tokens=min(remote_tokens, request.num_computed_tokens),
             remote_tokens=remote_tokens,
             fingerprint=_fingerprint(request, remote_tokens, blocks) if is_bound else None,
+            secret=source.secret if made_up else None,
         )
 
     def _num_held(self, request: Request, source: RemoteBlocks) -> int:
@@ -287,8 +298,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         if not is_disaggregated(request.kv_transfer_params):
             return False, None
         remote = remote_request(request.kv_transfer_params or {})
-        if remote is not None and self._readers.get(remote) == request.request_id:
-            del self._readers[remote]
+        if remote is not None:
+            self._readers.end(remote, request.request_id)
         # The last token was sampled and is not computed. What is counted beyond that is of a step
         # in flight, or of drafts behind the one that ended the answer.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -299,6 +310,12 @@ class ReshardScheduler(NixlConnectorScheduler):
             tuple([] for _ in block_ids) if is_nobodys else self._blocks_of(num_tokens, block_ids)
         )
         delay_free, params = super().request_finished(request, block_ids)
+        if (
+            remote is not None
+            and is_made_up(request)
+            and self._reqs_need_recv.pop(request.request_id, None) is not None
+        ):
+            self._given_up[remote] = request
         if is_nobodys and params is not None:
             self._reqs_not_processed.add(request.request_id)
             params = None
@@ -306,7 +323,8 @@ class ReshardScheduler(NixlConnectorScheduler):
             assert params is not None
             params["remote_num_tokens"] = num_tokens
             fingerprint = _fingerprint(request, num_tokens, params["remote_block_ids"])
-            self._offers.offer(request.request_id, sum(map(len, block_ids)), fingerprint)
+            secret = self._offers.offer(request.request_id, sum(map(len, block_ids)), fingerprint)
+            params["remote_secret"] = write_secret(secret)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params

@@ -242,6 +242,8 @@ class TransferEngine:
         self.producer.apply_metadata(metadata, now_s)
         for request_id, receive in metadata.receive.items():
             self.consumer.start_request(request_id, receive, now_s)
+        for receive in metadata.given_up:
+            self.consumer.start_request("given up", receive, now_s)
         self.consumer.abandon(metadata.failed)
         self._renewals.end(metadata.ended)
         self._renewals.begin(metadata.awaited)

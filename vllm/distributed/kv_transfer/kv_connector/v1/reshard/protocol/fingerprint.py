@@ -19,10 +19,18 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import TypeAlias
 
 import msgspec
 
 from .ids import BlockIds
+
+OfferSecret: TypeAlias = int
+"""64 random bits that go with an offer, by way of the router, to whom it is for.
+
+A reader that knows no tokens gives the offer up with it. Holders keep it out of their tables of
+leases: who can read these need not be who was sent the request.
+"""
 
 _TOKENS_AT_ONCE = 4096
 _NO_ID = (1 << 32) - 1

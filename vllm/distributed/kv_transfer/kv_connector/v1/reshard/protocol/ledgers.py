@@ -19,8 +19,9 @@ The decode side may be faster than the producer's own scheduler: notifications a
 admission on. But a request that is still being computed is not released, whatever says that it
 was read: one that all readers were through with before is released when it is offered.
 
-A notification counts only where it is bound to what is offered: the same tokens in the same blocks.
-A reader that knows a request's id alone has neither, and releases nothing.
+A notification counts only where it is bound to what is offered: the same tokens in the same
+blocks, or the secret that went with them. A reader that knows a request's id alone has neither, and
+releases nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
-from .fingerprint import OfferFingerprint
+from .fingerprint import OfferFingerprint, OfferSecret
 from .ids import RequestId
 
 PartKey = TypeVar("PartKey", bound=Hashable)
@@ -108,12 +109,12 @@ class Notice(NamedTuple):
     Attributes:
         notifier: Names the reader, the same in every notification of its.
         num_notifiers: How many readers there are in all, itself included; at least 1.
-        fingerprint: What it has read, or would have read.
+        proof: What it has read, or would have read; or the secret of what it gives up.
     """
 
     notifier: str
     num_notifiers: int
-    fingerprint: OfferFingerprint
+    proof: OfferFingerprint | OfferSecret
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ class _Held:
     Attributes:
         early: What was heard before the request was offered.
         fingerprint: What is offered; None as long as nothing is.
+        secret: What gives it up; None where nothing does.
         expires_at_s: When the lease runs out; infinite as long as there is none.
         heard: The notifiers that were counted.
         awaited: How many there should be.
@@ -159,6 +161,7 @@ class _Held:
 
     early: set[Notice] = field(default_factory=set)
     fingerprint: OfferFingerprint | None = None
+    secret: OfferSecret | None = None
     expires_at_s: float = float("inf")
     heard: set[str] = field(default_factory=set)
     awaited: int | None = None
@@ -200,7 +203,11 @@ class ProducerLedger:
                 self._forget(request_id)
 
     def offer(
-        self, request_id: RequestId, expires_at_s: float, fingerprint: OfferFingerprint
+        self,
+        request_id: RequestId,
+        expires_at_s: float,
+        fingerprint: OfferFingerprint,
+        secret: OfferSecret | None = None,
     ) -> bool:
         """Hold a request's blocks until its readers were heard, or until its lease runs out.
 
@@ -208,6 +215,7 @@ class ProducerLedger:
             request_id: The request.
             expires_at_s: When the lease runs out.
             fingerprint: What is offered.
+            secret: What gives it up without knowing that; None where nothing does.
 
         Returns:
             Whether the request is held. False means that its readers are through already, which
@@ -216,7 +224,7 @@ class ProducerLedger:
         held = self._held.get(request_id)
         if held is None:
             return False
-        held.fingerprint = fingerprint
+        held.fingerprint, held.secret = fingerprint, secret
         early, held.early = held.early, set()
         # In an order that does not depend on hashes of strings, for logs that can be compared.
         for notice in sorted(early, key=lambda notice: notice[:2]):
@@ -292,8 +300,8 @@ class ProducerLedger:
         ]
 
     def _count(self, request_id: RequestId, held: _Held, notice: Notice) -> Receipt:
-        """Count a reader of an offered request, if it has read what is offered."""
-        if notice.fingerprint != held.fingerprint:
+        """Count a reader of an offered request, if it knows what is offered, or its secret."""
+        if notice.proof not in (held.fingerprint, held.secret):
             if not held.doubted:
                 held.doubted = True
                 self._mismatches.append(Mismatch(request_id, notice.notifier))

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import RemoteLayoutError
-from .fingerprint import OfferFingerprint
+from .fingerprint import OfferFingerprint, OfferSecret
 from .ids import BlockIds, EngineId, RequestId
 
 _RequestId: TypeAlias = Annotated[str, Meta(max_length=1 << 10)]
@@ -49,7 +49,9 @@ class Receive:
             last block need not hold in full.
         remote_tokens: The same there.
         fingerprint: What the source should offer under that name; None where nothing is to be read
-            and this engine does not know the tokens, so that the source cannot be told.
+            and this engine does not know the tokens.
+        secret: What gives the source's offer up in its place; None where it is not needed, or not
+            known, so that the source cannot be told.
         fault: Why the request cannot be read at all; None where nothing is known against it.
     """
 
@@ -61,6 +63,7 @@ class Receive:
     remote_tokens: int
     fingerprint: OfferFingerprint | None = None
     fault: str | None = None
+    secret: OfferSecret | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ class DoneEntry(msgspec.Struct, frozen=True, array_like=True):
         )
 
     @property
-    def fingerprint(self) -> OfferFingerprint:
+    def proof(self) -> OfferFingerprint:
         """What the producer must have offered."""
         return OfferFingerprint(self.num_tokens, self.content, self.blocks)
 
@@ -139,6 +142,37 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
     releases: list[DoneEntry]
 
 
+class GaveUpEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A request whose blocks a reader does not want, and has not read.
+
+    Attributes:
+        request_id: The request, as its producer calls it.
+        num_notifiers: How many readers this producer must hear from.
+        secret: What the producer's offer went with.
+    """
+
+    request_id: _RequestId
+    num_notifiers: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    secret: OfferSecret
+
+    @property
+    def proof(self) -> OfferSecret:
+        """What the producer's offer must have gone with."""
+        return self.secret
+
+
+class GaveUp(msgspec.Struct, frozen=True, tag="gave up", array_like=True):
+    """A reader gives up the blocks of some requests, of which it knows no tokens.
+
+    Attributes:
+        notifier: Names the reader.
+        releases: The requests.
+    """
+
+    notifier: Annotated[str, Meta(max_length=1 << 11)]
+    releases: list[GaveUpEntry]
+
+
 class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
     """A reader still wants the blocks of some requests.
 
@@ -149,7 +183,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
     request_ids: list[_RequestId]
 
 
-Notification: TypeAlias = Done | Renew
+Notification: TypeAlias = Done | GaveUp | Renew
 
 MAX_NOTIFICATION_BYTES = 8 << 10
 """More goes into several notifications.
@@ -203,6 +237,15 @@ def encode_done(notifier: str, entries: Iterable[DoneEntry]) -> list[bytes]:
     room_bytes = MAX_NOTIFICATION_BYTES - len(_ENCODER.encode(Done(notifier, []))) - 4
     return [
         encode_notification(Done(notifier, part))
+        for part in _cut(entries, room_bytes, lambda entry: entry.request_id)
+    ]
+
+
+def encode_gave_up(notifier: str, entries: Iterable[GaveUpEntry]) -> list[bytes]:
+    """The same for what it gives up."""
+    room_bytes = MAX_NOTIFICATION_BYTES - len(_ENCODER.encode(GaveUp(notifier, []))) - 4
+    return [
+        encode_notification(GaveUp(notifier, part))
         for part in _cut(entries, room_bytes, lambda entry: entry.request_id)
     ]
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from .fingerprint import OfferSecret
 from .trust import TrustedPeers
 
 Params = dict[str, Any]
@@ -28,6 +29,8 @@ _REMOTE_PREFIX = "remote_"
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1 << 10)]
 _BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Secret = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+"""In hexadecimal digits: of 64 bits as a number, a router in JavaScript would keep 53."""
 
 
 class RemoteBlocks(msgspec.Struct, frozen=True):
@@ -41,6 +44,8 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
         remote_block_ids: The blocks, for each KV-cache group, the last ones of the request's.
         remote_num_tokens: Tokens of the request up to the last one in these blocks; None or 0 where
             it is the prompt's.
+        remote_secret: What gives them up; None where an engine of another build holds them, or a
+            router has dropped it.
     """
 
     remote_engine_id: _Text
@@ -49,6 +54,12 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_block_ids: Annotated[list[list[_BlockId]], msgspec.Meta(min_length=1)]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    remote_secret: _Secret | None = None
+
+    @property
+    def secret(self) -> OfferSecret | None:
+        """The secret, as workers tell it each other."""
+        return None if self.remote_secret is None else int(self.remote_secret, 16)
 
 
 def sanitize_params(
@@ -127,6 +138,11 @@ def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:
     """Where to read from, out of `sound` parameters, or why that is not known."""
     fault = params.get(_FAULT)
     return fault if isinstance(fault, str) else msgspec.convert(params, RemoteBlocks)
+
+
+def write_secret(secret: OfferSecret) -> str:
+    """A secret as `remote_secret` has it."""
+    return f"{secret:016x}"
 
 
 def _fault(params: Params, trusted: TrustedPeers | None) -> str | None:
