@@ -133,11 +133,7 @@ class Listener:
     def _run(self, socket: zmq.Socket[bytes]) -> None:
         with suppress(zmq.ContextTerminated), socket:
             while True:
-                message = socket.recv()
-                try:
-                    self._hear(message)
-                except Exception:
-                    logger.exception("An announcement is lost: the next step says the same")
+                self._hear(socket.recv())
 
 
 def _connect(socket: zmq.Socket[bytes], address: AnnouncerAddress) -> None:
