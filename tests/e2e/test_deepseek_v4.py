@@ -29,16 +29,17 @@ CACHE_BLOCKS = 4096
 # A part of a block, some windows and groups of 128 tokens, and more than the index selects, which
 # is 512 states of 4 tokens.
 PROMPT_TOKENS = (5, 389, 2600)
+_, MIDDLE, LONG = PROMPT_TOKENS
 
 # Of each stage, one for each kind of cache; of two kinds, layers of 4 and of 128 tokens differ.
 READS = 2 * 7
 
 CACHES = {
-    "windows": (r"\.swa_cache$", 389),
-    "states of 4 and 128 tokens": (r"\.attn$", 389),
-    "what is to be compressed": (r"\.attn\.compressor\.state_cache$", 389),
-    "index": (r"\.indexer\.k_cache$", 2600),
-    "what is to be indexed": (r"\.indexer\.compressor\.state_cache$", 2600),
+    "windows": (r"\.swa_cache$", MIDDLE),
+    "states of 4 and 128 tokens": (r"\.attn$", MIDDLE),
+    "what is to be compressed": (r"\.attn\.compressor\.state_cache$", MIDDLE),
+    "index": (r"\.indexer\.k_cache$", LONG),
+    "what is to be indexed": (r"\.indexer\.compressor\.state_cache$", LONG),
 }
 """The kinds of cache, by what their layers' names end with, and a prompt that needs them."""
 
@@ -54,6 +55,8 @@ class Spoiled:
 
     Attributes:
         pattern: the file that says of which layers.
+        prompts: token ids, by how many there are.
+        right: what one engine answers to each.
     """
 
     pair: Pair

@@ -53,9 +53,7 @@ def why_no_mla() -> str:
     Raises:
         UsageError: vLLM is not installed in this interpreter's environment.
     """
-    if installed_device() is not Device.CPU:
-        return "MLA at float32 runs on CPU only"
-    return "" if _has_file(_CPU_MLA) else f"vLLM {_release()} has no MLA on CPU"
+    return _why_not_on_cpu("MLA at float32", "MLA", _CPU_MLA)
 
 
 def why_no_deepseek4() -> str:
@@ -64,9 +62,7 @@ def why_no_deepseek4() -> str:
     Raises:
         UsageError: vLLM is not installed in this interpreter's environment.
     """
-    if installed_device() is not Device.CPU:
-        return "the tiny DeepSeek V4 runs on CPU only"
-    return "" if _has_file(_CPU_DEEPSEEK4) else f"vLLM {_release()} has no DeepSeek V4 on CPU"
+    return _why_not_on_cpu("the tiny DeepSeek V4", "DeepSeek V4", _CPU_DEEPSEEK4)
 
 
 def why_no_model(module: str) -> str:
@@ -77,6 +73,19 @@ def why_no_model(module: str) -> str:
     """
     known = _has_file(f"model_executor/models/{module}.py")
     return "" if known else f"vLLM {_release()} has no model {module}"
+
+
+def _why_not_on_cpu(served: str, what: str, path: str) -> str:
+    """Return why something that runs on CPU only cannot be served; an empty string where it can.
+
+    Args:
+        served: what is asked for.
+        what: what vLLM would need to have.
+        path: of the file that has it.
+    """
+    if installed_device() is not Device.CPU:
+        return f"{served} runs on CPU only"
+    return "" if _has_file(path) else f"vLLM {_release()} has no {what} on CPU"
 
 
 def _release() -> str:

@@ -27,6 +27,46 @@ Shapes = dict[str, tuple[int, ...]]
 _AS_LLAMA: Mapping[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 """What most of these models take from Llama, by the same names."""
 
+DEEPSEEK4: Mapping[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "head_dim": 512,
+    "hidden_size": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 128,
+    "o_groups": 8,
+    "o_lora_rank": 64,
+    "n_routed_experts": 256,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 1,
+    "num_hash_layers": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 1.5,
+    "expert_dtype": "bf16",
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "sliding_window": 128,
+    "swiglu_limit": 10.0,
+    "compress_rope_theta": 160000.0,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 2048,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+"""What a tiny DeepSeek V4 says of itself, but for its layers. Sizes of heads, of the index and of
+experts are those that vLLM's kernels for CPU know."""
+
 _TRITON_ON_CPU = Path(__file__).with_name("modules") / "triton_on_cpu"
 
 _NEMOTRON_CONFIGURATION = '''\
@@ -328,8 +368,6 @@ def write_tiny_deepseek4(
 ) -> ServedModel:
     """Write a DeepSeek V4 with few and small layers, of all the kinds that it has.
 
-    Sizes of heads, of the index and of experts are those that vLLM's kernels for CPU know.
-
     Args:
         directory: Where to; made if it is not there.
         compress_ratios: Of each layer, how many tokens it compresses into one state; 0 where it has
@@ -337,46 +375,19 @@ def write_tiny_deepseek4(
         num_heads: Query heads.
         seed: Other weights for another number.
     """
-    hidden, head_size, query_rank, groups, output_rank = 512, 512, 128, 8, 64
-    num_experts, inner, streams = 256, 32, 4
-    index_heads, index_size = 64, 128
-    config = common_sizes(len(compress_ratios), num_heads, 1, head_size) | {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": "deepseek_v4",
-        "hidden_size": hidden,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": query_rank,
-        "o_groups": groups,
-        "o_lora_rank": output_rank,
-        "n_routed_experts": num_experts,
-        "moe_intermediate_size": inner,
-        "num_experts_per_tok": 6,
-        "n_shared_experts": 1,
-        "num_hash_layers": 1,
-        "norm_topk_prob": True,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "routed_scaling_factor": 1.5,
-        "expert_dtype": "bf16",
-        "hc_mult": streams,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6,
-        "index_n_heads": index_heads,
-        "index_head_dim": index_size,
-        "index_topk": 512,
-        "sliding_window": 128,
-        "swiglu_limit": 10.0,
+    head_size, query_rank = DEEPSEEK4["head_dim"], DEEPSEEK4["q_lora_rank"]
+    hidden, groups, output_rank = (
+        DEEPSEEK4[size] for size in ("hidden_size", "o_groups", "o_lora_rank")
+    )
+    num_experts, inner, streams = (
+        DEEPSEEK4[size] for size in ("n_routed_experts", "moe_intermediate_size", "hc_mult")
+    )
+    index_heads, index_size = DEEPSEEK4["index_n_heads"], DEEPSEEK4["index_head_dim"]
+    config = {
+        **common_sizes(len(compress_ratios), num_heads, 1, head_size),
+        **DEEPSEEK4,
         "compress_ratios": list(compress_ratios),
-        "compress_rope_theta": 160000.0,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 4,
-            "original_max_position_embeddings": 2048,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
         "hidden_act": "silu",
     }
     vocabulary, mixes = config["vocab_size"], (2 + streams) * streams

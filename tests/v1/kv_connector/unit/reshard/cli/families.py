@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tools.pdstack.tiny_checkpoints import DEEPSEEK4
+
 COMMON: Mapping[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 16,
@@ -61,45 +63,11 @@ MINIMAX_M3 = {
 }
 DEEPSEEK_V4 = {
     **COMMON,
+    **DEEPSEEK4,
     "num_hidden_layers": 6,
     "num_attention_heads": 64,
     "num_key_value_heads": 1,
-    "head_dim": 512,
-    "hidden_size": 512,
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 128,
-    "o_groups": 8,
-    "o_lora_rank": 64,
-    "n_routed_experts": 256,
-    "moe_intermediate_size": 32,
-    "num_experts_per_tok": 6,
-    "n_shared_experts": 1,
-    "num_hash_layers": 1,
-    "norm_topk_prob": True,
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "routed_scaling_factor": 1.5,
-    "expert_dtype": "bf16",
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 512,
-    "sliding_window": 128,
-    "swiglu_limit": 10.0,
     "compress_ratios": [0, 4, 128, 4, 0, 128],
-    "compress_rope_theta": 160000.0,
-    "rope_theta": 1e4,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4,
-        "original_max_position_embeddings": 2048,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    },
 }
 KIMI_LINEAR = {
     **MLA,

@@ -27,13 +27,13 @@ BLACKWELL_MLA = backend_of(f"{BACKENDS}.mla.flashinfer_mla", "FLASHINFER_MLA")
 UNKNOWN = backend_of("vllm.models.some", "SECRET")
 
 
-def transfer(engines, prefill: dict, decode: dict) -> tuple[object, object]:
-    """Have a request read; returns the decode engine and what it is to hold."""
+def transfer(engines, prefill: dict, decode: dict, blocks=(3, 4, 1)) -> tuple[object, object]:
+    """Have a request read into some blocks; returns the decode engine and what it is to hold."""
     p, d = engines("prefill", **prefill), engines("decode", **decode)
     address = p.serve()
     whole = fill(p, [5, 2, 9])
     p.offer("p-a")
-    d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
+    d.start(receive={"d-a": receive(address, list(blocks), [5, 2, 9])})
     Progress(p, d).until(d, received="d-a")
     return d, whole
 
@@ -52,12 +52,7 @@ def transfer(engines, prefill: dict, decode: dict) -> tuple[object, object]:
 def test_backends_of_other_names_are_a_pair(engines, prefill, decode):
     """Prefill on Hopper and decode on Blackwell: the slots of both are plain."""
     blocks = [3] if decode.get("block_tokens") else [3, 4, 1]
-    p, d = engines("prefill", **prefill), engines("decode", **decode)
-    address = p.serve()
-    whole = fill(p, [5, 2, 9])
-    p.offer("p-a")
-    d.start(receive={"d-a": receive(address, blocks, [5, 2, 9])})
-    Progress(p, d).until(d, received="d-a")
+    d, whole = transfer(engines, prefill, decode, blocks)
     assert_received(d, blocks, whole)
 
 
