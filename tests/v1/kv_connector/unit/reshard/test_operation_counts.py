@@ -39,6 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     Transfer,
     TransferState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,
     PreparedLeg,
@@ -149,7 +150,8 @@ def run(src_heads, dst_heads, block_ids, *, staged: bool, num_blocks: int = 4096
     leg = prepared(src_heads, dst_heads, num_blocks, area)
     transfers = Transfers(area)
     parts = list(transfers.cut(leg, leg.leg.select([span(block_ids[0])], [span(block_ids[1])])))
-    transfers.start("r", parts, counting, 0.0)
+    transfers.start("r", parts, counting)
+    transfers.post(0.0, UNLIMITED)
     assert len(transfers.advance(0.0)) == len(parts)
     return counting
 

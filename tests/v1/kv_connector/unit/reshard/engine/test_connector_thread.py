@@ -12,18 +12,19 @@ import pytest
 
 from tests.v1.kv_connector.unit.reshard.engine.workers import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connector_thread import (
-    STALL_S,
     SWITCH_S,
     ConnectorThread,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stalls import STALL_S, Round
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Report,
     SchedulerStep,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import ConnectorThreadError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.wakeup import Wakeup
 
 DEADLINE_S = 60.0
@@ -51,13 +52,15 @@ class TransferEngine:
         self.begun += 1
         assert self.may_turn.wait(DEADLINE_S)
         self.turns += 1
-        self.num_taken_up += len(steps)
+        taken = list(steps)
+        steps.clear()
+        self.num_taken_up += len(taken)
         self.turned_s.append(now_s)
         self.threads.add(threading.get_ident())
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
-        ended = {request for step in steps if step.metadata for request in step.metadata.admitted}
+        ended = {request for step in taken if step.metadata for request in step.metadata.admitted}
         return Report(received=ended, stats=self.stats)
 
     def tell_producers(self, now_s: float) -> None:
@@ -208,6 +211,69 @@ def test_turn_that_fails_is_not_the_last(thread, transfer_engine, caplog_vllm):
     assert collect(thread, 1) == {"r"}
 
 
+def ended(thread: ConnectorThread) -> ConnectorThreadError:
+    """What the engine's next steps raise, at the latest after a few seconds."""
+    found: list[ConnectorThreadError] = []
+    deadline_s = time.monotonic() + 5.0
+
+    def raises() -> bool:
+        assert time.monotonic() < deadline_s
+        try:
+            thread.collect()
+        except ConnectorThreadError as error:
+            found.append(error)
+        return bool(found)
+
+    wait_until(raises)
+    return found[0]
+
+
+def test_thread_that_fails_before_its_first_turn_ends_the_engine(transfer_engine, caplog_vllm):
+    """As where the cores that it should run on cannot be had: nothing waits for it in silence."""
+
+    def prepare() -> None:
+        raise OSError(22, "Invalid argument")
+
+    thread = ConnectorThread(transfer_engine, prepare=prepare)
+    thread.start()
+    ask(thread, "r")
+    error = ended(thread)
+    assert "OSError(22, 'Invalid argument')" in str(error) and "restart this engine" in str(error)
+    assert "cannot go on" in caplog_vllm.text and not transfer_engine.turns
+    thread.close()
+    assert transfer_engine.closed_by is not None
+
+
+@pytest.mark.parametrize("where", ["poll", "tell_producers", "next_due_s"])
+def test_thread_whose_turns_all_fail_ends_the_engine(transfer_engine, where, caplog_vllm):
+    """Wherever in a turn it is: what the next turn cannot do either, none can."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("nobody thought of this")
+
+    setattr(transfer_engine, where, fail)
+    thread = ConnectorThread(transfer_engine)
+    thread.start()
+    error = ended(thread)
+    assert "ValueError('nobody thought of this')" in str(error)
+    assert isinstance(error.__cause__, ValueError)
+    thread.close()
+
+
+def test_what_a_failed_turn_did_not_take_up_is_there_for_the_next(thread, transfer_engine):
+    """A step that was handed over is never lost."""
+    poll, faults = transfer_engine.poll, [ValueError("before anything was taken")]
+
+    def fail_once(steps: list[SchedulerStep], now_s: float) -> Report:
+        if steps and faults:
+            raise faults.pop()
+        return poll(steps, now_s)
+
+    transfer_engine.poll = fail_once
+    ask(thread, "r")
+    assert collect(thread, 1) == {"r"} and not faults
+
+
 def test_thread_that_never_began_is_closed(transfer_engine):
     """An engine may fail before its caches are registered."""
     ConnectorThread(transfer_engine).close()
@@ -278,5 +344,27 @@ def test_step_that_does_not_end_is_told_once(transfer_engine, caplog_vllm):
         wait_until(lambda: transfer_engine.turns > polls + 1, thread.wake)
         assert len(caplog_vllm.records) == 1
         assert "test_step_that_does_not_end_is_told_once (" in caplog_vllm.text
+    finally:
+        thread.close()
+
+
+def test_call_of_another_thread_that_does_not_come_back_is_told_once(transfer_engine, caplog_vllm):
+    """As of the dialer's, should NIXL block: by this thread, though it sleeps otherwise."""
+    clock, call = Clock(), Round("dialer's thread", 10.0)
+    thread = ConnectorThread(transfer_engine, clock, watched=[call])
+    call.begin(clock())
+    thread.start()
+    try:
+        clock.now_s += 9.9
+        polls = transfer_engine.turns
+        thread.wake()
+        wait_until(lambda: transfer_engine.turns > polls + 1, thread.wake)
+        assert not caplog_vllm.text
+        clock.now_s += 0.2
+        line = "The dialer's thread has not come round for 10.1 s: it is in "
+        wait_until(lambda: line in caplog_vllm.text, thread.wake)
+        polls = transfer_engine.turns
+        wait_until(lambda: transfer_engine.turns > polls + 1, thread.wake)
+        assert len(caplog_vllm.records) == 1
     finally:
         thread.close()

@@ -18,7 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import
     ConsumerSide,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
+    STEADY_S,
+    Peer,
+    PeerTable,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
@@ -69,18 +73,19 @@ class Worker:
     def __init__(self) -> None:
         self.handshakes: list[Future] = []
         self.connections: list[Connection] = []
+        self.failed: list[str] = []
         self.peers = PeerTable(self._ask, self._connect, lanes(), 600.0)
         transfers, stats = Transfers(), ReshardStats()
         self.reads = ConsumerSide(self.peers, transfers, Notifier("me", stats), stats, 600.0)
         cache = SimpleNamespace(num_block_ids=1000)
         self.reads.set_local_cache(SimpleNamespace(cache=cache))
 
-    def ask(self, peer: int, *request_ids: str) -> None:
+    def ask(self, peer: int, *request_ids: str, now_s: float = 0.0) -> None:
         """Ask for requests."""
         source = RemoteEngineAddress(f"engine{peer}", f"p{peer}.example", 5600)
         for request_id in request_ids:
             receive = Receive(source, request_id, [[1]], [[1]], 1, 1, OfferFingerprint(1, 2, 3))
-            self.reads.start_request(request_id, receive, 0.0)
+            self.reads.start_request(request_id, receive, now_s)
 
     def answer(self) -> None:
         """All engines that were asked answer."""
@@ -88,12 +93,13 @@ class Worker:
             if not handshake.done():
                 handshake.set_result(SimpleNamespace())
 
-    def turn(self, budget: Budget = UNLIMITED) -> list[str]:
+    def turn(self, budget: Budget = UNLIMITED, now_s: float = 0.0) -> list[str]:
         """Which requests begin in a turn."""
-        for peer, error in self.peers.advance(0.0):
+        for peer, error in self.peers.advance(now_s):
             assert error is None
             self.reads.on_connected(peer)
-        self.reads.begin(0.0, budget)
+        self.reads.begin(now_s, budget)
+        self.failed += self.reads.take_failed()
         return sorted(self.reads.take_received())
 
     def _ask(self, address: RemoteEngineAddress) -> Future:
@@ -155,6 +161,39 @@ def test_what_still_waits_is_read_with_the_next_connection(worker):
     assert worker.turn() == [] and len(worker.handshakes) == 2
     worker.answer()
     assert worker.turn() == ["b"]
+
+
+def test_only_an_engine_that_broke_lately_is_not_read_while_much_is_in_doubt(worker, monkeypatch):
+    """What another one holds up is not paid for by one that has been steady since."""
+    monkeypatch.setattr(ConsumerSide, "_has_too_much_in_doubt", lambda _: True)
+    for now_s, request_id, fails in (
+        (0.0, "never broke", False),
+        (1.0, "broke", True),
+        (1.0 + STEADY_S, "was steady", False),
+    ):
+        if fails:
+            worker.peers.break_off(worker.connections[-1], now_s)
+        worker.ask(0, request_id, now_s=now_s)
+        ended = worker.turn(now_s=now_s)
+        worker.answer()
+        assert ended + worker.turn(now_s=now_s) == [request_id]
+        assert (request_id in worker.failed) is fails
+
+
+def test_request_that_cannot_be_taken_up_fails_alone(worker, monkeypatch):
+    """Those that were asked for in the same step are read."""
+    get_or_connect, faults = worker.peers.get_or_connect, [ValueError("nobody thought of this")]
+
+    def fail_once(address: RemoteEngineAddress, now_s: float) -> Peer:
+        if faults:
+            raise faults.pop()
+        return get_or_connect(address, now_s)
+
+    monkeypatch.setattr(worker.peers, "get_or_connect", fail_once)
+    worker.ask(0, "odd", "good")
+    assert worker.turn() == worker.failed == ["odd"]
+    worker.answer()
+    assert worker.turn() == ["good"] and worker.failed == ["odd"]
 
 
 def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, monkeypatch):

@@ -31,6 +31,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
     WorkerDescription,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
+    DEFAULT_TIMEOUT_S,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.staging_area import (
     StagingArea,
     open_area,
@@ -199,6 +202,28 @@ def test_answer_that_nobody_waits_for_is_not_lowered(dialer, engines):
     answer(engines, *RemoteEngineStub().descriptions.values())
     assert lowering.result(DEADLINE_S).num_ranks == 1
     assert forgotten.cancelled()
+
+
+def test_call_that_does_not_come_back_is_told(reader, agents, engines, caplog_vllm):
+    """NIXL may block while an agent is made; what is made in time is no news."""
+    now_s = [100.0]
+    dialer = Dialer(agents, lambda: now_s[0])
+    dialer.begin(LocalEndpoint(reader.local, reader.shards, reader.regions, None, 0), engines)
+    try:
+        dialer.make_lane().result(DEADLINE_S)
+        assert dialer.call.stalls_at_s is None
+        agents.asked.clear()
+        agents.goes_on.clear()
+        making = dialer.make_lane()
+        assert agents.asked.wait(DEADLINE_S)
+        assert dialer.call.stalls_at_s == 100.0 + DEFAULT_TIMEOUT_S
+        dialer.call.tell_if_stalled(100.1 + DEFAULT_TIMEOUT_S)
+        assert "The dialer's thread has not come round for 10.1 s: it is in" in caplog_vllm.text
+        assert "_make_lane (" in caplog_vllm.text
+    finally:
+        agents.goes_on.set()
+    making.result(DEADLINE_S)
+    dialer.close()
 
 
 def test_lane_has_all_memory_that_is_read_into(dialer, agents, reader, area):

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
     LAST_RETRY_S,
     MAX_CONNECTIONS,
     STEADY_S,
+    Peer,
     PeerTable,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
@@ -118,6 +119,13 @@ def outcomes(news):
     return [(peer.address.engine_id, error and str(error)) for peer, error in news]
 
 
+def take_waiting(peer: Peer) -> list[str]:
+    """Requests that wait for it, which are failed or begun now."""
+    waiting = [request_id for request_id, _ in peer.waiting]
+    peer.waiting.clear()
+    return waiting
+
+
 def connected(table, network, address=ADDRESS, now_s=0.0):
     """A peer that has answered."""
     peer = table.get_or_connect(address, now_s)
@@ -146,7 +154,7 @@ def test_requests_wait_for_one_handshake(table, network):
     ((peer, error),) = table.advance(0.1)
     assert error is None
     assert peer.connection is network.opened[0]
-    assert [request_id for request_id, _ in peer.take_waiting()] == ["a", "b"]
+    assert take_waiting(peer) == ["a", "b"]
     assert table.advance(0.2) == []
 
 
@@ -180,7 +188,7 @@ def test_failed_handshake_is_told_and_tried_again_later(table, network):
     network.fail()
     news = table.advance(0.0)
     assert outcomes(news) == [("engine", "unreachable")]
-    news[0][0].take_waiting()
+    take_waiting(news[0][0])
 
     table.get_or_connect(ADDRESS, 0.1).waiting.append(("b", None))
     table.advance(FIRST_RETRY_S - 0.01)
@@ -226,7 +234,7 @@ def test_heartbeats_during_a_handshake_that_fails_begin_no_other(table, network)
     table.get_or_connect(ADDRESS, 5.0)
     network.fail()
     table.advance(10.0)
-    peer.take_waiting()
+    take_waiting(peer)
     table.advance(10.0 + LAST_RETRY_S)
     assert len(network.handshakes) == 1
 
@@ -451,8 +459,8 @@ def test_wrong_address_costs_nobody_else(table, network):
     network.handshakes[0].set_exception(RemoteLayoutError("unreachable"))
     network.answer(network.handshakes[1])
     (wrong, error), (right, nothing) = table.advance(0.1)
-    assert [request_id for request_id, _ in wrong.take_waiting()] == ["wrong"]
-    assert [request_id for request_id, _ in right.take_waiting()] == ["right"]
+    assert take_waiting(wrong) == ["wrong"]
+    assert take_waiting(right) == ["right"]
     assert (str(error), nothing) == ("unreachable", None)
 
 
@@ -635,7 +643,7 @@ def test_lane_that_cannot_be_made_fails_its_peers_handshake(table, network):
     network.lanes[-1].set_exception(OSError("too many open files"))
     ((_, error),) = table.advance(0.0)
     assert isinstance(error, TransferError) and "too many open files" in str(error)
-    peer.take_waiting()
+    take_waiting(peer)
     network.makes_lanes = True
     table.get_or_connect(at(1), 0.5)
     table.advance(0.5)

@@ -25,7 +25,11 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
     scheduler as scheduler_module,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
+    FAILED_READS_ARE_NAMED,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
+    FailedReads,
     ReshardHandshakeMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import (
@@ -417,3 +421,38 @@ def test_producer_is_told_nothing_where_the_prompt_is_not_known():
     """As where vLLM makes up a prompt to give back what a refused request named."""
     made_up = request(PARAMS | {"remote_num_tokens": 40}, 1)
     assert allocate(scheduler(), made_up, []).fingerprint is None
+
+
+@pytest.mark.skipif(not FAILED_READS_ARE_NAMED, reason="this base takes no blocks from requests")
+@pytest.mark.parametrize(
+    "again", [PARAMS, {**PARAMS, "remote_port": 0}], ids=["sound", "malformed"]
+)
+def test_name_whose_blocks_are_in_doubt_is_read_by_nobody_else(again):
+    """Workers know it by its name; a second read under it would lose the blocks of the first."""
+    owner, given_back = scheduler(), []
+    pool = SimpleNamespace(free_blocks=given_back.extend)
+    owner.set_kv_cache_manager(
+        SimpleNamespace(block_pool=pool, pop_blocks_for_free=lambda _: ["first", "second"])
+    )
+
+    def report(**told) -> None:
+        """All workers report."""
+        given = {"kv_connector_worker_meta": None, "finished_sending": None, **told}
+        owner.update_connector_output(SimpleNamespace(**{"finished_recving": None, **given}))
+
+    first = request(PARAMS)
+    first.num_computed_tokens = 0
+    owner.on_new_request(first)
+    assert owner.get_num_new_matched_tokens(first, 0)[0]
+    assert not allocate(owner, first, [1, 2, 3]).fault
+    report(kv_connector_worker_meta=FailedReads(frozenset({"d-a"})))
+    report(finished_recving={"d-a"})
+    assert owner.has_pending_push_work()
+    owner.request_finished(first, ([],))
+    second = request(again)
+    second.num_computed_tokens = 0
+    owner.on_new_request(second)
+    assert owner.get_num_new_matched_tokens(second, 0) == (0, False)
+    assert owner.has_pending_push_work() and not given_back
+    report(finished_recving={"d-a"})
+    assert not owner.has_pending_push_work() and sorted(given_back) == ["first", "second"]

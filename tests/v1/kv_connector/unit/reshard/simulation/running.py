@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
 from tests.v1.kv_connector.unit.reshard.simulation.schedule import Simulation
+from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import producer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
@@ -17,17 +19,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """Small tables, and no log of what goes wrong on purpose."""
+    """Small tables, and no log of what goes wrong on purpose; all of it is foreseen."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with (
             mock.patch.object(lease_check, "_NUM_LOOKUPS", 4),
+            mock.patch.object(logging.Logger, "exception", _unforeseen),
             mock.patch.object(producer, "LeaseTable", partial(LeaseTable, 16)),
         ):
             yield
     finally:
         logging.disable(disabled)
+
+
+def _unforeseen(*_: object) -> None:
+    raise Violation(f"the connector is not prepared for {sys.exc_info()[1]!r}")
 
 
 def run(seed: int) -> Simulation:

@@ -106,7 +106,7 @@ class Simulation:
                 event()
             self._heal()
             self._wait_until_over()
-        except Exception as error:
+        except (Exception, Violation) as error:
             schedule = "\n".join(self.trace)
             raise Violation(
                 f"seed {self.seed}: {type(error).__name__}: {error}\n{schedule}"

@@ -147,9 +147,9 @@ def neighbours_are_quiet_once_their_lane_is_retired(monkeypatch):
 
     def hasty(self, connection):
         retire(self, connection)
-        for other in connection.lane.connections:
-            if other is not connection:
-                self.end(other)
+        others = {other for other in connection.lane.connections if other is not connection}
+        on_their_way = self._posted, self._in_doubt
+        self._end(on_their_way, lambda each: each.connection in others, "given away")
 
     monkeypatch.setattr(Transfers, "retire", hasty)
 

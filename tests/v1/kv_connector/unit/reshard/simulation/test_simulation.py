@@ -15,6 +15,7 @@ import pytest
 
 from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.schedule import Simulation
+from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 
 NUM_SCHEDULES = int(os.environ.get("RESHARD_SCHEDULES", "2000"))
 FIRST_SEED = int(os.environ.get("RESHARD_FIRST_SEED", "0"))
@@ -53,5 +54,5 @@ def test_failure_tells_its_seed_and_its_schedule(monkeypatch):
         raise AssertionError("something is wrong")
 
     monkeypatch.setattr(Simulation, "_wait_until_over", fail)
-    with pytest.raises(Exception, match=r"seed 7: AssertionError: something is wrong\nstarts pref"):
+    with pytest.raises(Violation, match=r"seed 7: AssertionError: something is wrong\nstarts pref"):
         run(7)

@@ -51,8 +51,8 @@ OwnerAt = Callable[[int], "Owner | None"]
 """Whose the byte at an address is; None for what the connector keeps for itself."""
 
 
-class Violation(Exception):
-    """Something has happened that must not."""
+class Violation(BaseException):
+    """Something has happened that must not. The connector takes it for no request's exception."""
 
 
 def check(holds: bool, fault: str) -> None:

@@ -211,3 +211,24 @@ def test_engine_and_worker_do_without_curve(announcer, caplog_vllm, monkeypatch)
     lines = caplog_vllm.messages
     assert len(lines) == 2
     assert all(f"nothing can be announced to them at {HOST} (" in line for line in lines)
+
+
+def test_message_that_cannot_be_taken_up_is_not_the_last(announcer, caplog_vllm):
+    """The thread says so, and hears the next one."""
+    heard: list[bytes] = []
+
+    def hear(message: bytes) -> None:
+        if message == b"odd":
+            raise ValueError("nobody thought of this")
+        heard.append(message)
+
+    listener = Listener(announcer.address, hear)
+    try:
+        speak_until_heard(announcer, heard)
+        announcer.tell(b"odd")
+        heard.clear()
+        speak_until_heard(announcer, heard)
+        assert "An announcement is lost" in caplog_vllm.text
+        assert "nobody thought of this" in caplog_vllm.text
+    finally:
+        listener.close()

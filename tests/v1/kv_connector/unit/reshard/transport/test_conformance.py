@@ -262,7 +262,7 @@ def run_reads(
             prepared = PreparedLeg(leg, prepare(leg.dst.rows), prepare(leg.src.rows, peer), staging)
             parts += transfers.cut(prepared, leg.select(*blocks))
     # No time passes, so that no window loses its patience and goes direct.
-    transfers.start("request", parts, agent, now_s=0.0)
+    transfers.start("request", parts, agent)
     ended: list[PartEvent] = []
     wait_until(lambda: ended.extend(transfers.advance(now_s=0.0)) or len(ended) == len(parts))
     assert all(isinstance(each, PartDrained) for each in ended)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+from concurrent.futures.thread import BrokenThreadPool
 from queue import SimpleQueue
 
 import numpy as np
@@ -90,3 +93,32 @@ def test_end_of_each_copy_is_announced():
             assert copy.done()
     finally:
         copies.close()
+
+
+def test_thread_that_cannot_be_had_is_missed_at_once(monkeypatch):
+    """Not by a copy, which would be made when there are threads again, into others' blocks."""
+
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            HostScatterer(tensor, [tensor])
+    copies = HostScatterer(tensor, [tensor])
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    assert copies.submit(pieces(tensor, [8])).fault() is None
+    copies.close()
+
+
+def test_cores_that_cannot_be_had_are_missed_at_once(monkeypatch):
+    """Not by every read from then on."""
+
+    def no_such_cores(*_: object) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setaffinity", no_such_cores)
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(BrokenThreadPool):
+        HostScatterer(tensor, [tensor], {0})

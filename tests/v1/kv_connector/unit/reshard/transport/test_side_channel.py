@@ -612,6 +612,22 @@ class TestLifeOfAServer:
         server.start()
         assert (server.port, server._running.thread) == (port, thread)
 
+    def test_thread_that_does_not_start(self, monkeypatch):
+        """Leaves no port taken, and nothing to close; it is started when there are threads."""
+
+        def no_more(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        server = HandshakeServer(HOST, 0, REPLY)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_more)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                server.start()
+        server.close()
+        server.start()
+        assert fetch(server.port) == WORKERS
+        server.close()
+
     def test_ipv6(self):
         """Addresses with colons are written as ZeroMQ wants them."""
         try:

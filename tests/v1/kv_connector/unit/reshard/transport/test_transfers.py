@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     Transfer,
     TransferState,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     PreparedLeg,
     PreparedStaging,
@@ -52,6 +52,8 @@ class Connection:
         self.released: list[int] = []
         self.refusal: TransferError | None = None
         self.ends_at_once = False
+        # Each is alone on its lane.
+        self.lane = self
 
     def read(self, *lists) -> Transfer:
         """Remember a read."""
@@ -127,6 +129,19 @@ def make(planes_in_arena: int) -> tuple[Transfers, Connection, Copies]:
     return Transfers(area), agent, copies
 
 
+def start(
+    transfers: Transfers,
+    request_id: str,
+    parts: Sequence[Part],
+    connection: Connection,
+    now_s: float,
+    budget: Budget = UNLIMITED,
+) -> None:
+    """Read the parts of a request, as far as they can be posted now."""
+    transfers.start(request_id, parts, connection)
+    transfers.post(now_s, budget)
+
+
 def failures(events) -> dict[str, str]:
     """What failed, and why."""
     return {each.request_id: each.fault for each in events if isinstance(each, PartFailed)}
@@ -154,7 +169,7 @@ def one_window_parts() -> list[Part]:
 def test_staged_part_ends_once_it_is_scattered(one_window_parts):
     """Not when it has landed; until then its span is nobody else's."""
     transfers, agent, copies = make(4)
-    transfers.start("r", one_window_parts, agent, 0.0)
+    start(transfers, "r", one_window_parts, agent, 0.0)
     assert len(agent.posted) == 4 and transfers.area.spans.free_bytes == 0
     assert {lists[0] for lists in agent.posted} == {ARENA_LIST}
     agent.states[2] = TransferState.DONE
@@ -171,7 +186,7 @@ def test_read_that_ends_at_once_needs_no_look(one_window_parts, planes_in_arena)
     """What NIXL reads while it posts is over, or being scattered, before the next is posted."""
     transfers, agent, copies = make(planes_in_arena)
     agent.ends_at_once = True
-    transfers.start("r", one_window_parts, agent, 0.0)
+    start(transfers, "r", one_window_parts, agent, 0.0)
     assert agent.released == [0, 1, 2, 3] and not transfers.is_lingering
     for copy in copies.made:
         copy.made = True
@@ -182,7 +197,7 @@ def test_read_that_ends_at_once_needs_no_look(one_window_parts, planes_in_arena)
 def test_what_arrives_is_told_for_as_long_as_that_is_news(one_window_parts):
     """Where it has landed and where it was copied; not while nothing moves."""
     transfers, agent, copies = make(4)
-    transfers.start("r", one_window_parts, agent, 0.0)
+    start(transfers, "r", one_window_parts, agent, 0.0)
     seen = []
     for step in (lambda: None, lambda: agent.states.update({2: TransferState.DONE}), lambda: None):
         step()
@@ -197,7 +212,7 @@ def test_what_arrives_is_told_for_as_long_as_that_is_news(one_window_parts):
 def test_failed_read_is_not_quiet_until_its_connection_has_ended(one_window_parts, planes_in_arena):
     """What NIXL has given up may still arrive: neither blocks nor span are somebody else's."""
     transfers, agent, copies = make(planes_in_arena)
-    transfers.start("r", one_window_parts[:1], agent, 0.0)
+    start(transfers, "r", one_window_parts[:1], agent, 0.0)
     agent.states[0] = TransferState.FAILED
     events = transfers.advance(0.0)
     assert "could not read from peer" in failures(events)["r"] and drained(events) == []
@@ -215,7 +230,7 @@ def test_failed_read_is_not_quiet_until_its_connection_has_ended(one_window_part
 def test_read_that_nobody_wants_is_quiet_when_it_is_done(one_window_parts, planes_in_arena):
     """However late; it is polled until then, not released, and what it brings is not copied."""
     transfers, agent, copies = make(planes_in_arena)
-    transfers.start("r", one_window_parts[:1], agent, 0.0)
+    start(transfers, "r", one_window_parts[:1], agent, 0.0)
     transfers.give_up("r")
     assert transfers.advance(1000.0) == [] and not agent.released
     assert transfers.is_lingering and not transfers.is_moving
@@ -230,7 +245,7 @@ def test_read_that_nobody_wants_is_quiet_when_it_is_done(one_window_parts, plane
 def test_failure_is_told_though_nobody_wants_the_read(one_window_parts):
     """Only the end of its connection makes it quiet: somebody has to break that off."""
     transfers, agent, _ = make(0)
-    transfers.start("r", one_window_parts[:1], agent, 0.0)
+    start(transfers, "r", one_window_parts[:1], agent, 0.0)
     transfers.give_up("r")
     agent.states[0] = TransferState.FAILED
     events = transfers.advance(0.0)
@@ -240,7 +255,7 @@ def test_failure_is_told_though_nobody_wants_the_read(one_window_parts):
 def test_connection_that_is_cut_fails_what_was_in_flight(one_window_parts):
     """Which is quiet then, too."""
     transfers, agent, _ = make(0)
-    transfers.start("r", one_window_parts[:2], agent, 0.0)
+    start(transfers, "r", one_window_parts[:2], agent, 0.0)
     transfers.end(agent)
     events = transfers.advance(0.0)
     assert "connection with peer was given up" in failures(events)["r"]
@@ -251,8 +266,8 @@ def test_nothing_is_posted_with_a_connection_that_drains(one_window_parts):
     """What waits for its turn fails, and what is in flight goes on."""
     transfers, agent, _ = make(1)
     other = Connection()
-    transfers.start("r", one_window_parts[:2], agent, 0.0)
-    transfers.start("s", one_window_parts[:1], other, 0.0)
+    start(transfers, "r", one_window_parts[:2], agent, 0.0)
+    start(transfers, "s", one_window_parts[:1], other, 0.0)
     transfers.retire(agent)
     events = transfers.advance(0.0)
     assert set(failures(events)) == {"r"} and drained(events) == [("r", 1)]
@@ -265,7 +280,7 @@ def test_nothing_is_posted_with_a_connection_that_drains(one_window_parts):
 def test_window_without_a_span_goes_direct_after_a_while(one_window_parts):
     """A read that never ends holds up nobody for ever."""
     transfers, agent, _ = make(1)
-    transfers.start("r", one_window_parts, agent, 0.0)
+    start(transfers, "r", one_window_parts, agent, 0.0)
     transfers.advance(_SPAN_WAIT_S * 0.9)
     assert len(agent.posted) == 1
     transfers.advance(_SPAN_WAIT_S)
@@ -281,7 +296,7 @@ def test_window_without_a_span_goes_direct_after_a_while(one_window_parts):
 def test_patience_begins_anew_when_a_span_was_given_back(one_window_parts):
     """A queue that moves is waited in."""
     transfers, agent, copies = make(1)
-    transfers.start("r", one_window_parts, agent, 0.0)
+    start(transfers, "r", one_window_parts, agent, 0.0)
     now_s = 0.0
     for number in range(4):
         now_s += _SPAN_WAIT_S * 0.9
@@ -296,15 +311,15 @@ def test_patience_begins_anew_when_a_span_was_given_back(one_window_parts):
 def test_window_larger_than_the_arena_goes_direct_at_once(one_window_parts):
     """It would never be its turn."""
     transfers, agent, _ = make(0)
-    transfers.start("r", one_window_parts, agent, 0.0)
+    start(transfers, "r", one_window_parts, agent, 0.0)
     assert [lists[0] for lists in agent.posted] == 4 * [DIRECT_LIST]
 
 
 def test_queued_windows_of_a_failed_request_are_given_up(one_window_parts):
     """Nothing more is read for it, and another request takes its turn."""
     transfers, agent, _ = make(1)
-    transfers.start("bad", one_window_parts, agent, 0.0)
-    transfers.start("good", one_window_parts[:1], agent, 0.0)
+    start(transfers, "bad", one_window_parts, agent, 0.0)
+    start(transfers, "good", one_window_parts[:1], agent, 0.0)
     transfers.give_up("bad")
     events = transfers.advance(0.0)
     assert drained(events) == [("bad", 1), ("bad", 2), ("bad", 3)] and not failures(events)
@@ -317,7 +332,7 @@ def test_read_that_was_refused_before_it_began_is_quiet(one_window_parts):
     """Its span is free at once."""
     transfers, agent, _ = make(4)
     agent.refusal = TransferError("no")
-    transfers.start("r", one_window_parts[:1], agent, 0.0)
+    start(transfers, "r", one_window_parts[:1], agent, 0.0)
     events = transfers.advance(0.0)
     assert failures(events) == {"r": "no"} and drained(events) == [("r", 0)]
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
@@ -327,7 +342,7 @@ def test_read_that_was_refused_after_it_began_is_not(one_window_parts):
     """What NIXL has read of it may still arrive, until its connection has ended."""
     transfers, agent, _ = make(4)
     agent.refusal = InDoubtError("not any more")
-    transfers.start("r", one_window_parts[:1], agent, 0.0)
+    start(transfers, "r", one_window_parts[:1], agent, 0.0)
     events = transfers.advance(0.0)
     assert failures(events) == {"r": "not any more"} and drained(events) == []
     assert transfers.area.spans.free_bytes == 3 * PLANE_BYTES
@@ -339,7 +354,7 @@ def test_read_that_was_refused_after_it_began_is_not(one_window_parts):
 def test_copy_that_fails_fails_its_part(one_window_parts):
     """Bytes that are not in their places have not arrived."""
     transfers, agent, copies = make(4)
-    transfers.start("r", one_window_parts[:1], agent, 0.0)
+    start(transfers, "r", one_window_parts[:1], agent, 0.0)
     agent.states[0] = TransferState.DONE
     transfers.advance(0.0)
     copies.made[0].made, copies.made[0].reason = True, "broken"
@@ -370,7 +385,7 @@ def test_nothing_selected_is_no_part():
 def test_close_waits_for_copies(one_window_parts):
     """Nobody writes into blocks after that."""
     transfers, agent, copies = make(2)
-    transfers.start("r", one_window_parts, agent, 0.0)
+    start(transfers, "r", one_window_parts, agent, 0.0)
     transfers.close()
     assert not agent.released and copies.closed and len(transfers) == 0
 
@@ -383,7 +398,7 @@ def test_copy_that_cannot_begin_fails_its_part_only(one_window_parts):
         raise RuntimeError("out of memory")
 
     copies.submit = refuse
-    transfers.start("r", one_window_parts, agent, 0.0)
+    start(transfers, "r", one_window_parts, agent, 0.0)
     agent.states[1] = TransferState.DONE
     failed, ended = transfers.advance(0.0)
     assert "out of memory" in failed.fault and failed.local
@@ -395,7 +410,7 @@ def test_copy_that_cannot_begin_fails_its_part_only(one_window_parts):
 def test_long_step_is_no_standstill(one_window_parts):
     """What has landed in a step that outlasts patience is copied, and its span is waited for."""
     transfers, agent, copies = make(1)
-    transfers.start("r", one_window_parts, agent, 0.0)
+    start(transfers, "r", one_window_parts, agent, 0.0)
     agent.states[0] = TransferState.DONE
     transfers.advance(2 * _SPAN_WAIT_S)
     assert len(agent.posted) == 1
@@ -409,8 +424,8 @@ def test_long_step_is_no_standstill(one_window_parts):
 def test_arena_that_stands_still_keeps_nobody_waiting(one_window_parts):
     """Who comes when it has stood still for long goes direct at once."""
     transfers, agent, _ = make(1)
-    transfers.start("first", one_window_parts[:1], agent, 0.0)
-    transfers.start("late", one_window_parts[:1], agent, 1000.0)
+    start(transfers, "first", one_window_parts[:1], agent, 0.0)
+    start(transfers, "late", one_window_parts[:1], agent, 1000.0)
     assert [lists[0] for lists in agent.posted] == [ARENA_LIST, DIRECT_LIST]
 
 
@@ -426,7 +441,7 @@ def test_posting_goes_on_in_the_next_turn(one_window_parts, planes_in_arena):
     parts = one_window_parts
     if not planes_in_arena:
         parts = [Part(PREPARED, [part.window.selection]) for part in parts]
-    transfers.start("r", parts, agent, 0.0, pieces(1))
+    start(transfers, "r", parts, agent, 0.0, pieces(1))
     assert len(agent.posted) == 1 and transfers.is_moving
     assert transfers.has_backlog
     for posted in (2, 3, 4):
@@ -439,8 +454,8 @@ def test_direct_backlog_holds_up_no_windows(one_window_parts):
     """Each turn posts one of each at least."""
     transfers, agent, _ = make(32)
     direct = [Part(PREPARED, [part.window.selection]) for part in one_window_parts]
-    transfers.start("direct", direct, agent, 0.0, pieces(1))
-    transfers.start("staged", one_window_parts, agent, 0.0, pieces(1))
+    start(transfers, "direct", direct, agent, 0.0, pieces(1))
+    start(transfers, "staged", one_window_parts, agent, 0.0, pieces(1))
     arenas = [lists[0] is ARENA_LIST for lists in agent.posted]
     assert arenas == [False, False, True]
 
@@ -450,7 +465,7 @@ def test_every_read_is_looked_at_in_turns(one_window_parts):
     transfers, agent, _ = make(32)
     looked: list[int] = []
     agent.poll = lambda transfer: looked.append(transfer.handle) or TransferState.IN_FLIGHT
-    transfers.start("r", one_window_parts, agent, 0.0)
+    start(transfers, "r", one_window_parts, agent, 0.0)
     looked.clear()
     for _ in range(8):
         transfers.advance(0.0, pieces(1))
@@ -462,8 +477,8 @@ def test_backlog_of_a_connection_that_drains_is_never_posted(one_window_parts):
     transfers, agent, _ = make(0)
     direct = [Part(PREPARED, [part.window.selection]) for part in one_window_parts]
     other = Connection()
-    transfers.start("a", direct, agent, 0.0, pieces(1))
-    transfers.start("b", direct, other, 0.0, pieces(1))
+    start(transfers, "a", direct, agent, 0.0, pieces(1))
+    start(transfers, "b", direct, other, 0.0, pieces(1))
     transfers.give_up("b")
     transfers.retire(agent)
     events = transfers.advance(0.0)
@@ -476,6 +491,6 @@ def test_backlog_of_a_connection_that_drains_is_never_posted(one_window_parts):
 def test_windows_without_spans_are_no_backlog(one_window_parts):
     """They wait for others, and not for a turn."""
     transfers, agent, _ = make(2)
-    transfers.start("r", one_window_parts, agent, 0.0)
+    start(transfers, "r", one_window_parts, agent, 0.0)
     assert len(agent.posted) == 2 and len(transfers) == 4
     assert transfers.is_moving and not transfers.has_backlog

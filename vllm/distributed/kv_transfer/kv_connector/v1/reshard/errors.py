@@ -61,6 +61,10 @@ class LocalChannelError(ReshardError):
     """This engine's own side channel cannot be opened."""
 
 
+class ConnectorThreadError(RuntimeError):
+    """The connector's thread cannot go on, and neither can its engine; the message says why."""
+
+
 class TransferError(RuntimeError):
     """NIXL could not do what it was asked to; the message names the peer and the operation."""
 

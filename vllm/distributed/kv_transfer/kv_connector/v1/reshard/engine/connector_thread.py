@@ -13,7 +13,9 @@ Both share the interpreter. A poll takes a fraction of a millisecond, and the in
 of after each; within one, as elsewhere in this process, a thread that wants it waits `SWITCH_S` at
 most.
 
-Each sees when the other one does not come round, and says where it is.
+Each sees when the other one does not come round, and says where it is. What keeps the connector's
+from going on is raised by the engine's next step, so that nothing waits for a thread that is not
+there.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vllm.logger import init_logger
 
+from ..errors import ConnectorThreadError
 from ..transport.wakeup import Wakeup
+from .stalls import STALL_S, Round
 from .transfer_engine import Incoming, Report, SchedulerStep, TransferEngine
 
 logger = init_logger(__name__)
@@ -40,7 +43,11 @@ _LONGEST_TALK_REST_S = 10e-3
 """Between two looks where only messages to others are on their way."""
 
 _AFTER_FAULT_S = 0.05
-"""After a poll that has failed: if they all do, the log is not to be full of it."""
+"""After a turn that has failed: if they all do, the log is not to be full of it."""
+
+_MOST_FAULTS = 20
+"""So many turns that fail one after the other, within a second or two, are the thread's end: what a
+turn could not do is done by the next one, unless it cannot be done."""
 
 SWITCH_S = 0.1e-3
 """How long a thread that computes keeps the interpreter where another one wants it. Python's own 5
@@ -54,10 +61,6 @@ polls of a backlog."""
 
 _TICK_S = 0.2
 """As often notifications are taken though nothing is held for their senders."""
-
-STALL_S = 2.0
-"""A thread that has not come round for so long is told of in the log. A step of a large prompt may
-take as long; then the line says so."""
 
 _CLOSE_LIMIT_S = 10.0
 
@@ -73,6 +76,7 @@ class ConnectorThread:
         transfer_engine: What to poll.
         clock: Seconds that only grow.
         prepare: Called by the thread before everything else.
+        watched: What other threads of the connector do, each told of if it takes too long.
     """
 
     def __init__(
@@ -80,21 +84,29 @@ class ConnectorThread:
         transfer_engine: TransferEngine,
         clock: Callable[[], float] = time.monotonic,
         prepare: Callable[[], None] | None = None,
+        watched: Sequence[Round] = (),
     ) -> None:
         self._transfer_engine = transfer_engine
         self._clock = clock
         self._prepare = prepare
         self._incoming: deque[Incoming] = deque()
+        # Out of that, and not taken by the transfer engine.
+        self._taken: list[Incoming] = []
         self._reports: deque[Report] = deque()
         self._news = Wakeup()
         self._stopped = False
+        # What the thread has ended with.
+        self._fault: BaseException | None = None
+        self._rest_s = _SHORTEST_REST_S
         # Hints for the engine's thread, which the other one writes.
         self._moves = False
         self._holds = False
         self._tick_at_s = 0.0
         # When the poll, or the step, began that is under way; each is written by its own thread.
-        self._poll = _Round("connector's thread")
-        self._step = _Round("engine's step")
+        self._poll = Round("connector's thread")
+        self._step = Round("engine's step")
+        # What this thread looks after.
+        self._watched = (self._step, *watched)
         self._thread = threading.Thread(target=self._run, name="reshard-connector", daemon=True)
 
     def start(self) -> None:
@@ -112,7 +124,16 @@ class ConnectorThread:
         self._news.set()
 
     def collect(self) -> Report:
-        """What has ended since the last call."""
+        """What has ended since the last call.
+
+        Raises:
+            ConnectorThreadError: The thread has ended.
+        """
+        if (fault := self._fault) is not None:
+            raise ConnectorThreadError(
+                f"the connector's thread cannot go on ({fault!r}), so that no request would end: "
+                "see its traceback above, and restart this engine"
+            ) from fault
         now_s = self._clock()
         self._step.end()
         self._poll.tell_if_stalled(now_s)
@@ -146,47 +167,66 @@ class ConnectorThread:
         self._transfer_engine.close(self._clock())
 
     def _run(self) -> None:
-        if self._prepare is not None:
-            self._prepare()
-        rest_s = _SHORTEST_REST_S
-        while not self._stopped:
-            self._news.clear()
-            # Before they are taken: the engine's thread sees one or the other.
-            self._moves = self._moves or bool(self._incoming)
-            incoming = [self._incoming.popleft() for _ in range(len(self._incoming))]
-            now_s = self._clock()
-            self._poll.begin(now_s)
-            try:
-                report = self._transfer_engine.poll(incoming, now_s)
-                if report:
-                    self._reports.append(report)
-                self._transfer_engine.tell_producers(now_s)
-            except Exception:
-                # What was not foreseen ends neither the engine nor other requests.
-                logger.exception("A turn of the connector's thread has failed, and the next begins")
-                time.sleep(_AFTER_FAULT_S)
-                # What has ended in this one is told by the next.
-                continue
-            finally:
-                self._poll.end()
-            self._moves = self._transfer_engine.is_moving
-            self._holds = len(self._transfer_engine.producer) > 0
-            if report or incoming or self._transfer_engine.has_moved:
-                rest_s = _SHORTEST_REST_S
-            if self._transfer_engine.has_backlog:
-                # To wait for news would not let go of the interpreter where there are some.
-                time.sleep(_MOMENT_S)
-            elif self._moves or self._transfer_engine.is_talking:
-                self._news.wait(rest_s)
-                longest_s = _LONGEST_REST_S if self._moves else _LONGEST_TALK_REST_S
-                rest_s = min(2 * rest_s, longest_s)
-            else:
-                self._sleep(self._transfer_engine.next_due_s(now_s))
+        """The thread: turns until `close`, or until it cannot go on, which `collect` raises."""
+        num_faults = 0
+        try:
+            if self._prepare is not None:
+                self._prepare()
+            while not self._stopped:
+                try:
+                    self._turn()
+                    num_faults = 0
+                except Exception:
+                    # What was not foreseen ends neither the engine nor other requests.
+                    num_faults += 1
+                    if num_faults == _MOST_FAULTS:
+                        raise
+                    logger.exception(
+                        "A turn of the connector's thread has failed, and the next begins"
+                    )
+                    time.sleep(_AFTER_FAULT_S)
+        except BaseException as fault:
+            logger.exception("The connector's thread cannot go on, and ends this engine")
+            self._fault = fault
+
+    def _turn(self) -> None:
+        """Poll once, and rest. What one that fails has not done is left for the next."""
+        self._news.clear()
+        # Before they are taken: the engine's thread sees one or the other.
+        self._moves = self._moves or bool(self._incoming)
+        while self._incoming:
+            self._taken.append(self._incoming.popleft())
+        has_incoming = bool(self._taken)
+        now_s = self._clock()
+        self._poll.begin(now_s)
+        try:
+            report = self._transfer_engine.poll(self._taken, now_s)
+            if report:
+                self._reports.append(report)
+            self._transfer_engine.tell_producers(now_s)
+        finally:
+            self._poll.end()
+        self._moves = self._transfer_engine.is_moving
+        self._holds = len(self._transfer_engine.producer) > 0
+        for each in self._watched:
+            each.tell_if_stalled(now_s)
+        if report or has_incoming or self._transfer_engine.has_moved:
+            self._rest_s = _SHORTEST_REST_S
+        if self._transfer_engine.has_backlog:
+            # To wait for news would not let go of the interpreter where there are some.
+            time.sleep(_MOMENT_S)
+        elif self._moves or self._transfer_engine.is_talking:
+            self._news.wait(self._rest_s)
+            longest_s = _LONGEST_REST_S if self._moves else _LONGEST_TALK_REST_S
+            self._rest_s = min(2 * self._rest_s, longest_s)
+        else:
+            self._sleep(self._transfer_engine.next_due_s(now_s))
 
     def _sleep(self, due_s: float | None) -> None:
         """Wait until the thread is woken, or something is due."""
         began_s = self._clock()
-        ends_s = [each_s for each_s in (due_s, self._step.stalls_at_s) if each_s is not None]
+        stalls_s = (each.stalls_at_s for each in self._watched)
+        ends_s = [each_s for each_s in (due_s, *stalls_s) if each_s is not None]
         rests_s = max(min(ends_s) - began_s, _SHORTEST_REST_S) if ends_s else None
         woken = self._news.wait(rests_s)
         now_s = self._clock()
@@ -196,49 +236,3 @@ class ConnectorThread:
                 "have run out of time meanwhile.",
                 now_s - began_s - rests_s,
             )
-        self._step.tell_if_stalled(now_s)
-
-
-class _Round:
-    """One round of a thread, a poll or a step, and whether it takes too long.
-
-    `begin` and `end` belong to that thread, `tell_if_stalled` and `stalls_at_s` to the other one,
-    which sees each value as a whole.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._began_s: float | None = None
-        self._thread_id = 0
-        self._told_s: float | None = None
-
-    def begin(self, now_s: float) -> None:
-        """A round begins."""
-        self._thread_id = threading.get_ident()
-        self._began_s = now_s
-
-    def end(self) -> None:
-        """The round is over, if one was under way."""
-        self._began_s = None
-
-    @property
-    def stalls_at_s(self) -> float | None:
-        """When a round that is under way, and was not told of, will have taken too long."""
-        began_s = self._began_s
-        return None if began_s is None or began_s == self._told_s else began_s + STALL_S
-
-    def tell_if_stalled(self, now_s: float) -> None:
-        """Say in the log, once for each round, that it takes too long, and where its thread is."""
-        stalls_at_s, began_s = self.stalls_at_s, self._began_s
-        if stalls_at_s is None or began_s is None or now_s < stalls_at_s:
-            return
-        self._told_s = began_s
-        frame = sys._current_frames().get(self._thread_id)
-        where = [] if frame is None else traceback.extract_stack(frame)[-4:]
-        logger.warning(
-            "The %s has not come round for %.1f s: it is in %s.",
-            self._what,
-            now_s - began_s,
-            " < ".join(f"{each.name} ({each.filename}:{each.lineno})" for each in reversed(where))
-            or "no Python code",
-        )

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests that a worker reads: from being asked for until nothing writes for them any more.
 
+Whatever an exception that nobody foresaw comes up with is one request's, which fails, or is done by
+the next turn: what is to be done is taken from where it waits once it is done.
+
 A request is *failed* as soon as that is known, and *received* once it is whole, or has failed and
 is drained. Its blocks may be used for something else only then: see `protocol.ledgers`.
 
@@ -10,85 +13,32 @@ All of this belongs to the connector's thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from vllm.logger import init_logger
 
 from ..errors import ReshardError
 from ..protocol.ids import RequestId
-from ..protocol.ledgers import ConsumerLedger, ReadState
+from ..protocol.ledgers import ConsumerLedger, Outcome, ReadState
 from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..transport.budget import Budget
 from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
-from ..transport.lease_check import LeaseCheckFailure, PreparedTable, Verdict
+from ..transport.lease_check import LeaseCheckFailure, Verdict
 from ..transport.remote import LocalCache, RequestBlocks
-from ..transport.transfers import PartFailed, Transfers
+from ..transport.transfers import PartEvent, PartFailed, Transfers
 from .notifier import Notifier
 from .peers import Peer, PeerTable
+from .readings import MAY_BE_ANOTHERS, READ_FAILURES, REMEDIES, Reading
 from .stats import ReadFailure, ReshardStats
 
 logger = init_logger(__name__)
-
-_READ_FAILURES = {
-    LeaseCheckFailure.PEER: ReadFailure.TRANSFER,
-    LeaseCheckFailure.LEASE: ReadFailure.LEASE,
-    LeaseCheckFailure.FINGERPRINT: ReadFailure.FINGERPRINT,
-}
-
-_MAY_BE_ANOTHERS = frozenset({ReadFailure.FINGERPRINT, ReadFailure.PARAMETERS})
-"""Failures after which what is held under a request's name may be another's, whose blocks are not
-ours to give back: the lease ends it."""
-
-_REMEDIES = {
-    ReadFailure.TRANSFER: ": check that the engine runs and can be reached, and send the request "
-    "through prefill again",
-    ReadFailure.DEADLINE: ": check that the engine runs and can be reached, or give it longer with "
-    "kv_read_timeout_s",
-    ReadFailure.DOUBT: ": restart the engines that do not answer, or this one",
-}
 
 _NO_OFFER = "check that the engine runs, and send the request through prefill again"
 
 _MOST_IN_DOUBT = 4
 """One in so many blocks of the cache may be in doubt; beyond that, hung peers are cut."""
-
-
-@dataclass(slots=True)
-class _Reading:
-    """A request being read, or waiting for that.
-
-    Attributes:
-        number: Which of those that had this name.
-        due_at_s: When it fails unless it was received.
-        receive: What to read.
-        peer: From where; None where its parameters name none.
-        connection: The connection that it is read with, once it is.
-        lease_tables: Where to see, after that, that it was still held.
-        state: Where it is.
-        since_s: Since when.
-        failure: What went wrong first here; None also where it did elsewhere.
-        failed_in: The state in which it failed, and how many seconds it had been in it.
-        num_in_doubt: Its blocks, since it has failed and while they may be written.
-    """
-
-    number: int
-    due_at_s: float
-    receive: Receive
-    peer: Peer | None
-    connection: PeerConnection | None = None
-    lease_tables: Sequence[PreparedTable] = ()
-    state: ReadState = ReadState.WAITING
-    since_s: float = 0.0
-    failure: ReadFailure | None = None
-    failed_in: tuple[ReadState, float] = (ReadState.WAITING, 0.0)
-    num_in_doubt: int = 0
-
-    def waits_for(self, receive: Receive) -> bool:
-        """Whether it is this request of those that had its name, and waits to be read."""
-        return self.receive is receive and self.state is ReadState.WAITING
 
 
 class ConsumerSide:
@@ -120,12 +70,19 @@ class ConsumerSide:
         self._ready: dict[RemoteEngineAddress, Peer] = {}
         # Those with which leases are being looked up.
         self._looking: dict[PeerConnection, None] = {}
-        self._reading: dict[RequestId, _Reading] = {}
+        self._reading: dict[RequestId, Reading] = {}
         # In the order in which they are due.
         self._deadlines: deque[tuple[float, RequestId, int]] = deque()
         self._num_taken_up = 0
         # The time of the poll that is under way.
         self._now_s = 0.0
+        # What is to be taken note of.
+        self._events: deque[PartEvent] = deque()
+        self._verdicts: deque[tuple[PeerConnection | None, Verdict[tuple[RequestId, int]]]] = (
+            deque()
+        )
+        self._failed: deque[Outcome] = deque()
+        self._ended: deque[Outcome] = deque()
         self._num_in_doubt = 0
         self._reader: LocalCache | None = None
 
@@ -163,8 +120,21 @@ class ConsumerSide:
         self._reader = reader
 
     def start_request(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
-        """Read a request once its peer is connected."""
+        """Read a request once its peer is connected; what goes wrong with that is its failure."""
         self._now_s = now_s
+        if (reading := self._reading.get(request_id)) is not None and reading.receive is receive:
+            # A turn that has failed has come so far.
+            return
+        try:
+            self._start(request_id, receive, now_s)
+        except Exception as error:
+            if any(receive.local_block_ids):
+                reading = self._reading.get(request_id)
+                if reading is None or reading.receive is not receive:
+                    self._account(request_id, receive, None, now_s)
+            self._lose(request_id, error)
+
+    def _start(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
         if receive.fault is not None:
             if not any(receive.local_block_ids):
                 # Nothing was to be read, and no request waits for it.
@@ -201,25 +171,28 @@ class ConsumerSide:
             del self._ready[address]
             if not peer.waiting or peer.connection is None:
                 continue
-            self._begin_next(peer, peer.connection, now_s, budget)
+            request_id, receive = peer.waiting.popleft()
             if peer.waiting:
                 self._ready[address] = peer
+            try:
+                self._begin_next(request_id, receive, peer.connection, now_s)
+            except Exception as error:
+                self._lose(request_id, error)
+            self._transfers.post(now_s, budget)
             if budget.is_spent:
                 return
 
     def fail_waiting(self, peer: Peer, error: Exception) -> list[RequestId]:
         """A peer cannot be connected: fail the requests that waited for it, and return them."""
         failed = []
-        for request_id, receive in peer.take_waiting():
+        while peer.waiting:
+            request_id, receive = peer.waiting[0]
             reading = self._reading.get(request_id)
-            if (
-                reading is not None
-                and reading.receive is receive
-                and reading.state is ReadState.WAITING
-            ):
+            if reading is not None and reading.waits_for(receive):
                 reason = f"handshake failed: {error}"
                 self._fail(request_id, reading, reason, ReadFailure.HANDSHAKE)
                 failed.append(request_id)
+            peer.waiting.popleft()
         return failed
 
     def abandon(self, request_ids: Iterable[RequestId]) -> None:
@@ -231,85 +204,102 @@ class ConsumerSide:
     def advance(self, now_s: float, budget: Budget) -> None:
         """Look at what is on its way, as far as the budget goes, and fail what takes too long."""
         self._now_s = now_s
-        for event in self._transfers.advance(now_s, budget):
-            reading = self._reading[event.request_id]
-            if isinstance(event, PartFailed):
-                if not event.local:
-                    self._break_off(reading, now_s)
-                kind = ReadFailure.COPY if event.local else ReadFailure.TRANSFER
-                self._fail(event.request_id, reading, event.fault, kind)
-                continue
-            if event.telemetry is not None:
-                self._stats.record_transfer(event.telemetry, event.strategy)
-            if self._ledger.part_drained(event.request_id, event.key):
-                self._look_up(event.request_id, reading)
+        self._events += self._transfers.advance(now_s, budget)
+        while self._events:
+            self._apply(self._events[0], now_s)
+            self._events.popleft()
         self._advance_lookups(now_s)
         while (due_at_s := self.next_due_s) is not None and due_at_s <= now_s:
-            _, request_id, _ = self._deadlines.popleft()
+            _, request_id, _ = self._deadlines[0]
             self._run_out_of_time(request_id, self._reading[request_id], now_s)
+            self._deadlines.popleft()
         self._contain(now_s)
 
     def end(self, lane: Lane) -> None:
-        """Close a retired lane: all that its connections could write into is drained then."""
-        connections = list(lane.connections)
-        for connection in connections:
+        """Close a retired lane: all that its connections could write into is drained then.
+
+        What one call has not done, the next one does.
+        """
+        for connection in list(lane.connections):
             self._looking.pop(connection, None)
             self._transfers.retire(connection)
-            for verdict in connection.leases.give_up():
-                self._judge(verdict)
+            self._verdicts += ((None, each) for each in connection.leases.give_up())
+        self._judge_all(self._now_s)
         lane.close()
-        for connection in connections:
-            self._transfers.end(connection)
+        self._transfers.end(lane)
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
         """Requests that have failed since the last call, with their blocks."""
+        self._failed += self._ledger.take_failed()
         failed = {}
-        for outcome in self._ledger.take_failed():
+        while self._failed:
+            outcome = self._failed.popleft()
             reading = self._reading[outcome.request_id]
-            receive, failure = reading.receive, reading.failure
-            failed[outcome.request_id] = frozenset[int]().union(*receive.local_block_ids)
-            if self._ledger.num_parts_of(outcome.request_id):
-                reading.num_in_doubt = len(failed[outcome.request_id])
-                self._num_in_doubt += reading.num_in_doubt
-                self._stats.record_blocks_in_doubt(self._num_in_doubt)
-            if failure is None:
-                # The worker that could not read it has told so.
-                self._release(reading)
-                continue
-            self._stats.record_failed_read(failure)
-            if failure not in _MAY_BE_ANOTHERS:
-                self._release(reading)
-            # A failed handshake was told, with the requests that it cost.
-            if failure is not ReadFailure.HANDSHAKE:
-                state, for_s = reading.failed_in
-                logger.error(
-                    "KV cache of request %s could not be read from engine %s (%s for %.1f s): %s%s",
-                    outcome.request_id,
-                    receive.source.engine_id,
-                    state.value,
-                    for_s,
-                    outcome.failure,
-                    _REMEDIES.get(failure, ""),
-                )
+            failed[outcome.request_id] = frozenset[int]().union(*reading.receive.local_block_ids)
+            try:
+                self._settle_failed(outcome, reading, len(failed[outcome.request_id]))
+            except Exception:
+                self._tell_cut_short(outcome)
         return failed
 
     def take_received(self) -> set[RequestId]:
         """Requests that nothing writes for any more; producers are told of those that were read."""
+        self._ended += self._ledger.take_ended()
         received = set()
-        for outcome in self._ledger.take_ended():
-            reading = self._reading.pop(outcome.request_id)
-            self._enter(outcome.request_id, reading, ReadState.ENDED)
-            if reading.num_in_doubt:
-                self._num_in_doubt -= reading.num_in_doubt
-                self._stats.record_blocks_in_doubt(self._num_in_doubt)
-            if outcome.failure is None:
-                assert reading.connection is not None
-                reading.connection.lifetime.end_request()
-                self._release(reading)
+        while self._ended:
+            outcome = self._ended.popleft()
             received.add(outcome.request_id)
+            try:
+                self._settle_ended(outcome, self._reading.pop(outcome.request_id))
+            except Exception:
+                self._tell_cut_short(outcome)
         return received
 
-    def _enter(self, request_id: RequestId, reading: _Reading, state: ReadState) -> None:
+    def _tell_cut_short(self, outcome: Outcome) -> None:
+        logger.exception(
+            "What follows the end of request %s was cut short: its lease may have to run out",
+            outcome.request_id,
+        )
+
+    def _settle_failed(self, outcome: Outcome, reading: Reading, num_blocks: int) -> None:
+        """Count a request that has failed, tell of it, and have its producers told."""
+        receive, failure = reading.receive, reading.failure
+        if self._ledger.num_parts_of(outcome.request_id):
+            reading.num_in_doubt = num_blocks
+            self._num_in_doubt += reading.num_in_doubt
+            self._stats.record_blocks_in_doubt(self._num_in_doubt)
+        if failure is None:
+            # The worker that could not read it has told so.
+            self._release(reading)
+            return
+        self._stats.record_failed_read(failure)
+        if failure not in MAY_BE_ANOTHERS:
+            self._release(reading)
+        # A failed handshake was told, with the requests that it cost.
+        if failure is not ReadFailure.HANDSHAKE:
+            state, for_s = reading.failed_in
+            logger.error(
+                "KV cache of request %s could not be read from engine %s (%s for %.1f s): %s%s",
+                outcome.request_id,
+                receive.source.engine_id,
+                state.value,
+                for_s,
+                outcome.failure,
+                REMEDIES.get(failure, ""),
+            )
+
+    def _settle_ended(self, outcome: Outcome, reading: Reading) -> None:
+        """Count a request that has ended, and have its producers told where it was received."""
+        if reading.num_in_doubt:
+            self._num_in_doubt -= reading.num_in_doubt
+            self._stats.record_blocks_in_doubt(self._num_in_doubt)
+        if outcome.failure is None:
+            assert reading.connection is not None
+            reading.connection.lifetime.end_request()
+            self._release(reading)
+        self._enter(outcome.request_id, reading, ReadState.ENDED)
+
+    def _enter(self, request_id: RequestId, reading: Reading, state: ReadState) -> None:
         """Take note of a request's next state, and tell it in the log."""
         logger.debug(
             "Request %s: %s at engine %s, after %.1f ms of %s.",
@@ -323,14 +313,14 @@ class ConsumerSide:
 
     def _account(
         self, request_id: RequestId, receive: Receive, peer: Peer | None, now_s: float
-    ) -> _Reading:
+    ) -> Reading:
         """Take a request into account until it is reported."""
         self._num_taken_up += 1
         due_at_s = now_s + self._timeout_s
-        reading = _Reading(self._num_taken_up, due_at_s, receive, peer, since_s=now_s)
+        reading = Reading(self._num_taken_up, due_at_s, receive, peer, since_s=now_s)
+        self._ledger.begin(request_id)
         self._reading[request_id] = reading
         self._deadlines.append((reading.due_at_s, request_id, reading.number))
-        self._ledger.begin(request_id)
         logger.debug(
             "Request %s: %s at engine %s, to read %d blocks.",
             request_id,
@@ -341,31 +331,25 @@ class ConsumerSide:
         return reading
 
     def _begin_next(
-        self, peer: Peer, connection: PeerConnection, now_s: float, budget: Budget
+        self, request_id: RequestId, receive: Receive, connection: PeerConnection, now_s: float
     ) -> None:
         """Begin the request that has waited longest for a peer."""
-        request_id, receive = peer.waiting.popleft()
         if not any(receive.local_block_ids):
             self._notify(receive, connection)
             return
         reading = self._reading.get(request_id)
         # It may have failed while it waited.
-        if (
-            reading is not None
-            and reading.receive is receive
-            and reading.state is ReadState.WAITING
-        ):
-            self._begin(request_id, reading, connection, now_s, budget)
+        if reading is not None and reading.waits_for(receive):
+            self._begin(request_id, reading, connection, now_s)
 
     def _begin(
         self,
         request_id: RequestId,
-        reading: _Reading,
+        reading: Reading,
         connection: PeerConnection,
         now_s: float,
-        budget: Budget,
     ) -> None:
-        """Read a request: what of it goes beyond the budget is posted in later turns."""
+        """Queue the reads of a request."""
         assert self._reader is not None
         receive, engine = reading.receive, connection.engine
         if (
@@ -384,16 +368,42 @@ class ConsumerSide:
             return
         parts = [part for each in selected for part in self._transfers.cut(*each)]
         read_from = {part.leg.remote.peer for part in parts}
-        reading.connection = connection
         connection.lifetime.begin_request()
+        reading.connection = connection
         self._enter(request_id, reading, ReadState.READING)
         reading.lease_tables = [
             table for name, table in engine.lease_tables.items() if name in read_from
         ]
-        self._ledger.post(request_id, range(len(parts)), pending_checks=len(reading.lease_tables))
-        self._transfers.start(request_id, parts, connection, now_s, budget)
+        keys, num_tables = range(len(parts)), len(reading.lease_tables)
+        try:
+            self._ledger.post(request_id, keys, pending_checks=num_tables)
+            self._transfers.start(request_id, parts, connection)
+        except Exception as error:
+            self._lose(request_id, error)
+            # None of them is on its way.
+            for key in keys:
+                self._ledger.part_drained(request_id, key)
 
-    def _look_up(self, request_id: RequestId, reading: _Reading) -> None:
+    def _apply(self, event: PartEvent, now_s: float) -> None:
+        """Take note of what has happened to a part; the same again changes nothing."""
+        reading = self._reading.get(event.request_id)
+        if reading is None:
+            return
+        if isinstance(event, PartFailed):
+            if not event.local:
+                self._break_off(reading, now_s)
+            kind = ReadFailure.COPY if event.local else ReadFailure.TRANSFER
+            self._fail(event.request_id, reading, event.fault, kind)
+            return
+        if event.telemetry is not None:
+            self._stats.record_transfer(event.telemetry, event.strategy)
+        if self._ledger.part_drained(event.request_id, event.key):
+            try:
+                self._look_up(event.request_id, reading)
+            except Exception as error:
+                self._lose(event.request_id, error)
+
+    def _look_up(self, request_id: RequestId, reading: Reading) -> None:
         """All of a request was read: see that it was still held, and was what was wanted."""
         receive, connection = reading.receive, reading.connection
         assert receive.fingerprint is not None and connection is not None
@@ -417,41 +427,58 @@ class ConsumerSide:
     def _advance_lookups(self, now_s: float) -> None:
         """Look up the leases of what was read, and hear what was found."""
         for connection in list(self._looking):
-            for verdict in connection.leases.advance():
-                self._judge(verdict)
-                if verdict.failure is LeaseCheckFailure.PEER:
-                    # Also where its request has failed meanwhile: nothing else would tell.
-                    self._peers.break_off(connection, now_s)
+            self._verdicts += ((connection, each) for each in connection.leases.advance())
+            self._judge_all(now_s)
             if not connection.leases:
                 del self._looking[connection]
+
+    def _judge_all(self, now_s: float) -> None:
+        """Take note of what was found; where a connection is named, that it cannot be used."""
+        while self._verdicts:
+            connection, verdict = self._verdicts[0]
+            if connection is not None and verdict.failure is LeaseCheckFailure.PEER:
+                # Also where its request has failed meanwhile: nothing else would tell.
+                self._peers.break_off(connection, now_s)
+            self._judge(verdict)
+            self._verdicts.popleft()
 
     def _judge(self, verdict: Verdict[tuple[RequestId, int]]) -> None:
         request_id, number = verdict.key
         reading = self._reading.get(request_id)
         if reading is None or reading.number != number:
             return
-        if verdict.failure is not None:
-            self._fail(request_id, reading, verdict.fault, _READ_FAILURES[verdict.failure])
-        self._ledger.check_done(request_id)
+        try:
+            if verdict.failure is not None:
+                self._fail(request_id, reading, verdict.fault, READ_FAILURES[verdict.failure])
+            self._ledger.check_done(request_id)
+        except Exception as error:
+            self._lose(request_id, error)
 
     def _fail(
-        self, request_id: RequestId, reading: _Reading, reason: str, failure: ReadFailure | None
+        self, request_id: RequestId, reading: Reading, reason: str, failure: ReadFailure | None
     ) -> None:
         """Fail a request, unless it has failed already; what was not posted of it never is."""
-        if self._ledger.fail(request_id, reason):
+        if request_id in self._ledger and reading.state is not ReadState.FAILED:
             reading.failed_in = reading.state, self._now_s - reading.since_s
-            self._enter(request_id, reading, ReadState.FAILED)
             reading.failure = failure
+            self._transfers.give_up(request_id)
+            self._enter(request_id, reading, ReadState.FAILED)
             if reading.connection is not None:
                 reading.connection.lifetime.end_request()
-            self._transfers.give_up(request_id)
+        self._ledger.fail(request_id, reason)
 
-    def _break_off(self, reading: _Reading, now_s: float) -> None:
+    def _lose(self, request_id: RequestId, error: Exception) -> None:
+        """Fail a request over an exception that nobody foresaw: it is no other's."""
+        logger.exception("Request %s fails over an exception that nobody foresaw", request_id)
+        if (reading := self._reading.get(request_id)) is not None:
+            self._fail(request_id, reading, repr(error), ReadFailure.UNFORESEEN)
+
+    def _break_off(self, reading: Reading, now_s: float) -> None:
         """Read nothing more with the connection that a request is read with."""
         if reading.connection is not None:
             self._peers.break_off(reading.connection, now_s)
 
-    def _run_out_of_time(self, request_id: RequestId, reading: _Reading, now_s: float) -> None:
+    def _run_out_of_time(self, request_id: RequestId, reading: Reading, now_s: float) -> None:
         """Fail a request whose time is over, and say what it waited for."""
         source = reading.receive.source
         where = f"{source.engine_id} at {source.host}:{source.port}"
@@ -497,7 +524,7 @@ class ConsumerSide:
         )
         lane.force()
 
-    def _release(self, reading: _Reading) -> None:
+    def _release(self, reading: Reading) -> None:
         """Tell the producers of a request's blocks that this worker is through with them."""
         peer = reading.peer
         producers = (peer and peer.connection) or reading.connection
@@ -520,12 +547,3 @@ class ConsumerSide:
                 producers,
                 known_as_broken=known_as_broken,
             )
-
-
-def named(request_ids: Iterable[RequestId], most: int = 8) -> str:
-    """The requests that something was to be done for, fit for one line of a log."""
-    ids = list(request_ids)
-    if not ids:
-        return ""
-    more = f" and {len(ids) - most} more" if len(ids) > most else ""
-    return f", and with it request{'s' * (len(ids) > 1)} {', '.join(ids[:most])}{more}"

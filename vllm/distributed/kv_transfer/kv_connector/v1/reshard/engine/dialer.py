@@ -8,12 +8,13 @@ the whole cache. What they have made belongs to the connector's thread.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from vllm.logger import init_logger
 
@@ -23,12 +24,16 @@ from ..protocol.compatibility import check_meanings
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import WorkerDescription
 from ..transport.agent import NixlAgent
+from ..transport.handshake_client import DEFAULT_TIMEOUT_S
 from ..transport.lane import Lane
 from ..transport.remote import LocalCache, LoweredEngine, lower_engine
 from ..transport.staging_area import StagingArea
 from .plans import Planner
+from .stalls import Round
 
 logger = init_logger(__name__)
+
+_Made = TypeVar("_Made")
 
 Answer = tuple[WorkerDescription, ...]
 Ask = Callable[[RemoteEngineAddress], Future[Answer]]
@@ -63,10 +68,21 @@ class Dialer:
 
     Args:
         make_agent: Makes an agent to read with, by its name, with nothing registered.
+        clock: Seconds that only grow.
+
+    Attributes:
+        call: What its thread does, which may take as long as a whole handshake. Nothing can end it,
+            should NIXL block; the requests that wait for it run out of time.
     """
 
-    def __init__(self, make_agent: Callable[[str], NixlAgent]) -> None:
+    def __init__(
+        self,
+        make_agent: Callable[[str], NixlAgent],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.call = Round("dialer's thread", DEFAULT_TIMEOUT_S)
         self._make_agent = make_agent
+        self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-dialer")
         self._local: LocalEndpoint | None = None
         self._planner: Planner | None = None
@@ -95,7 +111,7 @@ class Dialer:
 
     def make_lane(self) -> Future[Lane]:
         """Make a lane; waits for nothing."""
-        return self._thread.submit(self._make_lane)
+        return self._thread.submit(self._timed, self._make_lane)
 
     def close(self) -> None:
         """Connect nothing more."""
@@ -123,9 +139,17 @@ class Dialer:
         lowered: Future[LoweredEngine],
     ) -> None:
         try:
-            lowered.set_result(self._lower(address, descriptions))
+            lowered.set_result(self._timed(self._lower, address, descriptions))
         except BaseException as error:
             lowered.set_exception(error)
+
+    def _timed(self, make: Callable[..., _Made], *arguments: object) -> _Made:
+        """Make something; the connector's thread tells where it takes too long."""
+        self.call.begin(self._clock())
+        try:
+            return make(*arguments)
+        finally:
+            self.call.end()
 
     def _lower(self, address: RemoteEngineAddress, descriptions: Answer) -> LoweredEngine:
         local, planner = self._local, self._planner

@@ -107,11 +107,15 @@ class Notifier:
 
     def flush(self) -> None:
         """Send what was collected: one notification to each producer, or a few long ones."""
-        collected, self._outgoing = self._outgoing, {}
-        for (producers, peer), outgoing in collected.items():
-            messages = encode_done(self._name, outgoing.releases)
-            messages += encode_gave_up(self._name, outgoing.given_up)
-            self._notify(producers, peer, messages, known_as_broken=outgoing.known_as_broken)
+        while self._outgoing:
+            producers, peer = to = next(iter(self._outgoing))
+            outgoing = self._outgoing.pop(to)
+            try:
+                messages = encode_done(self._name, outgoing.releases)
+                messages += encode_gave_up(self._name, outgoing.given_up)
+                self._notify(producers, peer, messages, known_as_broken=outgoing.known_as_broken)
+            except Exception:
+                logger.exception("%s is not told: blocks are freed when their lease runs out", peer)
 
     def advance(self, now_s: float) -> None:
         """Let NIXL get on with what was sent."""

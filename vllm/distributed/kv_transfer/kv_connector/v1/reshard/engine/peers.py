@@ -92,12 +92,6 @@ class Peer:
     retry_at_s: float = 0.0
     suspect_until_s: float = 0.0
 
-    def take_waiting(self) -> list[tuple[RequestId, Receive]]:
-        """Remove and return the queued requests."""
-        waiting = list(self.waiting)
-        self.waiting.clear()
-        return waiting
-
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way with it."""
@@ -149,6 +143,7 @@ class PeerTable:
         self._retired: list[PeerConnection] = []
         self._broken: list[PeerConnection] = []
         self._handshakes: list[tuple[RemoteEngineAddress, LoweredEngine, float]] = []
+        self._news: list[tuple[Peer, Exception | None]] = []
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -207,19 +202,19 @@ class PeerTable:
         """
         if now_s >= self._sweep_at_s:
             self._sweep(now_s)
-        news: list[tuple[Peer, Exception | None]] = []
         for peer in list(self._active.values()):
             try:
                 self._advance(peer, now_s)
             except Exception as error:
                 # Whatever it is, it is this peer's handshake that has failed, and nothing else.
+                self._news.append((peer, error))
                 self._fail_handshake(peer, now_s)
-                news.append((peer, error))
                 continue
             if peer.connection is not None and peer.waiting:
-                news.append((peer, None))
+                self._news.append((peer, None))
             if not peer.has_news:
                 del self._active[peer.address]
+        news, self._news = self._news, []
         return news
 
     def break_off(self, connection: PeerConnection, now_s: float) -> None:
@@ -330,9 +325,9 @@ class PeerTable:
     def _stop_connecting(self, peer: Peer, now_s: float) -> None:
         """Give back what of a peer is connected already: it is not what it was."""
         if (connecting := peer.connecting) is not None:
-            peer.connecting = None
             connecting.lifetime.retire(now_s)
             self._retired.append(connecting)
+            peer.connecting = None
 
     def _note_break(self, peer: Peer, now_s: float) -> None:
         """A peer cannot be read from: ask it anew, and keep it from the others for a while."""
@@ -350,7 +345,6 @@ class PeerTable:
         """Begin nothing more over a lane; a second time changes nothing."""
         if not lane.is_open:
             return
-        self.lanes.retire(lane, now_s)
         for peer in self._peers.values():
             if peer.connection is not None and peer.connection.lane is lane:
                 self._retire(peer, now_s)
@@ -358,6 +352,8 @@ class PeerTable:
                 peer.connecting = None
         for each in lane.connections:
             each.lifetime.retire(now_s)
+        # Last: what was left out before would never be retired.
+        self.lanes.retire(lane, now_s)
         self._retired = [each for each in self._retired if each.lane.is_open]
 
     def _retire(self, peer: Peer, now_s: float) -> None:
@@ -374,18 +370,18 @@ class PeerTable:
 
     def _sweep(self, now_s: float) -> None:
         """Forget peers that are over, and note when the next one may be."""
-        self._sweep_at_s = math.inf
+        next_s = math.inf
         for peer in list(self._peers.values()):
             over_at_s = peer.over_at_s(self._idle_limit_s)
             if now_s < over_at_s:
-                self._sweep_by(over_at_s)
+                next_s = min(next_s, over_at_s)
             elif not peer.is_idle:
-                self._sweep_by(now_s + _LOOK_AGAIN_S)
+                next_s = min(next_s, now_s + _LOOK_AGAIN_S)
             else:
                 self._retire(peer, now_s)
                 del self._peers[peer.address]
                 self._active.pop(peer.address, None)
-
+        self._sweep_at_s = next_s
         if self._has_too_many_connections:
             self._renew_lanes(now_s)
 

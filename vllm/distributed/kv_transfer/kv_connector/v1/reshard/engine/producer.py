@@ -42,6 +42,8 @@ class ProducerSide:
         self._held_blocks = 0
         self._counted_blocks = 0
         self._num_offers = 0
+        # What is held no more, and was not told of.
+        self._gone: set[RequestId] = set()
 
     def __len__(self) -> int:
         """Requests that are, or may be, held."""
@@ -88,11 +90,13 @@ class ProducerSide:
 
     def collect_released(self, now_s: float) -> set[RequestId]:
         """Requests whose blocks may be used for something else, and are held no more."""
-        released = self._hear(now_s) | set(self._ledger.take_released())
-        for request_id in released:
+        self._hear(now_s)
+        self._gone.update(self._ledger.take_released())
+        for request_id in self._gone:
             self._tell(request_id, HeldState.RELEASED)
-        expired: set[RequestId] = set()
-        for expiry in self._ledger.expire(now_s):
+        expiries = self._ledger.expire(now_s)
+        self._gone.update(expiry.request_id for expiry in expiries)
+        for expiry in expiries:
             self._stats.record_kv_expired_req()
             logger.warning(
                 "Freeing the blocks of request %s: its lease ran out after %d of %s readers were "
@@ -102,9 +106,7 @@ class ProducerSide:
                 "an unknown number of" if expiry.awaited is None else expiry.awaited,
             )
             self._tell(expiry.request_id, HeldState.EXPIRED)
-            expired.add(expiry.request_id)
-        gone = released | expired
-        for request_id in gone:
+        for request_id in self._gone:
             # Before the scheduler learns that the blocks may be used: see `leases`.
             self._table.remove(request_id)
             self._hold(request_id, 0)
@@ -112,35 +114,40 @@ class ProducerSide:
         if self._held_blocks != self._counted_blocks:
             self._counted_blocks = self._held_blocks
             self._stats.record_held_blocks(self._held_blocks)
+        gone, self._gone = self._gone, set()
         return gone
 
-    def _hear(self, now_s: float) -> set[RequestId]:
-        """Take note of what other engines' workers say; returns the requests they release."""
-        released: set[RequestId] = set()
+    def _hear(self, now_s: float) -> None:
+        """Take note of what other engines' workers say, and of the requests they release."""
         for sender, message in self._agent.take_notifications():
             try:
                 notification = decode_notification(message)
+                if isinstance(notification, Renew):
+                    self._ledger.renew(notification.request_ids, now_s + self._renewal_s)
+                else:
+                    self._count(notification)
             except ReshardError as error:
                 logger.warning("From %s: %s", quote(sender), error)
-                continue
-            if isinstance(notification, Renew):
-                self._ledger.renew(notification.request_ids, now_s + self._renewal_s)
-            else:
-                released |= self._count(notification)
-        return released
+            except Exception:
+                # Leases end what it is about.
+                logger.exception("What %s says is not taken note of", quote(sender))
 
-    def _count(self, done: Done | GaveUp) -> set[RequestId]:
-        """Count a reader for all requests that it is through with; returns those it was last for.
+    def _count(self, done: Done | GaveUp) -> None:
+        """Count a reader for all requests that it is through with.
 
         However many requests it names, one line of the log tells that it was too late; who has read
         nothing never is.
         """
-        released, late = set(), []
+        late = []
         for release in done.releases:
             notice = Notice(done.notifier, release.num_notifiers, release.proof)
-            receipt = self._ledger.hear(release.request_id, notice)
+            try:
+                receipt = self._ledger.hear(release.request_id, notice)
+            except Exception:
+                logger.exception("What %s says is not taken note of", quote(done.notifier))
+                continue
             if receipt is Receipt.RELEASED:
-                released.add(release.request_id)
+                self._gone.add(release.request_id)
             elif receipt is Receipt.UNKNOWN and isinstance(done, Done):
                 self._stats.record_late_notification()
                 late.append(release.request_id)
@@ -152,7 +159,6 @@ class ProducerSide:
                 quote(late[0]),
                 f" and of {len(late) - 1} more" if len(late) > 1 else "",
             )
-        return released
 
     def _tell_mismatches(self) -> None:
         """Tell of notifications that were not believed, once for each request."""

@@ -130,13 +130,16 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         if fault is not None:
             logger.warning("Computing all of request %s: %s", request.request_id, fault)
+        made_up = is_made_up(request)
+        if params and request.request_id in self._reads and not made_up:
+            # Malformed ones as well: what may still be written is known by its request's name.
+            params = without_source(params)
         remote = remote_request(params) if params and is_disaggregated(params) else None
         if params and remote is not None:
-            if is_made_up(request):
+            if made_up:
                 is_free = self._readers.may_give_up(remote)
             else:
                 is_free = self._readers.admit(remote, request.request_id)
-                is_free = is_free and request.request_id not in self._reads
             params = params if is_free else without_source(params)
         request.kv_transfer_params = params
         super().on_new_request(request)

@@ -77,6 +77,9 @@ class ReadFailure(str, Enum):
     DOUBT = "doubt"
     """So much memory may still be written by the reads before that no more were begun."""
 
+    UNFORESEEN = "unforeseen"
+    """An exception came up that nobody thought of; the log has its traceback."""
+
 
 # The order matters: the first type that fits.
 _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (

@@ -3,14 +3,18 @@
 
     the engine's steps  ->  turn  ->  what has ended  ->  tell_producers
 
-It has no thread and waits for nothing: `loop` runs its turns. All of it belongs to the thread that
-does.
+It has no thread and waits for nothing: `connector_thread` runs its turns. All of it belongs to the
+thread that does.
+
+A turn that an exception ends, which nobody foresaw, has lost nothing: what it has not done is done
+by the next one. Where the exception is a request's own, that request fails.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,12 +24,15 @@ from ..protocol.ids import RequestId
 from ..protocol.messages import Announcement, RemoteEngineAddress
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
+from ..transport.connection import PeerConnection
+from ..transport.lane import Lane
 from ..transport.transfers import Transfers
-from .consumer import ConsumerSide, named
+from .consumer import ConsumerSide
 from .metadata import ReshardConnectorMetadata
 from .notifier import Notifier
-from .peers import PeerTable
+from .peers import Peer, PeerTable
 from .producer import ProducerSide
+from .readings import named
 from .renewals import Renewals
 from .stats import ReshardStats
 
@@ -141,41 +148,61 @@ class TransferEngine:
         self._stats = stats
         self._budget = budget
         # What was not taken up yet, in order.
-        self._incoming: list[Incoming] = []
+        self._incoming: deque[Incoming] = deque()
+        # The engine asks what has ended.
+        self._is_asked = False
+        # What is to be taken note of.
+        self._news: deque[tuple[Peer, Exception | None]] = deque()
+        self._broken: deque[PeerConnection] = deque()
+        # Lanes that are to be closed.
+        self._ending: deque[Lane] = deque()
         # What has ended in a turn that has failed is told by the next one.
         self._report = Report()
         # Connections were closed: what that has ended is told by the next turn.
         self._has_ended = False
         self._closed = False
 
-    def poll(self, incoming: Sequence[Incoming], now_s: float) -> Report:
+    def poll(self, incoming: list[Incoming], now_s: float) -> Report:
         """Take up what is asked for, look at what is on its way, and say what has ended.
 
         What goes beyond the budget is for the next turn: see `has_backlog`.
+
+        Args:
+            incoming: What is asked for, which is taken out.
+            now_s: The time.
         """
+        self._is_asked = self._is_asked or bool(incoming)
         self._incoming += incoming
+        incoming.clear()
         # An idle engine takes no steps: a handshake that has failed since the last one, however
         # long ago, fails no request that comes now.
         self._advance_peers(now_s)
         while self._incoming and _may_begin(self._incoming[0]):
-            self._apply(self._incoming.pop(0), now_s)
+            self._apply(self._incoming[0], now_s)
+            self._incoming.popleft()
         self._advance_peers(now_s)
         for address, request_ids in self._renewals.take_due(now_s).items():
-            self._renew(address, request_ids, now_s)
+            try:
+                self._renew(address, request_ids, now_s)
+            except Exception:
+                # It is tried again before the lease runs out.
+                logger.exception("Leases at %s are not renewed this time", address.engine_id)
         self.consumer.begin(now_s, self._budget())
         self.consumer.advance(now_s, self._budget())
-        for connection in self.peers.take_broken():
-            self.transfers.retire(connection)
+        self._broken += self.peers.take_broken()
+        while self._broken:
+            self.transfers.retire(self._broken[0])
+            self._broken.popleft()
         report = self._report
         report.failed |= self.consumer.take_failed()
         report.received |= self.consumer.take_received()
         self._renewals.end((*report.failed, *report.received))
-        if incoming:
+        if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)
         # Figures alone are no reason to have the engine's thread collect them.
         if (report or not self.is_moving) and not self._stats.is_empty():
             report.stats = self._stats.take()
-        self._report = Report()
+        self._is_asked, self._report = False, Report()
         return report
 
     def tell_producers(self, now_s: float) -> None:
@@ -187,11 +214,16 @@ class TransferEngine:
         self._notifier.flush()
         self._notifier.advance(now_s)
         for connection in self.peers.take_drained():
-            connection.close()
-        ended = self.peers.lanes.take_due(now_s)
-        for lane in ended:
-            self.consumer.end(lane)
-        self._has_ended = bool(ended)
+            try:
+                connection.close()
+            except Exception:
+                # NIXL may keep something of it until its lane is closed.
+                logger.exception("A connection was not closed as it should be")
+        self._ending += self.peers.lanes.take_due(now_s)
+        self._has_ended = bool(self._ending)
+        while self._ending:
+            self.consumer.end(self._ending[0])
+            self._ending.popleft()
 
     @property
     def has_backlog(self) -> bool:
@@ -227,7 +259,7 @@ class TransferEngine:
         if self._closed:
             return
         self._closed = True
-        for lane in self.peers.close(now_s):
+        for lane in (*self.peers.close(now_s), *self._ending):
             lane.close()
         self.transfers.close()
         self.agent.close()
@@ -255,7 +287,7 @@ class TransferEngine:
 
     def _advance_peers(self, now_s: float) -> None:
         """Read what waited for an engine that is connected now; fail it where it cannot be."""
-        news = self.peers.advance(now_s)
+        self._news += self.peers.advance(now_s)
         for address, lowered, duration_s in self.peers.take_handshakes():
             self._stats.record_handshake(duration_s)
             logger.info(
@@ -266,24 +298,29 @@ class TransferEngine:
                 lowered.summary,
                 1e3 * duration_s,
             )
-        for peer, error in news:
-            address = peer.address
-            if error is None:
-                self.consumer.on_connected(peer)
-                continue
-            self._stats.record_handshake_failure(error)
-            failed = self.consumer.fail_waiting(peer, error)
-            # One line for all of them, which have one remedy. Where heartbeats alone have asked,
-            # often those of a request that had just failed, nothing is lost.
-            log = logger.error if failed else logger.info
-            log(
-                "Handshake with engine %s at %s:%d failed%s: %s",
-                address.engine_id,
-                address.host,
-                address.port,
-                named(failed),
-                error,
-            )
+        while self._news:
+            self._apply_news(*self._news[0])
+            self._news.popleft()
+
+    def _apply_news(self, peer: Peer, error: Exception | None) -> None:
+        """A peer is connected, or its handshake has failed."""
+        if error is None:
+            self.consumer.on_connected(peer)
+            return
+        address = peer.address
+        self._stats.record_handshake_failure(error)
+        failed = self.consumer.fail_waiting(peer, error)
+        # One line for all of them, which have one remedy. Where heartbeats alone have asked, often
+        # those of a request that had just failed, nothing is lost.
+        log = logger.error if failed else logger.info
+        log(
+            "Handshake with engine %s at %s:%d failed%s: %s",
+            address.engine_id,
+            address.host,
+            address.port,
+            named(failed),
+            error,
+        )
 
     def _renew(
         self, address: RemoteEngineAddress, request_ids: set[RequestId], now_s: float

@@ -104,7 +104,7 @@ class ReshardWorker:
         # What these are made of belongs to the connector's thread once that has begun.
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
         stats = ReshardStats()
-        self._dialer = Dialer(partial(self._make_agent, polled=True))
+        self._dialer = Dialer(partial(self._make_agent, polled=True), clock)
         self._transfers = Transfers()
         lanes = Lanes(lambda: self._waking(self._dialer.make_lane()), self._settings.lanes())
         peers = PeerTable(self._ask, self._connect, lanes, self._settings.engine_ttl_s)
@@ -120,7 +120,9 @@ class ReshardWorker:
             stats,
         )
         self._clock = clock
-        self._thread = ConnectorThread(self._transfer_engine, clock, self._prepare_thread)
+        self._thread = ConnectorThread(
+            self._transfer_engine, clock, self._prepare_thread, [self._dialer.call]
+        )
         self._device: torch.device | None = None
         self._handshake_client: HandshakeClient | None = None
         self._listener: Listener | None = None

@@ -183,6 +183,7 @@ class ProducerLedger:
         self._held: dict[RequestId, _Held] = {}
         self._released_by_offer: list[RequestId] = []
         self._mismatches: list[Mismatch] = []
+        self._expired: list[tuple[float, RequestId, _Held]] = []
         # When a lease runs out at the earliest; the number tells two leases under one name apart.
         self._leases: list[tuple[float, int, RequestId, _Held]] = []
         self._numbers = count()
@@ -283,7 +284,6 @@ class ProducerLedger:
 
     def expire(self, now_s: float) -> list[Expiry]:
         """Let go of the requests whose leases ran out, the oldest first."""
-        expiries = []
         while self._leases and self._leases[0][0] <= now_s:
             _, number, request_id, held = heappop(self._leases)
             if self._held.get(request_id) is not held:
@@ -291,8 +291,10 @@ class ProducerLedger:
             if held.expires_at_s > now_s:
                 heappush(self._leases, (held.expires_at_s, number, request_id, held))
                 continue
-            self._forget(request_id)
-            expiries.append((held.expires_at_s, request_id, held))
+            del self._held[request_id]
+            self._expired.append((held.expires_at_s, request_id, held))
+        self._tidy()
+        expiries, self._expired = self._expired, []
         # A renewed lease comes up at the time that it was renewed from.
         expiries.sort(key=lambda expiry: expiry[:2])
         return [
@@ -313,14 +315,22 @@ class ProducerLedger:
         return Receipt.COUNTED
 
     def _forget(self, request_id: RequestId) -> None:
-        """Let go of a request that is held."""
+        """Let go of a request that is held; of nothing where this fails."""
+        self._tidy(self._held[request_id])
         del self._held[request_id]
-        self._tidy()
 
-    def _tidy(self) -> None:
-        """Take leases out of the heap that nothing is held by, unless they are few."""
-        if len(self._leases) > 2 * len(self._held):
-            self._leases = [lease for lease in self._leases if self._held.get(lease[2]) is lease[3]]
+    def _tidy(self, gone: _Held | None = None) -> None:
+        """Take leases out of the heap that nothing is held by, unless they are few.
+
+        Args:
+            gone: What is held no more after this.
+        """
+        if len(self._leases) > 2 * (len(self._held) - (gone is not None)):
+            self._leases = [
+                lease
+                for lease in self._leases
+                if self._held.get(lease[2]) is lease[3] and lease[3] is not gone
+            ]
             heapify(self._leases)
 
 
@@ -416,8 +426,10 @@ class ConsumerLedger(Generic[PartKey]):
             Whether this was the last part of a request without failure, so that the steps that
             follow may begin.
         """
-        receiving = self._receiving[request_id]
-        receiving.parts.remove(part)
+        receiving = self._receiving.get(request_id)
+        if receiving is None:
+            return False
+        receiving.parts.discard(part)
         self._end_if_over(request_id, receiving)
         return not receiving.parts and receiving.failure is None
 
@@ -428,12 +440,14 @@ class ConsumerLedger(Generic[PartKey]):
             Whether it was being received, and had not failed before.
         """
         receiving = self._receiving.get(request_id)
-        if receiving is None or receiving.failure is not None:
+        if receiving is None:
             return False
-        receiving.failure = reason
-        self._failed.append(Outcome(request_id, reason))
+        is_first = receiving.failure is None
+        if is_first:
+            receiving.failure = reason
+            self._failed.append(Outcome(request_id, reason))
         self._end_if_over(request_id, receiving)
-        return True
+        return is_first
 
     def check_done(self, request_id: RequestId) -> None:
         """Take note that one of the checks that follow the parts has ended."""

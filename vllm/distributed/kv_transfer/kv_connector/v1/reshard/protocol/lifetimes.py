@@ -77,8 +77,8 @@ class Lifetime:
     def fail(self, now_s: float) -> None:
         """A read in flight has failed: it may go on to write."""
         assert self.in_flight > 0
-        self.in_flight -= 1
         self.refuse(now_s)
+        self.in_flight -= 1
 
     def refuse(self, now_s: float) -> None:
         """A read was refused when it was posted, but after it had begun."""

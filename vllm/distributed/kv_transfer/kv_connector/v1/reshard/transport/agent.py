@@ -70,11 +70,13 @@ class Transfer:
         handle: NIXL's handle; None once it is released.
         ended_at_once: It was over when it had been posted, as between processes of one machine,
             where NIXL reads few descriptors while it posts them.
+        ended_in: As what it was counted by its connection; None while it is in flight.
     """
 
     peer: str
     handle: Any
     ended_at_once: bool = False
+    ended_in: TransferState | None = None
 
 
 class NixlAgent:
@@ -219,7 +221,7 @@ class NixlAgent:
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Give a prepared list back, of which no read is in flight."""
-        self._lists.remove(prepared)
+        self._lists.discard(prepared)
         self._give_back("a list", self._agent.release_dlist_handle, prepared)
 
     def read(
@@ -283,7 +285,7 @@ class NixlAgent:
 
     def release(self, transfer: Transfer) -> None:
         """Give a read back that is done."""
-        self._reads.remove(transfer)
+        self._reads.discard(transfer)
         self._give_back("a read", self._agent.release_xfer_handle, transfer)
 
     def notify(self, peer: str, message: bytes) -> None:

@@ -133,7 +133,11 @@ class Listener:
     def _run(self, socket: zmq.Socket[bytes]) -> None:
         with suppress(zmq.ContextTerminated), socket:
             while True:
-                self._hear(socket.recv())
+                message = socket.recv()
+                try:
+                    self._hear(message)
+                except Exception:
+                    logger.exception("An announcement is lost: the next step says the same")
 
 
 def _connect(socket: zmq.Socket[bytes], address: AnnouncerAddress) -> None:

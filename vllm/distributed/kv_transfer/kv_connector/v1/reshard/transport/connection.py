@@ -78,13 +78,22 @@ class PeerConnection:
         self.lifetime.begin()
         return transfer
 
+    def doubt(self) -> None:
+        """A read may have been posted that is not known: it ends with the lane."""
+        self.lifetime.refuse(self._clock())
+
     def poll(self, transfer: Transfer) -> TransferState:
-        """Look at a posted read that was in flight when it was last looked at."""
+        """Look at a posted read; one that has ended is counted once."""
+        if transfer.ended_in is not None:
+            return transfer.ended_in
         state = self.lane.agent.poll(transfer)
+        if state is TransferState.IN_FLIGHT:
+            return state
         if state is TransferState.DONE:
             self.lifetime.done()
-        elif state is TransferState.FAILED:
+        else:
             self.lifetime.fail(self._clock())
+        transfer.ended_in = state
         return state
 
     def telemetry(self, transfer: Transfer) -> object:

@@ -248,10 +248,10 @@ class Lanes:
     def retire(self, lane: Lane, now_s: float) -> None:
         """Begin nothing more with a lane; a second time changes nothing."""
         if lane.is_open:
-            lane.retired_at_s = now_s
-            self._slots = [
+            slots = [
                 None if _is_made(each) and each.result() is lane else each for each in self._slots
             ]
+            lane.retired_at_s, self._slots = now_s, slots
             self._draining.append(lane)
 
     def take_due(self, now_s: float) -> list[Lane]:
@@ -284,7 +284,12 @@ class Lanes:
         """
         making = self._slots[slot]
         if making is None and now_s >= self._retry_at_s:
-            self._slots[slot] = self._make()
+            try:
+                self._slots[slot] = self._make()
+            except Exception as fault:
+                # There are no more threads.
+                self._retry_at_s = now_s + _RETRY_S
+                raise TransferError(f"no NIXL agent can be made to read with: {fault}") from fault
         elif making is not None and making.done() and not _is_made(making):
             error = None if making.cancelled() else making.exception()
             self._slots[slot] = None

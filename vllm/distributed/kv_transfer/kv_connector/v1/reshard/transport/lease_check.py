@@ -187,6 +187,7 @@ class LeaseChecker(Generic[Key]):
         # Not offered yet, or not as wanted: when to look again, and where.
         self._again: list[tuple[float, PreparedTable, _Wanted[Key]]] = []
         self._lookups: list[_Lookup[Key]] = []
+        self._verdicts: list[Verdict[Key]] = []
 
     def __len__(self) -> int:
         """Lookups without a verdict."""
@@ -218,7 +219,10 @@ class LeaseChecker(Generic[Key]):
         self._wanted[at].append(wanted)
 
     def advance(self) -> list[Verdict[Key]]:
-        """Post what is wanted, and see what was found."""
+        """Post what is wanted, and see what was found.
+
+        What an exception comes up with that nobody foresaw is as it was, for the next call.
+        """
         now_s = self._clock()
         again, self._again = self._again, []
         for look_at_s, table, wanted in again:
@@ -226,22 +230,22 @@ class LeaseChecker(Generic[Key]):
                 self._again.append((look_at_s, table, wanted))
             elif now_s < wanted.due_at_s:
                 self._wanted[table].append(wanted)
-        tables = list(self._wanted)
-        verdicts = [verdict for table in tables for verdict in self._post(table, now_s)]
-        in_flight = []
-        for lookup in self._lookups:
+        for table in list(self._wanted):
+            self._post(table)
+        for lookup in list(self._lookups):
             state = self._reads.poll(lookup.transfer)
             hangs = now_s >= max(wanted.due_at_s for wanted in lookup.wanted)
             if state is TransferState.IN_FLIGHT and not hangs:
-                in_flight.append(lookup)
                 continue
             done = state is TransferState.DONE
-            verdicts += self._judge(lookup, now_s, done=done)
+            verdicts, again = self._judge(lookup, now_s, done=done)
+            self._lookups.remove(lookup)
+            self._verdicts += verdicts
+            self._again += again
             if done:
-                self._reads.release(lookup.transfer)
                 self._buffer.free.extend(lookup.landed_in.tolist())
-        self._lookups = in_flight
-        return verdicts
+                self._reads.release(lookup.transfer)
+        return self._take_verdicts()
 
     def give_up(self) -> list[Verdict[Key]]:
         """Judge everything that has no verdict yet: no peer is to be heard any more."""
@@ -252,17 +256,20 @@ class LeaseChecker(Generic[Key]):
         self._wanted.clear()
         self._again.clear()
         self._lookups.clear()
-        return [Verdict(wanted.key, LeaseCheckFailure.PEER, fault) for wanted in unanswered]
+        self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered]
+        return self._take_verdicts()
 
-    def _post(self, table: PreparedTable, now_s: float) -> list[Verdict[Key]]:
-        """Look up what is wanted at a table, as far as there is room; returns what failed."""
-        wanted = self._wanted.pop(table)
-        if rest := wanted[len(self._buffer.free) :]:
-            self._wanted[table] = rest
-        wanted = wanted[: len(self._buffer.free)]
+    def _take_verdicts(self) -> list[Verdict[Key]]:
+        verdicts, self._verdicts = self._verdicts, []
+        return verdicts
+
+    def _post(self, table: PreparedTable) -> None:
+        """Look up what is wanted at a table, as far as there is room."""
+        wanted = self._wanted[table][: len(self._buffer.free)]
         if not wanted:
-            return []
+            return
         entries = [entry_of(each.remote_request_id, table.num_buckets) for each in wanted]
+        # Those of a read that may have begun are not given back.
         landed_in = np.array([self._buffer.free.popleft() for _ in wanted], dtype=np.int32)
         buckets = np.array([entry.bucket for entry in entries], dtype=np.int32)
         try:
@@ -270,23 +277,32 @@ class LeaseChecker(Generic[Key]):
         except TransferError as error:
             if not isinstance(error, InDoubtError):
                 self._buffer.free.extend(landed_in.tolist())
-            return [Verdict(each.key, LeaseCheckFailure.PEER, str(error)) for each in wanted]
-        names = [entry.name for entry in entries]
-        self._lookups.append(_Lookup(table, wanted, names, landed_in, transfer))
-        return []
+            fault = str(error)
+            self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in wanted]
+        else:
+            names = [entry.name for entry in entries]
+            self._lookups.append(_Lookup(table, wanted, names, landed_in, transfer))
+        if rest := self._wanted[table][len(wanted) :]:
+            self._wanted[table] = rest
+        else:
+            del self._wanted[table]
 
-    def _judge(self, lookup: _Lookup[Key], now_s: float, *, done: bool) -> list[Verdict[Key]]:
+    def _judge(
+        self, lookup: _Lookup[Key], now_s: float, *, done: bool
+    ) -> tuple[list[Verdict[Key]], list[tuple[float, PreparedTable, _Wanted[Key]]]]:
+        """What was found, and when to look again for what."""
         peer = lookup.transfer.peer
         if not done:
             fault = f"the lease at {peer} could not be looked up"
-            return [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted]
-        verdicts = []
+            failed = [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted]
+            return failed, []
+        verdicts, later = [], []
         for wanted, name, row in zip(
             lookup.wanted, lookup.names, self._buffer.buckets[lookup.landed_in], strict=True
         ):
             held = look_up(row, name)
             if held.entered and held.fingerprint is None:
-                self._again.append((now_s + _LOOK_AGAIN_S, lookup.table, wanted))
+                later.append((now_s + _LOOK_AGAIN_S, lookup.table, wanted))
                 continue
             # Not every transport reads a line in one piece: part of it may be from before.
             num_looks = wanted.num_looks + 1
@@ -295,8 +311,8 @@ class LeaseChecker(Generic[Key]):
             else:
                 look_at_s = now_s + _LOOK_AGAIN_S * 2**wanted.num_looks
                 again = replace(wanted, num_looks=num_looks)
-                self._again.append((look_at_s, lookup.table, again))
-        return verdicts
+                later.append((look_at_s, lookup.table, again))
+        return verdicts, later
 
 
 def _verdict(wanted: _Wanted[Key], held: Held, peer: str) -> Verdict[Key]:

@@ -67,6 +67,10 @@ class HostScatterer:
         caches: What the KV cache lies in.
         cores: Where the copying thread may run; None for where this one may.
         announce: Called by that thread when a copy has ended.
+
+    Raises:
+        RuntimeError: There are no more threads.
+        BrokenThreadPool: The thread may not run on the cores; the log says why.
     """
 
     def __init__(
@@ -83,6 +87,9 @@ class HostScatterer:
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="reshard-scatter", initializer=compute_alone, initargs=(cores,)
         )
+        # A pool keeps what it is given where its thread cannot be started: the copy would be made
+        # later, when its blocks are another request's.
+        self._thread.submit(int).result()
 
     def submit(self, scatter: Scatter) -> Copy:
         """Make a copy once those that were submitted before are made."""

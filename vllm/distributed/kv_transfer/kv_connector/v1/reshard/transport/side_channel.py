@@ -174,8 +174,13 @@ class HandshakeServer:
                 name="reshard-handshake-server",
                 daemon=True,
             )
+            try:
+                running.thread.start()
+            except BaseException:
+                listener.close()
+                running.loop.close()
+                raise
             self._running = running
-            running.thread.start()
 
     def close(self) -> None:
         """Stop listening, and wait until the thread has ended; may be called repeatedly."""

@@ -11,6 +11,10 @@ What fails on its way, or is given up, stays here until nothing of it can write 
 read is done after all, or the connection that it was posted with is closed. Only then it is *quiet*
 and its blocks, or its span, may be used for something else.
 
+An exception that nobody foresaw is the part's that it comes up with, while it is posted, and
+otherwise leaves everything so that the next turn goes on with it: a part is taken from where it is
+once it is somewhere else.
+
 Everything here belongs to the connector's thread of the worker that reads.
 """
 
@@ -21,18 +25,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.logger import init_logger
+
 from ..errors import InDoubtError, TransferError
 from ..memory.arena import Span
-from ..memory.lowering import Selection
+from ..memory.lowering import Indices, Selection
 from ..memory.staging import Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
-from .agent import Transfer, TransferState
+from .agent import Prepared, Transfer, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
+from .lane import Lane
 from .remote import PreparedLeg
 from .scatter import Copy, fault_of
 from .staging_area import StagingArea
+
+logger = init_logger(__name__)
 
 _SPAN_WAIT_S = 0.1
 """A window goes direct when so long no span was to be had and none was given back."""
@@ -108,6 +117,8 @@ class _Running:
     telemetry: Any = None
     unwanted: bool = False
     staged: bool = False
+    # NIXL was asked for it, and may have begun.
+    asked: bool = False
 
     def drained(self) -> PartDrained:
         """Nothing writes for it any more."""
@@ -188,27 +199,22 @@ class Transfers:
         request_id: RequestId,
         parts: Sequence[Part],
         connection: PeerConnection,
-        now_s: float,
-        budget: Budget = UNLIMITED,
     ) -> None:
-        """Read the parts of a request, whose keys are their positions.
+        """Read the parts of a request, which are posted by `post`; all of them, or none.
 
         Args:
             request_id: The request.
-            parts: Its parts.
+            parts: Its parts, whose keys are their positions.
             connection: What to read them with.
-            now_s: The time.
-            budget: As far as it goes, they are posted now.
         """
         for key, part in enumerate(parts):
             running = _Running(request_id, key, part, connection)
             (self._direct if part.window is None else self._queue).append(running)
-        self.post(now_s, budget)
 
     def post(self, now_s: float, budget: Budget) -> None:
         """Post what is queued, as far as there are spans and the budget goes."""
         while self._direct:
-            self._post_direct(self._direct.popleft(), now_s)
+            self._post_direct(self._direct[0], now_s, self._direct)
             if budget.is_spent:
                 break
         self._serve_queue(now_s, budget)
@@ -217,27 +223,20 @@ class Transfers:
         """A request has failed: what was not posted of it ends now, the rest later."""
         for each in (*self._posted, *self._landed):
             each.unwanted = each.unwanted or each.request_id == request_id
-        for queue in (self._direct, self._queue):
-            for each in _take(queue, lambda each: each.request_id == request_id):
-                self._events.append(each.drained())
+        self._end((self._direct, self._queue), lambda each: each.request_id == request_id)
 
     def retire(self, connection: PeerConnection) -> None:
         """Post nothing more of a connection's, and let what waits for its turn fail."""
         fault = "its connection was given up before all of it was asked for"
-        for queue in (self._direct, self._queue):
-            for each in _take(queue, lambda each: each.connection is connection):
-                self._events += [PartFailed(each.request_id, fault), each.drained()]
+        self._end((self._direct, self._queue), lambda each: each.connection is connection, fault)
 
-    def end(self, connection: PeerConnection) -> None:
-        """A connection is closed: all that it wrote for is quiet."""
+    def end(self, lane: Lane) -> None:
+        """A lane is closed: all that was written over it is quiet."""
         for each in self._posted:
-            if each.connection is connection and not each.unwanted:
+            if each.connection.lane is lane and not each.unwanted:
                 fault = f"its connection with {_peer(each)} was given up"
                 self._events.append(PartFailed(each.request_id, fault))
-        for parts in (self._posted, self._in_doubt):
-            for each in _take(parts, lambda each: each.connection is connection):
-                self._free(each)
-                self._events.append(each.drained())
+        self._end((self._posted, self._in_doubt), lambda each: each.connection.lane is lane)
 
     def advance(self, now_s: float, budget: Budget = UNLIMITED) -> list[PartEvent]:
         """Look at what is on its way, and post what can be.
@@ -270,15 +269,18 @@ class Transfers:
             first = self._queue[0]
             area, staging, window = self.area, first.part.leg.staging, first.part.window
             assert area is not None and staging is not None and window is not None
-            span = area.spans.allocate(window.size_bytes, staging.leg.descriptor_bytes)
+            # A turn that has failed may have taken it.
+            span = first.span or area.spans.allocate(
+                window.size_bytes, staging.leg.descriptor_bytes
+            )
             too_large = window.size_bytes > area.spans.size_bytes
             moves = self._landed or now_s - self._moved_at_s < _SPAN_WAIT_S
             if span is None and moves and not too_large:
                 return
-            self._queue.popleft()
             if span is None:
-                self._post_direct(first, now_s)
+                self._post_direct(first, now_s, self._queue)
             else:
+                first.span = span
                 self._post_window(first, span, now_s)
             if budget.is_spent:
                 self._is_cut_short = bool(self._queue)
@@ -288,28 +290,65 @@ class Transfers:
         staging, window = running.part.leg.staging, running.part.window
         assert staging is not None and window is not None
         self._moved_at_s = now_s
-        running.span, running.staged = span, True
-        remote_indices, arena_indices = staging.leg.indices(window, span)
-        self._post(running, now_s, staging.arena, arena_indices, staging.remote, remote_indices)
+        running.staged = True
+        leg, arena, remote = staging.leg, staging.arena, staging.remote
+        self._post(running, now_s, self._queue, arena, remote, lambda: leg.indices(window, span))
 
-    def _post_direct(self, running: _Running, now_s: float) -> None:
-        leg = running.part.leg
-        remote_indices, local_indices = leg.leg.indices(running.part.selections)
-        self._post(running, now_s, leg.local, local_indices, leg.remote, remote_indices)
+    def _post_direct(self, running: _Running, now_s: float, queue: deque[_Running]) -> None:
+        leg, selections = running.part.leg, running.part.selections
+        self._post(
+            running, now_s, queue, leg.local, leg.remote, lambda: leg.leg.indices(selections)
+        )
 
-    def _post(self, running: _Running, now_s: float, *read: Any) -> None:
-        """Post a read. What has landed with that is not left for a later look."""
+    def _post(
+        self,
+        running: _Running,
+        now_s: float,
+        queue: deque[_Running],
+        local: Prepared,
+        remote: Prepared,
+        indices: Callable[[], tuple[Indices, Indices]],
+    ) -> None:
+        """Post a read. What has landed with that is not left for a later look.
+
+        Args:
+            running: The first part of a queue.
+            now_s: The time.
+            queue: The queue.
+            local: Where to.
+            remote: Where from.
+            indices: Computes where there, and where here.
+        """
         try:
-            running.transfer = transfer = running.connection.read(*read)
-        except InDoubtError as error:
-            self._events.append(PartFailed(running.request_id, str(error)))
+            remote_indices, local_indices = indices()
+            running.asked = True
+            running.transfer = running.connection.read(local, local_indices, remote, remote_indices)
+        except Exception as error:
+            if isinstance(error, TransferError):
+                running.asked = isinstance(error, InDoubtError)
+            elif running.asked:
+                running.connection.doubt()
+            self._fail_to_post(running, queue, error)
+            return
+        queue.popleft()
+        self._posted.append(running)
+        if running.transfer.ended_at_once and self._has_left_nixl(running, now_s):
+            self._posted.pop()
+
+    def _fail_to_post(self, running: _Running, queue: deque[_Running], error: Exception) -> None:
+        """A part was refused, or an exception came up before it was posted, or while it was."""
+        foreseen = isinstance(error, TransferError)
+        fault = str(error) if foreseen else f"it could not be asked for: {error!r}"
+        if not foreseen:
+            logger.exception("A part of request %s cannot be posted", running.request_id)
+        failed = PartFailed(running.request_id, fault, local=not foreseen and not running.asked)
+        if running.asked:
+            self._events.append(failed)
             self._in_doubt.append(running)
-        except TransferError as error:
-            self._free(running)
-            self._events += [PartFailed(running.request_id, str(error)), running.drained()]
         else:
-            if not (transfer.ended_at_once and self._has_left_nixl(running, now_s)):
-                self._posted.append(running)
+            self._free(running)
+            self._events += failed, running.drained()
+        queue.popleft()
 
     def _has_left_nixl(self, running: _Running, now_s: float) -> bool:
         """Look at a posted read; once it is over, take the next step."""
@@ -345,7 +384,7 @@ class Transfers:
             # No memory on the device, or no thread: that is this request's end, not the engine's.
             self._free(running)
             fault = PartFailed(running.request_id, fault_of(error), local=True)
-            self._events += [fault, running.drained()]
+            self._events += fault, running.drained()
         else:
             self._landed.append(running)
 
@@ -361,6 +400,28 @@ class Transfers:
             self._events.append(PartFailed(running.request_id, fault, local=True))
         self._events.append(running.drained())
         return True
+
+    def _end(
+        self,
+        queues: Iterable[deque[_Running]],
+        is_meant: Callable[[_Running], bool],
+        fault: str | None = None,
+    ) -> None:
+        """Parts are quiet, and have failed if there is a fault: they leave, in their order."""
+        for queue in queues:
+            ended = [each for each in queue if is_meant(each)]
+            if not ended:
+                continue
+            events: list[PartEvent] = []
+            for each in ended:
+                self._free(each)
+                if fault is not None:
+                    events.append(PartFailed(each.request_id, fault))
+                events.append(each.drained())
+            kept = [each for each in queue if not is_meant(each)]
+            queue.clear()
+            queue.extend(kept)
+            self._events += events
 
     def _free(self, running: _Running) -> None:
         """Give a span back that nothing writes into any more."""
@@ -384,16 +445,6 @@ def _look(parts: deque[_Running], is_through: Callable[[_Running], bool], budget
         if budget.is_spent:
             break
     return before - len(parts)
-
-
-def _take(parts: deque[_Running], is_meant: Callable[[_Running], bool]) -> list[_Running]:
-    """Take some out of a queue, in their order."""
-    taken = [each for each in parts if is_meant(each)]
-    if taken:
-        kept = [each for each in parts if not is_meant(each)]
-        parts.clear()
-        parts.extend(kept)
-    return taken
 
 
 def _peer(running: _Running) -> str:

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request that a worker reads, why it may fail, and what the log says of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..protocol.ids import RequestId
+from ..protocol.ledgers import ReadState
+from ..protocol.messages import Receive
+from ..transport.connection import PeerConnection
+from ..transport.lease_check import LeaseCheckFailure, PreparedTable
+from .peers import Peer
+from .stats import ReadFailure
+
+READ_FAILURES = {
+    LeaseCheckFailure.PEER: ReadFailure.TRANSFER,
+    LeaseCheckFailure.LEASE: ReadFailure.LEASE,
+    LeaseCheckFailure.FINGERPRINT: ReadFailure.FINGERPRINT,
+}
+
+MAY_BE_ANOTHERS = frozenset({ReadFailure.FINGERPRINT, ReadFailure.PARAMETERS})
+"""Failures after which what is held under a request's name may be another's, whose blocks are not
+ours to give back: the lease ends it."""
+
+REMEDIES = {
+    ReadFailure.TRANSFER: ": check that the engine runs and can be reached, and send the request "
+    "through prefill again",
+    ReadFailure.DEADLINE: ": check that the engine runs and can be reached, or give it longer with "
+    "kv_read_timeout_s",
+    ReadFailure.DOUBT: ": restart the engines that do not answer, or this one",
+    ReadFailure.UNFORESEEN: ": report this, with the traceback above",
+}
+
+
+@dataclass(slots=True)
+class Reading:
+    """A request being read, or waiting for that.
+
+    Attributes:
+        number: Which of those that had this name.
+        due_at_s: When it fails unless it was received.
+        receive: What to read.
+        peer: From where; None where its parameters name none.
+        connection: The connection that it is read with, once it is.
+        lease_tables: Where to see, after that, that it was still held.
+        state: Where it is.
+        since_s: Since when.
+        failure: What went wrong first here; None also where it did elsewhere.
+        failed_in: The state in which it failed, and how many seconds it had been in it.
+        num_in_doubt: Its blocks, since it has failed and while they may be written.
+    """
+
+    number: int
+    due_at_s: float
+    receive: Receive
+    peer: Peer | None
+    connection: PeerConnection | None = None
+    lease_tables: Sequence[PreparedTable] = ()
+    state: ReadState = ReadState.WAITING
+    since_s: float = 0.0
+    failure: ReadFailure | None = None
+    failed_in: tuple[ReadState, float] = (ReadState.WAITING, 0.0)
+    num_in_doubt: int = 0
+
+    def waits_for(self, receive: Receive) -> bool:
+        """Whether it is this request of those that had its name, and waits to be read."""
+        return self.receive is receive and self.state is ReadState.WAITING
+
+
+def named(request_ids: Iterable[RequestId], most: int = 8) -> str:
+    """The requests that something was to be done for, fit for one line of a log."""
+    ids = list(request_ids)
+    if not ids:
+        return ""
+    more = f" and {len(ids) - most} more" if len(ids) > most else ""
+    return f", and with it request{'s' * (len(ids) > 1)} {', '.join(ids[:most])}{more}"

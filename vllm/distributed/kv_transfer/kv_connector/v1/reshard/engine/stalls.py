@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one thread sees that another one does not come round, and where it is."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+STALL_S = 2.0
+"""A thread that has not come round for so long is told of in the log. A step of a large prompt may
+take as long; then the line says so."""
+
+
+class Round:
+    """One round of a thread, such as a poll or a step, and whether it takes too long.
+
+    `begin` and `end` belong to that thread, `tell_if_stalled` and `stalls_at_s` to the one that
+    watches it, which sees each value as a whole.
+
+    Args:
+        what: What does not come round.
+        limit_s: How long a round may take.
+    """
+
+    def __init__(self, what: str, limit_s: float = STALL_S) -> None:
+        self._what = what
+        self._limit_s = limit_s
+        self._began_s: float | None = None
+        self._thread_id = 0
+        self._told_s: float | None = None
+
+    def begin(self, now_s: float) -> None:
+        """A round begins."""
+        self._thread_id = threading.get_ident()
+        self._began_s = now_s
+
+    def end(self) -> None:
+        """The round is over, if one was under way."""
+        self._began_s = None
+
+    @property
+    def stalls_at_s(self) -> float | None:
+        """When a round that is under way, and was not told of, will have taken too long."""
+        began_s = self._began_s
+        return None if began_s is None or began_s == self._told_s else began_s + self._limit_s
+
+    def tell_if_stalled(self, now_s: float) -> None:
+        """Say in the log, once for each round, that it takes too long, and where its thread is."""
+        stalls_at_s, began_s = self.stalls_at_s, self._began_s
+        if stalls_at_s is None or began_s is None or now_s < stalls_at_s:
+            return
+        self._told_s = began_s
+        frame = sys._current_frames().get(self._thread_id)
+        where = [] if frame is None else traceback.extract_stack(frame)[-4:]
+        logger.warning(
+            "The %s has not come round for %.1f s: it is in %s.",
+            self._what,
+            now_s - began_s,
+            " < ".join(f"{each.name} ({each.filename}:{each.lineno})" for each in reversed(where))
+            or "no Python code",
+        )
