@@ -62,11 +62,11 @@ def silent_listener() -> Iterator[int]:
 def test_wrong_addresses_cost_their_requests_only(stage: Stage) -> None:
     """They fail in bounded time, others are served meanwhile, and each is told in one line."""
     log, recomputing_log = (Log(each.child.log_path) for each in (stage.decode, stage.recomputing))
-    with silent_listener() as silent:
+    with silent_listener() as silent_port:
         nobody = {"remote_port": PortAllocator().take()}
         wrong = {
             "nobody listens at the port": nobody,
-            "something else listens at the port": {"remote_port": silent},
+            "something else listens at the port": {"remote_port": silent_port},
             "a host that cannot be reached": {"remote_host": "192.0.2.1"},
             "a host without an address": {"remote_host": "no-such-host.invalid"},
         }
@@ -81,11 +81,13 @@ def test_wrong_addresses_cost_their_requests_only(stage: Stage) -> None:
         replies = [stage.being_decoded(*request) for request in requests.values()]
         recomputed = stage.being_decoded(text, params, stage.recomputing)
         stage.assert_serving()
-        # Only the one without an address is known to lead nowhere.
-        assert not any(reply.done() for reply in replies[:-1])
-        for reply in replies:
+        # Those that are refused, or have no address, are known to lead nowhere.
+        refused, *silent, nameless = replies
+        assert not any(reply.done() for reply in silent)
+        for reply, limit_s in (refused, 0.0), *((each, HANDSHAKE_LIMIT_S) for each in silent):
             assert_failed(reply.result())
-            assert reply.result().elapsed.total_seconds() < HANDSHAKE_LIMIT_S + SLACK_S
+            assert reply.result().elapsed.total_seconds() < limit_s + SLACK_S
+        assert_failed(nameless.result())
         assert answer_of(recomputed.result()) == right
         # Nothing is told twice.
         stage.assert_blocks_come_back()

@@ -142,21 +142,11 @@ class TestPeersThatDoNotServe:
     """Our client, at addresses where no engine of ours is."""
 
     def test_nobody_there(self):
-        """The error comes in time, and says that there is no connection."""
+        """A refused connection is an answer: it is told long before the deadline."""
         began_s = time.monotonic()
-        with pytest.raises(RemoteUnreachableError, match=r"no connection within 0\.3 s"):
-            fetch(free_port(), timeout_s=SHORT_S)
-        assert time.monotonic() - began_s < 10 * SHORT_S
-
-    def test_peer_that_starts_late(self):
-        """A peer that comes up within the time is served."""
-        port = free_port()
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(fetch, port)
-            with pytest.raises(TimeoutError):
-                waiting.result(SHORT_S)
-            with serving(port=port):
-                assert waiting.result(DEADLINE_S) == WORKERS
+        with pytest.raises(RemoteUnreachableError, match=r"nobody listens there"):
+            fetch(free_port(), timeout_s=10 * DEADLINE_S)
+        assert time.monotonic() - began_s < DEADLINE_S
 
     def test_port_of_something_else(self):
         """A program that accepts connections and says nothing is not waited for."""

@@ -106,6 +106,11 @@ _MISSING = {
 }
 """What a handshake still waited for at its end, and what to do about it."""
 
+_REFUSED = (
+    "nobody listens there (connection refused), so that the engine has ended or listens elsewhere: "
+    "check its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, and send the request through prefill again"
+)
+
 
 @dataclass(slots=True)
 class _Handshake:
@@ -115,11 +120,13 @@ class _Handshake:
         address: Where to ask, and who should answer.
         required: What must be equal at both engines; None to take any.
         stage: How far it has come, with whichever of the host's addresses.
+        num_left: Addresses that have not refused.
     """
 
     address: RemoteEngineAddress
     required: Mapping[str, str] | None
     stage: _Stage = _Stage.NAME
+    num_left: int = 0
 
     def reach(self, stage: _Stage) -> None:
         """Take note of how far it has come."""
@@ -301,6 +308,7 @@ class HandshakeClient:
         """Ask all of a host's addresses, one after another unless the first is quick."""
         addresses = await self._resolve(handshake.address)
         handshake.reach(_Stage.PLACE)
+        handshake.num_left = len(addresses)
         turns = enumerate(addresses)
         return await first_of(*(self._ask(each, number, handshake) for number, each in turns))
 
@@ -348,7 +356,11 @@ class HandshakeClient:
         return lookup
 
     async def _ask(self, address: str, number: int, handshake: _Handshake) -> Answer:
-        """Connect to one address until it answers."""
+        """Connect to one address until it answers.
+
+        An engine listens before it serves its first request until it ends: a refused connection is
+        its answer, if all of its addresses refuse.
+        """
         await asyncio.sleep(number * _NEXT_ADDRESS_S)
         async with self._connections:
             handshake.reach(_Stage.CONNECTION)
@@ -356,12 +368,19 @@ class HandshakeClient:
             while True:
                 try:
                     return await self._connect_and_ask(address, handshake)
+                except ConnectionRefusedError:
+                    handshake.num_left -= 1
+                    if not handshake.num_left:
+                        raise RemoteUnreachableError(_REFUSED) from None
+                    break
                 except OSError as error:
                     # Other faults may be gone with the next try.
                     if error.errno in (errno.EMFILE, errno.ENFILE, socket.EAI_NONAME):
                         raise
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
+        # The other addresses have the word.
+        return await asyncio.Future()
 
     async def _connect_and_ask(self, address: str, handshake: _Handshake) -> Answer:
         """Connect once, ask, and read the answer.

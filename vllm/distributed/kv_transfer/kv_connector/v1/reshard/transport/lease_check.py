@@ -125,7 +125,7 @@ class _Wanted(Generic[Key]):
     num_looks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Lookup(Generic[Key]):
     """One read of some buckets of a peer's table, one bucket for each request."""
 
