@@ -10,7 +10,7 @@ import pytest
 from tests.faults.table import Row, read_rows
 
 ROOT = Path(__file__).parents[2]
-CLIENT = {"500", "nothing", "connection lost", "the engine does not start"}
+CLIENT = {"500", "nothing", "its answer", "connection lost", "the engine does not start"}
 BLOCKS = {"lease", "lost", "none", "given back"}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,16 @@ import pytest
 
 from tests.e2e.pairs import ask_unaided, metric
 from tests.faults.logs import Log
-from tests.faults.stage import LEASE_S, SLACK_S, Stage, answer_of, assert_failed, post, spec
+from tests.faults.stage import (
+    LEASE_S,
+    SLACK_S,
+    Stage,
+    answer_of,
+    assert_failed,
+    post,
+    spec,
+    stopped,
+)
 from tests.faults.table import read_rows
 from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.layout import Layout
@@ -95,3 +105,20 @@ def test_hung_prefill_engine_costs_its_requests_in_time(
         "the return of all blocks",
         LEASE_S + SLACK_S,
     )
+
+
+def test_machine_that_stands_still_costs_nothing(stage: Stage) -> None:
+    """Both engines stand still for longer than a lease, as in a machine that is suspended."""
+    text, other = stage.text(), stage.text()
+    right = stage.right_answer(text)
+    params = stage.prefilled(text)
+    log = Log(stage.prefill.child.log_path)
+    with stopped(stage.prefill), stopped(stage.decode):
+        goes_on_at_s = time.monotonic() + LEASE_S + 2.0
+        wait_until(lambda: time.monotonic() > goes_on_at_s, "the end of a lease", 2 * LEASE_S)
+    # A step of the prefill engine's, which could end the lease.
+    assert ask_unaided(stage.prefill, stage.model, other)
+    assert answer_of(stage.decoded(text, params)) == right
+    (line,) = log.complaints()
+    row = ROWS["the machine of both engines stands still for longer than a lease"]
+    assert row.tells("its answer", line, "given back"), line

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.engine.workers import wait_until
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import connector_thread
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connector_thread import (
     SWITCH_S,
     ConnectorThread,
@@ -45,6 +46,7 @@ class TransferEngine:
         self.may_turn.set()
         self.may_tell.set()
         self.stats: ReshardStats | None = None
+        self.stood_still_s: list[float] = []
         self.closed_by: int | None = None
 
     def poll(self, steps: list[SchedulerStep], now_s: float) -> Report:
@@ -66,6 +68,10 @@ class TransferEngine:
     def tell_producers(self, now_s: float) -> None:
         """Tell them, once the test allows it."""
         assert self.may_tell.wait(DEADLINE_S)
+
+    def stood_still(self, for_s: float) -> None:
+        """Note for how long."""
+        self.stood_still_s.append(for_s)
 
     def next_due_s(self, now_s: float) -> float | None:
         """What the test says."""
@@ -321,6 +327,36 @@ def test_poll_that_does_not_come_back_is_told_once(transfer_engine, caplog_vllm)
     finally:
         transfer_engine.may_turn.set()
         thread.close()
+
+
+def test_turn_that_begins_late_is_told_of(transfer_engine, monkeypatch, caplog_vllm):
+    """For how long nobody could be heard, whether a call or the machine has held the thread."""
+    monkeypatch.setattr(connector_thread, "STALL_S", 0.2)
+    thread = ConnectorThread(transfer_engine)
+    transfer_engine.may_turn.clear()
+    thread.start()
+    try:
+        wait_until(lambda: transfer_engine.begun)
+        late_at_s = time.monotonic() + 0.3
+        wait_until(lambda: time.monotonic() > late_at_s)
+        transfer_engine.may_turn.set()
+        thread.wake()
+        wait_until(lambda: transfer_engine.stood_still_s)
+        assert transfer_engine.stood_still_s[0] >= 0.3
+        assert "comes round 0." in caplog_vllm.text
+    finally:
+        transfer_engine.may_turn.set()
+        thread.close()
+
+
+def test_thread_that_holds_something_comes_round_by_itself(thread, transfer_engine):
+    """Else nobody would know for how long it stood still; one that holds nothing just sleeps."""
+    assert thread._news.waited_s[-1] is None
+    transfer_engine.producer.append("r")
+    thread.wake()
+    wait_until(lambda: thread._news.waited_s[-1] is not None)
+    assert thread._news.waited_s[-1] <= STALL_S
+    assert not transfer_engine.stood_still_s
 
 
 def test_step_that_does_not_end_is_told_once(transfer_engine, caplog_vllm):

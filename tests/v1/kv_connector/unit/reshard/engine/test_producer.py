@@ -197,6 +197,15 @@ def test_renewed_lease_outlives_its_term():
     assert not producer.is_entered("a")
 
 
+def test_lease_lasts_as_much_longer_as_nobody_could_be_heard():
+    """Its readers may have renewed it, or could not: nobody knows."""
+    producer = Producer()
+    producer.offer("a")
+    producer.side.stood_still(2 * LEASE_S)
+    assert producer.side.collect_released(3 * LEASE_S - 1) == set()
+    assert producer.side.collect_released(3 * LEASE_S) == {"a"}
+
+
 def test_held_blocks_are_counted_as_they_change():
     """By released, expired, withdrawn and repeated requests, and only where the sum is another."""
     producer = Producer()

@@ -414,6 +414,11 @@ class Engine:
             (worker.scheduled if self.is_ahead else worker.incoming).append(step)
         return step
 
+    def stand_still(self, for_s: float) -> None:
+        """Its workers have not come round for so long, and see that."""
+        for worker in self.workers:
+            worker.transfer_engine.stood_still(for_s)
+
     def die(self) -> None:
         """End all processes at once."""
         self.alive = False

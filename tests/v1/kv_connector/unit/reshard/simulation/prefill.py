@@ -144,6 +144,13 @@ class PrefillEngine(Engine):
             for request_id, lease_s in step.metadata.offered.items():
                 self.offers[request_id].expires_at_s[worker.name] = self.world.now_s + lease_s
 
+    def stand_still(self, for_s: float) -> None:
+        """Leases that have begun last as much longer."""
+        super().stand_still(for_s)
+        for offer in self.offers.values():
+            for name in offer.expires_at_s:
+                offer.expires_at_s[name] += for_s
+
     def hear(self, worker: Worker, report: Report) -> None:
         """Blocks come back once every worker is through with them, for a reason, once each."""
         check(not report.received and not report.failed, f"{worker.name} has received something")
@@ -190,7 +197,8 @@ class PrefillEngine(Engine):
                 offer = self.offers.get(request_id)
                 if offer is not None and worker.name in offer.expires_at_s:
                     until_s = self.world.now_s + self.world.limits.lease_s
-                    offer.expires_at_s[worker.name] = until_s
+                    before_s = offer.expires_at_s[worker.name]
+                    offer.expires_at_s[worker.name] = max(before_s, until_s)
             return
         for release in notification.releases:
             key = worker.name, release.request_id, release.proof

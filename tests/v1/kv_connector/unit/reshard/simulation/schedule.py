@@ -130,6 +130,15 @@ class Simulation:
         self.world.now_s += self.random.choice((1.0, 2.5, 5.0, 11.0, 35.0))
         self._note(f"now {self.world.now_s:.3f}")
 
+    def stand_still(self) -> None:
+        """A machine stands still, for longer than some leases are, and all clocks go on."""
+        engine = self._any(self.engines)
+        if engine is not None:
+            for_s = self.random.choice((3.0, 15.0, 50.0))
+            self.world.now_s += for_s
+            self._note(f"{engine.engine_id} stood still, now {self.world.now_s:.3f}")
+            engine.stand_still(for_s)
+
     def move(self) -> None:
         """Some pieces of a read, or all, leave their source, or land."""
         read = self._any(self.world.wire.reads)
@@ -335,6 +344,7 @@ class Simulation:
             self.turn: 45.0,
             self.let_time_pass: 6.0,
             self.let_much_time_pass: some(1.0),
+            self.stand_still: some(0.5),
             self.move: 16.0,
             self.copy: 8.0,
             self.deliver: 6.0,

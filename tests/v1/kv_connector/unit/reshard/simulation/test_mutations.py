@@ -105,6 +105,11 @@ def every_notification_is_believed(monkeypatch):
     monkeypatch.setattr(ProducerLedger, "_count", believe)
 
 
+def leases_run_while_a_machine_stands_still(monkeypatch):
+    """Though nobody could renew them."""
+    monkeypatch.setattr(ProducerLedger, "extend", lambda *_: None)
+
+
 def every_secret_is_believed(monkeypatch):
     """Whoever gives something up may."""
     count = ProducerLedger._count
@@ -232,6 +237,7 @@ def backlog_is_forgotten(monkeypatch):
         (leases_are_not_struck_out, "other bytes"),
         (every_notification_is_believed, "its lease has not run out"),
         (every_secret_is_believed, "its lease has not run out"),
+        (leases_run_while_a_machine_stands_still, "its lease has not run out"),
         (connections_drain_for_ever, "is not over"),
         (connections_are_not_retired, "is not over"),
         (

@@ -37,7 +37,7 @@ def test_no_schedule_violates_an_invariant():
         counts["failed"] += simulation.num_failed
         counts["neighbours served"] += simulation.num_neighbours_served
     # Schedules in which nothing happens prove nothing.
-    assert counts["neighbours served"] > NUM_SCHEDULES // 1000, counts
+    assert counts["neighbours served"] >= NUM_SCHEDULES // 1000, counts
     assert min(counts["received"], counts["failed"]) > NUM_SCHEDULES // 3, counts
 
 

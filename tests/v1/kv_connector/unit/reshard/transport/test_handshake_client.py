@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import zmq
 
 from tests.v1.kv_connector.unit.reshard.transport.channels import (
     DEADLINE_S,
@@ -34,7 +33,6 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     greet,
     listening,
     num_descriptors,
-    open_socket,
     reply_of,
     resident_bytes,
     serving,

@@ -20,6 +20,7 @@ there.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -102,6 +103,8 @@ class ConnectorThread:
         self._moves = False
         self._holds = False
         self._tick_at_s = 0.0
+        # When this thread should have come round, by the clock that it rests by.
+        self._round_by_s = math.inf
         # When the poll, or the step, began that is under way; each is written by its own thread.
         self._poll = Round("connector's thread")
         self._step = Round("engine's step")
@@ -200,10 +203,12 @@ class ConnectorThread:
         now_s = self._clock()
         self._poll.begin(now_s)
         try:
+            self._see_how_late_it_is()
             report = self._transfer_engine.poll(self._taken, now_s)
             if report:
                 self._reports.append(report)
             self._transfer_engine.tell_producers(now_s)
+            self._see_how_late_it_is()
         finally:
             self._poll.end()
         self._moves = self._transfer_engine.is_moving
@@ -216,7 +221,7 @@ class ConnectorThread:
             # To wait for news would not let go of the interpreter where there are some.
             time.sleep(_MOMENT_S)
         elif self._moves or self._transfer_engine.is_talking:
-            self._news.wait(self._rest_s)
+            self._rest(self._rest_s)
             longest_s = _LONGEST_REST_S if self._moves else _LONGEST_TALK_REST_S
             self._rest_s = min(2 * self._rest_s, longest_s)
         else:
@@ -225,14 +230,27 @@ class ConnectorThread:
     def _sleep(self, due_s: float | None) -> None:
         """Wait until the thread is woken, or something is due."""
         began_s = self._clock()
-        stalls_s = (each.stalls_at_s for each in self._watched)
-        ends_s = [each_s for each_s in (due_s, *stalls_s) if each_s is not None]
-        rests_s = max(min(ends_s) - began_s, _SHORTEST_REST_S) if ends_s else None
-        woken = self._news.wait(rests_s)
-        now_s = self._clock()
-        if not woken and rests_s is not None and now_s > began_s + rests_s + STALL_S:
+        ends_s = [due_s, *(each.stalls_at_s for each in self._watched)]
+        if self._holds:
+            # Else nobody could say for how long leases have run that nobody could renew.
+            ends_s.append(began_s + STALL_S)
+        rest_s = min((each_s for each_s in ends_s if each_s is not None), default=math.inf)
+        self._rest(max(rest_s - began_s, _SHORTEST_REST_S))
+
+    def _rest(self, rest_s: float) -> None:
+        """Wait for so long, or until the thread is woken."""
+        self._round_by_s += rest_s
+        self._news.wait(rest_s if rest_s < math.inf else None)
+
+    def _see_how_late_it_is(self) -> None:
+        """Where a turn begins late or takes long, leases last longer: nobody was heard."""
+        now_s = time.monotonic()
+        late_s, self._round_by_s = now_s - self._round_by_s, now_s
+        if late_s > STALL_S:
             logger.warning(
-                "This process stood still for %.1f s, or its machine did: requests and leases may "
-                "have run out of time meanwhile.",
-                now_s - began_s - rests_s,
+                "The connector's thread comes round %.1f s late: this process stood still, or its "
+                "machine, or NIXL did not return. What it holds for others is held as much longer; "
+                "what it reads may be lost.",
+                late_s,
             )
+            self._transfer_engine.stood_still(late_s)

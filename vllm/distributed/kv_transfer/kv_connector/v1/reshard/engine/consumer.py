@@ -228,6 +228,11 @@ class ConsumerSide:
         lane.close()
         self._transfers.end(lane)
 
+    def stood_still(self, for_s: float) -> None:
+        """Nothing could be done for so many seconds; leases may have run out meanwhile."""
+        for reading in self._reading.values():
+            reading.stood_still_s += for_s
+
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
         """Requests that have failed since the last call, with their blocks."""
         self._failed += self._ledger.take_failed()
@@ -278,12 +283,15 @@ class ConsumerSide:
         # A failed handshake was told, with the requests that it cost.
         if failure is not ReadFailure.HANDSHAKE:
             state, for_s = reading.failed_in
+            still_s = reading.stood_still_s
+            still = f", after this worker stood still for {still_s:.1f} s" if still_s else ""
             logger.error(
-                "KV cache of request %s could not be read from engine %s (%s for %.1f s): %s%s",
+                "KV cache of request %s could not be read from engine %s (%s for %.1f s%s): %s%s",
                 outcome.request_id,
                 receive.source.engine_id,
                 state.value,
                 for_s,
+                still,
                 outcome.failure,
                 REMEDIES.get(failure, ""),
             )

@@ -88,6 +88,10 @@ class ProducerSide:
         if announcement.number > self._num_offers:
             self._table.publish(announcement.request_id, announcement.fingerprint)
 
+    def stood_still(self, for_s: float) -> None:
+        """Nobody could be heard for so many seconds."""
+        self._ledger.extend(for_s)
+
     def collect_released(self, now_s: float) -> set[RequestId]:
         """Requests whose blocks may be used for something else, and are held no more."""
         self._hear(now_s)

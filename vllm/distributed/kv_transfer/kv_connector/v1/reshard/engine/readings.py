@@ -49,6 +49,7 @@ class Reading:
         since_s: Since when.
         failure: What went wrong first here; None also where it did elsewhere.
         failed_in: The state in which it failed, and how many seconds it had been in it.
+        stood_still_s: For how long nothing was done for it, as its worker stood still.
         num_in_doubt: Its blocks, since it has failed and while they may be written.
     """
 
@@ -62,6 +63,7 @@ class Reading:
     since_s: float = 0.0
     failure: ReadFailure | None = None
     failed_in: tuple[ReadState, float] = (ReadState.WAITING, 0.0)
+    stood_still_s: float = 0.0
     num_in_doubt: int = 0
 
     def waits_for(self, receive: Receive) -> bool:

@@ -205,6 +205,11 @@ class TransferEngine:
         self._is_asked, self._report = False, Report()
         return report
 
+    def stood_still(self, for_s: float) -> None:
+        """No turn was taken for so many seconds longer than was meant."""
+        self.producer.stood_still(for_s)
+        self.consumer.stood_still(for_s)
+
     def tell_producers(self, now_s: float) -> None:
         """Notify the producers of what was read, and close connections that nothing is read with.
 

@@ -263,6 +263,11 @@ class ProducerLedger:
                 renewed += 1
         return renewed
 
+    def extend(self, for_s: float) -> None:
+        """Let all leases last so many seconds longer, in which no renewal could be heard."""
+        for held in self._held.values():
+            held.expires_at_s += for_s
+
     def hear(self, request_id: RequestId, notice: Notice) -> Receipt:
         """Take note that a reader is through with a request's blocks.
 
