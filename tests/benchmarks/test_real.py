@@ -92,6 +92,7 @@ def test_handshakes_and_requests_are_measured(plan):
             assert own_s == whole_s if variant == OURS.name else 0 < own_s < whole_s
 
 
+@pytest.mark.full
 def test_idle_workers_pauses_and_late_bytes_are_measured(plan):
     """Who has nothing to do, waits for a handshake, holds; and a report after the last byte."""
     plan = replace(plan, repetitions=1)
@@ -111,6 +112,7 @@ def test_idle_workers_pauses_and_late_bytes_are_measured(plan):
     assert all(each[Metric.STEPS_AFTER_ARRIVAL][0] >= 0 for each in network.samples.values())
 
 
+@pytest.mark.full
 def test_worker_that_knows_many_engines_is_measured(plan):
     """With UCX's threads and without; engines are connected, and NIXL's part is in the whole."""
     shape = replace(SHAPE, prefill=Layout(1, 1))
