@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .ports import HOST
+
+_TRACED = Path(__file__).with_name("traced_router.py")
 
 
 @dataclass(frozen=True)
@@ -18,12 +22,14 @@ class RouterSpec:
         port: where it serves; ``None`` for a free one.
         policy: how it spreads requests over several engines.
         extra_args: appended to the command line.
+        traces_endpoint: where it sends its traces; ``None`` for nowhere.
     """
 
     name: str = "router"
     port: int | None = None
     policy: str = "round_robin"
     extra_args: Sequence[str] = ()
+    traces_endpoint: str | None = None
 
 
 def router_command(
@@ -44,7 +50,10 @@ def router_command(
         prefill_urls: base URLs of the prefill engines, without a path.
         decode_urls: base URLs of the decode engines, without a path.
     """
-    command = [script, "--host", HOST, "--port", str(port)]
+    command = [script]
+    if spec.traces_endpoint is not None:
+        command = [sys.executable, str(_TRACED), spec.traces_endpoint]
+    command += ["--host", HOST, "--port", str(port)]
     command += ["--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
     command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", spec.policy]
     # A second try would hide that the first one failed.

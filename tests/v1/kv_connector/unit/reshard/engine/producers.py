@@ -53,7 +53,12 @@ class Producer:
         self.side.apply_metadata(ReshardConnectorMetadata(**metadata), now_s)
 
     def offer(
-        self, *request_ids: str, num_blocks: int = 3, now_s: float = 0.0, num_offers: int = 0
+        self,
+        *request_ids: str,
+        num_blocks: int = 3,
+        now_s: float = 0.0,
+        num_offers: int = 0,
+        **metadata,
     ) -> None:
         """Requests were computed."""
         self.tell(now_s, admitted=set(request_ids))
@@ -64,6 +69,7 @@ class Producer:
             offered_blocks=dict.fromkeys(request_ids, num_blocks),
             fingerprints=dict.fromkeys(request_ids, OFFER),
             secrets=dict.fromkeys(request_ids, SECRET),
+            **metadata,
         )
 
     def hear(

@@ -216,12 +216,13 @@ class Engine:
         for worker in self.workers.values():
             worker.submit(ReshardConnectorMetadata(**metadata))
 
-    def offer(self, *request_ids: str, lease_s: float = 30.0) -> None:
+    def offer(self, *request_ids: str, lease_s: float = 30.0, **metadata) -> None:
         """Compute requests, and hold their blocks."""
         self.start(admitted=set(request_ids))
         self.start(
             offered=dict.fromkeys(request_ids, lease_s),
             fingerprints=dict.fromkeys(request_ids, OFFER),
+            **metadata,
         )
 
     def blocks(self, rank: MeshRank, layer: str, block_ids) -> np.ndarray:

@@ -30,8 +30,9 @@ from ..transport.remote import LocalCache, RequestBlocks
 from ..transport.transfers import PartEvent, PartFailed, Transfers
 from .notifier import Notifier
 from .peers import Peer, PeerTable
-from .readings import MAY_BE_ANOTHERS, READ_FAILURES, REMEDIES, Reading
+from .readings import MAY_BE_ANOTHERS, READ_FAILURES, REMEDIES, SPANS, Reading
 from .stats import ReadFailure, ReshardStats
+from .traces import trace_of_read
 
 logger = init_logger(__name__)
 
@@ -50,6 +51,7 @@ class ConsumerSide:
         notifier: Notifies the producers of their blocks.
         stats: Where to count.
         timeout_s: How long a request may take from `start_request` until it is received.
+        name: The worker's, for traces.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class ConsumerSide:
         notifier: Notifier,
         stats: ReshardStats,
         timeout_s: float,
+        name: str = "",
     ) -> None:
+        self._name = name
         self._peers = peers
         self._transfers = transfers
         self._notifier = notifier
@@ -154,6 +158,12 @@ class ConsumerSide:
     def on_connected(self, peer: Peer) -> None:
         """What has waited for a peer can begin: it is connected now."""
         self._ready[peer.address] = peer
+
+    def trace_handshake(self, address: RemoteEngineAddress, took_s: float, now_s: float) -> None:
+        """Export the handshake that requests have waited for."""
+        for reading in self._reading.values():
+            if reading.trace is not None and reading.receive.source == address:
+                reading.trace.span("handshake", now_s - took_s, now_s)
 
     def begin(self, now_s: float, budget: Budget) -> None:
         """Post reads of what has waited, one request of each peer in turns.
@@ -317,6 +327,12 @@ class ConsumerSide:
             1e3 * (self._now_s - reading.since_s),
             reading.state.value,
         )
+        if reading.trace is not None:
+            read = reading.trace.what_was_read() if reading.state is ReadState.READING else {}
+            failed = {} if reading.failure is None else {"error.type": reading.failure.value}
+            reading.trace.span(
+                SPANS[reading.state], reading.since_s, self._now_s, {**read, **failed}
+            )
         reading.state, reading.since_s = state, self._now_s
 
     def _account(
@@ -325,7 +341,8 @@ class ConsumerSide:
         """Take a request into account until it is reported."""
         self._num_taken_up += 1
         due_at_s = now_s + self._timeout_s
-        reading = Reading(self._num_taken_up, due_at_s, receive, peer, since_s=now_s)
+        trace = trace_of_read(self._name, receive)
+        reading = Reading(self._num_taken_up, due_at_s, receive, peer, since_s=now_s, trace=trace)
         self._ledger.begin(request_id)
         self._reading[request_id] = reading
         self._deadlines.append((reading.due_at_s, request_id, reading.number))
@@ -405,6 +422,9 @@ class ConsumerSide:
             return
         if event.telemetry is not None:
             self._stats.record_transfer(event.telemetry, event.strategy)
+            if reading.trace is not None:
+                reading.trace.num_bytes += event.telemetry.totalBytes
+                reading.trace.strategies.add(event.strategy.value)
         if self._ledger.part_drained(event.request_id, event.key):
             try:
                 self._look_up(event.request_id, reading)

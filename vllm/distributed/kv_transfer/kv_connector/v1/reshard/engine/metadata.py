@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -40,6 +41,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         offered_blocks: How many blocks each of these has, of all KV-cache groups.
         fingerprints: What each of these offers; of the same requests.
         secrets: What gives each of these up.
+        trace_headers: What the traces of some of these are known by.
         num_offers: How many offers the engine has made up to this step. What is announced of them
             is older than the step.
         announcer: Where to hear of offers before the step that says so; None where that does not
@@ -58,6 +60,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     offered_blocks: dict[RequestId, int] = field(default_factory=dict)
     fingerprints: dict[RequestId, OfferFingerprint] = field(default_factory=dict)
     secrets: dict[RequestId, OfferSecret] = field(default_factory=dict)
+    trace_headers: dict[RequestId, Mapping[str, str]] = field(default_factory=dict)
     num_offers: int = 0
     announcer: AnnouncerAddress | None = None
     awaited: dict[RequestId, RemoteRequest] = field(default_factory=dict)

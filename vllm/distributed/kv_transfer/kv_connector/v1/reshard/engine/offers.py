@@ -10,6 +10,7 @@ is announced as well, and a worker shows it at once.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 
 from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
@@ -25,6 +26,7 @@ class OfferBook:
         self._num_blocks: dict[RequestId, int] = {}
         self._fingerprints: dict[RequestId, OfferFingerprint] = {}
         self._secrets: dict[RequestId, OfferSecret] = {}
+        self._trace_headers: dict[RequestId, Mapping[str, str]] = {}
         self._num_offers = 0
         self._announcer: Announcer | None = None
         # As long as workers were not told.
@@ -41,9 +43,19 @@ class OfferBook:
             self._address = self._announcer.address
 
     def offer(
-        self, request_id: RequestId, num_blocks: int, fingerprint: OfferFingerprint
+        self,
+        request_id: RequestId,
+        num_blocks: int,
+        fingerprint: OfferFingerprint,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> OfferSecret:
         """Offer a request's blocks, which all workers have computed.
+
+        Args:
+            request_id: The request.
+            num_blocks: How many blocks it has, of all KV-cache groups.
+            fingerprint: What they hold.
+            trace_headers: What its trace is known by; None where it has none.
 
         Returns:
             What whoever is sent the request gives them up with.
@@ -52,6 +64,8 @@ class OfferBook:
         self._num_blocks[request_id] = num_blocks
         self._fingerprints[request_id] = fingerprint
         self._secrets[request_id] = secret
+        if trace_headers:
+            self._trace_headers[request_id] = trace_headers
         self._num_offers += 1
         if self._announcer is not None:
             announcement = Announcement(self._num_offers, request_id, fingerprint)
@@ -63,6 +77,7 @@ class OfferBook:
         metadata.offered_blocks, self._num_blocks = self._num_blocks, {}
         metadata.fingerprints, self._fingerprints = self._fingerprints, {}
         metadata.secrets, self._secrets = self._secrets, {}
+        metadata.trace_headers, self._trace_headers = self._trace_headers, {}
         metadata.num_offers = self._num_offers
         metadata.announcer, self._address = self._address, None
 

@@ -6,6 +6,8 @@ All of this belongs to the connector's thread.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from vllm.logger import init_logger
 
 from ..errors import ReshardError
@@ -17,8 +19,18 @@ from ..protocol.messages import Announcement, Done, GaveUp, Renew, decode_notifi
 from ..transport.agent import NixlAgent
 from .metadata import ReshardConnectorMetadata
 from .stats import ReshardStats
+from .traces import PREFIX, Trace, trace_of_offer
 
 logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class _TracedOffer:
+    """An offer that is traced, since when it is held, and which reader was the last, if any."""
+
+    trace: Trace
+    since_s: float
+    last_reader: str = ""
 
 
 class ProducerSide:
@@ -28,9 +40,13 @@ class ProducerSide:
         agent: This worker's agent; the table of leases is registered with it.
         renewal_s: For how long a heartbeat renews a lease.
         stats: Where to count.
+        name: The worker's, for traces.
     """
 
-    def __init__(self, agent: NixlAgent, renewal_s: float, stats: ReshardStats) -> None:
+    def __init__(
+        self, agent: NixlAgent, renewal_s: float, stats: ReshardStats, name: str = ""
+    ) -> None:
+        self._name = name
         self._agent = agent
         self._renewal_s = renewal_s
         self._stats = stats
@@ -42,6 +58,7 @@ class ProducerSide:
         self._held_blocks = 0
         self._counted_blocks = 0
         self._num_offers = 0
+        self._traces: dict[RequestId, _TracedOffer] = {}
         # What is held no more, and was not told of.
         self._gone: set[RequestId] = set()
 
@@ -75,9 +92,17 @@ class ProducerSide:
             fingerprint = metadata.fingerprints[request_id]
             self._table.publish(request_id, fingerprint)
             secret = metadata.secrets.get(request_id)
-            if self._ledger.offer(request_id, now_s + lease_s, fingerprint, secret):
-                self._hold(request_id, metadata.offered_blocks.get(request_id, 0))
+            num_blocks = metadata.offered_blocks.get(request_id, 0)
+            is_held = self._ledger.offer(request_id, now_s + lease_s, fingerprint, secret)
+            if is_held:
+                self._hold(request_id, num_blocks)
                 self._tell(request_id, HeldState.OFFERED, f", for {lease_s:g} s")
+            if headers := metadata.trace_headers.get(request_id):
+                trace = trace_of_offer(self._name, headers, num_blocks)
+                self._traces[request_id] = _TracedOffer(trace, now_s)
+                if not is_held:
+                    # Its readers were faster.
+                    self._end_trace(request_id, HeldState.RELEASED, now_s)
 
     def apply_announcement(self, announcement: Announcement) -> None:
         """Show readers what is offered, before the step that says so.
@@ -98,6 +123,7 @@ class ProducerSide:
         self._gone.update(self._ledger.take_released())
         for request_id in self._gone:
             self._tell(request_id, HeldState.RELEASED)
+            self._end_trace(request_id, HeldState.RELEASED, now_s)
         expiries = self._ledger.expire(now_s)
         self._gone.update(expiry.request_id for expiry in expiries)
         for expiry in expiries:
@@ -110,6 +136,7 @@ class ProducerSide:
                 "an unknown number of" if expiry.awaited is None else expiry.awaited,
             )
             self._tell(expiry.request_id, HeldState.EXPIRED)
+            self._end_trace(expiry.request_id, HeldState.EXPIRED, now_s)
         for request_id in self._gone:
             # Before the scheduler learns that the blocks may be used: see `leases`.
             self._table.remove(request_id)
@@ -152,6 +179,8 @@ class ProducerSide:
                 continue
             if receipt is Receipt.RELEASED:
                 self._gone.add(release.request_id)
+                if (traced := self._traces.get(release.request_id)) is not None:
+                    traced.last_reader = done.notifier
             elif receipt is Receipt.UNKNOWN and isinstance(done, Done):
                 self._stats.record_late_notification()
                 late.append(release.request_id)
@@ -179,6 +208,12 @@ class ProducerSide:
         """Tell in the log what a request has become, and how many blocks are held for it."""
         num_blocks = self._num_blocks.get(request_id, 0)
         logger.debug("Request %s: %s, with %d blocks%s.", request_id, state.value, num_blocks, more)
+
+    def _end_trace(self, request_id: RequestId, state: HeldState, now_s: float) -> None:
+        """Export for how long a request was held, and what has ended that."""
+        if (traced := self._traces.pop(request_id, None)) is not None:
+            ended = {PREFIX + "end": state.value, PREFIX + "last_reader": traced.last_reader}
+            traced.trace.span("offer", traced.since_s, now_s, ended)
 
     def _hold(self, request_id: RequestId, num_blocks: int) -> None:
         """Take account of the blocks that a request holds from now on."""

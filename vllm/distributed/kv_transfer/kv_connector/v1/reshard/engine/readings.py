@@ -13,6 +13,7 @@ from ..transport.connection import PeerConnection
 from ..transport.lease_check import LeaseCheckFailure, PreparedTable
 from .peers import Peer
 from .stats import ReadFailure
+from .traces import Trace
 
 READ_FAILURES = {
     LeaseCheckFailure.PEER: ReadFailure.TRANSFER,
@@ -34,6 +35,15 @@ REMEDIES = {
 }
 
 
+SPANS = {
+    ReadState.WAITING: "wait",
+    ReadState.READING: "read",
+    ReadState.CHECKING: "check",
+    ReadState.FAILED: "drain",
+}
+"""What the spans are called that a request's states are in its trace."""
+
+
 @dataclass(slots=True)
 class Reading:
     """A request being read, or waiting for that.
@@ -50,6 +60,7 @@ class Reading:
         failure: What went wrong first here; None also where it did elsewhere.
         failed_in: The state in which it failed, and how many seconds it had been in it.
         stood_still_s: For how long nothing was done for it, as its worker stood still.
+        trace: Where what it goes through is exported; None where its client traces nothing.
         num_in_doubt: Its blocks, since it has failed and while they may be written.
     """
 
@@ -64,6 +75,7 @@ class Reading:
     failure: ReadFailure | None = None
     failed_in: tuple[ReadState, float] = (ReadState.WAITING, 0.0)
     stood_still_s: float = 0.0
+    trace: Trace | None = None
     num_in_doubt: int = 0
 
     def waits_for(self, receive: Receive) -> bool:

@@ -273,6 +273,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             remote_tokens=remote_tokens,
             fingerprint=_fingerprint(request, remote_tokens, blocks) if is_bound else None,
             secret=source.secret if made_up else None,
+            trace_headers=request.trace_headers,
         )
 
     def _num_held(self, request: Request, source: RemoteBlocks) -> int:
@@ -326,7 +327,9 @@ class ReshardScheduler(NixlConnectorScheduler):
             assert params is not None
             params["remote_num_tokens"] = num_tokens
             fingerprint = _fingerprint(request, num_tokens, params["remote_block_ids"])
-            secret = self._offers.offer(request.request_id, sum(map(len, block_ids)), fingerprint)
+            secret = self._offers.offer(
+                request.request_id, sum(map(len, block_ids)), fingerprint, request.trace_headers
+            )
             params["remote_secret"] = write_secret(secret)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size

@@ -111,10 +111,17 @@ class ReshardWorker:
         notifier = Notifier(self._name, stats)
         self._transfer_engine = TransferEngine(
             agent,
-            ProducerSide(agent, self._settings.lease_s, stats),
+            ProducerSide(agent, self._settings.lease_s, stats, self._name),
             peers,
             self._transfers,
-            ConsumerSide(peers, self._transfers, notifier, stats, self._settings.kv_read_timeout_s),
+            ConsumerSide(
+                peers,
+                self._transfers,
+                notifier,
+                stats,
+                self._settings.kv_read_timeout_s,
+                self._name,
+            ),
             notifier,
             Renewals(self._settings.lease_s),
             stats,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias, TypeVar
 
@@ -53,6 +53,7 @@ class Receive:
         secret: What gives the source's offer up in its place; None where it is not needed, or not
             known, so that the source cannot be told.
         fault: Why the request cannot be read at all; None where nothing is known against it.
+        trace_headers: What its client's trace is known by; None where it has none.
     """
 
     source: RemoteEngineAddress
@@ -64,6 +65,7 @@ class Receive:
     fingerprint: OfferFingerprint | None = None
     fault: str | None = None
     secret: OfferSecret | None = None
+    trace_headers: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

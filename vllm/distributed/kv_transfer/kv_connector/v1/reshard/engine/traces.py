@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request goes through in the connector, as spans in the trace that its client has begun.
+
+vLLM hands a request's trace headers on where it exports traces (`--otlp-traces-endpoint`), and none
+otherwise: without them nothing is computed here. The spans go to the exporter that vLLM has made in
+this process. Names of attributes are OpenTelemetry's where it has some
+(https://opentelemetry.io/docs/specs/semconv/general/attributes/).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
+
+from ..protocol.messages import Receive
+
+PREFIX = "vllm.kv_transfer."
+"""How names of spans, and of attributes that OpenTelemetry has no name for, begin."""
+
+Attributes = Mapping[str, str | int | float | list[str]]
+
+
+@dataclass(slots=True)
+class Trace:
+    """The trace of a request that a worker reads, or holds. Belongs to the connector's thread.
+
+    Attributes:
+        headers: W3C's `traceparent`, and `tracestate` if there is one, as the client sent them.
+        attributes: Of each of its spans.
+        num_bytes: What was read.
+        strategies: How.
+    """
+
+    headers: Mapping[str, str]
+    attributes: Attributes
+    num_bytes: int = 0
+    strategies: set[str] = field(default_factory=set)
+
+    def span(
+        self, name: str, began_s: float, ended_s: float, attributes: Attributes | None = None
+    ) -> None:
+        """Export a span.
+
+        Args:
+            name: What the request went through.
+            began_s: When it began, by the clock of `time.monotonic`.
+            ended_s: When it has ended, by the same clock.
+            attributes: Of this span alone.
+        """
+        epoch_ns = time.time_ns() - time.monotonic_ns()
+        instrument_manual(
+            PREFIX + name,
+            epoch_ns + round(1e9 * began_s),
+            epoch_ns + round(1e9 * ended_s),
+            {**self.attributes, **(attributes or {})},
+            extract_trace_context(self.headers),
+            SpanKind.INTERNAL,
+        )
+
+    def what_was_read(self) -> Attributes:
+        """Attributes of a read."""
+        return {PREFIX + "bytes": self.num_bytes, PREFIX + "strategies": sorted(self.strategies)}
+
+
+def trace_of_read(worker: str, receive: Receive) -> Trace | None:
+    """The trace of a request that a worker reads; None where it has none."""
+    if not receive.trace_headers:
+        return None
+    source = receive.source
+    return Trace(
+        receive.trace_headers,
+        {
+            PREFIX + "worker": worker,
+            PREFIX + "remote_engine_id": source.engine_id,
+            PREFIX + "remote_request_id": receive.remote_request_id,
+            PREFIX + "blocks": sum(map(len, receive.local_block_ids)),
+            "server.address": source.host,
+            "server.port": source.port,
+        },
+    )
+
+
+def trace_of_offer(worker: str, headers: Mapping[str, str], num_blocks: int) -> Trace:
+    """The trace of a request that a worker holds."""
+    return Trace(headers, {PREFIX + "worker": worker, PREFIX + "blocks": num_blocks})
