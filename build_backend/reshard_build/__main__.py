@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .archive import open_base
 from .assemble import write_wheel
 from .bases import VARIABLE as BASE_VARIABLE
 from .bases import default_release, select_base
@@ -17,10 +16,11 @@ from .check import run_checks
 from .editable import read_stamp, refresh
 from .errors import EditableError, readable_exit
 from .export import export_series
-from .fetch import fetch
 from .messages import show_progress
 from .metadata import dist_info
+from .operators import report_operators
 from .overlay import base_overlay
+from .pinned import open_pinned
 from .product import Choice, choose, open_product
 from .project import Project
 from .scratch import write_import, write_tree
@@ -81,6 +81,7 @@ def _wheel(project: Project, options: argparse.Namespace) -> int:
     directory = (options.directory or project.root / "dist").absolute()
     choice = choose(project, os.environ)
     with open_product(project, choice.target, choice.pin, os.environ) as product:
+        report_operators(product.pin, product.base)
         metadata = dist_info(project, product.target, product.pin, product.base)
         print(directory / write_wheel(product, metadata, directory))
     return 0
@@ -101,7 +102,7 @@ def _import(project: Project, options: argparse.Namespace) -> int:
     repository = (options.repository or project.scratch_dir(pin.version)).absolute()
     patches = load_series(project.patches_dir(pin.version))
     overlay = base_overlay(project, pin.version)
-    with open_base(fetch(pin, os.environ)) as base:
+    with open_pinned(pin, os.environ) as base:
         write_import(base, patches, overlay, repository)
     print(f"{repository}: edit the commits of branch patches (checked out), then export")
     return 0

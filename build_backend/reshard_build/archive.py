@@ -23,6 +23,7 @@ from wheel.wheelfile import WheelError, WheelFile
 from .errors import BaseWheelError, ProductError, SettingError
 
 PACKAGE_PREFIX = "vllm/"
+COMPILED_SUFFIX = ".so"
 REGULAR_FILE_MODE = stat.S_IFREG | 0o644
 EXECUTABLE_FILE_MODE = stat.S_IFREG | 0o755
 COMPRESSION = ZIP_DEFLATED
@@ -38,10 +39,16 @@ class BaseWheel:
     """An open wheel of vLLM.
 
     Use `open_base` or `open_product`; all that is read is verified.
+
+    Args:
+        path: The wheel.
+        archive: The same, open.
+        compiled: Another one, whose compiled files take the place of this one's.
     """
 
-    def __init__(self, path: Path, archive: WheelFile) -> None:
+    def __init__(self, path: Path, archive: WheelFile, compiled: BaseWheel | None = None) -> None:
         self.path = path
+        self._compiled = compiled
         self._archive = archive
         self._dist_info: str = archive.dist_info_path
         self._infos: dict[str, ZipInfo] = {}
@@ -53,6 +60,9 @@ class BaseWheel:
                 self._infos[info.filename] = info
         #: Files of the package, in the order of the archive.
         self.names: tuple[str, ...] = tuple(n for n in self._infos if n.startswith(PACKAGE_PREFIX))
+        if compiled is not None:
+            own = (n for n in self.names if not n.endswith(COMPILED_SUFFIX))
+            self.names = (*own, *compiled.compiled_names)
         #: Files of the metadata directory, relative to it and without RECORD.
         self.dist_info_names: tuple[str, ...] = tuple(
             n.removeprefix(f"{self._dist_info}/")
@@ -67,11 +77,11 @@ class BaseWheel:
         Raises:
             BaseWheelError: A file is neither the package's nor metadata.
         """
-        if stray := (
-            self._infos.keys()
-            - self._name_set
-            - {f"{self._dist_info}/{name}" for name in self.dist_info_names}
-        ):
+        if stray := {
+            name
+            for name in self._infos
+            if not name.startswith((PACKAGE_PREFIX, f"{self._dist_info}/"))
+        }:
             raise BaseWheelError(
                 f"base wheel {self.path.name} holds {min(stray)}, neither in vllm/ nor metadata",
                 "teach the build where it goes",
@@ -81,16 +91,29 @@ class BaseWheel:
         return name in self._name_set
 
     @property
+    def compiled_names(self) -> tuple[str, ...]:
+        """Compiled files of the package, in the order of the archive."""
+        return tuple(name for name in self.names if name.endswith(COMPILED_SUFFIX))
+
+    def _borrowed(self, name: str) -> BaseWheel | None:
+        """The wheel that a compiled file comes from, where that is another one."""
+        return self._compiled if name.endswith(COMPILED_SUFFIX) else None
+
+    @property
     def record_time(self) -> DateTime:
         """When the base wheel was finished; given to files that the build adds."""
         return self._record_time
 
     def mode(self, name: str) -> int:
         """Return the Unix mode of a file, with the bits of its type."""
+        if other := self._borrowed(name):
+            return other.mode(name)
         return (self._infos[name].external_attr >> 16) or REGULAR_FILE_MODE
 
     def date_time(self, name: str) -> DateTime:
         """Return the time stamp of a file."""
+        if other := self._borrowed(name):
+            return other.date_time(name)
         return self._infos[name].date_time
 
     def read(self, name: str) -> bytes:
@@ -99,6 +122,8 @@ class BaseWheel:
         Raises:
             BaseWheelError: The content is damaged or not in RECORD.
         """
+        if other := self._borrowed(name):
+            return other.read(name)
         try:
             content: bytes = self._archive.read(name)
         except (WheelError, BadZipFile, zlib.error, EOFError, OSError) as error:
@@ -120,16 +145,17 @@ class BaseWheel:
 
 
 @contextmanager
-def open_base(path: Path) -> Iterator[BaseWheel]:
+def open_base(path: Path, compiled: BaseWheel | None = None) -> Iterator[BaseWheel]:
     """Open a base wheel.
 
     Args:
         path: The wheel.
+        compiled: An open one whose compiled files take the place of its own.
 
     Raises:
         BaseWheelError: It is not a wheel, has no valid RECORD, or holds what the build would lose.
     """
-    with open_product(path) as wheel:
+    with _open(path, compiled) as wheel:
         wheel.refuse_strays()
         yield wheel
 
@@ -144,12 +170,18 @@ def open_product(path: Path) -> Iterator[BaseWheel]:
     Raises:
         BaseWheelError: It is not a wheel, or has no valid RECORD.
     """
+    with _open(path, None) as wheel:
+        yield wheel
+
+
+@contextmanager
+def _open(path: Path, compiled: BaseWheel | None) -> Iterator[BaseWheel]:
     try:
         archive = WheelFile(path)
     except (WheelError, BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
         raise _damaged(path, str(error)) from None
     with archive:
-        yield BaseWheel(path, archive)
+        yield BaseWheel(path, archive, compiled)
 
 
 def _damaged(path: Path, reason: str) -> BaseWheelError:

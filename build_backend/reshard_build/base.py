@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,33 @@ from .project import read_toml
 
 
 @dataclass(frozen=True)
+class CompiledParts:
+    """Where the compiled files come from, for a release that has no wheel for a target.
+
+    Attributes:
+        pin: The nearest wheel for the target. Its compiled files stand for the release's.
+        operators: File of the operators that the release itself would register.
+        differing: Why it is no matter that the wheel lacks an operator or has another schema for
+            it, by the operator's name.
+    """
+
+    pin: WheelPin
+    operators: Path
+    differing: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class WheelPin:
     """One base wheel.
 
     Attributes:
         project: Name of the distribution on the package index.
-        version: Version of the distribution, which names the base.
+        version: Version of the distribution; of a base wheel, it names the base.
         python: Oldest Python that the release runs on.
         machine: What `platform.machine()` returns where the wheel runs.
         file: File name of the wheel.
         sha256: Checksum of the file, 64 hexadecimal digits.
+        compiled: What takes the place of the wheel's own compiled files, if anything does.
     """
 
     project: str
@@ -38,11 +55,17 @@ class WheelPin:
     machine: str
     file: str
     sha256: str
+    compiled: CompiledParts | None = None
 
     @property
     def tags(self) -> frozenset[Tag]:
         """Compatibility tags, from the file name: the `WHEEL` file inside may disagree."""
         return parse_wheel_filename(self.file)[3]
+
+    @property
+    def contents_sha256(self) -> str:
+        """Checksums of all wheels that files come from."""
+        return "+".join([self.sha256, *([self.compiled.pin.sha256] if self.compiled else [])])
 
     @property
     def compressed_tag(self) -> str:
@@ -143,7 +166,11 @@ def load_base(path: Path) -> Base:
         raise ConfigError(f"{name}: version {version!r} is invalid", "give a PEP 440 one") from None
     targets = {
         target: _target(
-            target, entry, (version, python, product_version), f"{name}: targets.{target}"
+            target,
+            entry,
+            (version, python, product_version),
+            path.parent,
+            f"{name}: targets.{target}",
         )
         for target, entry in _table(document, "targets", name).items()
     }
@@ -166,16 +193,23 @@ def _status(document: Mapping[str, Any], where: str) -> Status:
         ) from None
 
 
-def _target(name: str, entry: Any, versions: tuple[str, str, str], where: str) -> Target:
+def _target(
+    name: str, entry: Any, versions: tuple[str, str, str], directory: Path, where: str
+) -> Target:
     version, python, product_version = versions
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is not a table", "see base.toml's other targets")
     project = _text(entry, "project", where)
     suffix = _text(entry, "suffix", where, may_be_empty=True)
-    wheels = {
-        machine: _pin(wheel, project, (version, python, machine), f"{where}.wheels.{machine}")
-        for machine, wheel in _table(entry, "wheels", where).items()
-    }
+    wheels = _wheels(entry, project, version, python, where)
+    if "compiled" in entry:
+        parts = _compiled(entry["compiled"], python, directory, f"{where}.compiled")
+        if parts.keys() != wheels.keys():
+            raise ConfigError(
+                f"{where}.compiled has wheels for {', '.join(sorted(parts))}",
+                f"give it one for each of {', '.join(sorted(wheels))}",
+            )
+        wheels = {machine: replace(pin, compiled=parts[machine]) for machine, pin in wheels.items()}
     return Target(
         name=name,
         version=f"{product_version}.{suffix}" if suffix else product_version,
@@ -186,6 +220,35 @@ def _target(name: str, entry: Any, versions: tuple[str, str, str], where: str) -
         ),
         wheels=wheels,
     )
+
+
+def _wheels(
+    entry: Mapping[str, Any], project: str, version: str, python: str, where: str
+) -> dict[str, WheelPin]:
+    """Return the pinned wheels of a table, by machine."""
+    return {
+        machine: _pin(wheel, project, (version, python, machine), f"{where}.wheels.{machine}")
+        for machine, wheel in _table(entry, "wheels", where).items()
+    }
+
+
+def _compiled(entry: Any, python: str, directory: Path, where: str) -> dict[str, CompiledParts]:
+    """Return the compiled parts of a target, by machine."""
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} is not a table", "give it `project`, `version` and `wheels`")
+    project, version = _text(entry, "project", where), _text(entry, "version", where)
+    operators = directory / _text(entry, "operators", where)
+    differing = entry.get("differing", {})
+    if not isinstance(differing, dict) or not all(
+        isinstance(reason, str) and reason for reason in differing.values()
+    ):
+        raise ConfigError(
+            f"{where}.differing is {differing!r}", "give it a reason for each operator"
+        )
+    return {
+        machine: CompiledParts(pin=pin, operators=operators, differing=differing)
+        for machine, pin in _wheels(entry, project, version, python, where).items()
+    }
 
 
 def _pin(entry: Any, project: str, about: tuple[str, str, str], where: str) -> WheelPin:

@@ -6,18 +6,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from packaging.version import Version
 
-from .archive import BaseWheel, open_base
+from .archive import BaseWheel
 from .base import load_base
 from .bases import releases
 from .duplicates import require_no_duplicates
 from .errors import BuildError, UnknownBaseError
-from .fetch import fetch
+from .operators import require_operators
 from .overlay import base_overlay, clashes, require_no_clash
 from .patchfile import Patch, describe
+from .pinned import open_pinned
 from .plugin import checked_releases, read_plugin
 from .project import Project
 from .roundtrip import require_round_trip
@@ -77,12 +79,20 @@ def _check_base(project: Project, release: str, environ: Mapping[str, str]) -> I
         bases = [
             (
                 f"{release} {target.name} {pin.machine}",
-                stack.enter_context(open_base(fetch(pin, environ))),
+                pin,
+                stack.enter_context(open_pinned(pin, environ)),
             )
             for target in config.targets.values()
             for pin in target.wheels.values()
         ]
-        for label, base in bases:
+        proved: set[str] = set()
+        for label, pin, base in bases:
+            if pin.compiled is not None:
+                yield _prove(f"operators, {label}", partial(require_operators, pin, base))
+            # Two targets may have the Python of one wheel.
+            if pin.sha256 in proved:
+                continue
+            proved.add(pin.sha256)
             against = _Against(release, base, overlay, series.patches)
             if described.ok:
                 applied = _prove(f"apply, {label}", against.apply)

@@ -34,7 +34,7 @@ class Stamp:
     """What a tree was made from.
 
     Attributes:
-        base_sha256: Checksum of the base wheel.
+        base_sha256: Checksum of the base wheel, or of both.
         version: Version of the product.
         changed: Files that differ from the base, or may if an update was cut short.
         links: Links to the overlay.
@@ -65,7 +65,7 @@ def refresh(product: Product, tree: Path) -> bool:
     try:
         with turn_at(tree):
             stamp = read_stamp(tree)
-            if stamp is None or stamp.base_sha256 != product.pin.sha256:
+            if stamp is None or stamp.base_sha256 != product.pin.contents_sha256:
                 _write_whole(product, tree)
                 return True
             _update(product, tree, stamp)
@@ -166,7 +166,7 @@ def _write_stamp(
     product: Product, tree: Path, changed: Iterable[str], links: Iterable[str]
 ) -> None:
     stamp = Stamp(
-        base_sha256=product.pin.sha256,
+        base_sha256=product.pin.contents_sha256,
         version=product.target.version,
         changed=sorted(changed),
         links=sorted(links),

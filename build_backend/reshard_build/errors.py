@@ -58,6 +58,10 @@ class BaseWheelError(BuildError):
     """The base wheel is damaged or not of the expected shape."""
 
 
+class OperatorError(BuildError):
+    """Compiled files of another release lack operators, or have others, that a base calls."""
+
+
 class ProductError(BuildError):
     """The wheel that was written is not valid."""
 

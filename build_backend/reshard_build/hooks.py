@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .archive import open_base
 from .assemble import dist_info_name, write_editable_wheel, write_wheel
 from .bases import select_base
 from .editable import refresh
 from .errors import EditableError, SettingError, readable_exit
-from .fetch import fetch
 from .messages import show_progress
 from .metadata import dist_info
+from .operators import report_operators
+from .pinned import open_pinned
 from .plugin import read_plugin
 from .product import Product, choose, open_product
 from .project import Project
@@ -58,7 +58,7 @@ def prepare_metadata_for_build_wheel(
         else:
             choice = choose(project, os.environ)
             name = dist_info_name(choice.target)
-            with open_base(fetch(choice.pin, os.environ)) as base:
+            with open_pinned(choice.pin, os.environ) as base:
                 files = dist_info(project, choice.target, choice.pin, base)
         for relative, content in files.items():
             path = Path(metadata_directory, name, relative)
@@ -151,4 +151,5 @@ def _product() -> Iterator[tuple[Project, Product]]:
     project = Project(Path.cwd())
     choice = choose(project, os.environ)
     with open_product(project, choice.target, choice.pin, os.environ) as product:
+        report_operators(product.pin, product.base)
         yield project, product

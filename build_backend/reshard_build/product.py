@@ -10,11 +10,11 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from .archive import BaseWheel, open_base
+from .archive import BaseWheel
 from .base import Base, Target, WheelPin
 from .bases import load_bases, require_python_of, select_base
-from .fetch import fetch
 from .overlay import base_overlay, overlay_files, require_no_clash
+from .pinned import open_pinned
 from .project import Project
 from .series import apply_series, base_files, load_series, touched_paths
 from .target import select_target, select_wheel
@@ -29,7 +29,7 @@ class Product:
     Attributes:
         target: What for.
         pin: The base wheel.
-        base: The same, open.
+        base: The same, open, with what else files come from.
         changed: New content of files by path; `None` for one that a patch deletes.
         overlay: Source of the overlay's files by path.
         scripts: Source of commands by path, which begins with `scripts/`.
@@ -100,7 +100,7 @@ def open_product(
     Raises:
         BuildError: The wheel cannot be had, the series does not apply, or the overlay clashes.
     """
-    with open_base(fetch(pin, environ)) as base:
+    with open_pinned(pin, environ) as base:
         yield compose(project, target, pin, base)
 
 

