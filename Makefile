@@ -14,6 +14,8 @@ SOAK_S ?= 600
 SEED ?=
 SOAK_ARGS ?=
 BENCH_ARGS ?=
+VERSION ?=
+SOURCES ?=
 SCHEDULES ?= 100000
 FIRST_SEED ?= 0
 
@@ -30,7 +32,7 @@ BIN := $(VENV)/bin
 TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild lint format test test-fast patches-check patches-import patches-export \
+.PHONY: base help setup rebuild lint format test test-fast patches-check patches-import patches-export \
         tree wheel plugin demo serve sweep soak bench docs clean test-faults test-full simulate
 
 help:  ## List the targets
@@ -108,6 +110,9 @@ test-full: setup $(VENV)/.installed-bench  ## Run the tests that need not decide
 simulate: setup  ## Run SCHEDULES=100000 of the simulation, from FIRST_SEED=0 on; a failure names its seed
 	RESHARD_SCHEDULES=$(SCHEDULES) RESHARD_FIRST_SEED=$(FIRST_SEED) $(PYTEST) \
 	  tests/v1/kv_connector/unit/reshard/simulation/test_simulation.py $(PYTEST_ARGS)
+
+base: $(VENV)/.installed  ## Begin the base VERSION=0.34.0, or say what is left of it: SOURCES=DIR
+	$(TOOLS) base $(VERSION) $(if $(SOURCES),--sources $(SOURCES))
 
 patches-check: $(VENV)/.installed  ## Prove series and overlay against all wheels of all bases
 	$(TOOLS) check

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from .assemble import write_wheel
 from .bases import VARIABLE as BASE_VARIABLE
-from .bases import default_release, select_base
+from .bases import default_release, releases, select_base
 from .check import run_checks
 from .editable import read_stamp, refresh
 from .errors import EditableError, readable_exit
 from .export import export_series
 from .messages import show_progress
 from .metadata import dist_info
+from .newbase import STEPS_FOR_A_PERSON, begin
 from .operators import report_operators
 from .overlay import base_overlay
 from .pinned import open_pinned
@@ -70,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("base", nargs="*", help="only these bases (default: all)")
     check.set_defaults(run=_check)
+    beginner = commands.add_parser("base", help="begin a base, or say what is left of it")
+    beginner.add_argument("release", help="the release of vLLM")
+    beginner.add_argument(
+        "--sources", type=Path, help="its unpacked sources, to read the declared operators from"
+    )
+    beginner.set_defaults(run=_base)
     rebuild = commands.add_parser(
         "rebuild", help="bring the tree of an editable installation up to date"
     )
@@ -127,6 +134,16 @@ def _check(project: Project, options: argparse.Namespace) -> int:
         print(proof, flush=True)
         ok = ok and proof.ok
     return 0 if ok else 1
+
+
+def _base(project: Project, options: argparse.Namespace) -> int:
+    for step in begin(project, options.release, os.environ, options.sources):
+        print(step, flush=True)
+    before = [each for each in releases(project) if each != options.release][-1]
+    print("left to a person:")
+    for number, text in enumerate(STEPS_FOR_A_PERSON, 1):
+        print(f"  {number}. {text.format(release=options.release, before=before)}")
+    return 0
 
 
 def _rebuild(project: Project, options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .base import WheelPin
@@ -92,6 +92,42 @@ def fetch(pin: WheelPin, environ: Mapping[str, str]) -> Path:
     return cached
 
 
+def find(project: str, version: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Fetch a wheel that nothing pins yet, for this machine; it then lies in the cache.
+
+    Args:
+        project: Name of the distribution.
+        version: Its version.
+        environ: Environment variables; pip's own are honoured.
+
+    Returns:
+        The wheel's file name and its checksum in hexadecimal.
+
+    Raises:
+        FetchError: No index has it, or the cache cannot be written.
+    """
+    cache = cache_dir(environ)
+    try:
+        with staging_folder("fetch-", cache) as staging:
+            log.info("fetching %s %s into %s", project, version, cache)
+            result = _pip_download(
+                [f"{project}==={version}"], staging, environ, staging / "pip.log"
+            )
+            found = next(iter(staging.glob("*.whl")), None)
+            if result.returncode != 0 or found is None:
+                raise FetchError(
+                    f"no wheel of {project} {version} is to be had: {_first_error(result.stderr)}",
+                    "name a release that an index in use has, or set PIP_INDEX_URL or "
+                    "PIP_FIND_LINKS",
+                )
+            return found.name, file_sha256(found.replace(cache / found.name))
+    except OSError as error:
+        raise FetchError(
+            f"cannot keep {project} {version} in {cache}: {error}",
+            f"point {CACHE_VARIABLE} to a writable directory with space",
+        ) from None
+
+
 def _download(pin: WheelPin, staging: Path, environ: Mapping[str, str], cache: Path) -> Path:
     log.info("fetching base wheel %s into %s", pin.file, cache)
     interpreter, abi, platform_tag = pin.compressed_tag.split("-")
@@ -103,17 +139,29 @@ def _download(pin: WheelPin, staging: Path, environ: Mapping[str, str], cache: P
     )
     # The wheel's own platform, not this machine's: the series is checked against all base wheels
     # on any machine. Python is the oldest that the base runs on; the base's tag may be older.
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--implementation", interpreter[:2], "--abi", abi, "--python-version", pin.python]
-    command += ["--platform", platform_tag, "--dest", str(staging), "--requirement", str(wanted)]
+    which = ["--implementation", interpreter[:2], "--abi", abi, "--python-version", pin.python]
+    which += ["--platform", platform_tag, "--requirement", str(wanted)]
     # Only pip's log says why it skipped an index.
     pip_log = staging / "pip.log"
+    result = _pip_download(which, staging, environ, pip_log)
+    fetched = staging / pin.file
+    if result.returncode == 0 and fetched.is_file():
+        return fetched
+    logged = pip_log.read_text(encoding="utf-8", errors="replace") if pip_log.exists() else ""
+    raise _failure(pin, result.stderr, logged, cache)
+
+
+def _pip_download(
+    which: Sequence[str], directory: Path, environ: Mapping[str, str], pip_log: Path
+) -> subprocess.CompletedProcess[str]:
+    """Let pip download a wheel, and nothing that it requires, into a directory."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--no-input", "--log", str(pip_log)]
     # Constraints are about what gets installed; the base wheel is not.
     inherited = {k: v for k, v in environ.items() if k not in {"PIP_CONSTRAINT", "PIP_REQUIREMENT"}}
     # On a terminal the progress bar is shown; elsewhere it would be noise.
-    result = subprocess.run(
-        command,
+    return subprocess.run(
+        [*command, "--dest", str(directory), *which],
         env=inherited,
         stdin=subprocess.DEVNULL,
         stdout=None if sys.stdout.isatty() else subprocess.DEVNULL,
@@ -122,11 +170,11 @@ def _download(pin: WheelPin, staging: Path, environ: Mapping[str, str], cache: P
         errors="replace",
         check=False,
     )
-    fetched = staging / pin.file
-    if result.returncode == 0 and fetched.is_file():
-        return fetched
-    logged = pip_log.read_text(encoding="utf-8", errors="replace") if pip_log.exists() else ""
-    raise _failure(pin, result.stderr, logged, cache)
+
+
+def _first_error(output: str) -> str:
+    errors = re.findall(r"^ERROR: (.+)$", output, re.MULTILINE)
+    return errors[0].strip() if errors else "pip gave no reason"
 
 
 def _failure(pin: WheelPin, output: str, logged: str, cache: Path) -> FetchError | ChecksumError:
@@ -134,8 +182,7 @@ def _failure(pin: WheelPin, output: str, logged: str, cache: Path) -> FetchError
     if "DO NOT MATCH THE HASHES" in output and (got := re.search(r"Got\s+([0-9a-f]{64})", output)):
         return _mismatch(pin, got.group(1))
     by_hand = f"or put {pin.file} (sha256 {pin.sha256}) into {cache}"
-    errors = re.findall(r"^ERROR: (.+)$", output, re.MULTILINE)
-    first = errors[0].strip() if errors else "pip gave no reason"
+    first = _first_error(output)
     if "No module named pip" in output:
         return FetchError(
             f"cannot fetch {pin.file}: {sys.executable} has no pip",

@@ -181,7 +181,9 @@ class TestModelRunnerV2AtSampling:
         runner.postprocess_num_computed_tokens = MagicMock()
         runner.pcp_manager = None
         runner.is_last_pp_rank = False
-        runner.execute_model_state = MagicMock(ec_connector_output=None)
+        runner.execute_model_state = MagicMock(
+            ec_connector_output=None, num_spec_tokens_to_schedule=0
+        )
         return runner
 
     def test_stage_reports_its_connector_output(self, runner):
