@@ -2,9 +2,11 @@
 # BASE=0.22.1 does any of it on another base, in a virtual environment of its own.
 
 PYTHON ?= python3
-DEFAULT_BASE := $(shell cat bases/default)
-# As for pip: the backend's own variable, else the default.
-BASE ?= $(or $(VLLM_RESHARD_BASE),$(DEFAULT_BASE))
+# What is run here is run on CPU.
+DEFAULT_BASE := $(shell sed -n 's/^cpu //p' bases/default)
+# As for pip: the backend's own variable, else the default. Wheels have a default for each target.
+ASKED_BASE := $(or $(BASE),$(VLLM_RESHARD_BASE))
+BASE ?= $(or $(ASKED_BASE),$(DEFAULT_BASE))
 PREFILL ?= tp1pp2
 DECODE ?= tp1pp1
 PYTEST_ARGS ?=
@@ -127,7 +129,7 @@ tree: $(VENV)/.installed  ## Write the whole patched vLLM as a git repository to
 	$(TOOLS) tree
 
 wheel: $(VENV)/.installed  ## Build the wheel for VLLM_TARGET_DEVICE into dist/
-	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+	VLLM_RESHARD_BASE=$(ASKED_BASE) $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 plugin: $(VENV)/.installed  ## Build the wheel of vllm-kv-reshard, for vLLM as released, into dist/
 	$(BIN)/python -m pip wheel --no-deps --config-settings distribution=plugin --wheel-dir dist .

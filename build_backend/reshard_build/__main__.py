@@ -26,7 +26,7 @@ from .product import Choice, choose, open_product
 from .project import Project
 from .scratch import write_import, write_tree
 from .series import load_series
-from .target import VARIABLE, select_wheel
+from .target import VARIABLE, select_wheel, wanted_target
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,7 +178,8 @@ def _rebuild(project: Project, options: argparse.Namespace) -> int:
 
 
 def _install_command(project: Project, release: str) -> str:
-    chosen = "" if release == default_release(project) else f"{BASE_VARIABLE}={release} "
+    default = default_release(project, wanted_target(os.environ))
+    chosen = "" if release == default else f"{BASE_VARIABLE}={release} "
     return f"{chosen}pip install -e ."
 
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from packaging.version import InvalidVersion, Version
 
 from .base import Base, Status, load_base
 from .errors import ConfigError, PythonTooOldError, UnknownBaseError
 from .project import Project
+from .target import nvidia_driver_answers, wanted_target
 
 VARIABLE = "VLLM_RESHARD_BASE"
 
@@ -30,24 +31,46 @@ def releases(project: Project) -> tuple[str, ...]:
         raise ConfigError(f"bases/: {error}", "name each directory after a release") from None
 
 
-def default_release(project: Project) -> str:
-    """Return the release that is built where nothing else is asked for.
+def default_releases(project: Project) -> dict[str, str]:
+    """Return the release that is built where nothing else is asked for, by target.
 
     Raises:
-        ConfigError: `bases/default` is missing or names no base.
+        ConfigError: `bases/default` is missing, is not of the required form or names no base.
     """
     try:
-        release = project.default_file.read_text(encoding="utf-8").strip()
+        lines = project.default_file.read_text(encoding="utf-8").splitlines()
     except OSError:
         raise ConfigError(
             f"{project.default_file} is missing", "run from a complete source tree"
         ) from None
-    if release not in releases(project):
-        raise ConfigError(
-            f"bases/default names {release!r}, which is none of {', '.join(releases(project))}",
-            "name one of them",
-        )
-    return release
+    found: dict[str, str] = {}
+    for line in lines:
+        target, _, release = line.partition(" ")
+        if release not in releases(project):
+            raise ConfigError(
+                f"bases/default has the line {line!r}, which names none of "
+                f"{', '.join(releases(project))}",
+                "give each target a line with one of them, as `cpu 0.32.0`",
+            )
+        found[target] = release
+    if not found:
+        raise ConfigError("bases/default is empty", "give each target a line, as `cpu 0.32.0`")
+    return found
+
+
+def default_release(project: Project, target: str) -> str:
+    """Return the release that is built for a target where nothing else is asked for.
+
+    Args:
+        project: Source tree.
+        target: Its name. One that no base has gets the release of the first target that has one;
+            that the base lacks it is for others to say.
+
+    Raises:
+        ConfigError: `bases/default` is missing, is not of the required form or names no base.
+    """
+    defaults = default_releases(project)
+    return defaults.get(target, next(iter(defaults.values())))
 
 
 def load_bases(project: Project) -> tuple[Base, ...]:
@@ -59,24 +82,30 @@ def load_bases(project: Project) -> tuple[Base, ...]:
     return tuple(load_base(project.base_file(release)) for release in releases(project))
 
 
-def select_base(project: Project, environ: Mapping[str, str]) -> Base:
-    """Choose the base: `VLLM_RESHARD_BASE`, else the default one.
+def select_base(
+    project: Project,
+    environ: Mapping[str, str],
+    driver_answers: Callable[[], bool] = nvidia_driver_answers,
+) -> Base:
+    """Choose the base: `VLLM_RESHARD_BASE`, else the default one of the target.
 
     Args:
         project: Source tree.
         environ: Environment variables.
+        driver_answers: Whether there is a usable NVIDIA device.
 
     Raises:
         UnknownBaseError: The variable names no base.
         ConfigError: A file of the bases is invalid.
     """
-    default = default_release(project)
-    wanted = environ.get(VARIABLE, "").strip() or default
+    wanted = environ.get(VARIABLE, "").strip()
+    if not wanted:
+        wanted = default_release(project, wanted_target(environ, driver_answers))
     if wanted not in releases(project):
         raise UnknownBaseError(
             f"{VARIABLE}={wanted} is not a base of this fork, which has "
-            + ", ".join(_described(base, default) for base in load_bases(project)),
-            f"set {VARIABLE} to one of them, or unset it for {default}",
+            + ", ".join(_described(base, project) for base in load_bases(project)),
+            f"set {VARIABLE} to one of them, or unset it for the default",
         )
     return load_base(project.base_file(wanted))
 
@@ -110,8 +139,10 @@ def _oldest(base: Base) -> tuple[int, ...]:
     return tuple(int(part) for part in base.python.split("."))
 
 
-def _described(base: Base, default: str) -> str:
+def _described(base: Base, project: Project) -> str:
     notes = [", ".join(sorted(base.targets))]
-    notes += ["the default"] if base.version == default else []
+    defaults = default_releases(project)
+    chosen = [target for target, release in defaults.items() if release == base.version]
+    notes += [f"the default for {' and '.join(chosen)}"] if chosen else []
     notes += ["only checked"] if base.status is Status.CHECKED else []
     return f"{base.version} ({'; '.join(notes)})"

@@ -16,7 +16,7 @@ from pathlib import Path
 from .archive import BaseWheel
 from .base import Base, Target, WheelPin, load_base
 from .bases import releases
-from .errors import BuildError, ConfigError
+from .errors import BuildError, ConfigError, FetchError
 from .fetch import find
 from .metadata import product_metadata
 from .operators import declared_in_sources, require_operators, write_operators
@@ -34,6 +34,23 @@ STEPS_FOR_A_PERSON = (
     'make setup test sweep demo BASE={release}: with status "run" in base.toml',
     "docs/rebasing.md, its last steps: which tests are for which base, and the pages that name it",
 )
+
+RELEASED = "vllm"
+"""The distribution that every release has."""
+
+_COMPILED = """
+
+[targets.{target}.compiled]
+project = "{nearest.project}"
+version = "{nearest.version}"
+# What the release's own sources declare, to compare with.
+operators = "operators.txt"
+
+[targets.{target}.compiled.wheels.{nearest.machine}]
+file = "{nearest.file}"
+sha256 = "{nearest.sha256}"
+
+"""
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,7 @@ def begin(
         before = releases(project)[-1]
         _copy(project, load_base(project.base_file(before)), release, environ)
         yield Step("pin", True, f"bases/{release} is new, with patches and rewrites of {before}")
+        yield from _complete_builds(load_base(project.base_file(before)), release, environ)
     config = load_base(project.base_file(release))
     if sources is not None:
         _write_operators(config, sources)
@@ -82,6 +100,22 @@ def begin(
         for pin in target.wheels.values():
             with open_pinned(pin, environ) as base:
                 yield from _look(project, target, pin, base)
+
+
+def _complete_builds(before: Base, release: str, environ: Mapping[str, str]) -> Iterator[Step]:
+    """Yield a step for each target that no longer needs the compiled files of another release."""
+    for target in before.targets.values():
+        for project in {pin.compiled.pin.project for pin in target.wheels.values() if pin.compiled}:
+            try:
+                file, sha256 = find(project, release, environ)
+            except FetchError:
+                continue
+            yield Step(
+                f"wheels, {target.name}",
+                False,
+                f"{project} {release} is to be had: let it be the target's one wheel, file "
+                f"{file}, sha256 {sha256}, without `compiled`",
+            )
 
 
 def _look(project: Project, target: Target, pin: WheelPin, base: BaseWheel) -> Iterator[Step]:
@@ -112,24 +146,22 @@ def _step(name: str, do: Callable[[], str]) -> Step:
 
 def _copy(project: Project, before: Base, release: str, environ: Mapping[str, str]) -> None:
     """Make the directory of a base from that of the one before, with wheels of its own."""
-    found: dict[tuple[str, str], tuple[str, str]] = {}
     text = project.base_file(before.version).read_text(encoding="utf-8")
     text = text.replace(f"vLLM {before.version} as a base", f"vLLM {release} as a base")
     text = re.sub(r"^version = .*", f'version = "{release}"', text, count=1, flags=re.MULTILINE)
     text = re.sub(r"^release = .*", "release = 1", text, count=1, flags=re.MULTILINE)
-    text = re.sub(
-        r"(^#.*\n)*^status = .*",
-        '# Not run yet.\nstatus = "checked"',
-        text,
-        count=1,
-        flags=re.MULTILINE,
-    )
+    status = '# Not run yet.\nstatus = "checked"'
+    text = re.sub(r"(^#.*\n)*^status = .*", status, text, count=1, flags=re.MULTILINE)
+    own = find(RELEASED, release, environ)
     for target in before.targets.values():
-        for machine, pin in target.wheels.items():
-            if (pin.project, machine) not in found:
-                found[pin.project, machine] = find(pin.project, release, environ)
-            file, sha256 = found[pin.project, machine]
-            text = text.replace(pin.file, file).replace(pin.sha256, sha256)
+        for pin in target.wheels.values():
+            file, sha256 = own
+            if pin.project != RELEASED:
+                try:
+                    file, sha256 = find(pin.project, release, environ)
+                except FetchError:
+                    text = _with_compiled_files_of(text, target.name, pin)
+            text = text.replace(pin.file, file, 1).replace(pin.sha256, sha256, 1)
     with staging_folder(".base-", project.bases_dir) as staging:
         new = staging / release
         shutil.copytree(project.patches_dir(before.version), new)
@@ -138,6 +170,19 @@ def _copy(project: Project, before: Base, release: str, environ: Mapping[str, st
         for parts in _parts(before):
             (new / parts.name).unlink(missing_ok=True)
         new.rename(project.patches_dir(release))
+
+
+def _with_compiled_files_of(text: str, target: str, nearest: WheelPin) -> str:
+    """Return a `base.toml` one target of which has the compiled files of an earlier release."""
+    section = re.compile(
+        rf"^\[targets\.{target}\]\n.*?(?=^\[targets\.(?!{target}\.)|\Z)", re.MULTILINE | re.DOTALL
+    )
+
+    def with_parts(match: re.Match[str]) -> str:
+        own = re.sub(r"^project = .*", f'project = "{RELEASED}"', match[0], flags=re.MULTILINE)
+        return own.rstrip() + _COMPILED.format(target=target, nearest=nearest)
+
+    return section.sub(with_parts, text)
 
 
 def _parts(config: Base) -> set[Path]:

@@ -38,7 +38,7 @@ class Project:
 
     @property
     def default_file(self) -> Path:
-        """The file that names the default base; the Makefile reads it, too."""
+        """The file that names the default base of each target; the Makefile reads it, too."""
         return self.bases_dir / "default"
 
     @property

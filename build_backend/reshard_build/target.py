@@ -36,12 +36,27 @@ def nvidia_driver_answers(load_library: Callable[[str], ctypes.CDLL] = ctypes.CD
     )
 
 
+def wanted_target(
+    environ: Mapping[str, str],
+    driver_answers: Callable[[], bool] = nvidia_driver_answers,
+) -> str:
+    """Return the name of the target: `VLLM_TARGET_DEVICE`, else what this machine has.
+
+    Args:
+        environ: Environment variables.
+        driver_answers: Whether there is a usable NVIDIA device.
+    """
+    if wanted := environ.get(VARIABLE, "").strip().lower():
+        return wanted
+    return "cuda" if driver_answers() else "cpu"
+
+
 def select_target(
     base: Base,
     environ: Mapping[str, str],
     driver_answers: Callable[[], bool] = nvidia_driver_answers,
 ) -> Target:
-    """Choose the target: `VLLM_TARGET_DEVICE`, else what this machine has.
+    """Choose the target of a base that is wanted.
 
     Args:
         base: The chosen base.
@@ -51,9 +66,8 @@ def select_target(
     Raises:
         TargetError: What is wanted is no target of the base.
     """
-    wanted = environ.get(VARIABLE, "").strip().lower()
-    if not wanted:
-        wanted = "cuda" if driver_answers() else "cpu"
+    wanted = wanted_target(environ, driver_answers)
+    if not environ.get(VARIABLE, "").strip():
         log.info("%s is not set: building for %s", VARIABLE, wanted)
     if wanted not in base.targets:
         raise TargetError(

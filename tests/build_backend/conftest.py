@@ -189,7 +189,7 @@ class SourceTree:
         self.write("README.md", "# The product\n")
         self.write("plugin/plugin.toml", PLUGIN_TOML)
         self.write("LICENSE", "Our licence.\n")
-        self.write("bases/default", f"{RELEASE}\n")
+        self.write("bases/default", f"cpu {RELEASE}\ncuda {RELEASE}\n")
         self.write(f"bases/{RELEASE}/series", "# Why the order matters.\n")
         self.pin()
 

@@ -52,22 +52,46 @@ def test_unknown_base_lists_what_there_is(bases: Any) -> None:
         select_base(bases.project, {"VLLM_RESHARD_BASE": "0.30.0"})
     text = str(raised.value)
     assert "VLLM_RESHARD_BASE=0.30.0 is not a base" in text
-    assert "0.22.1 (cpu, cuda; the default), 0.33.0 (cpu, cuda; only checked)" in text
+    assert "0.22.1 (cpu, cuda; the default for cpu and cuda), 0.33.0 (cpu, cuda; only c" in text
 
 
-@pytest.mark.parametrize("name", ["", "0.30.0"])
-def test_default_must_be_a_base(bases: Any, name: str) -> None:
+def test_each_target_has_a_default_of_its_own(bases: Any) -> None:
+    """The variable decides, else what the machine has; an unknown target gets the first."""
+    bases.project.default_file.write_text("cpu 0.22.1\ncuda 0.33.0\n")
+    for environ, answers, release in (
+        ({}, False, "0.22.1"),
+        ({}, True, "0.33.0"),
+        ({"VLLM_TARGET_DEVICE": "cuda"}, False, "0.33.0"),
+        ({"VLLM_TARGET_DEVICE": "cpu"}, True, "0.22.1"),
+        ({"VLLM_TARGET_DEVICE": "rocm"}, True, "0.22.1"),
+        ({"VLLM_RESHARD_BASE": "0.22.1"}, True, "0.22.1"),
+    ):
+        chosen = select_base(bases.project, environ, lambda answers=answers: answers)
+        assert chosen.version == release, environ
+    asked = {**bases.environ, "VLLM_TARGET_DEVICE": "cuda"}
+    assert choose(bases.project, asked).config.version == "0.33.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "bases/default is empty; give each target a line"),
+        ("cpu 0.30.0\n", r"has the line 'cpu 0\.30\.0', which names none of 0\.22\.1, 0\.33\.0"),
+        ("0.22.1\n", r"has the line '0\.22\.1', which names none of"),
+    ],
+)
+def test_default_must_be_a_base(bases: Any, text: str, message: str) -> None:
     """A default that does not exist is refused before anything is built."""
-    bases.project.default_file.write_text(name)
-    with pytest.raises(ConfigError, match=rf"bases/default names '{name}'.* 0\.22\.1, 0\.33\.0"):
-        default_release(bases.project)
+    bases.project.default_file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        default_release(bases.project, "cpu")
 
 
 def test_tree_without_bases_is_refused(bases: Any) -> None:
     """An incomplete source tree is named as such."""
     bases.project.default_file.unlink()
     with pytest.raises(ConfigError, match="default is missing"):
-        default_release(bases.project)
+        default_release(bases.project, "cpu")
     for release in releases(bases.project):
         bases.project.base_file(release).unlink()
     with pytest.raises(ConfigError, match="holds no base"):

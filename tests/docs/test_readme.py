@@ -72,11 +72,13 @@ def test_pairs_that_were_run_are_counted():
 
 
 def test_releases_are_the_bases():
-    """Each release has a row, and one is said to be the default."""
+    """Each release has a row, and each target's default is said to be it."""
     told = {row[0] for row in rows(README, "vLLM")}
-    default = (ROOT / "bases/default").read_text(encoding="utf-8").strip()
+    lines = (ROOT / "bases/default").read_text(encoding="utf-8").splitlines()
+    device = {"cpu": "CPU", "cuda": "CUDA"}
+    default = {release: device[target] for target, release in map(str.split, lines)}
     assert told == {
-        f"**{base}**, the default" if base == default else base
+        f"**{base}**, the default for {default[base]}" if base in default else base
         for base in (path.parent.name for path in (ROOT / "bases").glob("*/base.toml"))
     }
 
