@@ -172,7 +172,7 @@ def write_tiny_step3p5(
     sliding_window: int = 256,
     seed: int = 0,
 ) -> ServedModel:
-    """Write a Step-3.5, whose layers with a window have other heads.
+    """Write a Step-3.5, whose layers with a window have other heads: since 0.33 the same ones.
 
     The last layer of each half has experts, as vLLM wants some in every stage. They are chosen by
     softmax, which the published one's are not: vLLM's router for CPU wants that.
@@ -209,6 +209,11 @@ def write_tiny_step3p5(
         "moe_intermediate_size": sizes["intermediate_size"],
         "share_expert_dim": sizes["intermediate_size"],
         "moe_router_activation": "softmax",
+        # vLLM's own defaults, until 0.33 left them to transformers, which has others.
+        "norm_expert_weight": True,
+        "use_moe_router_bias": True,
+        "need_fp32_gate": True,
+        "pad_token_id": sizes["eos_token_id"],
         "max_seq_len": sizes["max_position_embeddings"],
     }
     shapes, hidden = _ends(config), config["hidden_size"]

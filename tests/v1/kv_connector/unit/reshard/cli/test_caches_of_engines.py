@@ -18,7 +18,7 @@ import torch
 import vllm
 from tests.bases import skip_module_unless_base
 
-skip_module_unless_base("0.32.0", reason="its models are others, and 0.33.0 has none for CPU")
+skip_module_unless_base("0.32.0", "0.33.0", reason="its models are others")
 
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
