@@ -86,7 +86,16 @@ DECIDES := not faults and not full
 # Of other bases than the default one, what its patches and the switches of compat.py change, and two
 # real pairs: floors 1 to 4 know no release. Status 5 says that PYTEST_ARGS have chosen no test: of one
 # kind that may be, of both it is a mistake.
-RELEASE_FREE := $(addprefix tests/v1/kv_connector/unit/reshard/,cli memory plan protocol simulation transport)
+UNIT := tests/v1/kv_connector/unit
+RESHARD := $(UNIT)/reshard
+TESTS_OF_A_BASE := tests/distributed tests/entrypoints tests/scripts tests/v1 \
+                   $(addprefix --ignore=$(RESHARD)/,cli memory plan protocol simulation transport)
+# It differs from the default one in what is patched, in models, and in names that these look at.
+TESTS_OF_0.33.0 := tests/distributed tests/entrypoints tests/v1/worker $(wildcard $(UNIT)/test_*.py) \
+                   $(RESHARD)/cli/test_caches_of_engines.py \
+                   $(patsubst %,$(RESHARD)/test_%.py,connector left_to_upstream refusals rejections) \
+                   $(patsubst %,$(RESHARD)/engine/test_%.py,cache_formats cache_views compat drafts \
+                     factors failed_reads geometry recurrent_state scheduler writing_kernels)
 ifeq ($(BASE),$(DEFAULT_BASE))
 test: setup  ## Run the tests that decide a change but test-faults', with real engines and a wheel
 	shared=0; $(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(PYTEST_ARGS) || shared=$$?; \
@@ -95,8 +104,8 @@ test: setup  ## Run the tests that decide a change but test-faults', with real e
 	  { engines=$$?; test $$engines -eq 5 -a $$shared -eq 0 || exit $$engines; }
 else
 test: setup
-	$(PYTEST_SHARED) -m "not e2e and $(DECIDES)" tests/distributed \
-	  tests/entrypoints tests/scripts tests/v1 $(addprefix --ignore=,$(RELEASE_FREE)) $(PYTEST_ARGS)
+	$(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(or $(TESTS_OF_$(BASE)),$(TESTS_OF_A_BASE)) \
+	  $(PYTEST_ARGS)
 	$(BIN)/python -m tools.pdstack sweep --subset base --requests 16
 endif
 

@@ -179,6 +179,7 @@ def test_groups_that_are_kept_back_are_left_to_upstream(create, caplog_vllm):
         create(kept_back=True, pipeline_parallel_size=2)
 
 
+@requires_base("0.22.1", "0.32.0", reason="upstream's connector gives its memory back first")
 def test_sleep_mode_is_refused(make_config):
     """Memory that comes and goes cannot be read by others."""
     config = make_config("NixlConnector")

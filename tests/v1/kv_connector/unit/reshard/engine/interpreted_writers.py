@@ -149,6 +149,7 @@ def test_rocm_attention(layout, block_tokens):
         num_kv_heads=3,
         head_size=32,
         kv_cache_dtype="auto",
+        _use_interleaved_v_cache=False,
     )
     spec = full(3, 32, block_tokens, dtype=torch.float16)
     check(Cache(RocmAttentionBackend, spec, layout), writer(impl), 32, dtype=torch.float16)

@@ -12,12 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from tests.bases import RELEASE
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import describe_cache
+
+if RELEASE == "0.32.0":
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+else:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
 
 LAYERS = "layers.0", "layers.1", "layers.2"
 NUM_BLOCKS = 3

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vllm
-from tests.bases import skip_module_unless_base
+from tests.bases import RELEASE, skip_module_unless_base
 from tests.interpreted import assert_passes
 
 skip_module_unless_base("0.32.0", "0.33.0", reason="caches are no views, and V4 is not there")
@@ -53,6 +53,9 @@ KNOWN = cache_formats._SLOTS | cache_formats._OTHERS.keys()
 _BACKENDS = "vllm.v1.attention.backends"
 _V4 = "vllm.models.deepseek_v4"
 _M3 = "vllm.models.minimax_m3"
+_COMPRESSES = "DeepseekCompressor." + (
+    "forward" if RELEASE == "0.32.0" else "_compress_norm_rope_store"
+)
 
 
 def _at(module: str, *names: str) -> list[tuple[str, str]]:
@@ -203,21 +206,21 @@ _NOT_RUN: dict[tuple[str, str], tuple[_Writer, str]] = {
     (f"{_V4}.nvidia.flashinfer_sparse", "FLASHINFER_MLA_SPARSE_DSV4"): (
         (
             f"{_V4}.compressor",
-            "DeepseekCompressor.forward",
+            _COMPRESSES,
             "_SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL",
         ),
         _PORTED,
     ),
     (f"{_V4}.amd.rocm", "ROCM_FLASHMLA_SPARSE_DSV4"): (
-        (f"{_V4}.compressor", "DeepseekCompressor.forward", "compress_norm_rope_store_triton"),
+        (f"{_V4}.compressor", _COMPRESSES, "compress_norm_rope_store_triton"),
         _PORTED,
     ),
     (f"{_V4}.sparse_mla", "FLASHMLA_SPARSE_DSV4"): (
-        (f"{_V4}.compressor", "DeepseekCompressor.forward", "compress_norm_rope_store_triton"),
+        (f"{_V4}.compressor", _COMPRESSES, "compress_norm_rope_store_triton"),
         _PORTED,
     ),
     (f"{_BACKENDS}.mla.indexer", "DEEPSEEK_V4_INDEXER"): (
-        (f"{_V4}.compressor", "DeepseekCompressor.forward", "compress_norm_rope_store_triton"),
+        (f"{_V4}.compressor", _COMPRESSES, "compress_norm_rope_store_triton"),
         _PORTED,
     ),
     (f"{_M3}.common.sparse_attention", "MINIMAX_M3_SPARSE"): (
@@ -380,6 +383,7 @@ def test_windows_of_deepseek_v4(layout, block_tokens):
         window_size=128,
         packed_bytes_per_token=584,
         packed_page_alignment=576,
+        packed_block_stride_alignment=None,
     )
 
     def write(view, slots, keys, _):
