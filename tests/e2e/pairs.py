@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,9 +13,11 @@ from functools import partial
 from typing import Any
 
 import httpx
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tools.pdstack.helpers import wait_until
+from tools.pdstack.engine import ServedModel
 from tools.pdstack.metrics import NixlCounters
 from tools.pdstack.stack import Engine, Router, Server
 
@@ -66,27 +71,74 @@ def ask(server: Server, model: str, text: str, **fields: Any) -> str:
     return answer
 
 
+def embeddings(model: ServedModel, tokens: int, seed: int = 0) -> torch.Tensor:
+    """Return a prompt of so many rows; it begins as no other of another number or seed."""
+    config = json.loads((model.directory / "config.json").read_text())
+    generator = torch.Generator().manual_seed(1000 * seed + tokens)
+    return torch.randn(tokens, config["hidden_size"], generator=generator)
+
+
+def post_embeddings(
+    server: Server, model: str, rows: torch.Tensor, **fields: Any
+) -> httpx.Response:
+    """Return what a server says to a prompt that is given as embeddings, whatever it is.
+
+    Args:
+        rows: one for each token, as long as the model's hidden states.
+        fields: what else the request says.
+    """
+    file = io.BytesIO()
+    torch.save(rows, file)
+    body = {
+        "model": model,
+        # vLLM does without; vllm-router refuses a request that has none.
+        "prompt": [],
+        "prompt_embeds": base64.b64encode(file.getvalue()).decode(),
+        "temperature": 0.0,
+        "max_tokens": ANSWER_TOKENS,
+        **fields,
+    }
+    url = f"{server.url}/v1/completions"
+    return httpx.post(url, json=body, timeout=REQUEST_LIMIT_S, trust_env=False)
+
+
+def ask_with_embeddings(server: Server, model: str, rows: torch.Tensor, **fields: Any) -> str:
+    """Return the greedy answer to a prompt that is given as embeddings.
+
+    Args:
+        rows: one for each token, as long as the model's hidden states.
+        fields: what else the request says.
+
+    Raises:
+        httpx.HTTPError: the server failed, or was silent for too long.
+    """
+    reply = post_embeddings(server, model, rows, **fields)
+    reply.raise_for_status()
+    answer: str = reply.json()["choices"][0]["text"]
+    return answer
+
+
 def ask_unaided(engine: Engine, model: str, text: str) -> str:
     """Return an engine's answer for which it reads nothing and uses no block of other requests."""
     # Blocks that were computed under a salt are found by nobody who does not know it.
     return ask(engine, model, text, cache_salt="unaided")
 
 
-def samples(engine: Engine, name: str) -> list[float]:
-    """Return an engine's metric for each of its labels."""
+def samples(engine: Engine, name: str, **labels: str) -> list[float]:
+    """Return an engine's metric for each of its labels, or of those among them that are given."""
     page = httpx.get(f"{engine.url}/metrics", timeout=REPORT_LIMIT_S, trust_env=False)
     page.raise_for_status()
     return [
         sample.value
         for family in text_string_to_metric_families(page.text)
         for sample in family.samples
-        if sample.name == name
+        if sample.name == name and labels.items() <= sample.labels.items()
     ]
 
 
-def metric(engine: Engine, name: str) -> float:
-    """Return the sum of an engine's metric over its labels; 0 where it has none."""
-    return sum(samples(engine, name))
+def metric(engine: Engine, name: str, **labels: str) -> float:
+    """Return the sum of an engine's metric over such labels; 0 where it has none."""
+    return sum(samples(engine, name, **labels))
 
 
 @dataclass(frozen=True)

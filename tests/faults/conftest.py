@@ -13,6 +13,8 @@ from tools.pdstack.ports import PortAllocator
 from tools.pdstack.stack import PDStack
 from tools.pdstack.tiny_models import write_tiny_llama
 
+ARGS = ("--enable-prompt-embeds",)
+
 
 @pytest.fixture(scope="session")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
@@ -21,9 +23,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with PDStack(model, tmp_path_factory.mktemp("run")) as stack:
         prefill, decode, recomputing = stack.start_engines(
             # Where one that has restarted is looked for.
-            dataclasses.replace(spec("prefill"), side_channel_port=PortAllocator().take()),
-            spec("decode"),
-            spec("recomputing", policy="recompute"),
+            dataclasses.replace(spec("prefill", *ARGS), side_channel_port=PortAllocator().take()),
+            spec("decode", *ARGS),
+            spec("recomputing", *ARGS, policy="recompute"),
         )
         stage = Stage(stack, prefill, decode, recomputing, stack.start_router([prefill], [decode]))
         stage.assert_serving()

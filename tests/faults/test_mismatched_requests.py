@@ -7,8 +7,15 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+import torch
 
-from tests.e2e.pairs import post, text_of
+from tests.e2e.pairs import (
+    ask_with_embeddings,
+    embeddings,
+    post,
+    post_embeddings,
+    text_of,
+)
 from tests.faults.logs import Log
 from tests.faults.stage import (
     LEASE_RAN_OUT,
@@ -22,6 +29,7 @@ from tests.faults.stage import (
 )
 from tests.faults.table import read_rows
 from tests.tools.pdstack.helpers import wait_until
+from tools.pdstack.stack import Engine
 
 pytestmark = pytest.mark.faults
 
@@ -83,6 +91,51 @@ def test_nobody_reads_what_was_computed_for_something_else(stage: Stage, fault: 
     (line,) = recomputing_log.complaints()
     assert ROWS[fault].matches(line), line
     # Nobody is told of what may be another's, and vLLM's clean-up of a failed request is not heard.
+    stage.abandoned += 2
+
+
+def test_nobody_reads_what_was_computed_for_other_embeddings(stage: Stage) -> None:
+    """One number of one row is another; the same rows are read."""
+    fault, served = "a prompt given as other embeddings", stage.stack.model
+    log, recomputing_log = (Log(each.child.log_path) for each in (stage.decode, stage.recomputing))
+
+    def prefilled(rows: torch.Tensor) -> Params:
+        what_for = {"do_remote_decode": True}
+        reply = post_embeddings(
+            stage.prefill, stage.model, rows, max_tokens=1, kv_transfer_params=what_for
+        )
+        params: Params = reply.json()["kv_transfer_params"]
+        return params
+
+    def decoded(rows: torch.Tensor, params: Params, by: Engine) -> httpx.Response:
+        return post_embeddings(by, stage.model, rows, kv_transfer_params=params)
+
+    def right_answer(rows: torch.Tensor) -> str:
+        return ask_with_embeddings(stage.prefill, stage.model, rows, cache_salt="unaided")
+
+    rows = embeddings(served, PROMPT_TOKENS)
+    before = stage.decode.nixl_counters()
+    reply = decoded(rows, prefilled(rows), stage.decode)
+    assert reply.json()["choices"][0]["text"] == right_answer(rows)
+    wait_until(
+        lambda: (stage.decode.nixl_counters() - before).bytes_moved > 0,
+        "the report of what was read",
+        SLACK_S,
+    )
+    others = embeddings(served, PROMPT_TOKENS, seed=1)
+    params = prefilled(others)
+    others[PROMPT_TOKENS // 2, 0] += 1
+    assert_failed(decoded(others, params, stage.decode))
+    (line,) = log.complaints()
+    assert ROWS[fault].tells("500", line, "lease"), line
+
+    others = embeddings(served, PROMPT_TOKENS, seed=2)
+    params = prefilled(others)
+    others[PROMPT_TOKENS // 2, 0] += 1
+    reply = decoded(others, params, stage.recomputing)
+    assert reply.json()["choices"][0]["text"] == right_answer(others)
+    (line,) = recomputing_log.complaints()
+    assert ROWS[fault].matches(line), line
     stage.abandoned += 2
 
 

@@ -10,7 +10,10 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.content import content_keys
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.content import (
+    content_keys,
+    content_token_ids,
+)
 
 
 def request(**values) -> Request:
@@ -58,3 +61,53 @@ def test_embeddings_are_hashed():
     ours, theirs = (request(prompt_token_ids=None, prompt_embeds=each) for each in (embeds, other))
     assert content_keys(ours, 10) != content_keys(theirs, 10)
     assert content_keys(ours, 7) == content_keys(theirs, 7)
+
+
+def test_embeddings_between_tokens_are_bound_to_their_places():
+    """Rows that stand for tokens count for nothing; the others do, and where they are."""
+    embeds = torch.zeros(10, 4)
+    embeds[3:7] = torch.rand(4, 4)
+    mask = [not 3 <= place < 7 for place in range(10)]
+
+    def keys(rows: torch.Tensor, is_token_ids: list[bool], num_tokens: int = 10):
+        return content_keys(
+            request(prompt_embeds=rows, prompt_is_token_ids=is_token_ids), num_tokens
+        )
+
+    ours, behind, within = (embeds.clone() for _ in range(3))
+    behind[8] += 1
+    within[5] += 1
+    assert keys(ours, mask) == keys(behind, mask)
+    assert keys(ours, mask) != keys(within, mask)
+    assert keys(ours, mask, 5) == keys(within, mask, 5)
+    # A row of zeros is not the token 0, nor one that stands elsewhere.
+    assert keys(ours, mask) != keys(ours, [*mask[:7], False, True, True])
+    moved = torch.roll(embeds, 1, 0)
+    assert keys(ours, mask) != keys(moved, [mask[-1], *mask[:-1]])
+
+
+def test_embeddings_of_a_prompt_that_has_grown_are_those_before():
+    """Tokens behind them, as an answer's, bring no rows that count."""
+    embeds, mask = torch.rand(10, 4), [False] * 6 + [True] * 4
+    first = request(prompt_embeds=embeds, prompt_is_token_ids=mask)
+    grown = request(
+        prompt_token_ids=list(range(12)),
+        prompt_embeds=torch.cat([embeds, torch.zeros(2, 4)]),
+        prompt_is_token_ids=[*mask, True, True],
+    )
+    assert content_keys(first, 11) == content_keys(grown, 11)
+
+
+def test_tokens_are_as_they_are():
+    """Prompt and answer."""
+    asked = request()
+    asked.append_output_token_ids(42)
+    assert list(content_token_ids(asked)) == [*range(10), 42]
+
+
+def test_tokens_where_embeddings_stand_are_zero():
+    """Whatever placeholder a tokenizer has there; behind the prompt all are the answer's."""
+    mask = [place not in (3, 4) for place in range(10)]
+    asked = request(prompt_embeds=torch.rand(10, 4), prompt_is_token_ids=mask)
+    asked.append_output_token_ids(42)
+    assert list(content_token_ids(asked)) == [0, 1, 2, 0, 0, 5, 6, 7, 8, 9, 42]

@@ -8,6 +8,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
@@ -390,6 +391,66 @@ def test_reader_wants_what_was_offered(change, message):
     asked.kv_transfer_params = params
     difference = offered.difference(allocate(scheduler(), asked, [3, 4, 1]).fingerprint)
     assert difference is None if message is None else message in difference
+
+
+def embedded(name: str, params: dict, embeds: torch.Tensor) -> Request:
+    """A request whose prompt is given as embeddings, and counts as computed."""
+    made = Request(name, None, SamplingParams(), None, prompt_embeds=embeds)
+    made.kv_transfer_params, made.num_computed_tokens = dict(params), len(embeds)
+    return made
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 40])
+def test_prompt_of_embeddings_is_read(num_tokens):
+    """As many tokens as it has rows, bound to what they are."""
+    embeds = torch.rand(num_tokens, 4, dtype=torch.bfloat16)
+    num_blocks = -(-num_tokens // 16)
+    blocks = [5, 2, 9][:num_blocks]
+    params, offered = offer(
+        scheduler(), embedded("p-a", {"do_remote_decode": True}, embeds), (blocks,)
+    )
+    owner, asked = scheduler(), embedded("d-a", params, embeds.clone())
+    owner.on_new_request(asked)
+    assert owner.get_num_new_matched_tokens(asked, 0) == (num_tokens, True)
+    receive = allocate(owner, asked, [3, 4, 1][:num_blocks])
+    assert receive.remote_tokens == num_tokens
+    assert offered.difference(receive.fingerprint) is None
+
+    embeds[-1] *= 2
+    other = allocate(scheduler(), embedded("d-a", params, embeds), [3, 4, 1][:num_blocks])
+    assert "other tokens" in offered.difference(other.fingerprint)
+
+
+def test_prompt_of_embeddings_is_read_as_far_as_it_is_not_cached():
+    """Nothing is read of one that is cached, and none is read twice."""
+    owner, asked = scheduler(), embedded("d-a", PARAMS, torch.rand(40, 4))
+    owner.on_new_request(asked)
+    assert owner.get_num_new_matched_tokens(asked, 32) == (8, True)
+    assert owner.get_num_new_matched_tokens(asked, 40) == (0, False)
+    allocate(owner, asked, [3])
+    assert owner.get_num_new_matched_tokens(asked, 0) == (0, False)
+
+
+def test_prompt_of_embeddings_with_malformed_parameters_does_not_wait_for_ever():
+    """It is scheduled like one that can be read, so that the read fails."""
+    owner = scheduler()
+    asked = embedded("d-a", PARAMS | {"remote_port": 0}, torch.rand(40, 4))
+    owner.on_new_request(asked)
+    assert owner.get_num_new_matched_tokens(asked, 0) == (40, True)
+    assert "malformed" in allocate(owner, asked, [3, 4, 1]).fault
+
+
+def test_answer_to_embeddings_is_not_read_back():
+    """What is held there is of an answer's tokens, and what is asked for is of rows."""
+    owner = scheduler(bidirectional=True)
+    params = PARAMS | {"do_remote_prefill": False, "do_remote_decode": True}
+    params["remote_num_tokens"] = 100
+    asked = embedded("p-a", params, torch.rand(102, 4))
+    owner.on_new_request(asked)
+    assert owner.get_num_new_matched_tokens(asked, 0) == (0, False)
+    # Tokens are.
+    again = arrive(owner, params | {"remote_request_id": "d-b"}, 102)
+    assert owner.get_num_new_matched_tokens(again, 0) == (100, True)
 
 
 def test_what_a_longer_prompt_has_more_is_computed_here():

@@ -8,6 +8,7 @@ process's own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -35,9 +36,39 @@ def content_keys(request: Request, num_tokens: int) -> list[tuple[str | int, ...
         if place.offset < num_tokens:
             keys.append(("mm", item.identifier, place.offset, place.length))
     if request.prompt_embeds is not None:
-        embeds = request.prompt_embeds[:num_tokens].contiguous().view(torch.uint8)
-        keys.append(("embeds", sha256(embeds.numpy()).hexdigest()))
+        keys.append(("embeds", _embeddings_digest(request, num_tokens)))
     return keys
+
+
+def content_token_ids(request: Request) -> Sequence[int]:
+    """A request's tokens, the same at both engines: 0 where embeddings stand among them.
+
+    vLLM 0.22.1 has placeholders there, which are other tokens with other tokenizers.
+    """
+    mask: list[bool] | None = request.prompt_is_token_ids
+    token_ids: Sequence[int] = request.all_token_ids
+    if mask is None:
+        return token_ids
+    prompt = [token if is_token else 0 for token, is_token in zip(token_ids, mask, strict=False)]
+    return [*prompt, *token_ids[len(prompt) :]]
+
+
+def _embeddings_digest(request: Request, num_tokens: int) -> str:
+    """Digest of the embeddings among a request's first tokens, and of where they stand.
+
+    Where tokens stand between them, vLLM's tensor has rows for these, too, as far as the prompt
+    goes: they mean nothing. A row of 4096 numbers of 16 bits takes 10 us: 0.3 s for 32k of them,
+    as long as vLLM's own block hashes do.
+    """
+    assert request.prompt_embeds is not None
+    rows = request.prompt_embeds[:num_tokens]
+    positions = torch.arange(len(rows))
+    if request.prompt_is_token_ids is not None:
+        positions = positions[~torch.tensor(request.prompt_is_token_ids[: len(rows)])]
+        rows = rows[positions]
+    digest = sha256(positions.numpy())
+    digest.update(rows.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def counted_items(vllm_config: VllmConfig) -> str | None:

@@ -33,7 +33,7 @@ from ..protocol.params import (
 )
 from ..transport.side_channel import HandshakeServer
 from .compat import OUTPUTS_OUTLIVE_PREEMPTION, PRODUCERS_KEEP_THE_LAST_WINDOW
-from .content import content_keys
+from .content import content_keys, content_token_ids
 from .failed_reads import ReadBook
 from .geometry import state_groups, window_groups
 from .metadata import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
@@ -169,12 +169,22 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         Nothing is read twice: a request that starts over, because it was preempted or because its
         blocks did not arrive, would wait for ever for a read that is never posted.
+
+        Of a prompt that is given as embeddings upstream counts no tokens. They are read as those of
+        any prompt; but not read back, where the last turn's answer is tokens and this one's rows.
         """
-        if already_requested(request.kv_transfer_params):
+        params = request.kv_transfer_params
+        if already_requested(params):
             return 0, False
         count: int
-        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if count > 0 and (offered := offered_tokens(request.kv_transfer_params)) is not None:
+        if request.prompt_token_ids is not None:
+            count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        elif params and params.get("do_remote_prefill"):
+            prefilled = self._num_prefilled(request.num_prompt_tokens)
+            count, is_async = max(prefilled - num_computed_tokens, 0), True
+        else:
+            count, is_async = 0, False
+        if count > 0 and (offered := offered_tokens(params)) is not None:
             count = max(min(count, offered - num_computed_tokens), 0)
             if self._state_groups and num_computed_tokens + count != offered:
                 return 0, False
@@ -281,12 +291,13 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         Where it has not said so, as many of the prompt as it computes.
         """
-        if source.remote_num_tokens:
-            return source.remote_num_tokens
-        num_tokens: int = request.num_prompt_tokens
+        return source.remote_num_tokens or self._num_prefilled(request.num_prompt_tokens)
+
+    def _num_prefilled(self, num_prompt_tokens: int) -> int:
+        """How many tokens of a prompt a prefill engine computes."""
         if PRODUCERS_KEEP_THE_LAST_WINDOW:
-            return num_tokens
-        return int(self._get_remote_prefill_token_count(num_tokens))
+            return num_prompt_tokens
+        return int(self._get_remote_prefill_token_count(num_prompt_tokens))
 
     def request_finished(
         self, request: Request, block_ids: BlockIds
@@ -380,4 +391,4 @@ def _address(source: RemoteBlocks) -> RemoteEngineAddress:
 def _fingerprint(request: Request, num_tokens: int, block_ids: BlockIds) -> OfferFingerprint:
     """The fingerprint of a request's first tokens in blocks of this or of another engine."""
     keys = content_keys(request, num_tokens)
-    return fingerprint(request.all_token_ids, num_tokens, keys, block_ids)
+    return fingerprint(content_token_ids(request), num_tokens, keys, block_ids)
