@@ -105,7 +105,7 @@ class AnswersHost:
 
     def _prepare(self, answer: list[bytes]) -> int:
         """Do with an answer what is done before any agent is asked; returns the number of legs."""
-        descriptions = decode_reply(answer, {}, self._bounds)
+        descriptions = decode_reply(answer, {}, self._bounds).workers
         plan = self._planner.plan([each.shard for each in descriptions]).plan
         caches = {each.shard.rank: each.cache for each in descriptions}
         reads = plan.reads_of(self._rank)

@@ -22,13 +22,13 @@ from tools.pdstack.engine import ServedModel
 from tools.pdstack.ports import HOST
 from tools.pdstack.stack import Engine, PDStack
 from tools.pdstack.tiny_models import write_tiny_llama
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import CONNECTOR_VERSION
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
 
 pytestmark = pytest.mark.faults
 
 ROWS = read_rows()
 UPSTREAMS = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-OTHER_VERSION = CONNECTOR_VERSION + 1
+OTHER_VERSION = SPOKEN.newest + 1
 # The one other dtype that a cache can have on CPU beside the model's own.
 NO_FP8_CACHE = why_no_fp8_cache()
 OF_THE_SAME_MODEL = {
@@ -128,7 +128,7 @@ def test_ours_cannot_read_from_upstreams_connector(
 @contextmanager
 def side_channel_of_another_version() -> Iterator[int]:
     """Answer handshakes as a later version of the connector does; yields the port."""
-    refusal = f"request reshard/{CONNECTOR_VERSION} is unknown, reshard/{OTHER_VERSION} is not"
+    refusal = f"request reshard/{SPOKEN.newest} is unknown, reshard/{OTHER_VERSION} is not"
     says = {"connector": "reshard", "version": OTHER_VERSION, "refusal": refusal}
     context = zmq.Context()
     listener = context.socket(zmq.REP)
@@ -175,8 +175,8 @@ def test_another_version_that_reads_is_refused(stage: Stage) -> None:
         client.send(msgspec.msgpack.encode((f"reshard/{OTHER_VERSION}".encode(), 0)))
         assert client.poll(10_000)
         reply = msgspec.msgpack.decode(client.recv())
-    assert (reply["connector"], reply["version"]) == ("reshard", CONNECTOR_VERSION)
-    known = f"reshard/{CONNECTOR_VERSION}"
+    assert (reply["connector"], reply["version"]) == ("reshard", SPOKEN.newest)
+    known = f"reshard/{SPOKEN.newest}"
     assert reply["refusal"] == f"request reshard/{OTHER_VERSION} is unknown, {known} is not"
     (line,) = log.complaints(but=LEASE_RAN_OUT)
     assert ROWS["another version of the connector reads from this one"].tells(

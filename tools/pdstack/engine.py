@@ -112,15 +112,19 @@ def why_no_state() -> str:
     return reason if release < (0, 32) else ""
 
 
-def find_script(name: str) -> str:
-    """Return the console script that is installed beside this interpreter.
+def find_script(name: str, directory: Path | None = None) -> str:
+    """Return a console script.
+
+    Args:
+        name: its name.
+        directory: where it is installed; by default beside this interpreter.
 
     Raises:
         UsageError: it is not there.
     """
-    path = Path(sys.executable).with_name(name)
+    path = (directory or Path(sys.executable).parent) / name
     if not path.exists():
-        raise UsageError(f"{name} is not installed beside {sys.executable}; run `make setup`")
+        raise UsageError(f"{name} is not installed in {path.parent}; run `make setup`")
     return str(path)
 
 
@@ -239,6 +243,7 @@ class EngineSpec:
         side_channel_port: where it serves handshakes; ``None`` for a free port.
         speculation: how it drafts; ``None`` where it does not.
         host: where it can be reached.
+        scripts: where the vLLM that it runs has its console scripts; by default where this one has.
         namespace: the network namespace that it runs in, for which one has to be root; by default
             the launcher's.
     """
@@ -254,6 +259,7 @@ class EngineSpec:
     side_channel_port: int | None = None
     speculation: Speculation | None = None
     host: str = HOST
+    scripts: Path | None = None
     namespace: str | None = None
 
 

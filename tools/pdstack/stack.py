@@ -225,7 +225,7 @@ class PDStack:
         )
 
     def _new_engine(self, spec: EngineSpec) -> Engine:
-        vllm = find_script("vllm")
+        vllm = find_script("vllm", spec.scripts)
         _check_free(spec.port)
         cores = self._cores.take(spec.layout.world_size)
 

@@ -38,7 +38,7 @@ def fake_bin(tmp_path: Path) -> Path:
 @pytest.fixture
 def fake_scripts(fake_bin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stacks in this process start the fakes."""
-    monkeypatch.setattr(stack, "find_script", lambda name: str(fake_bin / name))
+    monkeypatch.setattr(stack, "find_script", lambda name, _=None: str(fake_bin / name))
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ import sys
 from tools.pdstack import cli, stack
 from tools.pdstack.engine import Device
 scripts = sys.argv.pop(1)
-stack.find_script = lambda name: f"{scripts}/{name}"
+stack.find_script = lambda name, directory=None: f"{scripts}/{name}"
 stack.installed_device = lambda: Device.CPU
 sys.exit(cli.main())
 """

@@ -152,6 +152,14 @@ def test_a_missing_script_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, tmp_
     assert engine.find_script("vllm") == str(tmp_path / "vllm")
 
 
+def test_script_of_another_environment(tmp_path: Path) -> None:
+    """An engine may run another vLLM than its launcher's, and it is said where that is missing."""
+    with pytest.raises(UsageError, match=f"vllm is not installed in {tmp_path}"):
+        engine.find_script("vllm", tmp_path)
+    (tmp_path / "vllm").touch()
+    assert engine.find_script("vllm", tmp_path) == str(tmp_path / "vllm")
+
+
 def test_an_engine_drafts_as_it_is_told() -> None:
     """What drafts is found from the served model's directory, if it is a model of its own."""
     options = (("prompt_lookup_max", 4),)

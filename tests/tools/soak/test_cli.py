@@ -29,7 +29,7 @@ from tools.pdstack import stack
 from tools.pdstack.engine import Device, ServedModel
 from tools.soak import cli, clients, runner, schedule, stage
 scripts = sys.argv.pop(1)
-stack.find_script = lambda name: f"{scripts}/{name}"
+stack.find_script = lambda name, directory=None: f"{scripts}/{name}"
 stack.installed_device = lambda: Device.CPU
 runner.write_tiny_llama = lambda directory: ServedModel(directory, "model")
 runner._FIRST_ROUND_S = 1.0

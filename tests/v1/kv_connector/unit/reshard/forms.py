@@ -8,7 +8,11 @@ a view of its tensor.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import compat
 
@@ -40,11 +45,34 @@ class _PlanesFirst(FlexAttentionBackend):
         return 2, 3, 0, 1, 4, 5
 
 
-def backend(*, mla: bool = False) -> Any:
+def backend(*, mla: bool = False, shaped_by_backends: bool = SHAPED_BY_BACKENDS) -> Any:
     """An attention backend that stores in plain strides."""
     if mla:
         return TritonMLABackend
-    return _PlanesFirst if SHAPED_BY_BACKENDS else FlexAttentionBackend
+    return _PlanesFirst if shaped_by_backends else FlexAttentionBackend
+
+
+def describe_layer(shaped_by_backends: bool) -> Callable[..., Any]:
+    """What finds planes in caches of that form, which may be another base's."""
+    if shaped_by_backends == SHAPED_BY_BACKENDS:
+        return compat.describe_layer
+    assert shaped_by_backends, "caches of later bases are described by what only these have"
+    return _of_base("0.22.1", "engine/probed_shapes.py").describe_layer
+
+
+@cache
+def _of_base(release: str, path: str) -> Any:
+    """A module of the package that a base alone has, loaded on another one."""
+    package = reshard.__name__
+    name = f"{package}.{path.removesuffix('.py').replace('/', '.')}"
+    overlay = Path(__file__).parents[5] / "bases" / release / Path(*package.split("."), path)
+    spec = importlib.util.spec_from_file_location(name, overlay)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look it up.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def backend_of(module: str, name: str) -> type[AttentionBackend]:
@@ -62,20 +90,23 @@ def empty(
     mla: bool = False,
     dtype: torch.dtype = torch.float32,
     token_major: bool = False,
+    shaped_by_backends: bool = SHAPED_BY_BACKENDS,
 ) -> torch.Tensor:
     """A layer's cache, full of zeros, as the model runner would register it."""
-    if SHAPED_BY_BACKENDS and mla:
+    if shaped_by_backends and mla:
         return torch.zeros(blocks, tokens, size, dtype=dtype)
-    width = size if mla or SHAPED_BY_BACKENDS else 2 * size
-    planes = (2,) if SHAPED_BY_BACKENDS else ()
+    width = size if mla or shaped_by_backends else 2 * size
+    planes = (2,) if shaped_by_backends else ()
     if token_major:
         return torch.zeros(*planes, blocks, tokens, heads, width, dtype=dtype).transpose(-3, -2)
     return torch.zeros(*planes, blocks, heads, tokens, width, dtype=dtype)
 
 
-def as_planes(tensor: torch.Tensor, *, mla: bool = False) -> torch.Tensor:
+def as_planes(
+    tensor: torch.Tensor, *, mla: bool = False, shaped_by_backends: bool = SHAPED_BY_BACKENDS
+) -> torch.Tensor:
     """A view of a layer's cache: planes, blocks, heads, tokens, size."""
-    if SHAPED_BY_BACKENDS:
+    if shaped_by_backends:
         return tensor[None, :, None] if mla else tensor
     if mla:
         return tensor[None]

@@ -13,6 +13,7 @@ import torch
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig, VllmConfig
 
+from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Engine,
     Progress,
@@ -49,6 +50,11 @@ FORMATS = {
 @every_strategy
 def test_cache_formats(engines, prefill, decode):
     """Whatever the cache looks like on either side, every byte arrives where it belongs."""
+    assert_every_byte_arrives(engines, prefill, decode)
+
+
+def assert_every_byte_arrives(engines, prefill, decode) -> None:
+    """Read a sequence, and compare it."""
     p, d = engines("prefill", **prefill), engines("decode", **decode)
     address = p.serve()
     whole = fill(p, [5, 2, 9])
@@ -61,6 +67,27 @@ def test_cache_formats(engines, prefill, decode):
     assert_received(d, local, whole)
     for worker in d.workers.values():
         assert worker.take_failed() == {}
+
+
+APART = dict(shaped_by_backends=True)
+
+
+@pytest.mark.skipif(forms.SHAPED_BY_BACKENDS, reason="caches of later bases cannot be made here")
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (dict(**APART, pp=2), dict(tp=2)),
+        (dict(tp=2), dict(**APART, pp=2)),
+        (dict(**APART, token_major=True), dict(block_tokens=48)),
+        (dict(token_major=True, tp=2), APART),
+        (dict(**APART, **FP8), dict(**FP8, tp=2)),
+    ],
+    ids=["from", "to", "from NHD", "NHD to", "fp8 from"],
+)
+@every_strategy
+def test_caches_of_0_22_are_read_and_filled(engines, prefill, decode):
+    """Keys and values are two planes there, and lie side by side here."""
+    assert_every_byte_arrives(engines, prefill, decode)
 
 
 @pytest.mark.parametrize(

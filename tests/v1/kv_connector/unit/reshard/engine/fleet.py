@@ -37,7 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
     decode_worker,
-    encode_reply,
+    encode_replies,
     encode_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
@@ -237,7 +237,7 @@ class Fleet:
             assert said is not None
             body = encode_worker(replace(decode_worker(said.body), engine_id=engine_id))
             reply[rank.pp_rank, rank.tp_rank] = ReshardHandshakeMetadata(said.factors, body)
-        self._server = HandshakeServer("127.0.0.1", port, encode_reply(reply))
+        self._server = HandshakeServer("127.0.0.1", port, encode_replies(reply))
         self._server.start()
         return RemoteEngineAddress(engine_id, "127.0.0.1", self._server.port)
 

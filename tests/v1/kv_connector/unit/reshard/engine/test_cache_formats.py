@@ -25,6 +25,10 @@ from tests.v1.kv_connector.unit.reshard.forms import backend_of
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import cache_formats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.arrangement import Arrangement
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.cache_formats import cache_format
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.releases import (
+    BLACKWELL_SCALES,
+    ROCM_ATTN_VALUES,
+)
 
 ROOT = Path(vllm.__file__).parents[1]
 KNOWN = sorted(cache_formats._SLOTS | cache_formats._OTHERS.keys())
@@ -194,7 +198,7 @@ def _on(monkeypatch, capability: tuple[int, int]) -> None:
         ("turboquant_attn", "TURBOQUANT", "TURBOQUANT_K8V4", ((8, 0), (9, 0)), False),
         ("turboquant_attn", "TURBOQUANT", "TURBOQUANT_K8V4", ((9, 0), (10, 0)), True),
         ("turboquant_attn", "TURBOQUANT", "TURBOQUANT_4BIT_NC", ((8, 0), (9, 0)), True),
-        ("mla.indexer", "DEEPSEEK_V32_INDEXER", "NONE", ((9, 0), (10, 0)), True),
+        ("mla.indexer", "DEEPSEEK_V32_INDEXER", "NONE", ((9, 0), (12, 0)), True),
     ],
 )
 def test_generations_of_gpus_are_a_pair_where_their_kernels_agree(
@@ -251,10 +255,60 @@ def test_makers_of_gpus_write_indexers_in_their_own_ways(monkeypatch):
     assert all(one != other for one, other in itertools.combinations(meanings, 2))
 
 
+@pytest.mark.parametrize("name", ["DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER"])
+@pytest.mark.parametrize("since", [False, True])
+def test_scales_of_indexers_are_told_apart(monkeypatch, name, since):
+    """Blackwell's are exponents in releases since 0.33, and numbers of 32 bits everywhere else."""
+    backend = backend_of("vllm.v1.attention.backends.mla.indexer", name)
+    change = dataclasses.replace(BLACKWELL_SCALES, since="0" if since else "99")
+    monkeypatch.setattr(cache_formats, "BLACKWELL_SCALES", change)
+    scales = []
+    for capability in ((9, 0), (10, 0), (10, 3), (12, 0)):
+        _on(monkeypatch, capability)
+        scales.append(of(backend).meaning["scales"])
+    blackwells = "exponents" if since else "float32"
+    assert scales == ["float32", blackwells, blackwells, "float32"]
+
+
 def test_fused_writers_of_rocm_are_told_apart():
     """A pass of the compiler's has ROCM_ATTN keep values in another order."""
     backend = backend_of("vllm.v1.attention.backends.rocm_attn", "ROCM_ATTN")
     assert of(backend, settings="fused") != of(backend, settings="not fused")
+
+
+def test_releases_whose_writers_differ_are_told_apart(monkeypatch):
+    """With a known backend by what has changed; with an unknown one each is another."""
+    known, unknown = (
+        backend_of("vllm.v1.attention.backends.rocm_attn", "ROCM_ATTN"),
+        backend_of("vllm.models.some", "SECRET"),
+    )
+    slots = backend_of("vllm.v1.attention.backends.flash_attn", "FLASH_ATTN")
+    before = [of(each).meaning for each in (known, unknown, slots)]
+    since = "99" if ROCM_ATTN_VALUES.is_here else "0"
+    other = dataclasses.replace(ROCM_ATTN_VALUES, since=since)
+    monkeypatch.setattr(cache_formats, "ROCM_ATTN_VALUES", other)
+    monkeypatch.setattr(cache_formats, "vllm_version", "99+cpu")
+    after = [of(each).meaning for each in (known, unknown, slots)]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [False, False, True]
+    assert after[1]["release"] == "99"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "mode", "keys_lead"),
+    [
+        ("flash_attn", "FLASH_ATTN", "NONE", True),
+        ("flashinfer", "FLASHINFER", "FP8_PER_TENSOR", True),
+        ("triton_attn", "TRITON_ATTN", "FP8_PER_TOKEN_HEAD", False),
+        ("cpu_attn", "CPU_ATTN", "NONE", True),
+        ("flash_attn_diffkv", "FLASH_ATTN_DIFFKV", "NONE", False),
+        ("mla.triton_mla", "TRITON_MLA", "NONE", False),
+        ("turboquant_attn", "TURBOQUANT", "NONE", False),
+    ],
+)
+def test_which_slots_are_a_key_and_a_value(module, name, mode, keys_lead):
+    """So that they can be taken apart for an engine of 0.22.1, which has two planes of them."""
+    spec = SPEC if mode == "NONE" else _quantized(mode)
+    assert of(backend_of(f"vllm.v1.attention.backends.{module}", name), spec).keys_lead is keys_lead
 
 
 def test_unknown_inside_means_all_that_may_have_a_say_in_it():

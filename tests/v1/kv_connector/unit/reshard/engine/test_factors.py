@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,16 @@ import vllm.config
 from transformers import LlamaConfig
 
 from tests.v1.kv_connector.unit.reshard.engine.configs import config, speculative
+from tests.v1.kv_connector.unit.reshard.protocol import golden
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import content as content_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import factors as factors_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.content import counted_items
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.factors import (
+    compared_factors,
     compatibility_factors,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.releases import ITEM_HASHES
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import Settings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteIncompatibleError,
 )
@@ -53,6 +59,7 @@ def test_factors_of_a_real_configuration(tmp_path):
         "kv_cache_dtype": "float32",
         "hybrid_kv_cache_manager": "yes",
         "multimodal_items_named_by": "none",
+        "multimodal_items_hashed_as": "none",
         "draft_method": "none",
         "draft_model": "none",
         "draft_layers": "none",
@@ -173,13 +180,35 @@ def test_automatic_cache_dtype_is_the_model_dtype():
 
 
 @pytest.mark.parametrize("version", ["0.22.1", "0.22.1+reshard.1.cpu", "0.22.1+cu129"])
-def test_builds_of_one_version_are_compatible(monkeypatch, version):
-    """An engine on CPU and one on a GPU run the same source."""
+def test_release_is_said_and_not_compared(monkeypatch, version):
+    """Neither another one, nor another build of one, is a difference."""
+    ours = compared_factors(compatibility_factors(config()), Settings())
     monkeypatch.setattr(factors_module, "vllm_version", version)
-    assert compatibility_factors(config())["vllm_version"] == "0.22.1"
+    theirs = compatibility_factors(config())
+    assert theirs["vllm_version"] == "0.22.1"
+    check_compatibility(ours, theirs)
+
+
+def test_factors_are_those_of_the_protocols_version():
+    """Peers that are not upgraded yet know these, and refuse what has one more or one less."""
+    assert BASE.keys() == golden.FACTORS.keys()
 
 
 HASHED = SimpleNamespace(mm_processor_cache_gb=4)
+
+
+def test_multimodal_items_of_releases_that_hash_otherwise_are_told_apart(monkeypatch):
+    """One engine would not know the other's; without items nothing is said of them."""
+    local = compatibility_factors(config(multimodal=HASHED))
+    plain = compatibility_factors(config())
+    other = replace(ITEM_HASHES, since="99" if ITEM_HASHES.is_here else "0")
+    monkeypatch.setattr(content_module, "ITEM_HASHES", other)
+    remote = compatibility_factors(config(multimodal=HASHED))
+    with pytest.raises(
+        RemoteIncompatibleError, match=r"hashed_as is .* between which that has not"
+    ):
+        check_compatibility(local, remote)
+    assert compatibility_factors(config()) == plain
 
 
 def test_multimodal_items_are_hashed_with_the_models_path():

@@ -26,6 +26,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.v1.kv_connector.unit.reshard import forms
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
+    geometry as geometry_module,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
@@ -45,7 +48,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    encode_reply,
+    encode_replies,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
@@ -63,6 +66,7 @@ class Engine:
 
     Args:
         model_layers: Layers of the model's that have their caches bound, as its runner does.
+        shaped_by_backends: Whether its caches have the form of 0.22.1, or of later bases.
 
     Attributes:
         transfer_engines: What each rank's worker has its thread poll.
@@ -91,6 +95,7 @@ class Engine:
         backend: type | None = None,
         model_layers: Mapping[str, Any] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
+        shaped_by_backends: bool = forms.SHAPED_BY_BACKENDS,
         **extra_config,
     ) -> None:
         self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
@@ -134,7 +139,8 @@ class Engine:
         self.workers: dict[MeshRank, ReshardWorker] = {}
         self.transfer_engines: dict[MeshRank, TransferEngine] = {}
         self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
-        backend = backend or forms.backend(mla=mla)
+        backend = backend or forms.backend(mla=mla, shaped_by_backends=shaped_by_backends)
+        describe_layer = forms.describe_layer(shaped_by_backends)
         for shard in self.shards:
             num_heads = len(next(iter(shard.holdings.values())).units)
             spec = (MLAAttentionSpec if mla else FullAttentionSpec)(
@@ -147,7 +153,13 @@ class Engine:
             num_blocks = NUM_BLOCKS * blocks_per_id
             sizes = num_blocks, num_heads, block_tokens, head_size
             tensors = {
-                name: forms.empty(*sizes, mla=mla, dtype=dtype, token_major=token_major)
+                name: forms.empty(
+                    *sizes,
+                    mla=mla,
+                    dtype=dtype,
+                    token_major=token_major,
+                    shaped_by_backends=shaped_by_backends,
+                )
                 for name in names
             }
             for name in model_layers:
@@ -170,6 +182,7 @@ class Engine:
                     "_gather",
                     lambda own: self.shards if len(self.shards) > 1 else (own,),
                 )
+                patch.setattr(geometry_module, "describe_layer", describe_layer)
                 patch.setattr(worker_module, "TransferEngine", partial(self._kept, shard.rank))
                 patch.setattr(
                     ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
@@ -183,7 +196,8 @@ class Engine:
                     worker.register_kv_caches(tensors)
             self.workers[shard.rank] = worker
             self.caches[shard.rank] = {
-                name: forms.as_planes(tensor, mla=mla) for name, tensor in tensors.items()
+                name: forms.as_planes(tensor, mla=mla, shaped_by_backends=shaped_by_backends)
+                for name, tensor in tensors.items()
             }
         self.server: HandshakeServer | None = None
 
@@ -204,7 +218,7 @@ class Engine:
         self.server = HandshakeServer(
             "127.0.0.1",
             port,
-            encode_reply(
+            encode_replies(
                 {(rank.pp_rank, rank.tp_rank): w.handshake for rank, w in self.workers.items()}
             ),
         )

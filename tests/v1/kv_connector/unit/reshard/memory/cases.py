@@ -31,7 +31,12 @@ LAYOUTS = {
     "blocks first HND": "bphts",
     "blocks first NHD": "bpths",
     "cross-layer HND": "blphts",
+    "side by side HND": "bhtps",
+    "side by side NHD": "bthps",
+    "cross-layer side by side": "bhltps",
 }
+SIDE_BY_SIDE = frozenset(name for name, axes in LAYOUTS.items() if axes.endswith("ps"))
+"""Those in which keys and values are one plane."""
 
 
 @dataclass
@@ -63,6 +68,7 @@ class Memory:
     def cache(self) -> RankCache:
         """What the rank would say of its cache; addresses count from the array's start."""
         block, head, token = self.tensor.strides[2:5]
+        num_planes = 1 if self.layout in SIDE_BY_SIDE else 2
         layers = {}
         for layer, group in enumerate(self.groups):
             planes = tuple(
@@ -71,14 +77,14 @@ class Memory:
                     block_stride_bytes=block,
                     head_stride_bytes=head,
                     slot_stride_bytes=token,
-                    slot_bytes=SLOT,
+                    slot_bytes=2 * SLOT // num_planes,
                     num_heads=self.num_heads,
                     block_tokens=self.block_tokens,
                     slot_tokens=self.slot_tokens,
                 )
-                for plane in range(2)
+                for plane in range(num_planes)
             )
-            layers[f"layer.{layer}"] = LayerCache(planes, group)
+            layers[f"layer.{layer}"] = LayerCache(planes, group, keys_lead=True)
         return RankCache(NUM_BLOCKS, device_id=3, layers=layers)
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -31,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import
     Run,
     lower_read,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import Read
 
 
 @settings(deadline=None)
@@ -234,3 +237,46 @@ def test_orders_are_those_in_which_the_run_is_one_stretch(heads, tokens, strides
     if by_token == stretch:
         expected.add(Order.TOKEN_MAJOR)
     assert plane.orders(heads, tokens) == expected
+
+
+def _sides(*sizes: int, keys_lead: bool = True) -> RankCache:
+    """A layer with a plane for each size of a slot, of one head and blocks of four tokens."""
+    planes = tuple(
+        Plane(1000 * number, 4 * size, 4 * size, size, size, 1, 4)
+        for number, size in enumerate(sizes)
+    )
+    return RankCache(8, 0, {"layer.0": LayerCache(planes, 0, keys_lead=keys_lead)})
+
+
+def _read_one() -> Read:
+    return replace(read(1), layers=("layer.0",))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "addresses"),
+    [((6, 2), (8,), [(0, 0, 6), (1000, 6, 2)]), ((8,), (6, 2), [(0, 0, 6), (6, 1000, 2)])],
+)
+def test_keys_and_values_of_two_sizes_are_taken_apart(src, dst, addresses):
+    """Where they meet in a slot is where the other end's keys are over."""
+    legs = lower_read(_read_one(), _sides(*src), _sides(*dst))
+    found = [
+        (int(leg.src.rows[0, 0]), int(leg.dst.rows[0, 0]), int(leg.src.rows[0, 1])) for leg in legs
+    ]
+    assert found == addresses
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (_sides(4, 4), _sides(8, keys_lead=False)),
+        (_sides(4, 4), _sides(9)),
+        (_sides(4, 4, 4), _sides(12)),
+    ],
+    ids=["unknown inside", "another size", "three"],
+)
+def test_what_is_no_key_and_value_is_not_taken_apart(src, dst):
+    """It is refused by the number of planes."""
+    with pytest.raises(
+        RemoteLayoutError, match=r"layer\.0 has [23] planes at the source but 1 here"
+    ):
+        lower_read(_read_one(), src, dst)

@@ -114,7 +114,9 @@ def test_counting_is_left_out_only_where_it_would_not_matter(case, policy):
         if not (selections := leg.select(*blocks)):
             continue
         num_chunks = sum(len(each.planes) * len(each.overlap.chunk_starts) for each in selections)
-        num_bytes = num_chunks * leg.num_heads * leg.chunk_tokens * SLOT
+        plane = leg.pairs[0].dst
+        num_slots = num_chunks * leg.num_heads * leg.chunk_tokens // plane.slot_tokens
+        num_bytes = num_slots * plane.slot_bytes
         direct = Work(leg.num_merged(selections), num_bytes)
         by_arena = Work(staged.num_merged(selections), staged.num_bytes(selections))
         assert staged.choose(selections, policy) is policy.choose(direct, by_arena)

@@ -31,13 +31,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    CONNECTOR_NAME,
-    CONNECTOR_VERSION,
     WorkerDescription,
     WorkerHandshake,
     decode_reply,
     encode_reply,
     encode_worker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import (
+    CONNECTOR_NAME,
+    SPOKEN,
 )
 
 encode = msgspec.msgpack.encode
@@ -61,7 +63,7 @@ def body_of(shard: Shard, engine_id: str = "engine", agent_metadata: bytes = b""
 
 def reply_of(*bodies: bytes, **more: object) -> list[bytes]:
     """A reply with these ranks, whatever they say."""
-    greeting = {"connector": CONNECTOR_NAME, "version": CONNECTOR_VERSION, "factors": {}}
+    greeting = {"connector": CONNECTOR_NAME, "version": SPOKEN.newest, "factors": {}}
     return [encode({**greeting, **more}), *bodies]
 
 
@@ -86,7 +88,7 @@ def test_engines_of_our_model_are_within_bounds(mesh, num_layers, num_heads):
         for shard in shards
     }
     bounds = ours(num_layers, 1 if num_heads == 1 else num_heads)
-    workers = decode_reply(encode_reply(said), {}, bounds)
+    workers = decode_reply(encode_reply(said), {}, bounds).workers
     assert [worker.shard for worker in workers] == list(shards)
 
 

@@ -32,8 +32,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import metada
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import MAX_GREETING_BYTES
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    CONNECTOR_NAME,
-    CONNECTOR_VERSION,
     WorkerDescription,
     WorkerHandshake,
     decode_reply,
@@ -42,6 +40,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     encode_refusal_for_upstream,
     encode_reply,
     encode_worker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import (
+    CONNECTOR_NAME,
+    SPOKEN,
 )
 
 FACTORS = {"dtype": "bfloat16", "num_kv_heads": "2"}
@@ -126,7 +128,8 @@ def test_engine_survives_the_wire(workers):
     """All workers arrive, in the order of ranks, whatever order they were given in."""
     workers = [dataclasses.replace(worker, engine_id="engine") for worker in workers]
     decoded = decode_reply(encode_reply(handshakes(*workers)), FACTORS)
-    assert decoded == tuple(sorted(workers, key=lambda worker: worker.shard.rank))
+    assert (decoded.version, decoded.release) == (SPOKEN.newest, None)
+    assert decoded.workers == tuple(sorted(workers, key=lambda worker: worker.shard.rank))
 
 
 def test_description_is_small():
@@ -192,7 +195,7 @@ def test_random_bytes_are_refused(data):
 
 @given(
     st.fixed_dictionaries(
-        {"connector": st.just(CONNECTOR_NAME), "version": st.just(CONNECTOR_VERSION)},
+        {"connector": st.just(CONNECTOR_NAME), "version": st.just(SPOKEN.newest)},
         optional={name: msgpack_values for name in ("factors", "refusal")},
     ),
     st.lists(st.binary() | msgpack_values.map(encode), max_size=3),
@@ -407,7 +410,7 @@ class TestPeer:
             greeting, *_ = with_greeting(**change, version=6)
             for reply in ([greeting], [greeting, b"\xc1"]):
                 with pytest.raises(
-                    RemoteIncompatibleError, match=r"peer runs reshard/6.* reshard/5"
+                    RemoteIncompatibleError, match=r"peer speaks reshard/6.* reshard/5"
                 ):
                     decode_reply(reply, FACTORS)
 
@@ -415,7 +418,9 @@ class TestPeer:
         """It answered in one frame, and refuses in one that is read as ever."""
         refusal = {"connector": "reshard", "version": 3, "refusal": "request reshard/5 is unknown"}
         for answer in (refusal, {**refusal, "refusal": "", "factors": {}, "workers": [b"x"]}):
-            with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/3, .* reshard/5"):
+            with pytest.raises(
+                RemoteIncompatibleError, match=r"peer speaks reshard/3, .* reshard/5"
+            ):
                 decode_reply([encode(answer)], FACTORS)
 
     def test_factors_are_checked_before_workers_are_read(self):

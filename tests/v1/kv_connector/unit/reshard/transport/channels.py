@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     encode_reply,
     encode_worker,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.authentication import ChannelKey
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
     HandshakeClient,
@@ -77,6 +78,7 @@ def reply_of(*workers: WorkerDescription) -> list[bytes]:
 
 
 REPLY = reply_of(*WORKERS)
+REPLIES = {SPOKEN.newest: REPLY}
 
 
 @contextlib.contextmanager
@@ -84,7 +86,7 @@ def serving(
     reply: Sequence[bytes] = REPLY, port: int = 0, key: ChannelKey | None = None
 ) -> Iterator[HandshakeServer]:
     """A started server."""
-    server = HandshakeServer(HOST, port, reply, key)
+    server = HandshakeServer(HOST, port, {SPOKEN.newest: reply}, key)
     server.start()
     try:
         yield server

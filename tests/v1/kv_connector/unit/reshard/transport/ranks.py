@@ -39,6 +39,7 @@ class Format:
         block_tokens: Tokens in a block.
         token_major: NHD instead of HND.
         planes: 2 for keys and values, 1 for MLA's latent.
+        side_by_side: They are one plane.
         groups: KV-cache groups; with two, every other layer is of group 1.
         device: Where the memory is.
     """
@@ -46,6 +47,7 @@ class Format:
     block_tokens: int = 8
     token_major: bool = False
     planes: int = 2
+    side_by_side: bool = False
     groups: int = 1
     device: str = "cpu"
 
@@ -73,7 +75,13 @@ class Rank:
             *(reversed(heads_and_tokens) if form.token_major else heads_and_tokens),
             SLOT_BYTES,
         )
-        self.tensor = torch.full(shape, 255, dtype=torch.uint8, device=form.device)
+        if form.side_by_side:
+            # In memory a value stands behind its key.
+            in_memory = (*shape[:1], *shape[2:5], *shape[1:2], *shape[5:])
+            stored = torch.full(in_memory, 255, dtype=torch.uint8, device=form.device)
+            self.tensor = stored.permute(0, 4, 1, 2, 3, 5)
+        else:
+            self.tensor = torch.full(shape, 255, dtype=torch.uint8, device=form.device)
         self.cache = self._describe()
         device_id = max(self.tensor.get_device(), 0)
         agent.register([(self.tensor.data_ptr(), self.tensor.nbytes, device_id)])
@@ -109,6 +117,7 @@ class Rank:
     def _describe(self) -> RankCache:
         layer_stride, plane_stride, block_stride, outer, inner, _ = self.tensor.stride()
         head_stride, token_stride = (inner, outer) if self.form.token_major else (outer, inner)
+        num_planes = 1 if self.form.side_by_side else self.form.planes
         return RankCache(
             NUM_BLOCKS,
             max(self.tensor.get_device(), 0),
@@ -120,13 +129,14 @@ class Rank:
                             block_stride,
                             head_stride,
                             token_stride,
-                            SLOT_BYTES,
+                            SLOT_BYTES * self.form.planes // num_planes,
                             self.num_heads,
                             self.form.block_tokens,
                         )
-                        for plane in range(self.form.planes)
+                        for plane in range(num_planes)
                     ),
                     group=int(layer) % self.form.groups,
+                    keys_lead=self.form.planes == 2,
                 )
                 for position, layer in enumerate(self.shard.holdings)
             },

@@ -69,6 +69,7 @@ MLA = dict(planes=1)
 HYBRID = dict(groups=2)
 
 # name: source (pp, tp), destination (pp, tp), KV heads, and what else is not as usual
+SIDE_BY_SIDE = dict(side_by_side=True)
 LAYOUTS: dict[str, tuple[tuple[int, int], tuple[int, int], int, dict]] = {
     "the same": ((1, 1), (1, 1), 2, {}),
     "the same mesh": ((2, 2), (2, 2), 4, {}),
@@ -106,6 +107,15 @@ LAYOUTS: dict[str, tuple[tuple[int, int], tuple[int, int], int, dict]] = {
     "NHD to HND": ((1, 1), (1, 2), 4, dict(src=NHD)),
     "NHD to NHD": ((1, 2), (1, 1), 4, dict(both=NHD)),
     "NHD to NHD, PP2 to PP1": ((2, 1), (1, 1), 4, dict(both=NHD)),
+    "planes to side by side": ((2, 1), (1, 2), 4, dict(dst=SIDE_BY_SIDE)),
+    "side by side to planes": ((1, 2), (2, 1), 4, dict(src=SIDE_BY_SIDE)),
+    "side by side to planes in NHD": ((1, 1), (1, 2), 4, dict(src=SIDE_BY_SIDE, dst=NHD)),
+    "planes to side by side, other blocks": (
+        (1, 2),
+        (1, 1),
+        4,
+        dict(dst=dict(side_by_side=True, block_tokens=16)),
+    ),
 }
 
 ARENAS = {"direct": 0, "staged": 1 << 20}

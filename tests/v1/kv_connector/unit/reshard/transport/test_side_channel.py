@@ -32,6 +32,7 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     DEADLINE_S,
     FACTORS,
     HOST,
+    REPLIES,
     REPLY,
     SHORT_S,
     WORKERS,
@@ -57,6 +58,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import metadata
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import encode_refusal
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import VersionRange
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import side_channel
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
     MAX_REQUEST_BYTES,
@@ -133,8 +135,8 @@ class TestBetweenOurselves:
     def test_another_version(self, server, monkeypatch):
         """A client of another version is refused in words, and says so."""
         answer = ask(server.port, encode([b"reshard/6", 0]))
-        monkeypatch.setattr(metadata, "CONNECTOR_VERSION", 6)
-        with pytest.raises(RemoteIncompatibleError, match=r"peer runs reshard/5, .* reshard/6"):
+        monkeypatch.setattr(metadata, "SPOKEN", VersionRange(6, 7))
+        with pytest.raises(RemoteIncompatibleError, match=r"peer speaks reshard/5, .* reshard/6-7"):
             metadata.decode_reply(answer, FACTORS)
 
 
@@ -249,6 +251,21 @@ class TestUpstream:
         """Peers on other releases send other numbers, and may be told what differs."""
         assert ask(server.port, encode((b"reshard/5", *numbers))) == REPLY
         assert ask(server.port, encode((b"reshard/5 and words", *numbers))) == REPLY
+
+    @pytest.mark.parametrize("versions", ["5-6", "4-5", "1-99", "5-5"])
+    def test_peer_that_speaks_other_versions_as_well_is_answered(self, server, versions):
+        """In the newest that both speak."""
+        assert ask(server.port, encode((f"reshard/{versions} words".encode(), 0))) == REPLY
+
+    @pytest.mark.parametrize("versions", ["6-9", "1-4", "6"])
+    def test_peer_that_speaks_other_versions_only_is_refused(self, server, warnings, versions):
+        """It is told which this engine speaks, and the log has both."""
+        answer = ask(server.port, encode((f"reshard/{versions}".encode(), 0)))
+        with pytest.raises(
+            RemoteRefusedError, match=f"reshard/{versions} is unknown, reshard/5 is"
+        ):
+            metadata.decode_reply(answer, FACTORS)
+        assert f"request reshard/{versions} is unknown, reshard/5 is not: install" in warnings[0]
 
     @pytest.mark.parametrize("tp_rank", [0, 7])
     def test_upstreams_client_at_our_server(self, server, warnings, tp_rank):
@@ -537,7 +554,7 @@ class TestLifeOfAServer:
 
     def test_port_that_is_taken(self, server):
         """The error names the address and the remedy, and a later start may succeed."""
-        second = HandshakeServer(HOST, server.port, REPLY)
+        second = HandshakeServer(HOST, server.port, REPLIES)
         with pytest.raises(
             LocalChannelError,
             match=f"listen at {HOST}:{server.port} .*VLLM_NIXL_SIDE_CHANNEL_PORT to a free port",
@@ -554,7 +571,7 @@ class TestLifeOfAServer:
     def test_address_of_another_machine(self):
         """The error says which address is wanted."""
         with pytest.raises(LocalChannelError, match="VLLM_NIXL_SIDE_CHANNEL_HOST to a numeric"):
-            HandshakeServer("203.0.113.1", 0, REPLY).start()
+            HandshakeServer("203.0.113.1", 0, REPLIES).start()
 
     def test_close_ends_the_thread_and_may_be_repeated(self, server):
         """It frees the port, and does nothing the second time."""
@@ -588,7 +605,7 @@ class TestLifeOfAServer:
 
     def test_close_without_start(self):
         """A server that never listened has nothing to give back."""
-        HandshakeServer(HOST, 0, REPLY).close()
+        HandshakeServer(HOST, 0, REPLIES).close()
 
     def test_close_in_several_threads(self, server):
         """Nobody waits for ever."""
@@ -608,7 +625,7 @@ class TestLifeOfAServer:
         def no_more(_: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
-        server = HandshakeServer(HOST, 0, REPLY)
+        server = HandshakeServer(HOST, 0, REPLIES)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", no_more)
             with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -625,7 +642,7 @@ class TestLifeOfAServer:
                 probe.bind(("::1", 0))
         except OSError:
             pytest.skip("this machine has no IPv6")
-        server = HandshakeServer("::1", 0, REPLY)
+        server = HandshakeServer("::1", 0, REPLIES)
         server.start()
         try:
             assert fetch(server.port, host="::1") == WORKERS

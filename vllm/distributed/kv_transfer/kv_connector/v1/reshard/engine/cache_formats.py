@@ -27,10 +27,12 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
+from vllm import __version__ as vllm_version
 from vllm import envs
 
 from .arrangement import Arrangement
 from .compat import keeps_turboquants_scales_apart, tokens_per_slot
+from .releases import BLACKWELL_SCALES, ROCM_ATTN_VALUES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,10 +46,12 @@ class CacheFormat:
     Attributes:
         arrangement: What has a place of its own.
         meaning: What must be equal at both ends for the bytes to mean the same, by name.
+        keys_lead: See `LayerCache`.
     """
 
     arrangement: Arrangement
     meaning: Mapping[str, str]
+    keys_lead: bool = False
 
 
 _BACKENDS = "vllm.v1.attention.backends"
@@ -160,6 +164,26 @@ _SLOT_QUANTIZATIONS = frozenset(
 )
 """Number formats whose scales, if a token has any of its own, lie in its slot."""
 
+_KEYS_LEAD = frozenset(
+    {
+        "FLASH_ATTN",
+        "FLASHINFER",
+        "FLEX_ATTENTION",
+        "ROCM_AITER_UNIFIED_ATTN",
+        "TRITON_ATTN",
+        "CPU_ATTN",
+    }
+)
+"""Backends whose slots are a key and then a value, or in 0.22.1 one of them.
+
+Of each head of each token, and of CPU_ATTN's of each head of a block: there the first half is what
+0.22.1 has for keys, and the second what it has for values, byte for byte. Those with keys and
+values of two sizes had them side by side always, and MLA has a latent.
+"""
+
+_WITHOUT_SCALES = frozenset({"NONE", "FP8_PER_TENSOR"})
+"""Number formats whose scales are in no slot: where they lie there is the release's to choose."""
+
 _OF_AN_ENGINES_OWN = (
     # Where its parts are, and how they reach each other.
     *("VLLM_NIXL_", "VLLM_P2P_", "VLLM_EC_", "VLLM_DP_", "VLLM_PP_", "VLLM_CPU_", "RAY_"),
@@ -195,7 +219,9 @@ def cache_format(
     meaning = {"arrangement": arrangement.value, "numbers": _numbers(spec)}
     if arrangement is not Arrangement.SLOTS:
         meaning["written by"] = backend.get_name()
-    return CacheFormat(arrangement, meaning | _chosen_inside(backend, spec, tensor, settings))
+    meaning |= _chosen_inside(backend, spec, tensor, settings)
+    keys_lead = backend.get_name() in _KEYS_LEAD and spec.kv_quant_mode.name in _WITHOUT_SCALES
+    return CacheFormat(arrangement, meaning, keys_lead)
 
 
 def settings_fingerprint(vllm_config: VllmConfig) -> str:
@@ -262,10 +288,18 @@ def _chosen_inside(
             return {"kernels": "fa2" if on_fa2 else "trtllm-gen"}
         case "ROCM_ATTN":
             # `set_interleaved_v_cache`: a pass that fuses what writes has it arrange values anew.
-            return {"settings": settings}
-        case "DEEPSEEK_V32_INDEXER" | "DEEPSEEK_V4_INDEXER" | "DEEPSEEK_SPARSE_SWA":
+            return {"settings": settings, "values": ROCM_ATTN_VALUES.meaning}
+        case "DEEPSEEK_V32_INDEXER" | "DEEPSEEK_V4_INDEXER":
             # `indexer_k_quant_and_cache_triton` shuffles values on ROCm, and the type of 8 bits
-            # is not told by any of them.
+            # is not told by any of them. `mqa_logits_use_mx_scales` says what a scale is.
+            are_exponents = (
+                BLACKWELL_SCALES.is_here
+                and current_platform.is_cuda()
+                and current_platform.is_device_capability_family(100)
+            )
+            scales = "exponents" if are_exponents else "float32"
+            return {"device": _maker(tensor), "scales": scales}
+        case "DEEPSEEK_SPARSE_SWA":
             return {"device": _maker(tensor)}
     return {}
 
@@ -325,6 +359,7 @@ def _everything(
         "shape and strides": f"{tuple(tensor.shape[1:])} {tuple(tensor.stride()[1:])}",
         "device": f"{tensor.device.type} {_device_name(tensor)}",
         "settings": settings,
+        "release": vllm_version.partition("+")[0],
     }
 
 

@@ -95,6 +95,11 @@ UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
 which those of 0.22.1 have no name for."""
 
 
+def is_since(release: str) -> bool:
+    """Whether the base is this release or a later one; 0.22.1 is the first of all."""
+    return Version(_vllm_version).release >= Version(release).release
+
+
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
     """What runners ask a connector for; those of 0.22.1 do not, and have no class for it.
 
@@ -199,6 +204,7 @@ __all__ = [
     "draft_cache_dtype",
     "is_in_two_memories",
     "is_on_every_rank",
+    "is_since",
     "keeps_groups_back",
     "keeps_turboquants_scales_apart",
     "loses_its_middle",

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .releases import ITEM_HASHES
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
@@ -92,3 +94,9 @@ def items_named_by(vllm_config: VllmConfig) -> str:
         return "none"
     # Their hashes take in the name or path of the model.
     return str(vllm_config.model_config.model)
+
+
+def items_hashed_as(vllm_config: VllmConfig) -> str:
+    """How multimodal items are hashed, which is their name."""
+    multimodal = vllm_config.model_config.multimodal_config
+    return "none" if multimodal is None else ITEM_HASHES.meaning

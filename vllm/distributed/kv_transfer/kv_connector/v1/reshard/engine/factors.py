@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from vllm import __version__ as vllm_version
 
-from ..protocol.compatibility import ANY, DRAFT_FACTORS
+from ..protocol.compatibility import ANY, DRAFT_FACTORS, RELEASE_FACTOR
 from .compat import draft_cache_dtype, prefill_lookahead_tokens
-from .content import items_named_by
+from .content import items_hashed_as, items_named_by
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ _ARCHITECTURE = (
 def compatibility_factors(vllm_config: VllmConfig) -> dict[str, str]:
     """What must be equal at both engines for one's KV cache to mean the same to the other.
 
+    And which release of vLLM this one is, which need not be.
+
     Args:
         vllm_config: This engine's configuration.
     """
@@ -42,9 +44,8 @@ def compatibility_factors(vllm_config: VllmConfig) -> dict[str, str]:
     # So are the sizes of both kinds of parallelism, of blocks, and the order of axes: to join
     # engines that differ in those is what this connector is for.
     return {
-        # What follows a `+` names the build, not the source: an engine on CPU and one on a GPU, or
-        # two releases of a fork, differ there.
-        "vllm_version": vllm_version.partition("+")[0],
+        # For the log; releases are no factor. What follows a `+` names the build, not the source.
+        RELEASE_FACTOR: vllm_version.partition("+")[0],
         "model": _architecture(model.hf_text_config),
         "num_hidden_layers": str(model.get_total_num_hidden_layers()),
         "num_kv_heads": str(model.get_total_num_kv_heads()),
@@ -54,6 +55,7 @@ def compatibility_factors(vllm_config: VllmConfig) -> dict[str, str]:
         "kv_cache_dtype": dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         "hybrid_kv_cache_manager": _yes_or_no(hybrid),
         "multimodal_items_named_by": items_named_by(vllm_config),
+        "multimodal_items_hashed_as": items_hashed_as(vllm_config),
         **_draft_factors(vllm_config),
     }
 
@@ -65,9 +67,10 @@ def compared_factors(factors: Mapping[str, str], settings: Settings) -> dict[str
     """
     if not settings.enforce_handshake_compat:
         return None
+    uncompared = [RELEASE_FACTOR]
     if settings.missing_draft_layers == "compute":
-        return {**factors, **dict.fromkeys(DRAFT_FACTORS, ANY)}
-    return dict(factors)
+        uncompared += DRAFT_FACTORS
+    return {**factors, **dict.fromkeys(uncompared, ANY)}
 
 
 def draft_identity(vllm_config: VllmConfig) -> str | None:

@@ -107,7 +107,9 @@ def describe_cache(
         num_blocks, planes = describe_layer(name, tensor, spec, backend, kept.arrangement)
         blocks_per_id = _blocks_per_id(name, num_blocks, kv_cache_config)
         if (planes, group) not in seen:
-            layers[known_as] = LayerCache(planes, group, blocks_per_id, kept.meaning)
+            layers[known_as] = LayerCache(
+                planes, group, blocks_per_id, kept.meaning, kept.keys_lead
+            )
         seen.add((planes, group))
     if not layers:
         raise LocalLayoutError(

@@ -19,7 +19,7 @@ from vllm.utils.math_utils import cdiv
 from ..protocol.fingerprint import OfferFingerprint, fingerprint
 from ..protocol.ids import BlockIds, EngineId
 from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
-from ..protocol.metadata import encode_reply
+from ..protocol.metadata import encode_replies
 from ..protocol.params import (
     RemoteBlocks,
     already_requested,
@@ -101,7 +101,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             assert isinstance(handshake, ReshardHandshakeMetadata)
             handshakes[rank] = handshake
         self._server = HandshakeServer(
-            self.side_channel_host, self.side_channel_port, encode_reply(handshakes), self._key
+            self.side_channel_host, self.side_channel_port, encode_replies(handshakes), self._key
         )
         self._server.start()
         transfer_config = self.vllm_config.kv_transfer_config

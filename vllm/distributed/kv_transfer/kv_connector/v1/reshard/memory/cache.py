@@ -126,12 +126,16 @@ class LayerCache:
             than 1 where the attention kernel wants smaller blocks than the scheduler allocates.
         meaning: What must be equal at both ends for the bytes of a slot to mean the same, by name;
             strides need not be.
+        keys_lead: A slot begins with a key or is one, and a value follows or has a plane of its
+            own. Engines do not tell it each other: where one knows it, and what the bytes mean is
+            the same at the other, it is so there.
     """
 
     planes: tuple[Plane, ...]
     group: int
     blocks_per_id: int = 1
     meaning: Mapping[str, str] = field(default_factory=dict)
+    keys_lead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

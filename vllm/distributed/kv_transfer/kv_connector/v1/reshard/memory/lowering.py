@@ -17,7 +17,9 @@ two ends differ (`T` tokens in a block, `n` heads to read):
     NHD, some heads                      n heads x 1 token      T
     HND and NHD                          1 head x 1 token       n * T
 
-Where a slot stands for several tokens, a run has that many at least, and `T` counts slots.
+Where a slot stands for several tokens, a run has that many at least, and `T` counts slots. Where
+keys and values lie side by side at one end, and are planes of their own at the other, they are two
+planes at both, whose slots do not adjoin: a run is one slot.
 
 Blocks of the two ends are matched by the position of their tokens in the sequence, not one by one.
 """
@@ -376,16 +378,19 @@ def _leg(read: Read, run: Run, pairs: Sequence[PlanePair], src: RankCache, dst: 
 
 
 def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[PlanePair]:
-    """Match a layer's planes by position."""
+    """Match a layer's planes by position, where one end has them apart at both."""
     src_layer, dst_layer = src.layers[layer], dst.layers[layer]
     groups = src_layer.group, dst_layer.group
     blocks_per_id = src_layer.blocks_per_id, dst_layer.blocks_per_id
-    if len(src_layer.planes) != len(dst_layer.planes):
+    src_planes, dst_planes = src_layer.planes, dst_layer.planes
+    if dst_layer.keys_lead:
+        src_planes, dst_planes = _apart(src_planes, dst_planes), _apart(dst_planes, src_planes)
+    if len(src_planes) != len(dst_planes):
         raise RemoteLayoutError(
-            f"layer {layer} has {len(src_layer.planes)} planes at the source but "
-            f"{len(dst_layer.planes)} here: run both engines with the same attention backend"
+            f"layer {layer} has {len(src_planes)} planes at the source but {len(dst_planes)} here: "
+            "run both engines with the same attention backend"
         )
-    for src_plane, dst_plane in zip(src_layer.planes, dst_layer.planes, strict=True):
+    for src_plane, dst_plane in zip(src_planes, dst_planes, strict=True):
         if _page_kind(src_plane) != _page_kind(dst_plane):
             options = "attention backend and --block-size"
             if dst_plane.per_sequence:
@@ -401,6 +406,24 @@ def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[Pla
                 "--kv-cache-dtype"
             )
         yield PlanePair(src_plane, dst_plane, groups, blocks_per_id)
+
+
+def _apart(planes: tuple[Plane, ...], others: tuple[Plane, ...]) -> tuple[Plane, ...]:
+    """Keys and values that lie side by side as two planes, where the other end has them so.
+
+    Args:
+        planes: Of a layer at one end; a slot of theirs begins with a key.
+        others: The same layer's at the other end.
+    """
+    if len(planes) != 1 or len(others) != 2:
+        return planes
+    (plane,), (key_bytes, value_bytes) = planes, (other.slot_bytes for other in others)
+    if plane.slot_bytes != key_bytes + value_bytes:
+        return planes
+    return (
+        replace(plane, slot_bytes=key_bytes),
+        replace(plane, address=plane.address + key_bytes, slot_bytes=value_bytes),
+    )
 
 
 def _page_kind(plane: Plane) -> tuple[object, ...]:

@@ -23,8 +23,15 @@ DRAFT_FACTORS = (
 )
 """What must be equal of drafts."""
 
+RELEASE_FACTOR = "vllm_version"
+"""What is said beside these of the release that an engine runs. It may differ."""
+
+_OTHER_RELEASE = "install releases of vLLM between which that has not changed"
+
+FACTORS_SINCE: Mapping[str, int] = {}
+"""In which version of the protocol a factor came, where that is none of all that are spoken."""
+
 _REMEDIES = {
-    "vllm_version": "install the same version of vLLM",
     "model": "serve the same model, with the same --hf-overrides",
     "num_hidden_layers": "serve the same model",
     "num_kv_heads": "serve the same model",
@@ -34,6 +41,8 @@ _REMEDIES = {
     "kv_cache_dtype": "give the same --kv-cache-dtype",
     **dict.fromkeys(DRAFT_FACTORS, "give the same --speculative-config"),
     "multimodal_items_named_by": "give --model the same name or path",
+    **dict.fromkeys(("multimodal_items_hashed_as", "values"), _OTHER_RELEASE),
+    "release": "install the same release of vLLM",
     "written by": "give the same --attention-backend",
     "specification": "serve the same model with the same --tensor-parallel-size",
     "shape and strides": "give the same --tensor-parallel-size, --block-size and "
@@ -44,6 +53,7 @@ _REMEDIES = {
     "device": "use devices of one kind",
     "instructions": "use machines with the same instruction set",
     **dict.fromkeys(("keys", "kernels"), "use GPUs of one generation"),
+    "scales": "use GPUs of one generation, and the same release of vLLM",
     "settings": "give the same environment and options of attention and compilation",
     "hybrid_kv_cache_manager": "give --disable-hybrid-kv-cache-manager on both or on neither",
 }
@@ -55,6 +65,11 @@ _NAMED_FACTORS = 16
 
 ANY = "any"
 """The value of a factor that is not compared, at the engine that compares."""
+
+
+def known_factors(factors: Mapping[str, str], version: int) -> dict[str, str]:
+    """Those factors that peers know which speak a version of the protocol."""
+    return {name: value for name, value in factors.items() if FACTORS_SINCE.get(name, 0) <= version}
 
 
 def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> None:

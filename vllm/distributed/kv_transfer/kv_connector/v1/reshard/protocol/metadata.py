@@ -42,27 +42,12 @@ from .bounds import (
     MAX_REPLY_BYTES,
     ReplyBounds,
 )
-from .compatibility import check_compatibility, quote, remedy
+from .compatibility import RELEASE_FACTOR, check_compatibility, known_factors, quote, remedy
 from .leases import LeaseTableAddress
+from .versions import CONNECTOR_NAME, SPOKEN
 
-CONNECTOR_NAME = "reshard"
-
-# Raised whenever two builds would misunderstand each other: other fields in a reply or in a
-# notification, or another meaning of a field or of a parameter that a router passes on.
-#
-#   1  first version
-#   2  keys and values that lie side by side are one plane, requests to the side channel may have
-#      two numbers, and entries of the lease table are bound to tokens and blocks
-#   3  notifications are bound, too, and one tells a producer of many requests; layers say how many
-#      heads the model has of each, how many blocks an id of theirs stands for, and which attention
-#      backend keeps them; planes say how many heads are a unit, and whether they hold state
-#   4  each worker's description is a frame of its own
-#   5  layers say what their bytes mean, and not which attention backend keeps them; a slot may
-#      stand for several tokens
-CONNECTOR_VERSION = 5
-
-OUR_VERB = f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}".encode()
-"""What a request to a side channel begins with."""
+OUR_VERB = str(SPOKEN).encode()
+"""What a request to a side channel begins with: the versions that it may be answered in."""
 
 OUR_REQUEST = (
     OUR_VERB
@@ -133,6 +118,21 @@ class WorkerHandshake:
     body: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an engine has answered.
+
+    Attributes:
+        version: Of the protocol, which both engines speak.
+        release: Of vLLM, which the engine runs; None where it does not say.
+        workers: What each worker says, in the order of ranks; at least one.
+    """
+
+    version: int
+    release: str | None
+    workers: tuple[WorkerDescription, ...]
+
+
 class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """`Plane`, field by field in the same order."""
 
@@ -197,7 +197,7 @@ class _Greeting(msgspec.Struct, frozen=True):
 
 
 class _Terms(msgspec.Struct, frozen=True):
-    """The second phase, which this version of the connector can read of its own version."""
+    """The second phase, which this connector can read in the versions that it speaks."""
 
     connector: str
     version: int
@@ -269,11 +269,26 @@ def decode_worker(data: bytes, max_layers: int = _MAX_LAYERS) -> WorkerDescripti
     return _read_worker(data, RemoteHandshakeError, "a worker's description", max_layers)
 
 
-def encode_reply(handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> list[bytes]:
-    """Write the reply of an engine to any peer.
+def encode_replies(
+    handshakes: Mapping[tuple[int, int], WorkerHandshake],
+) -> dict[int, list[bytes]]:
+    """Write the reply of an engine to any peer: in each version that it speaks, as `encode_reply`.
 
     Args:
         handshakes: What each worker says, by pipeline and tensor-parallel rank.
+    """
+    versions = range(SPOKEN.oldest, SPOKEN.newest + 1)
+    return {version: encode_reply(handshakes, version) for version in versions}
+
+
+def encode_reply(
+    handshakes: Mapping[tuple[int, int], WorkerHandshake], version: int = SPOKEN.newest
+) -> list[bytes]:
+    """Write the reply of an engine in one version.
+
+    Args:
+        handshakes: What each worker says, by pipeline and tensor-parallel rank.
+        version: The version.
 
     Returns:
         Its frames.
@@ -304,7 +319,8 @@ def encode_reply(handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> list[
                 f"{said.shard.rank} of engine {said.engine_id}: start all workers of an engine "
                 "with one configuration"
             )
-    greeting = _ENCODER.encode(_Terms(CONNECTOR_NAME, CONNECTOR_VERSION, first.factors))
+    factors = known_factors(first.factors, version)
+    greeting = _ENCODER.encode(_Terms(CONNECTOR_NAME, version, factors))
     if len(greeting) > MAX_GREETING_BYTES:
         raise LocalLayoutError(
             f"what must be equal at both engines takes {len(greeting)} bytes but peers accept "
@@ -322,7 +338,7 @@ def encode_reply(handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> list[
 
 def encode_refusal(reason: str) -> bytes:
     """Write an answer that says no, for a peer that runs any version of this connector."""
-    return _ENCODER.encode(_Greeting(CONNECTOR_NAME, CONNECTOR_VERSION, reason))
+    return _ENCODER.encode(_Greeting(CONNECTOR_NAME, SPOKEN.newest, reason))
 
 
 def encode_refusal_for_upstream() -> bytes:
@@ -333,7 +349,7 @@ def encode_refusal_for_upstream() -> bytes:
     """
     return _ENCODER.encode(
         _UpstreamReply(
-            f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}: this engine does not run upstream's "
+            f"{SPOKEN}: this engine does not run upstream's "
             f"NixlConnector, and the one that asks does: {MEET_UPSTREAMS}",
             b"",
         )
@@ -344,7 +360,7 @@ def decode_reply(
     frames: Sequence[bytes],
     local_factors: Mapping[str, str] | None,
     bounds: ReplyBounds | None = None,
-) -> tuple[WorkerDescription, ...]:
+) -> Reply:
     """Read the reply of an engine.
 
     Args:
@@ -352,9 +368,6 @@ def decode_reply(
         local_factors: What must be equal at both engines, as it is here; None to take any.
         bounds: What it may hold, where it may come from anybody; None to take whatever an engine of
             any model could say.
-
-    Returns:
-        What each worker says, in the order of ranks; at least one.
 
     Raises:
         RemoteIncompatibleError: The peer runs another connector or version, or factors differ.
@@ -370,7 +383,7 @@ def decode_reply(
     _check_greeting(_decode(_GREETING_DECODER, greeting, RemoteHandshakeError, "the answer"))
     terms = _decode(_TERMS_DECODER, greeting, RemoteHandshakeError, "the answer")
     if local_factors is not None:
-        check_compatibility(local_factors, terms.factors)
+        check_compatibility(known_factors(local_factors, terms.version), terms.factors)
     if not 0 < len(bodies) <= MAX_RANKS:
         raise RemoteHandshakeError(
             f"the answer describes {len(bodies)} ranks, but an engine has 1 to {MAX_RANKS}: run "
@@ -394,7 +407,7 @@ def decode_reply(
             f"the answer describes workers of several engines, {quote(named)}: "
             "give every engine a side channel of its own"
         )
-    return tuple(workers)
+    return Reply(terms.version, terms.factors.get(RELEASE_FACTOR), tuple(workers))
 
 
 def _decode_within(bounds: ReplyBounds, bodies: Sequence[bytes]) -> list[WorkerDescription]:
@@ -412,21 +425,21 @@ def _decode_within(bounds: ReplyBounds, bodies: Sequence[bytes]) -> list[WorkerD
 
 
 def _check_greeting(greeting: _Greeting) -> None:
-    """Refuse an answer that is not from this connector in this version, or that is a refusal."""
+    """Refuse an answer of another connector, in a version that is not ours, or that says no."""
     if greeting.connector != CONNECTOR_NAME:
         if greeting.compatibility_hash is not None:
             raise RemoteIncompatibleError(
                 "the peer runs upstream's NixlConnector, but this engine runs "
-                f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}: {MEET_UPSTREAMS}"
+                f"{SPOKEN}: {MEET_UPSTREAMS}"
             )
         raise RemoteIncompatibleError(
             f"the peer runs connector {quote(greeting.connector)}, but this engine runs "
-            f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}: configure the same connector on both engines"
+            f"{SPOKEN}: configure the same connector on both engines"
         )
-    if greeting.version != CONNECTOR_VERSION:
+    if greeting.version not in SPOKEN:
         raise RemoteIncompatibleError(
-            f"the peer runs {CONNECTOR_NAME}/{greeting.version}, but this engine runs "
-            f"{CONNECTOR_NAME}/{CONNECTOR_VERSION}: install the same build on both engines"
+            f"the peer speaks {CONNECTOR_NAME}/{greeting.version}, but this engine speaks "
+            f"{SPOKEN}: install builds that have a version of it in common"
         )
     if greeting.refusal:
         raise RemoteRefusedError(f"the peer refuses: {quote(greeting.refusal)}")

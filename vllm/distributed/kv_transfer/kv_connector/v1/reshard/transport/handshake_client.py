@@ -37,6 +37,7 @@ from ..protocol.compatibility import quote
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import OUR_REQUEST, WorkerDescription, decode_reply
 from ..protocol.trust import TrustedPeers, numeric
+from ..protocol.versions import CONNECTOR_NAME
 from .authentication import ChannelKey
 from .zmtp import (
     FRAME_OVERHEAD_BYTES,
@@ -405,15 +406,22 @@ class HandshakeClient:
                     self._key.configure_client(client)
                 passing = relay(peer, bind_privately(client), self._allowance)
                 frames = await first_of(self._exchange(client, handshake), passing)
-        workers = decode_reply(frames, handshake.required, self._bounds)
-        engine_id, expected = workers[0].engine_id, handshake.address.engine_id
+        reply = decode_reply(frames, handshake.required, self._bounds)
+        engine_id, expected = reply.workers[0].engine_id, handshake.address.engine_id
         if engine_id != expected:
             raise RemoteEngineChangedError(
                 f"engine {quote(engine_id)} answers, not {quote(expected)}: the peer was restarted "
                 "and has lost its KV cache, or the address is another engine's; send the request "
                 "through prefill again"
             )
-        return workers
+        logger.info(
+            "Engine %s runs vLLM %s, and speaks %s/%d.",
+            quote(engine_id),
+            quote(reply.release),
+            CONNECTOR_NAME,
+            reply.version,
+        )
+        return reply.workers
 
     async def _exchange(self, client: zmq.asyncio.Socket, handshake: _Handshake) -> list[bytes]:
         """Ask once ZeroMQ is connected, which includes keys, and wait for the answer."""

@@ -8,7 +8,7 @@ harm by it. Upstream's once had one number and one frame for an answer; now it h
 second frame being its clock. Its listener ends when it is sent more or fewer numbers.
 
     request to us                            what we answer
-    [b"reshard/<our version> ...", ...]      the engine's reply
+    [b"reshard/<versions> ...", ...]         the engine's reply, in the newest that is ours, too
     [b"get_meta_msg", tp_rank]               what upstream reads as a mismatch, with our words in it
     [b"get_meta_msg", pp_rank, tp_rank]      the same, and a clock
     [any other verb, ...]                    a refusal
@@ -17,7 +17,7 @@ second frame being its clock. Its listener ends when it is sent more or fewer nu
     our request to                           what it answers
     upstream's listener                      what it has for numbers 0, by which we recognise it;
                                              it logs the verb, and the words that follow it
-    another version of ours                  a refusal with its version
+    one of ours with other versions only     a refusal with its version
 
 The address can be reached by others than engines. A relay (`zmtp`) closes connections that do not
 speak ZeroMQ's protocol or that send more than `MAX_REQUEST_BYTES`; what gets through is counted.
@@ -31,7 +31,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -45,7 +45,8 @@ from vllm.utils.network_utils import is_valid_ipv6_address
 
 from ..errors import MEET_UPSTREAMS, LocalChannelError
 from ..protocol.compatibility import quote
-from ..protocol.metadata import OUR_VERB, encode_refusal, encode_refusal_for_upstream
+from ..protocol.metadata import encode_refusal, encode_refusal_for_upstream
+from ..protocol.versions import SPOKEN, read_verb
 from .authentication import ChannelKey, ZapHandler
 from .zmtp import Allowance, bind_privately, first_of, relay_all
 
@@ -131,16 +132,20 @@ class HandshakeServer:
     Args:
         host: Address of this machine to listen at.
         port: TCP port; 0 for any that is free.
-        reply: What to answer, as frames.
+        replies: What to answer, as frames, in each version of the protocol that is spoken.
         key: What engines know one another by; None to answer anybody.
     """
 
     def __init__(
-        self, host: str, port: int, reply: Sequence[bytes], key: ChannelKey | None = None
+        self,
+        host: str,
+        port: int,
+        replies: Mapping[int, Sequence[bytes]],
+        key: ChannelKey | None = None,
     ) -> None:
         self._host = host
         self._port = port
-        self._reply = list(reply)
+        self._replies = {version: list(reply) for version, reply in replies.items()}
         self._key = key
         self._counters = ServerCounters()
         self._complained_at_s: dict[_Complaint, float] = {}
@@ -311,9 +316,11 @@ class HandshakeServer:
             self._complain(_Complaint.STRANGER, f"a message of {len(frame)} bytes is no request")
             return None
         verb, _, _ = request.verb.partition(b" ")
-        if verb == OUR_VERB:
+        theirs = read_verb(verb)
+        version = None if theirs is None else SPOKEN.agreed(theirs)
+        if version is not None:
             self._count(answered=1)
-            return self._reply
+            return self._replies[version]
         self._count(refused=1)
         if request.verb == _UPSTREAM_VERB:
             self._complain(
@@ -322,11 +329,13 @@ class HandshakeServer:
             )
             clock = [msgspec.msgpack.encode(time.perf_counter())] if request.second_number else []
             return [encode_refusal_for_upstream(), *clock]
-        name, known = quote(verb[:100].decode(errors="backslashreplace")), OUR_VERB.decode()
+        name = quote(verb[:100].decode(errors="backslashreplace"))
         self._complain(
-            _Complaint.VERSION, f"request {name} is unknown: run the same build on both engines"
+            _Complaint.VERSION,
+            f"request {name} is unknown, {SPOKEN} is not: install builds that have a version of "
+            "it in common",
         )
-        return [encode_refusal(f"request {name} is unknown, {known} is not")]
+        return [encode_refusal(f"request {name} is unknown, {SPOKEN} is not")]
 
     def _count(self, **more: int) -> None:
         counters = self._counters
