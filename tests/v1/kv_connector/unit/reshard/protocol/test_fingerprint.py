@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,6 +54,34 @@ def test_missing_tokens_are_a_difference(tokens, missing, blocks):
     """A reader whose prompt is shorter than what is held never agrees with its producer."""
     held = fingerprint(tokens + [7] * missing, len(tokens) + missing, None, blocks)
     assert held.difference(fingerprint(tokens, len(tokens) + missing, None, blocks)) is not None
+
+
+class CountedTokens(Sequence):
+    """Tokens of a prompt.
+
+    Attributes:
+        num_asked: How often some of them were asked for.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+        self.num_asked = 0
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, which):
+        """One of them, or some."""
+        self.num_asked += 1
+        return self._tokens[which]
+
+
+def test_number_that_a_client_has_made_up_costs_nothing():
+    """It takes no longer than the prompt is long."""
+    tokens = CountedTokens(list(range(5000)))
+    made_up = fingerprint(tokens, 2**31 - 1, None, [[1]])
+    assert made_up.num_tokens == 2**31 - 1
+    assert tokens.num_asked == 2
 
 
 def test_groups_do_not_run_into_each_other():

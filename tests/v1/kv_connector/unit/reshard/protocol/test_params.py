@@ -94,7 +94,7 @@ def test_no_client_speaks_for_a_scheduler(params, reads_back):
     """What schedulers note down is nothing that they find there."""
     said = {name: value for name, value in params.items() if name not in NOTED}
     lied = {**params, **dict.fromkeys(NOTED, "a client's own")}
-    expected = sanitize_params(said, reads_back=reads_back) if said else (said, None)
+    expected = sanitize_params(said, reads_back=reads_back)
     found = sanitize_params(lied, reads_back=reads_back)
     assert repr(found) == repr(expected)
     assert "a client's own" not in repr(found)
@@ -105,6 +105,9 @@ def test_no_client_speaks_for_a_scheduler(params, reads_back):
     [
         {"remote_engine_id": ""},
         {"remote_engine_id": "e" * 1025},
+        {"remote_engine_id": "e\ud800"},
+        {"remote_request_id": "\udfff"},
+        {"remote_host": "10.0.0.1\udc80"},
         {"remote_request_id": None},
         {"remote_host": 7},
         {"remote_port": True},
@@ -138,6 +141,18 @@ def test_source_that_cannot_be_is_a_fault(change):
             {**SOUND, "do_remote_decode": True, **change}, reads_back=True
         )
         assert (params, why) == ({"do_remote_decode": True}, fault)
+
+
+@pytest.mark.parametrize(
+    "params", ["do_remote_prefill", 7, True, False, "", [], [["do_remote_prefill", True]], {7: 1}]
+)
+@pytest.mark.parametrize("reads_back", [True, False])
+def test_params_that_are_no_object_are_a_fault(params, reads_back):
+    """A front end may let them through; a request with none has none."""
+    made, why = sanitize_params(params, reads_back=reads_back)
+    assert made is not None and why is None and "Expected `object`" in remote_blocks(made)
+    assert sanitize_params(None, reads_back=reads_back) == (None, None)
+    assert sanitize_params({}, reads_back=reads_back) == ({}, None)
 
 
 def test_lists_without_end_are_a_fault():

@@ -85,9 +85,11 @@ def fingerprint(
         block_ids: The blocks as they are offered, for each KV-cache group.
     """
     content = sha256()
-    for start in range(0, num_tokens, _TOKENS_AT_ONCE):
+    # A client may have said any number.
+    stop = min(num_tokens, len(token_ids))
+    for start in range(0, stop, _TOKENS_AT_ONCE):
         # The interpreter is let go of in between: no other thread waits for all of a long prompt.
-        content.update(_words(token_ids[start : min(start + _TOKENS_AT_ONCE, num_tokens)]))
+        content.update(_words(token_ids[start : min(start + _TOKENS_AT_ONCE, stop)]))
     content.update(msgspec.msgpack.encode(extra_keys, enc_hook=repr))
     blocks = sha256()
     for group in block_ids:

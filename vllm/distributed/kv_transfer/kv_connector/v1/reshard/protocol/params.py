@@ -27,7 +27,10 @@ _OURS = frozenset({_FAULT, _ASKED, "_p_side_truncated"})
 """What the schedulers note down, and no client may."""
 _REMOTE_PREFIX = "remote_"
 
-_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1 << 10)]
+_Text = Annotated[
+    str, msgspec.Meta(min_length=1, max_length=1 << 10, pattern=r"\A[^\ud800-\udfff]*\Z")
+]
+"""JSON may name half a character (a surrogate), which cannot be sent on or looked up."""
 _BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Secret = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 """In hexadecimal digits: of 64 bits as a number, a router in JavaScript would keep 53."""
@@ -63,12 +66,12 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
 
 
 def sanitize_params(
-    params: Params | None, *, reads_back: bool, trusted: TrustedPeers | None = None
+    params: Any, *, reads_back: bool, trusted: TrustedPeers | None = None
 ) -> tuple[Params | None, str | None]:
     """Make parameters fit for a scheduler that believes them.
 
     Args:
-        params: What came with a request.
+        params: What came with a request; None for nothing.
         reads_back: Whether this engine reads blocks of the last turn from a decode engine.
         trusted: Where other engines may be; None for anywhere.
 
@@ -79,8 +82,11 @@ def sanitize_params(
         `kv_load_failure_policy` has it; or, where blocks of the last turn need not or cannot be
         read, the same without them. And why blocks that should be read back cannot be, if so.
     """
-    if not params:
-        return params, None
+    if params is None:
+        return None, None
+    # Options of vLLM's that take anything have brought them by the front end.
+    if not isinstance(params, dict) or not all(isinstance(name, str) for name in params):
+        return _faulty(_malformed(f"Expected `object`, got `{type(params).__name__}`")), None
     if _OURS & params.keys():
         params = {name: value for name, value in params.items() if name not in _OURS}
     if params.get("do_remote_prefill"):
@@ -150,13 +156,17 @@ def _fault(params: Params, trusted: TrustedPeers | None) -> str | None:
     try:
         source = msgspec.convert(params, RemoteBlocks)
     except (msgspec.ValidationError, RecursionError) as error:
-        return (
-            f"its kv_transfer_params are malformed ({error}): the router must pass on unchanged "
-            "those that the other engine returned"
-        )
+        return _malformed(str(error))
     if trusted is not None and (fault := trusted.fault(source.remote_host)) is not None:
         return f"its kv_transfer_params are not followed: {fault}"
     return None
+
+
+def _malformed(why: str) -> str:
+    return (
+        f"its kv_transfer_params are malformed ({why}): the router must pass on unchanged those "
+        "that the other engine returned"
+    )
 
 
 def _faulty(fault: str) -> Params:
