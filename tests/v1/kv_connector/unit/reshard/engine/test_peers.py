@@ -832,3 +832,66 @@ def test_lanes_that_are_all_in_use_are_kept(monkeypatch):
             network.table.get_or_connect(peer.address, 0.9 * IDLE_LANE_S * step)
         network.table.advance(0.9 * IDLE_LANE_S * step)
     assert [peer.connection for peer in peers] == connections
+
+
+def test_engine_that_gave_no_good_read_makes_room_for_another_one(network, monkeypatch):
+    """The one that was not wanted for longest; what was read from, or is busy, stays."""
+    monkeypatch.setattr(peers_module, "MAX_UNPROVEN", 4)
+    table = network.table
+    good = connected(table, network, at(1), 0.0)
+    good.is_proven = True
+    reading, again, oldest, *_ = crowd(network, 4, 1.0)
+    transfer = read_block(reading.connection)
+    table.get_or_connect(again.address, 2.0)
+    old = oldest.connection
+    connected(table, network, at(2), 3.0)
+    close_due(table, 3.0)
+    assert {good, reading, again} <= set(table._peers.values())
+    assert oldest not in table._peers.values() and not old.is_connected
+    assert len(table) == 5
+    finish(reading.connection, transfer)
+
+
+def test_engines_that_are_known_are_bounded(network, monkeypatch):
+    """However good they are; an engine that is forgotten is asked anew when it is wanted."""
+    monkeypatch.setattr(peers_module, "MAX_PEERS", 6)
+    table = network.table
+    peers = crowd(network, 6, 0.0)
+    for peer in peers:
+        peer.is_proven = True
+    connected(table, network, at(1), 1.0)
+    assert len(table) == 6 and peers[0] not in table._peers.values()
+    asked = len(network.handshakes)
+    connected(table, network, peers[0].address, 2.0)
+    assert len(network.handshakes) == asked + 1
+
+
+def test_peers_with_which_something_is_under_way_are_never_forgotten(network, monkeypatch):
+    """Their number is that of requests."""
+    monkeypatch.setattr(peers_module, "MAX_UNPROVEN", 2)
+    table = network.table
+    peers = [table.get_or_connect(at(number), 0.0) for number in range(5)]
+    table.advance(0.0)
+    table.get_or_connect(at(6), 1.0)
+    assert set(peers) < set(table._peers.values())
+
+
+def test_lanes_do_not_fill_up_with_engines_that_are_no_good(monkeypatch):
+    """Lanes that are in use are renewed, too, and good engines go on over their successors."""
+    monkeypatch.setattr(peers_module, "MAX_CONNECTIONS", 1000)
+    monkeypatch.setattr(peers_module, "MAX_UNPROVEN", 4)
+    monkeypatch.setattr(peers_module, "MAX_UNPROVEN_CONNECTIONS", 8)
+    network = Network(num_lanes=2)
+    table, most = network.table, 0
+    good = connected(table, network, at(1), 0.0)
+    good.is_proven = True
+    for number in range(60):
+        now_s = 1.0 + 0.1 * number
+        connected(table, network, at(100 + number), now_s)
+        if good.connection is None:
+            reconnect(table, good, now_s)
+        assert good.connection.lane.is_open
+        close_due(table, now_s)
+        most = max(most, sum(lane.num_made for lane in table.lanes.ready))
+    assert most <= 8 + 2
+    assert sum(lane.result().agent.is_open for lane in network.lanes) <= 3

@@ -67,6 +67,8 @@ class Engine:
     Args:
         model_layers: Layers of the model's that have their caches bound, as its runner does.
         shaped_by_backends: Whether its caches have the form of 0.22.1, or of later bases.
+        probes: Whether other engines' NIXL metadata is tried in another process first, which takes
+            longer.
 
     Attributes:
         transfer_engines: What each rank's worker has its thread poll.
@@ -96,6 +98,7 @@ class Engine:
         model_layers: Mapping[str, Any] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
         shaped_by_backends: bool = forms.SHAPED_BY_BACKENDS,
+        probes: bool = False,
         **extra_config,
     ) -> None:
         self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
@@ -187,6 +190,8 @@ class Engine:
                 patch.setattr(
                     ReshardWorker, "_backends", lambda _, names: dict.fromkeys(names, backend)
                 )
+                if not probes:
+                    patch.setattr(ReshardWorker, "_make_probe", lambda _: None)
                 places = forms.cache_tensors(names, NUM_BLOCKS, spec.page_size_bytes)
                 cache_config = KVCacheConfig(NUM_BLOCKS, places, groups)
                 worker = ReshardWorker(config, engine_id, cache_config, clock)

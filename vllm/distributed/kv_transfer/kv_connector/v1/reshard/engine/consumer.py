@@ -314,6 +314,8 @@ class ConsumerSide:
         if outcome.failure is None:
             assert reading.connection is not None
             reading.connection.lifetime.end_request()
+            if reading.peer is not None:
+                reading.peer.is_proven = True
             self._release(reading)
         self._enter(outcome.request_id, reading, ReadState.ENDED)
 

@@ -13,7 +13,7 @@ threads find out comes back through futures.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -39,6 +39,17 @@ the agent alone. Its peers are connected anew when they are wanted, which takes 
 
 IDLE_LANE_S = 10.0
 """Longer than engines that are in use are not wanted, so that nobody reconnects again and again."""
+
+MAX_PEERS = 512
+"""Engines that are known, but for those with which something is under way. Beyond as many, the one
+that was not wanted for longest is forgotten."""
+
+MAX_UNPROVEN = 32
+"""As many of them have never given a good read: clients may name any number of ports."""
+
+MAX_UNPROVEN_CONNECTIONS = 64
+"""As many of those that lanes hold descriptors for are of no engine that is connected, and has given
+a good read. Beyond that, the lane that has most is renewed, though its peers may be in use."""
 
 _LOOK_AGAIN_S = 1.0
 """A peer that was not wanted for long, and that is read from all the same, is looked at again after
@@ -73,6 +84,7 @@ class Peer:
         breaks: Connections that broke one after another, none of which stayed whole for long.
         retry_at_s: When the next handshake may begin.
         suspect_until_s: Until then it is suspected of breaking again, and not forgotten.
+        is_proven: A request was read from it, and what was read was what it had to be.
     """
 
     address: RemoteEngineAddress
@@ -91,6 +103,7 @@ class Peer:
     breaks: int = 0
     retry_at_s: float = 0.0
     suspect_until_s: float = 0.0
+    is_proven: bool = False
 
     @property
     def is_idle(self) -> bool:
@@ -186,6 +199,7 @@ class PeerTable:
         """The engine at an address; from now on it is in use."""
         peer = self._peers.get(address)
         if peer is None:
+            self._make_room(now_s)
             peer = self._peers[address] = Peer(address, now_s)
             self._sweep_by(now_s + self._idle_limit_s)
         peer.last_wanted_s = now_s
@@ -284,6 +298,7 @@ class PeerTable:
             peer.lowered = handshake.result()
         assert peer.lowered is not None
         if peer.connecting is None:
+            self._shed_unproven(now_s)
             lane = self.lanes.pick(now_s, is_suspect=peer.is_suspect(now_s))
             if lane is None:
                 return
@@ -378,12 +393,40 @@ class PeerTable:
             elif not peer.is_idle:
                 next_s = min(next_s, now_s + _LOOK_AGAIN_S)
             else:
-                self._retire(peer, now_s)
-                del self._peers[peer.address]
-                self._active.pop(peer.address, None)
+                self._forget(peer, now_s)
         self._sweep_at_s = next_s
         if self._has_too_many_connections:
             self._renew_lanes(now_s)
+
+    def _make_room(self, now_s: float) -> None:
+        """Forget an engine for one more, where too many are known."""
+        unproven = [peer for peer in self._peers.values() if not peer.is_proven]
+        if len(self._peers) >= MAX_PEERS:
+            crowd = list(self._peers.values())
+        elif len(unproven) >= MAX_UNPROVEN:
+            crowd = unproven
+        else:
+            return
+        idle = (peer for peer in crowd if peer.is_idle and not peer.has_news)
+        if (longest := min(idle, key=lambda peer: peer.last_wanted_s, default=None)) is not None:
+            self._forget(longest, now_s)
+
+    def _forget(self, peer: Peer, now_s: float) -> None:
+        """Know nothing more of an engine with which nothing is under way."""
+        self._retire(peer, now_s)
+        del self._peers[peer.address]
+        self._active.pop(peer.address, None)
+
+    def _shed_unproven(self, now_s: float) -> None:
+        """Renew a lane, where lanes hold too many descriptors for engines that are no good."""
+        proven = Counter(
+            peer.connection.lane
+            for peer in self._peers.values()
+            if peer.is_proven and peer.connection is not None
+        )
+        others = {lane: lane.num_made - proven[lane] for lane in self.lanes.ready}
+        if sum(others.values()) > MAX_UNPROVEN_CONNECTIONS:
+            self._retire_lane(max(others, key=others.__getitem__), now_s)
 
     @property
     def _has_too_many_connections(self) -> bool:

@@ -26,12 +26,13 @@ from ..protocol.bounds import ReplyBounds
 from ..protocol.ids import EngineId, RequestId
 from ..protocol.messages import RemoteEngineAddress, decode_announcement
 from ..protocol.metadata import WorkerDescription, encode_worker
-from ..transport.agent import NixlAgent
+from ..transport.agent import NixlAgent, probed_agent
 from ..transport.announcements import Listener, listen_to
 from ..transport.connection import PeerConnection
 from ..transport.cpu import parents_cores, run_on
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
+from ..transport.probe import MetadataProbe
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
@@ -304,7 +305,15 @@ class ReshardWorker:
             numbers=REQUEST_NUMBERS,
             key=self._key,
             trusted=self._settings.trusted(),
+            probe=self._make_probe(),
         )
+
+    def _make_probe(self) -> MetadataProbe | None:
+        """What tries NIXL metadata, where it may come from anybody."""
+        if self._key is not None:
+            return None
+        settings = self._settings
+        return MetadataProbe(probed_agent(settings.backends, settings.num_threads))
 
     def _fill_scales(self, names: Iterable[str]) -> None:
         """Have Triton's attention fill its caches' scales now, before anything is received.

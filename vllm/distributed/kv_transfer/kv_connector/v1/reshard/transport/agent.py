@@ -28,6 +28,7 @@ from vllm.logger import init_logger
 from ..errors import InDoubtError, LocalLayoutError, TransferError
 from ..memory.lowering import Indices, Rows
 from .cpu import running_on
+from .probe import ProbedAgent
 
 logger = init_logger(__name__)
 
@@ -356,6 +357,13 @@ def can_be_polled(backends: Sequence[str]) -> bool:
     with those from that one (nixl 1.5.1). Further ones were not measured.
     """
     return list(backends) == ["UCX"]
+
+
+def probed_agent(backends: Sequence[str], num_threads: int) -> ProbedAgent:
+    """What metadata is tried with before an agent that reads is given it."""
+    return ProbedAgent(
+        NixlWrapper.__module__, tuple(backends), num_threads, not can_be_polled(backends)
+    )
 
 
 def _cannot_read(local_indices: Indices, remote: Prepared) -> str:

@@ -2,6 +2,7 @@
 """Asking other engines what they are: all of them at once, on one event loop in one thread.
 
     request --> resolve the host's name --> wait for a place --> connect --> wait for the answer
+        --> have its NIXL metadata tried
 
 Clients name the hosts, so that any number of them may not be there, not answer, or answer with
 anything. Each handshake is a task with one deadline, whatever it waits for; how many are under way
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
@@ -39,6 +41,7 @@ from ..protocol.metadata import OUR_REQUEST, WorkerDescription, decode_reply
 from ..protocol.trust import TrustedPeers, numeric
 from ..protocol.versions import CONNECTOR_NAME
 from .authentication import ChannelKey
+from .probe import MAX_AT_ONCE, MetadataProbe
 from .zmtp import (
     FRAME_OVERHEAD_BYTES,
     Allowance,
@@ -92,6 +95,7 @@ class _Stage(IntEnum):
     PLACE = 1
     CONNECTION = 2
     ANSWER = 3
+    PROBE = 4
 
 
 _MISSING = {
@@ -104,6 +108,8 @@ _MISSING = {
     "side_channel_key_file, or none",
     _Stage.ANSWER: "connected, but no answer within {} s: check that the port is the engine's "
     "VLLM_NIXL_SIDE_CHANNEL_PORT, and that the engine is not stuck",
+    _Stage.PROBE: "answered, but its NIXL metadata was not tried within {} s: see who names so many "
+    "hosts, and whether this machine is overloaded; side_channel_key_file makes it needless",
 }
 """What a handshake still waited for at its end, and what to do about it."""
 
@@ -150,6 +156,8 @@ class HandshakeClient:
         numbers: What follows the verb, as many as upstream's listener of this release takes.
         key: What engines know one another by; None where they do not.
         trusted: Where hosts may be; None for anywhere.
+        probe: Tries what may be anybody's NIXL metadata; None to take it as it is. The client
+            closes it.
         timeout_s: How long a handshake may take, from the call to its end.
     """
 
@@ -160,12 +168,14 @@ class HandshakeClient:
         numbers: Sequence[int] = (0, 0),
         key: ChannelKey | None = None,
         trusted: TrustedPeers | None = None,
+        probe: MetadataProbe | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._bounds = bounds
         self._question = msgspec.msgpack.encode((OUR_REQUEST, *numbers))
         self._key = key
         self._trusted = trusted
+        self._probe = probe
         self._timeout_s = timeout_s
         self._limits = bounds or ReplyBounds({})
         self._lock = threading.Lock()
@@ -191,8 +201,8 @@ class HandshakeClient:
                 RemoteIncompatibleError    another connector or version, or factors differ
                 RemoteRefusedError         the peer declined
                 RemoteEngineChangedError   another engine answers there
-                RemoteHandshakeError       the answer is malformed, out of bounds, or contradicts
-                                           itself
+                RemoteHandshakeError       the answer is malformed, out of bounds, contradicts
+                                           itself, or ends whoever loads its NIXL metadata
 
             One that is cancelled, or is under way at `close`, is cancelled.
 
@@ -233,6 +243,8 @@ class HandshakeClient:
                 self._loop.call_soon_threadsafe(self._closing.set)
         if self._thread is not None:
             self._thread.join()
+        if self._probe is not None:
+            self._probe.close()
 
     def _start(self) -> asyncio.AbstractEventLoop:
         """Start a thread, with all that belongs to it; nothing is kept where it does not start.
@@ -248,6 +260,7 @@ class HandshakeClient:
         self._closing = asyncio.Event()
         self._breakdown: Exception | None = None
         self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._trials = asyncio.Semaphore(MAX_AT_ONCE)
         self._allowance = Allowance(
             self._limits.max_ranks + _OTHER_FRAMES,
             self._limits.max_reply_bytes,
@@ -307,11 +320,20 @@ class HandshakeClient:
 
     async def _find_and_ask(self, handshake: _Handshake) -> Answer:
         """Ask all of a host's addresses, one after another unless the first is quick."""
+        if self._probe is not None:
+            with suppress(OSError):
+                # It is ready by the time that there is an answer.
+                self._probe.begin()
         addresses = await self._resolve(handshake.address)
         handshake.reach(_Stage.PLACE)
         handshake.num_left = len(addresses)
         turns = enumerate(addresses)
-        return await first_of(*(self._ask(each, number, handshake) for number, each in turns))
+        workers = await first_of(*(self._ask(each, number, handshake) for number, each in turns))
+        if self._probe is not None:
+            handshake.reach(_Stage.PROBE)
+            async with self._trials:
+                await self._probe.try_all([each.agent_metadata for each in workers])
+        return workers
 
     async def _resolve(self, address: RemoteEngineAddress) -> list[str]:
         """Where a host is, of that where it may be asked.

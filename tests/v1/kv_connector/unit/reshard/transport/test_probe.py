@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NIXL metadata ends a process that was made for that, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.v1.kv_connector.unit.reshard.engine.workers import (
+    DEADLINE_S,
+    Progress,
+    assert_received,
+    fill,
+    receive,
+    wait_until,
+)
+from tests.v1.kv_connector.unit.reshard.transport import fake_nixl
+from tests.v1.kv_connector.unit.reshard.transport.channels import (
+    FACTORS,
+    asking,
+    describe,
+    engine_at,
+    reply_of,
+    serving,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1 import reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
+    RemoteHandshakeError,
+    RemoteUnreachableError,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    RemoteEngineAddress,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+    WorkerHandshake,
+    decode_worker,
+    encode_reply,
+    encode_worker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe as probe_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
+    NixlAgent,
+    probed_agent,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.probe import (
+    MetadataProbe,
+    ProbedAgent,
+)
+
+FAKE = ProbedAgent("fake_nixl", ("UCX",), 0, False)
+
+
+@pytest.fixture
+def fake_nixl_is_found(monkeypatch) -> None:
+    """Processes that are started find the module."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(fake_nixl.__file__).parent))
+
+
+@pytest.fixture
+def fake(fake_nixl_is_found) -> Iterator[MetadataProbe]:
+    """A probe whose NIXL does as it is told."""
+    probe = MetadataProbe(FAKE)
+    yield probe
+    probe.close()
+
+
+@pytest.fixture
+def real() -> Iterator[MetadataProbe]:
+    """A probe with NIXL itself."""
+    probe = MetadataProbe(probed_agent(("UCX",), 1))
+    yield probe
+    probe.close()
+
+
+def survives(probe: MetadataProbe, *metadata: bytes) -> bool:
+    """Whether a process has survived an engine's metadata."""
+    try:
+        asyncio.run(asyncio.wait_for(probe.try_all(metadata), DEADLINE_S))
+    except RemoteHandshakeError as error:
+        assert "NIXL ends the process that loads its metadata" in str(error)
+        return False
+    return True
+
+
+def children(probe: MetadataProbe) -> list[psutil.Process]:
+    """The processes that a probe has forked."""
+    assert probe.process_id is not None
+    return psutil.Process(probe.process_id).children()
+
+
+def test_what_ends_its_process_is_refused(fake):
+    """However it does; what forks goes on, and what comes next is tried by another child."""
+    assert survives(fake, b"good", b"refuse")
+    process_id = fake.process_id
+    for last_words in (b"abort", b"crash", b"exit"):
+        assert not survives(fake, b"good", last_words)
+        assert not survives(fake, last_words, b"good")
+        assert survives(fake, b"good")
+    assert fake.process_id == process_id
+
+
+def test_what_hangs_is_refused_and_ends(fake, monkeypatch):
+    """A child has its time, and nobody has to end it."""
+    monkeypatch.setattr(probe_module, "_LIMIT_S", 0.2)
+    assert not survives(fake, b"hang")
+    assert survives(fake, b"good")
+
+
+def test_handshake_that_runs_out_of_time_leaves_a_child_to_its_limit(fake, monkeypatch):
+    """It ends by itself, and the next answer is tried beside it."""
+    monkeypatch.setattr(probe_module, "_LIMIT_S", 3.0)
+    assert survives(fake, b"good")
+
+    async def give_up() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(fake.try_all([b"hang"]), 0.1)
+        await fake.try_all([b"good"])
+
+    asyncio.run(give_up())
+    wait_until(lambda: len(children(fake)) == 1)
+
+
+def test_large_metadata_comes_whole(fake):
+    """An engine's workers may say 16 MiB in all."""
+    assert survives(fake, *[bytes(1 << 20)] * 15, b"good")
+    assert not survives(fake, *[bytes(1 << 20)] * 15, b"abort")
+
+
+@pytest.mark.parametrize("whose", ["what forks", "the next child", "both"])
+def test_process_that_has_ended_is_replaced(fake, whose):
+    """Whatever ended it while nothing was tried."""
+    assert survives(fake, b"good")
+    wait_until(lambda: len(children(fake)) == 1)
+    (child,) = children(fake)
+    if whose != "the next child":
+        os.kill(fake.process_id, signal.SIGKILL)
+    if whose != "what forks":
+        child.kill()
+        wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert survives(fake, b"good")
+    assert not survives(fake, b"abort")
+    assert survives(fake, b"good")
+
+
+@pytest.mark.parametrize("why", ["no such file", "makes no agent", "no such module"])
+def test_nothing_is_taken_untried(fake_nixl_is_found, monkeypatch, why):
+    """Where no process can be had for it, an engine is refused, and the message says what helps."""
+    if why == "no such file":
+        monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    monkeypatch.setenv("FAKE_NIXL", why)
+    module = "no_such_nixl" if why == "no such module" else "fake_nixl"
+    probe = MetadataProbe(ProbedAgent(module, ("UCX",), 0, False))
+    with pytest.raises(RemoteHandshakeError, match="not tried.*side_channel_key_file"):
+        asyncio.run(asyncio.wait_for(probe.try_all([b"good"]), DEADLINE_S))
+    probe.close()
+
+
+def test_nothing_is_left_when_it_is_closed(fake):
+    """No process, no descriptor."""
+    fds = psutil.Process().num_fds()
+    assert survives(fake, b"good")
+    pids = [fake.process_id, *(each.pid for each in children(fake))]
+    fake.close()
+    fake.close()
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+    assert psutil.Process().num_fds() == fds
+
+
+def test_nothing_outlives_a_worker_that_is_killed(fake_nixl_is_found):
+    """Even while something is tried that hangs for long."""
+    program = """
+import asyncio, sys
+from psutil import Process
+from reshard.transport.probe import MetadataProbe, ProbedAgent
+probe = MetadataProbe(ProbedAgent("fake_nixl", ("UCX",), 0, False))
+asyncio.run(probe.try_all([b"good"]))
+print(probe.process_id, *(each.pid for each in Process(probe.process_id).children()), flush=True)
+sys.stdin.read()
+"""
+    # By its own name the package is imported without vLLM.
+    folders = [str(Path(reshard.__file__).parents[1]), os.environ["PYTHONPATH"]]
+    worker = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+    )
+    assert worker.stdout is not None and worker.stdin is not None
+    with worker.stdout, worker.stdin:
+        pids = list(map(int, worker.stdout.readline().split()))
+        assert pids and all(map(psutil.pid_exists, pids))
+        worker.kill()
+        worker.wait(DEADLINE_S)
+        wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+@pytest.fixture
+def source() -> Iterator[NixlAgent]:
+    """An agent whose metadata is known."""
+    agent = NixlAgent("source", num_threads=1)
+    yield agent
+    agent.close()
+
+
+def test_one_wrong_byte_of_a_real_address(real, source):
+    """UCX aborts whoever loads it, which has been a worker."""
+    metadata = source.metadata()
+    address = metadata.index(b"UCX") + len(b"UCX") + 10
+    wrong = metadata[:address] + b"\x23" + metadata[address + 1 :]
+    assert survives(real, metadata)
+    assert not survives(real, metadata, wrong)
+    assert not survives(real, wrong)
+    assert survives(real, metadata)
+
+
+def engine_that_says(metadata: bytes) -> list[bytes]:
+    """The answer of an engine of one worker."""
+    return reply_of(replace(describe(0, "engine"), agent_metadata=metadata))
+
+
+def test_others_shake_hands_while_something_is_tried(fake):
+    """They have children of their own; once too many hang, the rest wait, and say for what."""
+    with (
+        serving(engine_that_says(b"hang")) as liar,
+        serving(engine_that_says(b"good")) as good,
+        asking(probe=fake) as client,
+    ):
+        hanging = [
+            client.request(engine_at(liar.port), FACTORS) for _ in range(probe_module.MAX_AT_ONCE)
+        ]
+        hanging.pop().cancel()
+        assert client.request(engine_at(good.port), FACTORS).result(DEADLINE_S)
+        assert not any(each.done() for each in hanging)
+    with serving(engine_that_says(b"hang")) as liar, asking(probe=fake, timeout_s=1.0) as client:
+        hanging = [
+            client.request(engine_at(liar.port), FACTORS)
+            for _ in range(probe_module.MAX_AT_ONCE + 1)
+        ]
+        for each in hanging:
+            with pytest.raises(RemoteUnreachableError, match="was not tried within 1 s"):
+                each.result(DEADLINE_S)
+
+
+def test_handshake_says_who_has_ended_a_process(fake):
+    """And the client asks others all the same."""
+    with (
+        serving(engine_that_says(b"abort")) as liar,
+        serving(engine_that_says(b"good")) as good,
+        asking(probe=fake) as client,
+    ):
+        lied = client.request(engine_at(liar.port), FACTORS)
+        told = client.request(engine_at(good.port), FACTORS)
+        with pytest.raises(RemoteHandshakeError, match=f"127.0.0.1:{liar.port}: NIXL ends"):
+            lied.result(DEADLINE_S)
+        assert told.result(DEADLINE_S)[0].agent_metadata == b"good"
+    assert fake.process_id is None
+
+
+def test_worker_survives_one_wrong_byte(engines):
+    """The request that names such a host fails; others are read, from then on and meanwhile."""
+    evil, good = engines("evil"), engines("good")
+    decode = engines("decode", probes=True)
+    ((rank, worker),) = evil.workers.items()
+    assert worker.handshake is not None
+    said = decode_worker(worker.handshake.body)
+    metadata = said.agent_metadata
+    address = metadata.index(b"UCX") + len(b"UCX") + 10
+    body = encode_worker(
+        replace(
+            said, agent_metadata=metadata[:address] + b"\x23" + metadata[address + 1 :]
+        )
+    )
+    reply = {(rank.pp_rank, rank.tp_rank): WorkerHandshake(worker.handshake.factors, body)}
+    whole = fill(good, [5, 2, 9])
+    good.offer("p-a")
+    with serving(encode_reply(reply)) as liar:
+        lied = receive(RemoteEngineAddress("evil", "127.0.0.1", liar.port), [6], [7], tokens=16)
+        decode.start(receive={"lied": lied, "good": receive(good.serve(), [3, 4, 1], [5, 2, 9])})
+        progress = Progress(decode, good)
+        progress.until(decode, received="good")
+        progress.until(decode, received="lied")
+    assert_received(decode, [3, 4, 1], whole)
+    (worker,) = decode.workers.values()
+    assert worker.take_failed() == {"lied": {6}}

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trying other engines' NIXL metadata in a process that may end over it.
+
+Metadata is what UCX and others say of themselves, for themselves: a wrong byte has UCX abort the
+process that loads it, or read beyond its end. A client names the host that it comes from. So, where
+that has not proved a key, a process of ours loads it first, and dies of it in the worker's place.
+
+    worker --socket--> process, with NIXL imported --fork--> a child for each answer
+
+It tells whether a child is still there, not whether NIXL accepts what it was given: that, the
+worker's own agent says. What a host's UCX does over the wire, later, no metadata tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..errors import RemoteHandshakeError
+from . import probe_process
+from .probe_process import ALIVE, LENGTH_BYTES
+
+MAX_AT_ONCE = 4
+"""Children that try something; the next answers wait."""
+
+_LIMIT_S = 10.0
+"""A child that has not loaded what it was given after this ends; its handshake is over."""
+
+_ENVIRONMENT = {"UCX_HANDLE_ERRORS": "none", "OPENBLAS_NUM_THREADS": "1"}
+"""UCX may stop a process that it should end, for somebody to look at; and what forks has one thread
+alone."""
+
+_REMEDY = "check who answers there; with side_channel_key_file on both engines, only engines do"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedAgent:
+    """What agents are tried with, which are made as those that read.
+
+    Attributes:
+        nixl: The name of NIXL's module.
+        backends: NIXL backends.
+        num_threads: Threads of the UCX backend.
+        enable_prog_thread: Whether NIXL's progress thread runs.
+    """
+
+    nixl: str
+    backends: tuple[str, ...]
+    num_threads: int
+    enable_prog_thread: bool
+
+
+class MetadataProbe:
+    """Tries metadata.
+
+    It belongs to the handshake client's thread; `close` may be called by another once that has
+    ended.
+
+    Args:
+        agent: What to try it with.
+    """
+
+    def __init__(self, agent: ProbedAgent) -> None:
+        self._agent = agent
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        # A child that has its agent, or soon will.
+        self._next: socket.socket | None = None
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that forks; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    def begin(self) -> None:
+        """Have a child ready for the next answer; waits for nothing.
+
+        Raises:
+            OSError: There are no more processes or descriptors.
+        """
+        if self._next is None:
+            self._next = self._fork()
+
+    async def try_all(self, metadata: Sequence[bytes]) -> None:
+        """See that loading an engine's metadata ends no process.
+
+        Args:
+            metadata: That of each of its workers.
+
+        Raises:
+            RemoteHandshakeError: It does, or it cannot be tried.
+        """
+        message = b"".join(map(_with_length, metadata))
+        try:
+            child = await self._take()
+        except OSError as error:
+            self._end_process()
+            raise RemoteHandshakeError(
+                f"its NIXL metadata was not tried, as no process could be started for that "
+                f"({error}): raise this machine's limits of processes and open files, or set "
+                "side_channel_key_file on both engines"
+            ) from error
+        with child:
+            said = b""
+            # One that has ended has closed its socket.
+            with suppress(ConnectionError):
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(child, _with_length(message))
+                said = await loop.sock_recv(child, 1)
+        with suppress(OSError):
+            # The next answer would find out why.
+            self.begin()
+        if said != ALIVE:
+            raise RemoteHandshakeError(
+                f"NIXL ends the process that loads its metadata, or hangs: {_REMEDY}"
+            )
+
+    def close(self) -> None:
+        """End all processes that do nothing; the others end when they are through."""
+        if self._next is not None:
+            self._next.close()
+            self._next = None
+        self._end_process()
+
+    def _end_process(self) -> None:
+        """End what forks, if it is there."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if (process := self._process) is not None:
+            self._process = None
+            process.kill()
+            process.wait()
+
+    async def _take(self) -> socket.socket:
+        """A child that has its agent.
+
+        Raises:
+            OSError: There is none.
+        """
+        loop = asyncio.get_running_loop()
+        # The first may have ended while nobody has needed it; what forks, too.
+        for _ in range(2):
+            self.begin()
+            child, self._next = self._next, None
+            assert child is not None
+            try:
+                if await loop.sock_recv(child, 1) == ALIVE and not _has_closed(child):
+                    return child
+            except ConnectionError:
+                pass
+            except BaseException:
+                child.close()
+                raise
+            child.close()
+        raise OSError("it has ended, or cannot make an agent")
+
+    def _fork(self) -> socket.socket:
+        """Have a child forked; returns its socket.
+
+        Raises:
+            OSError: There are no more processes or descriptors.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                ours.setblocking(False)
+                try:
+                    socket.send_fds(self._running(), [b"\0"], [theirs.fileno()])
+                except OSError:
+                    # What forks has ended, or was stopped for long.
+                    self._end_process()
+                    socket.send_fds(self._running(), [b"\0"], [theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        return ours
+
+    def _running(self) -> socket.socket:
+        """The socket of the process that forks, which is started where there is none.
+
+        Raises:
+            OSError: There are no more processes or descriptors.
+        """
+        if self._control is None:
+            agent = self._agent
+            ours, theirs = socket.socketpair()
+            options = {
+                "nixl": agent.nixl,
+                "backends": agent.backends,
+                "num_threads": agent.num_threads,
+                "enable_prog_thread": agent.enable_prog_thread,
+                "limit_s": _LIMIT_S,
+                "socket": theirs.fileno(),
+            }
+            with theirs:
+                try:
+                    # Not its folder, whose modules have names of others, on the path.
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", probe_process.__file__, json.dumps(options)],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                        env={**os.environ, **_ENVIRONMENT},
+                    )
+                except BaseException:
+                    ours.close()
+                    raise
+            ours.setblocking(False)
+            self._control = ours
+        return self._control
+
+
+def _with_length(data: bytes) -> bytes:
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+def _has_closed(child: socket.socket) -> bool:
+    """Whether a child that is not to say anything now has ended."""
+    try:
+        return not child.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False

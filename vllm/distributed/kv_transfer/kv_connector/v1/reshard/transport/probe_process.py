@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process in which other engines' NIXL metadata is tried: see `probe`. Run as a script.
+
+It imports NIXL, and neither vLLM nor torch: 17 MiB of its own. For each socket that it is handed,
+it forks. The child makes an agent as the worker's are, says so, takes metadata, loads each, and
+says that it is still there. What loading has broken ends with the child. All end with the worker,
+however that ends: their sockets are closed then.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import Any
+
+ALIVE = b"+"
+"""What a child says when it has an agent, and again when it has loaded all."""
+
+LENGTH_BYTES = 4
+"""How long what follows is, before all of it and before each of the metadata within."""
+
+
+def main() -> None:
+    """Fork for each socket that comes over the one of the worker's, until that is closed."""
+    options = json.loads(sys.argv[1])
+    # Each time that NIXL ends a child is expected, and no crash of anybody's.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Ctrl-C is the worker's to hear.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The kernel takes ended children away.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    nixl = importlib.import_module(options["nixl"])
+    with socket.socket(fileno=options["socket"]) as worker:
+        while True:
+            said, descriptors, *_ = socket.recv_fds(worker, 1, 1)
+            if not said:
+                return
+            with socket.socket(fileno=descriptors[0]) as client:
+                # Where there are no more processes, the socket is closed, and nothing was said.
+                try:
+                    is_child = not os.fork()
+                except OSError:
+                    continue
+                if is_child:
+                    try:
+                        worker.close()
+                        _try(client, nixl, options)
+                    finally:
+                        os._exit(0)
+
+
+def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
+    """Load what comes over a socket."""
+    # UCX tells at length of how it ends.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    config = nixl.nixl_agent_config(
+        enable_prog_thread=options["enable_prog_thread"],
+        num_threads=options["num_threads"],
+        backends=options["backends"],
+    )
+    agent = nixl.nixl_agent(f"probe/{os.getpid()}", config)
+    client.sendall(ALIVE)
+    if not (length := _receive(client, LENGTH_BYTES)):
+        return
+    data = _receive(client, int.from_bytes(length, "little"))
+    # Nobody waits for one that hangs.
+    signal.setitimer(signal.ITIMER_REAL, options["limit_s"])
+    while data:
+        stop = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+        metadata, data = data[LENGTH_BYTES:stop], data[stop:]
+        # What NIXL refuses, the worker's agent refuses, too.
+        with suppress(Exception):
+            name = agent.add_remote_agent(metadata)
+            # Another of that name would not be looked into, and may be all that a worker loads.
+            agent.remove_remote_agent(name)
+    client.sendall(ALIVE)
+
+
+def _receive(client: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes; none where the other side has closed."""
+    parts: list[bytes] = []
+    while num_bytes:
+        part = client.recv(num_bytes)
+        if not part:
+            return b""
+        parts.append(part)
+        num_bytes -= len(part)
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    main()
