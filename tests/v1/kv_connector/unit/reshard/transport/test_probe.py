@@ -47,6 +47,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     encode_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe as probe_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe_process
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     probed_agent,
@@ -102,10 +103,24 @@ def test_what_ends_its_process_is_refused(fake):
     assert survives(fake, b"good", b"refuse")
     process_id = fake.process_id
     for last_words in (b"abort", b"crash", b"exit"):
-        assert not survives(fake, b"good", last_words)
+        assert not survives(fake, b"A:good", b"B:" + last_words)
         assert not survives(fake, last_words, b"good")
         assert survives(fake, b"good")
     assert fake.process_id == process_id
+
+
+@pytest.mark.parametrize("first", [b"A:good", b"A:refuse"])
+def test_name_that_is_known_hides_nothing(fake, first):
+    """NIXL does not look into what bears a name that it knows, and a worker may load that alone."""
+    assert survives(fake, first, b"A:good", b"B:good")
+    assert not survives(fake, first, b"A:abort")
+    assert not survives(fake, first, b"B:good", b"A:abort")
+
+
+def test_engine_of_which_little_can_be_reached_is_no_engine(fake):
+    """Each that NIXL refuses takes an agent."""
+    assert survives(fake, *[b"A:refuse"] * (probe_process.MAX_AGENTS - 1))
+    assert not survives(fake, *[b"A:refuse"] * probe_process.MAX_AGENTS)
 
 
 def test_what_hangs_is_refused_and_ends(fake, monkeypatch):
@@ -131,8 +146,9 @@ def test_handshake_that_runs_out_of_time_leaves_a_child_to_its_limit(fake, monke
 
 def test_large_metadata_comes_whole(fake):
     """An engine's workers may say 16 MiB in all."""
-    assert survives(fake, *[bytes(1 << 20)] * 15, b"good")
-    assert not survives(fake, *[bytes(1 << 20)] * 15, b"abort")
+    large = [b"%d:" % number + bytes(1 << 20) for number in range(15)]
+    assert survives(fake, *large, b"good")
+    assert not survives(fake, *large, b"abort")
 
 
 @pytest.mark.parametrize("whose", ["what forks", "the next child", "both"])
@@ -159,7 +175,7 @@ def test_nothing_is_taken_untried(fake_nixl_is_found, monkeypatch, why):
     monkeypatch.setenv("FAKE_NIXL", why)
     module = "no_such_nixl" if why == "no such module" else "fake_nixl"
     probe = MetadataProbe(ProbedAgent(module, ("UCX",), 0, False))
-    with pytest.raises(RemoteHandshakeError, match="not tried.*side_channel_key_file"):
+    with pytest.raises(RemoteHandshakeError, match=r"not tried.*side_channel_key_file"):
         asyncio.run(asyncio.wait_for(probe.try_all([b"good"]), DEADLINE_S))
     probe.close()
 
@@ -275,9 +291,7 @@ def test_worker_survives_one_wrong_byte(engines):
     metadata = said.agent_metadata
     address = metadata.index(b"UCX") + len(b"UCX") + 10
     body = encode_worker(
-        replace(
-            said, agent_metadata=metadata[:address] + b"\x23" + metadata[address + 1 :]
-        )
+        replace(said, agent_metadata=metadata[:address] + b"\x23" + metadata[address + 1 :])
     )
     reply = {(rank.pp_rank, rank.tp_rank): WorkerHandshake(worker.handshake.factors, body)}
     whole = fill(good, [5, 2, 9])

@@ -22,6 +22,7 @@ from ..protocol.ids import RequestId
 from ..protocol.ledgers import ConsumerLedger, Outcome, ReadState
 from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Receive, RemoteEngineAddress
+from ..protocol.quoting import one_line, quote
 from ..transport.budget import Budget
 from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
@@ -199,7 +200,7 @@ class ConsumerSide:
             request_id, receive = peer.waiting[0]
             reading = self._reading.get(request_id)
             if reading is not None and reading.waits_for(receive):
-                reason = f"handshake failed: {error}"
+                reason = f"handshake failed: {one_line(error)}"
                 self._fail(request_id, reading, reason, ReadFailure.HANDSHAKE)
                 failed.append(request_id)
             peer.waiting.popleft()
@@ -273,7 +274,7 @@ class ConsumerSide:
     def _tell_cut_short(self, outcome: Outcome) -> None:
         logger.exception(
             "What follows the end of request %s was cut short: its lease may have to run out",
-            outcome.request_id,
+            quote(outcome.request_id),
         )
 
     def _settle_failed(self, outcome: Outcome, reading: Reading, num_blocks: int) -> None:
@@ -297,13 +298,13 @@ class ConsumerSide:
             still = f", after this worker stood still for {still_s:.1f} s" if still_s else ""
             logger.error(
                 "KV cache of request %s could not be read from engine %s (%s for %.1f s%s): %s%s",
-                outcome.request_id,
-                receive.source.engine_id,
+                quote(outcome.request_id),
+                quote(receive.source.engine_id),
                 state.value,
                 for_s,
                 still,
-                outcome.failure,
-                REMEDIES.get(failure, ""),
+                one_line(outcome.failure),
+                one_line(REMEDIES.get(failure, "")),
             )
 
     def _settle_ended(self, outcome: Outcome, reading: Reading) -> None:
@@ -323,11 +324,11 @@ class ConsumerSide:
         """Take note of a request's next state, and tell it in the log."""
         logger.debug(
             "Request %s: %s at engine %s, after %.1f ms of %s.",
-            request_id,
+            quote(request_id),
             state.value,
-            reading.receive.source.engine_id,
+            quote(reading.receive.source.engine_id),
             1e3 * (self._now_s - reading.since_s),
-            reading.state.value,
+            one_line(reading.state.value),
         )
         if reading.trace is not None:
             read = reading.trace.what_was_read() if reading.state is ReadState.READING else {}
@@ -350,9 +351,9 @@ class ConsumerSide:
         self._deadlines.append((reading.due_at_s, request_id, reading.number))
         logger.debug(
             "Request %s: %s at engine %s, to read %d blocks.",
-            request_id,
-            reading.state.value,
-            receive.source.engine_id,
+            quote(request_id),
+            one_line(reading.state.value),
+            quote(receive.source.engine_id),
             sum(map(len, receive.local_block_ids)),
         )
         return reading
@@ -499,7 +500,9 @@ class ConsumerSide:
 
     def _lose(self, request_id: RequestId, error: Exception) -> None:
         """Fail a request over an exception that nobody foresaw: it is no other's."""
-        logger.exception("Request %s fails over an exception that nobody foresaw", request_id)
+        logger.exception(
+            "Request %s fails over an exception that nobody foresaw", quote(request_id)
+        )
         if (reading := self._reading.get(request_id)) is not None:
             self._fail(request_id, reading, repr(error), ReadFailure.UNFORESEEN)
 
@@ -511,7 +514,7 @@ class ConsumerSide:
     def _run_out_of_time(self, request_id: RequestId, reading: Reading, now_s: float) -> None:
         """Fail a request whose time is over, and say what it waited for."""
         source = reading.receive.source
-        where = f"{source.engine_id} at {source.host}:{source.port}"
+        where = f"{quote(source.engine_id)} at {quote(source.host)}:{source.port}"
         if reading.connection is None:
             waited_for = f"{where} to be connected"
         elif num_legs := self._ledger.num_parts_of(request_id):

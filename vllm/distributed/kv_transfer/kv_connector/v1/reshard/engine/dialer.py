@@ -23,6 +23,7 @@ from ..plan.text import layers_text
 from ..protocol.compatibility import check_meanings
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import WorkerDescription
+from ..protocol.quoting import one_line, quote
 from ..transport.agent import NixlAgent
 from ..transport.handshake_client import DEFAULT_TIMEOUT_S
 from ..transport.lane import Lane
@@ -159,8 +160,8 @@ class Dialer:
         if planned.missing:
             logger.warning(
                 "Drafts start cold: engine %s does not have their layers (%s).",
-                address.engine_id,
-                layers_text(planned.missing),
+                quote(address.engine_id),
+                one_line(layers_text(planned.missing)),
             )
         by_rank = {description.shard.rank: description for description in descriptions}
         return lower_engine(by_rank, planned.plan, local.cache, local.area)

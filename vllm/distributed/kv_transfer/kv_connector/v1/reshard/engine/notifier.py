@@ -18,6 +18,7 @@ from ..protocol.messages import (
     encode_gave_up,
     encode_renewals,
 )
+from ..protocol.quoting import one_line, quote
 from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
 from .stats import ReshardStats
@@ -115,7 +116,9 @@ class Notifier:
                 messages += encode_gave_up(self._name, outgoing.given_up)
                 self._notify(producers, peer, messages, known_as_broken=outgoing.known_as_broken)
             except Exception:
-                logger.exception("%s is not told: blocks are freed when their lease runs out", peer)
+                logger.exception(
+                    "%s is not told: blocks are freed when their lease runs out", quote(peer)
+                )
 
     def advance(self, now_s: float) -> None:
         """Let NIXL get on with what was sent."""
@@ -142,5 +145,7 @@ class Notifier:
                 # The producer frees the blocks when their lease runs out.
                 self._stats.record_failed_notification()
                 if not known_as_broken:
-                    logger.warning("%s: its blocks are freed when their lease runs out", error)
+                    logger.warning(
+                        "%s: its blocks are freed when their lease runs out", one_line(error)
+                    )
                 return

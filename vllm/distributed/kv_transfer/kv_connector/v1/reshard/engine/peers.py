@@ -48,8 +48,9 @@ MAX_UNPROVEN = 32
 """As many of them have never given a good read: clients may name any number of ports."""
 
 MAX_UNPROVEN_CONNECTIONS = 64
-"""As many of those that lanes hold descriptors for are of no engine that is connected, and has given
-a good read. Beyond that, the lane that has most is renewed, though its peers may be in use."""
+"""Connections that lanes hold descriptors for, of engines that have given no good read, or are not
+connected any more. Beyond as many, the lane with most of them is renewed, though it may be in
+use."""
 
 _LOOK_AGAIN_S = 1.0
 """A peer that was not wanted for long, and that is read from all the same, is looked at again after

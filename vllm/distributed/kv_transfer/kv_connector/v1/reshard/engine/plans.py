@@ -17,6 +17,7 @@ from ..errors import RemoteLayoutError
 from ..plan.reshard import ReshardPlan, plan_reshard
 from ..plan.shards import Layer, Shard
 from ..plan.verify import verify_plan
+from ..protocol.quoting import one_line
 from .drafts import without_missing_drafts
 
 MOST_PLANS = 8
@@ -83,8 +84,8 @@ class Planner:
         # It costs many times what planning does.
         if self._verifies and (faults := verify_plan(src, needed, plan)):
             raise RemoteLayoutError(
-                f"no plan fits what the engine says of itself ({faults[0]}): run the same build of "
-                "the connector on both engines"
+                f"no plan fits what the engine says of itself ({one_line(faults[0])}): run the "
+                "same build of the connector on both engines"
             )
         return Planned(missing, plan)
 

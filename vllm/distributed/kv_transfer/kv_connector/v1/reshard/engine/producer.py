@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from vllm.logger import init_logger
 
 from ..errors import ReshardError
-from ..protocol.compatibility import quote
 from ..protocol.ids import RequestId
 from ..protocol.leases import LeaseTable, LeaseTableAddress
 from ..protocol.ledgers import HeldState, Notice, ProducerLedger, Receipt
 from ..protocol.messages import Announcement, Done, GaveUp, Renew, decode_notification
+from ..protocol.quoting import one_line, quote
 from ..transport.agent import NixlAgent
 from .metadata import ReshardConnectorMetadata
 from .stats import ReshardStats
@@ -85,7 +85,7 @@ class ProducerSide:
             if not self._table.add(request_id):
                 logger.warning(
                     "Request %s will not be read: too many requests are held for other engines.",
-                    request_id,
+                    quote(request_id),
                 )
         self._num_offers = metadata.num_offers
         for request_id, lease_s in metadata.offered.items():
@@ -131,9 +131,9 @@ class ProducerSide:
             logger.warning(
                 "Freeing the blocks of request %s: its lease ran out after %d of %s readers were "
                 "through. Give readers longer with kv_lease_duration, if they are alive.",
-                expiry.request_id,
+                quote(expiry.request_id),
                 expiry.heard,
-                "an unknown number of" if expiry.awaited is None else expiry.awaited,
+                "an unknown number of" if expiry.awaited is None else one_line(expiry.awaited),
             )
             self._tell(expiry.request_id, HeldState.EXPIRED)
             self._end_trace(expiry.request_id, HeldState.EXPIRED, now_s)
@@ -207,7 +207,13 @@ class ProducerSide:
     def _tell(self, request_id: RequestId, state: HeldState, more: str = "") -> None:
         """Tell in the log what a request has become, and how many blocks are held for it."""
         num_blocks = self._num_blocks.get(request_id, 0)
-        logger.debug("Request %s: %s, with %d blocks%s.", request_id, state.value, num_blocks, more)
+        logger.debug(
+            "Request %s: %s, with %d blocks%s.",
+            quote(request_id),
+            state.value,
+            num_blocks,
+            one_line(more),
+        )
 
     def _end_trace(self, request_id: RequestId, state: HeldState, now_s: float) -> None:
         """Export for how long a request was held, and what has ended that."""

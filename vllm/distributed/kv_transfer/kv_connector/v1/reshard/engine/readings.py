@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..protocol.ids import RequestId
 from ..protocol.ledgers import ReadState
 from ..protocol.messages import Receive
+from ..protocol.quoting import quote
 from ..transport.connection import PeerConnection
 from ..transport.lease_check import LeaseCheckFailure, PreparedTable
 from .peers import Peer
@@ -89,4 +90,4 @@ def named(request_ids: Iterable[RequestId], most: int = 8) -> str:
     if not ids:
         return ""
     more = f" and {len(ids) - most} more" if len(ids) > most else ""
-    return f", and with it request{'s' * (len(ids) > 1)} {', '.join(ids[:most])}{more}"
+    return f", and with it request{'s' * (len(ids) > 1)} {', '.join(map(quote, ids[:most]))}{more}"

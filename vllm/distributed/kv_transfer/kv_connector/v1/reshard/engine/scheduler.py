@@ -31,6 +31,7 @@ from ..protocol.params import (
     without_source,
     write_secret,
 )
+from ..protocol.quoting import one_line, quote
 from ..transport.side_channel import HandshakeServer
 from .compat import OUTPUTS_OUTLIVE_PREEMPTION, PRODUCERS_KEEP_THE_LAST_WINDOW
 from .content import content_keys, content_token_ids
@@ -61,7 +62,7 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> None:
         assert vllm_config.kv_transfer_config is not None
         for remark in remarks(vllm_config.kv_transfer_config):
-            logger.warning("%s.", remark)
+            logger.warning("%s.", one_line(remark))
         settings = read_settings(vllm_config.kv_transfer_config)
         self._key = settings.channel_key()
         self._trusted = settings.trusted()
@@ -129,7 +130,9 @@ class ReshardScheduler(NixlConnectorScheduler):
             trusted=self._trusted,
         )
         if fault is not None:
-            logger.warning("Computing all of request %s: %s", request.request_id, fault)
+            logger.warning(
+                "Computing all of request %s: %s", quote(request.request_id), one_line(fault)
+            )
         made_up = is_made_up(request)
         if params and request.request_id in self._reads and not made_up:
             # Malformed ones as well: what may still be written is known by its request's name.

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from ..errors import LocalLayoutError
 from ..memory.strategy import StagingPolicy
+from ..protocol.quoting import one_line
 from ..protocol.trust import TrustedPeers
 from ..transport.agent import THREAD_REST_US, can_be_polled
 from ..transport.authentication import ChannelKey, read_channel_key
@@ -171,8 +172,8 @@ def read_settings(config: KVTransferConfig) -> Settings:
         _check_networks(settings)
     except msgspec.ValidationError as error:
         raise LocalLayoutError(
-            f"kv_connector_extra_config of --kv-transfer-config has a value that cannot be ({error}"
-            "): correct it, or leave it out"
+            f"kv_connector_extra_config of --kv-transfer-config has a value that cannot be "
+            f"({one_line(error)}): correct it, or leave it out"
         ) from error
     return settings
 
@@ -217,7 +218,7 @@ def _check_networks(settings: Settings) -> None:
     try:
         settings.trusted()
     except ValueError as error:
-        raise msgspec.ValidationError(f"{error} - at `$.trusted_peers`") from error
+        raise msgspec.ValidationError(f"{one_line(error)} - at `$.trusted_peers`") from error
 
 
 def _from_text(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import traceback
 
 from vllm.logger import init_logger
 
+from ..protocol.quoting import one_line
+
 logger = init_logger(__name__)
 
 STALL_S = 2.0
@@ -59,8 +61,11 @@ class Round:
         where = [] if frame is None else traceback.extract_stack(frame)[-4:]
         logger.warning(
             "The %s has not come round for %.1f s: it is in %s.",
-            self._what,
+            one_line(self._what),
             now_s - began_s,
-            " < ".join(f"{each.name} ({each.filename}:{each.lineno})" for each in reversed(where))
+            " < ".join(
+                f"{one_line(each.name)} ({one_line(each.filename)}:{each.lineno})"
+                for each in reversed(where)
+            )
             or "no Python code",
         )

@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 
 from ..protocol.ids import RequestId
 from ..protocol.messages import Announcement, RemoteEngineAddress
+from ..protocol.quoting import one_line, quote
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
 from ..transport.connection import PeerConnection
@@ -186,7 +187,7 @@ class TransferEngine:
                 self._renew(address, request_ids, now_s)
             except Exception:
                 # It is tried again before the lease runs out.
-                logger.exception("Leases at %s are not renewed this time", address.engine_id)
+                logger.exception("Leases at %s are not renewed this time", quote(address.engine_id))
         self.consumer.begin(now_s, self._budget())
         self.consumer.advance(now_s, self._budget())
         self._broken += self.peers.take_broken()
@@ -298,10 +299,10 @@ class TransferEngine:
             self.consumer.trace_handshake(address, duration_s, now_s)
             logger.info(
                 "From engine %s of %d ranks, rank %s %s. The handshake took %.1f ms.",
-                address.engine_id,
+                quote(address.engine_id),
                 lowered.num_ranks,
                 lowered.rank,
-                lowered.summary,
+                one_line(lowered.summary),
                 1e3 * duration_s,
             )
         while self._news:
@@ -321,11 +322,11 @@ class TransferEngine:
         log = logger.error if failed else logger.info
         log(
             "Handshake with engine %s at %s:%d failed%s: %s",
-            address.engine_id,
-            address.host,
+            quote(address.engine_id),
+            quote(address.host),
             address.port,
-            named(failed),
-            error,
+            one_line(named(failed)),
+            one_line(error),
         )
 
     def _renew(

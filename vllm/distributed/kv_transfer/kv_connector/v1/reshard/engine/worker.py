@@ -97,7 +97,7 @@ class ReshardWorker:
         self._key = self._settings.channel_key()
         self._rank = MeshRank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
-        self._name = f"{engine_id}/{self._rank}"
+        self._name = "/".join((engine_id, str(self._rank)))
         # On CPU this thread is bound to cores of its own, which others would have to share with it;
         # and where it waits for them, it does not let them run.
         self._on_cpu = current_platform.device_type == "cpu"
@@ -289,7 +289,7 @@ class ReshardWorker:
 
     def _make_agent(self, name: str, *, polled: bool) -> NixlAgent:
         return NixlAgent(
-            f"{self._name}/{name}",
+            "/".join((self._name, name)),
             memory="DRAM" if self._on_cpu else "VRAM",
             backends=self._settings.backends,
             num_threads=self._settings.num_threads,

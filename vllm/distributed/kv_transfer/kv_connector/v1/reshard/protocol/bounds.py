@@ -163,7 +163,7 @@ class RankBounds:
         if self._num_layers > bounds.max_layers * tp_size:
             raise RemoteHandshakeError(
                 f"the answer describes {self._num_layers} layers on ranks up to {shard.rank}, of "
-                f"{tp_size} in a stage, but this engine has {len(bounds.units_by_layer)} layers: "
+                f"{tp_size:d} in a stage, but this engine has {len(bounds.units_by_layer)} layers: "
                 f"{_REMEDY}"
             )
         for layer, holding in shard.holdings.items():
@@ -173,6 +173,6 @@ class RankBounds:
             if holding.num_units > max(units, tp_size) or len(holding.units) > share:
                 raise RemoteHandshakeError(
                     f"rank {shard.rank} holds heads {holding.units} of {holding.num_units} of a "
-                    f"layer with {units} here, but one of {tp_size} ranks holds at most {share} of "
-                    f"them: {_REMEDY}"
+                    f"layer with {units:d} here, but one of {tp_size:d} ranks holds at most "
+                    f"{share} of them: {_REMEDY}"
                 )

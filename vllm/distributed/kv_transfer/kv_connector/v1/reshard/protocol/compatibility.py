@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from ..errors import RemoteIncompatibleError
 from ..memory.cache import RankCache
+from .quoting import one_line, quote
 
 DRAFT_FACTORS = (
     "draft_method",
@@ -58,8 +59,6 @@ _REMEDIES = {
     "hybrid_kv_cache_manager": "give --disable-hybrid-kv-cache-manager on both or on neither",
 }
 
-_QUOTED_CHARACTERS = 200
-
 _NAMED_FACTORS = 16
 """As many are named in one line of the log; a peer may make up any number."""
 
@@ -79,7 +78,9 @@ def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> 
         RemoteIncompatibleError: Some differ; the message names each, with both values.
     """
     if differences := describe_differences(local, remote):
-        raise RemoteIncompatibleError(f"the peer's KV cache means something else: {differences}")
+        raise RemoteIncompatibleError(
+            f"the peer's KV cache means something else: {one_line(differences)}"
+        )
 
 
 def describe_differences(local: Mapping[str, str], remote: Mapping[str, str]) -> str:
@@ -95,7 +96,7 @@ def describe_differences(local: Mapping[str, str], remote: Mapping[str, str]) ->
     if (unnamed := len(differing) - len(values)) > 0:
         values.append(f"and {unnamed} more")
     remedies = ", ".join(dict.fromkeys(map(remedy, differing)))
-    return f"{'; '.join(values)}: on both engines, {remedies}"
+    return f"{'; '.join(values)}: on both engines, {one_line(remedies)}"
 
 
 def check_meanings(remote: Iterable[RankCache], local: RankCache) -> None:
@@ -115,21 +116,11 @@ def check_meanings(remote: Iterable[RankCache], local: RankCache) -> None:
                 continue
             if differences := describe_differences(ours.meaning, theirs.meaning):
                 raise RemoteIncompatibleError(
-                    f"the bytes of layer {quote(str(layer))} mean something else: {differences}"
+                    f"the bytes of layer {quote(str(layer))} mean something else: "
+                    f"{one_line(differences)}"
                 )
 
 
 def remedy(name: str) -> str:
     """What makes a factor equal."""
     return _REMEDIES.get(name, "run the same build")
-
-
-def quote(text: str | None) -> str:
-    """Make what a peer wrote fit for one line of a log."""
-    if text is None:
-        return "unset"
-    head = text[:_QUOTED_CHARACTERS]
-    printable = head if head.isprintable() else ascii(head)
-    if max(len(text), len(printable)) > _QUOTED_CHARACTERS:
-        return f"{printable[:_QUOTED_CHARACTERS]}..."
-    return printable

@@ -35,6 +35,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from .fingerprint import OfferFingerprint, OfferSecret
 from .ids import RequestId
+from .quoting import quote
 
 PartKey = TypeVar("PartKey", bound=Hashable)
 
@@ -404,7 +405,7 @@ class ConsumerLedger(Generic[PartKey]):
 
     def begin(self, request_id: RequestId) -> None:
         """Account for a request, not one that is being received; it waits for its peer."""
-        assert request_id not in self._receiving, f"{request_id} is being received"
+        assert request_id not in self._receiving, f"{quote(request_id)} is being received"
         self._receiving[request_id] = _Receiving()
 
     def post(
@@ -418,7 +419,7 @@ class ConsumerLedger(Generic[PartKey]):
             pending_checks: How often `check_done` is called once all parts are quiet.
         """
         receiving = self._receiving[request_id]
-        assert not receiving.posted, f"{request_id} is being read"
+        assert not receiving.posted, f"{quote(request_id)} is being read"
         receiving.posted = True
         receiving.parts = set(parts)
         receiving.checks_left = pending_checks
@@ -459,7 +460,7 @@ class ConsumerLedger(Generic[PartKey]):
         receiving = self._receiving.get(request_id)
         if receiving is None or receiving.failure is not None:
             return
-        assert not receiving.parts, f"{request_id} has parts in flight"
+        assert not receiving.parts, f"{quote(request_id)} has parts in flight"
         receiving.checks_left -= 1
         self._end_if_over(request_id, receiving)
 

@@ -13,6 +13,7 @@ from msgspec import Meta
 from ..errors import RemoteLayoutError
 from .fingerprint import OfferFingerprint, OfferSecret
 from .ids import BlockIds, EngineId, RequestId
+from .quoting import one_line
 
 _RequestId: TypeAlias = Annotated[str, Meta(max_length=1 << 10)]
 """As long as an id may be in a request's parameters."""
@@ -218,8 +219,8 @@ def decode_notification(data: bytes) -> Notification:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # The last two escape from msgspec for strings that are not UTF-8 and for deep nesting.
         raise RemoteLayoutError(
-            f"a notification of {len(data)} bytes is not understood ({error}): run the same "
-            "version of the connector on both engines"
+            f"a notification of {len(data)} bytes is not understood ({one_line(error)}): run the "
+            "same version of the connector on both engines"
         ) from error
     return notification
 

@@ -42,8 +42,9 @@ from .bounds import (
     MAX_REPLY_BYTES,
     ReplyBounds,
 )
-from .compatibility import RELEASE_FACTOR, check_compatibility, known_factors, quote, remedy
+from .compatibility import RELEASE_FACTOR, check_compatibility, known_factors, remedy
 from .leases import LeaseTableAddress
+from .quoting import one_line, quote
 from .versions import CONNECTOR_NAME, SPOKEN
 
 OUR_VERB = str(SPOKEN).encode()
@@ -71,7 +72,7 @@ _BlocksPerId: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 10)]
 _LeaseBuckets: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
 _Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
 _LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
-_LayerName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
+_LayerName: TypeAlias = Annotated[str, Meta(max_length=1 << 10, pattern=r"\A[ -~]+\Z")]
 _Meaning: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=1 << 6)], Annotated[str, Meta(max_length=1 << 11)]],
     Meta(max_length=1 << 4),
@@ -309,15 +310,18 @@ def encode_reply(
             one, other = first.factors.get(name), handshake.factors.get(name)
             if one != other:
                 raise LocalLayoutError(
-                    f"{name} is {quote(one)} on rank {first_rank} but {quote(other)} on rank "
-                    f"{rank}: start all workers of an engine alike ({remedy(name)})"
+                    f"{quote(name)} is {quote(one)} on rank {quote(str(first_rank))} but "
+                    f"{quote(other)} on rank "
+                    f"{quote(str(rank))}: start all workers of an engine alike "
+                    f"({one_line(remedy(name))})"
                 )
         said = decode_worker(handshake.body)
         if said.shard.rank != rank or said.engine_id != engine_id:
             raise LocalLayoutError(
-                f"the worker of rank {rank} of engine {engine_id} says that it is rank "
-                f"{said.shard.rank} of engine {said.engine_id}: start all workers of an engine "
-                "with one configuration"
+                f"the worker of rank {quote(str(rank))} of engine {quote(engine_id)} says that it "
+                "is rank "
+                f"{said.shard.rank} of engine {quote(said.engine_id)}: start all workers of an "
+                "engine with one configuration"
             )
     factors = known_factors(first.factors, version)
     greeting = _ENCODER.encode(_Terms(CONNECTOR_NAME, version, factors))
@@ -532,6 +536,6 @@ def _decode(
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
         # The last two escape from msgspec for strings that are not UTF-8 and for deep nesting.
         raise error(
-            f"{what} of {len(data)} bytes is not understood ({fault}): run the same build of the "
-            "connector on both engines"
+            f"{one_line(what)} of {len(data)} bytes is not understood ({one_line(fault)}): run "
+            "the same build of the connector on both engines"
         ) from fault

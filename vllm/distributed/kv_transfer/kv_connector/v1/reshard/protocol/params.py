@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 
 from .fingerprint import OfferSecret
+from .quoting import one_line
 from .trust import TrustedPeers
 
 Params = dict[str, Any]
@@ -158,14 +159,14 @@ def _fault(params: Params, trusted: TrustedPeers | None) -> str | None:
     except (msgspec.ValidationError, RecursionError) as error:
         return _malformed(str(error))
     if trusted is not None and (fault := trusted.fault(source.remote_host)) is not None:
-        return f"its kv_transfer_params are not followed: {fault}"
+        return f"its kv_transfer_params are not followed: {one_line(fault)}"
     return None
 
 
 def _malformed(why: str) -> str:
     return (
-        f"its kv_transfer_params are malformed ({why}): the router must pass on unchanged those "
-        "that the other engine returned"
+        f"its kv_transfer_params are malformed ({one_line(why)}): the router must pass on "
+        "unchanged those that the other engine returned"
     )
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from .quoting import one_line, quote
+
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -51,8 +53,8 @@ class TrustedPeers:
             return None
         allowed = ", ".join(map(str, self.networks)) or "none at all"
         return (
-            f"host {address} is not among trusted_peers ({allowed}): check what the router passes "
-            "on as remote_host, or add the engine's network"
+            f"host {quote(str(address))} is not among trusted_peers ({one_line(allowed)}): check "
+            "what the router passes on as remote_host, or add the engine's network"
         )
 
 

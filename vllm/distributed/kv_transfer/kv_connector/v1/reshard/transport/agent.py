@@ -27,6 +27,7 @@ from vllm.logger import init_logger
 
 from ..errors import InDoubtError, LocalLayoutError, TransferError
 from ..memory.lowering import Indices, Rows
+from ..protocol.quoting import one_line, quote
 from .cpu import running_on
 from .probe import ProbedAgent
 
@@ -187,7 +188,9 @@ class NixlAgent:
             with running_on(self._cores):
                 peer = self._agent.add_remote_agent(metadata)
         except Exception as error:
-            raise TransferError(f"NIXL does not accept a peer's metadata: {error}") from error
+            raise TransferError(
+                f"NIXL does not accept a peer's metadata: {one_line(error)}"
+            ) from error
         return peer.decode() if isinstance(peer, bytes) else str(peer)
 
     def disconnect(self, peer: str) -> None:
@@ -195,7 +198,7 @@ class NixlAgent:
         try:
             self._agent.remove_remote_agent(peer)
         except Exception as error:
-            logger.warning("NIXL cannot forget %s: %s", peer, error)
+            logger.warning("NIXL cannot forget %s: %s", quote(peer), one_line(error))
 
     def prepare(
         self, rows: Rows, peer: str | None = None, memory: Memory | None = None
@@ -214,7 +217,8 @@ class NixlAgent:
             handle = self._agent.prep_xfer_dlist(peer or _LOCAL, rows, memory or self._memory)
         except Exception as error:
             raise TransferError(
-                f"NIXL cannot prepare {len(rows)} rows of {_whose(peer)} memory: {error}"
+                f"NIXL cannot prepare {len(rows)} rows of {one_line(_whose(peer))} memory: "
+                f"{one_line(error)}"
             ) from error
         prepared = Prepared(peer, handle)
         self._lists.add(prepared)
@@ -250,13 +254,17 @@ class NixlAgent:
                 "READ", local.handle, local_indices, remote.handle, remote_indices
             )
         except Exception as error:
-            raise TransferError(f"{_cannot_read(local_indices, remote)}: {error}") from error
+            raise TransferError(
+                f"{one_line(_cannot_read(local_indices, remote))}: {one_line(error)}"
+            ) from error
         transfer = Transfer(remote.peer, handle)
         self._reads.add(transfer)
         try:
             state = self._agent.transfer(handle)
         except Exception as error:
-            raise InDoubtError(f"{_cannot_read(local_indices, remote)}: {error}") from error
+            raise InDoubtError(
+                f"{one_line(_cannot_read(local_indices, remote))}: {one_line(error)}"
+            ) from error
         if state == "ERR":
             raise InDoubtError(_cannot_read(local_indices, remote))
         transfer.ended_at_once = state == "DONE"
@@ -298,7 +306,7 @@ class NixlAgent:
         try:
             self._agent.send_notif(peer, notif_msg=message)
         except Exception as error:
-            raise TransferError(f"NIXL cannot notify {peer}: {error}") from error
+            raise TransferError(f"NIXL cannot notify {quote(peer)}: {one_line(error)}") from error
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Messages that arrived since the last call, each with the name of its sender."""
@@ -306,7 +314,7 @@ class NixlAgent:
             arrived = self._agent.get_new_notifs()
         except Exception as error:
             # Whatever a peer sent, it is not this engine's end.
-            logger.warning("NIXL cannot tell what notifications arrived: %s", error)
+            logger.warning("NIXL cannot tell what notifications arrived: %s", one_line(error))
             return []
         return [(peer, message) for peer, messages in arrived.items() for message in messages]
 
@@ -329,7 +337,7 @@ class NixlAgent:
             try:
                 self._agent.deregister_memory(descriptors)
             except Exception as error:
-                logger.warning("NIXL cannot deregister memory: %s", error)
+                logger.warning("NIXL cannot deregister memory: %s", one_line(error))
         self._registered.clear()
         self._agent = None
 
@@ -341,7 +349,7 @@ class NixlAgent:
         try:
             function(handle)
         except Exception as error:
-            logger.warning("NIXL cannot release %s: %s", what, error)
+            logger.warning("NIXL cannot release %s: %s", one_line(what), one_line(error))
 
 
 THREAD_REST_US = 100
@@ -367,11 +375,11 @@ def probed_agent(backends: Sequence[str], num_threads: int) -> ProbedAgent:
 
 
 def _cannot_read(local_indices: Indices, remote: Prepared) -> str:
-    return f"NIXL cannot read {len(local_indices)} descriptors from {remote.peer}"
+    return f"NIXL cannot read {len(local_indices)} descriptors from {quote(remote.peer)}"
 
 
 def _whose(peer: str | None) -> str:
-    return "this worker's" if peer is None else f"{peer}'s"
+    return "this worker's" if peer is None else f"{quote(peer)}'s"
 
 
 @contextmanager

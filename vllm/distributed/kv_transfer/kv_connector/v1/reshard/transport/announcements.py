@@ -24,6 +24,7 @@ import zmq
 from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
 
+from ..protocol.quoting import one_line, quote
 from .cpu import running_on
 from .sockets import listen
 
@@ -175,6 +176,6 @@ def _do_without(host: str, error: Exception) -> None:
     logger.warning(
         "Workers hear of what is offered with the next step only, as nothing can be announced to "
         "them at %s (%s): decode engines may wait for that step.",
-        host,
-        error,
+        quote(host),
+        one_line(error),
     )

@@ -27,6 +27,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from ..errors import LocalChannelError
+from ..protocol.quoting import one_line, quote
 
 _KEY_CHARACTERS = 40
 _MAX_FILE_BYTES = 1 << 10
@@ -69,11 +70,11 @@ def read_channel_key(path: str) -> ChannelKey:
         LocalChannelError: ZeroMQ has no CURVE here, or the file cannot be read, can be read by
             all, or holds no key.
     """
-    what = f"side_channel_key_file {path}"
+    what = f"side_channel_key_file {quote(str(path))}"
     if not zmq.has("curve"):
         raise LocalChannelError(
-            f"{what} cannot be used, as ZeroMQ {zmq.zmq_version()} was built here without CURVE: "
-            "install pyzmq from its wheel, or leave the option out on all engines"
+            f"{what} cannot be used, as ZeroMQ {one_line(zmq.zmq_version())} was built here "
+            "without CURVE: install pyzmq from its wheel, or leave the option out on all engines"
         )
     try:
         # A pipe without a writer is not waited for.
@@ -85,8 +86,8 @@ def read_channel_key(path: str) -> ChannelKey:
             os.close(descriptor)
     except (OSError, ValueError) as error:
         raise LocalChannelError(
-            f"{what} cannot be read ({error}): put it where each of this engine's processes runs, "
-            "readable by their user"
+            f"{what} cannot be read ({one_line(error)}): put it where each of this engine's "
+            "processes runs, readable by their user"
         ) from None
     if mode & stat.S_IRWXO:
         raise LocalChannelError(

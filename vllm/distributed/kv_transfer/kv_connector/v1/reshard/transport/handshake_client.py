@@ -35,9 +35,9 @@ from ..errors import (
     RemoteUntrustedError,
 )
 from ..protocol.bounds import ReplyBounds
-from ..protocol.compatibility import quote
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import OUR_REQUEST, WorkerDescription, decode_reply
+from ..protocol.quoting import one_line, quote
 from ..protocol.trust import TrustedPeers, numeric
 from ..protocol.versions import CONNECTOR_NAME
 from .authentication import ChannelKey
@@ -108,8 +108,8 @@ _MISSING = {
     "side_channel_key_file, or none",
     _Stage.ANSWER: "connected, but no answer within {} s: check that the port is the engine's "
     "VLLM_NIXL_SIDE_CHANNEL_PORT, and that the engine is not stuck",
-    _Stage.PROBE: "answered, but its NIXL metadata was not tried within {} s: see who names so many "
-    "hosts, and whether this machine is overloaded; side_channel_key_file makes it needless",
+    _Stage.PROBE: "answered, but its NIXL metadata was not tried within {} s: see who names so "
+    "many hosts, and whether this machine is overloaded; side_channel_key_file makes it needless",
 }
 """What a handshake still waited for at its end, and what to do about it."""
 
@@ -221,8 +221,8 @@ class HandshakeClient:
                 future = asyncio.run_coroutine_threadsafe(shaking, loop)
             except (OSError, RuntimeError, zmq.ZMQError) as error:
                 reason = (
-                    f"not asked ({error}): see who names so many hosts, and raise this process's "
-                    "limits of threads and open files"
+                    f"not asked ({one_line(error)}): see who names so many hosts, and raise this "
+                    "process's limits of threads and open files"
                 )
                 future = Future()
                 future.set_exception(handshake.error(RemoteUnreachableError(reason)))
@@ -312,7 +312,7 @@ class HandshakeClient:
             error = _broken_off(fault)
         except ProtocolError as fault:
             error = RemoteHandshakeError(
-                f"{fault}: check that the port is an engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
+                f"{one_line(fault)}: check that the port is an engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
             )
         except RemoteHandshakeError as fault:
             error = fault
@@ -485,4 +485,6 @@ def addresses_of(name: str) -> tuple[str, ...]:
 
 
 def _broken_off(fault: Exception) -> RemoteUnreachableError:
-    return RemoteUnreachableError(f"the exchange broke off ({fault}): check that the engine runs")
+    return RemoteUnreachableError(
+        f"the exchange broke off ({one_line(fault)}): check that the engine runs"
+    )

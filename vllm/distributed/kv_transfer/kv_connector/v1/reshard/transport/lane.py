@@ -21,8 +21,8 @@ from vllm.logger import init_logger
 
 from ..errors import TransferError
 from ..memory.lowering import Rows
-from ..protocol.compatibility import quote
 from ..protocol.lifetimes import PEER_GRACE_S
+from ..protocol.quoting import one_line, quote
 from .agent import NixlAgent, Prepared
 from .lease_check import LookupBuffer
 
@@ -289,12 +289,16 @@ class Lanes:
             except Exception as fault:
                 # There are no more threads.
                 self._retry_at_s = now_s + _RETRY_S
-                raise TransferError(f"no NIXL agent can be made to read with: {fault}") from fault
+                raise TransferError(
+                    f"no NIXL agent can be made to read with: {one_line(fault)}"
+                ) from fault
         elif making is not None and making.done() and not _is_made(making):
             error = None if making.cancelled() else making.exception()
             self._slots[slot] = None
             self._retry_at_s = now_s + _RETRY_S
-            raise TransferError(f"no NIXL agent can be made to read with: {error}") from error
+            raise TransferError(
+                f"no NIXL agent can be made to read with: {one_line(error)}"
+            ) from error
 
     def _is_crowded(self, lane: Lane) -> bool:
         return lane is self._draining[0] and len(self._draining) > MAX_DRAINING_LANES

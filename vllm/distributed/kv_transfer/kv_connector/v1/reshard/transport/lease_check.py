@@ -30,6 +30,7 @@ from ..protocol.leases import (
     entry_of,
     look_up,
 )
+from ..protocol.quoting import one_line, quote
 from .agent import NixlAgent, Prepared, Transfer, TransferState
 
 _NUM_LOOKUPS = 1 << 10
@@ -293,7 +294,7 @@ class LeaseChecker(Generic[Key]):
         """What was found, and when to look again for what."""
         peer = lookup.transfer.peer
         if not done:
-            fault = f"the lease at {peer} could not be looked up"
+            fault = f"the lease at {quote(peer)} could not be looked up"
             failed = [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted]
             return failed, []
         verdicts, later = [], []
@@ -321,16 +322,16 @@ def _verdict(wanted: _Wanted[Key], held: Held, peer: str) -> Verdict[Key]:
         return Verdict(
             wanted.key,
             LeaseCheckFailure.LEASE,
-            f"its lease at {peer} had run out when all was read: give readers longer there with "
-            "kv_lease_duration",
+            f"its lease at {quote(peer)} had run out when all was read: give readers longer there "
+            "with kv_lease_duration",
         )
     assert held.fingerprint is not None
     if (difference := held.fingerprint.difference(wanted.fingerprint)) is not None:
         return Verdict(
             wanted.key,
             LeaseCheckFailure.FINGERPRINT,
-            f"what {peer} holds under its name {difference}: send the decode engine the very "
-            "prompt that was prefilled, and pass kv_transfer_params on unchanged",
+            f"what {quote(peer)} holds under its name {one_line(difference)}: send the decode "
+            "engine the very prompt that was prefilled, and pass kv_transfer_params on unchanged",
         )
     return Verdict(wanted.key)
 

@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..errors import RemoteHandshakeError
+from ..protocol.quoting import one_line
 from . import probe_process
 from .probe_process import ALIVE, LENGTH_BYTES
 
@@ -104,8 +105,8 @@ class MetadataProbe:
             self._end_process()
             raise RemoteHandshakeError(
                 f"its NIXL metadata was not tried, as no process could be started for that "
-                f"({error}): raise this machine's limits of processes and open files, or set "
-                "side_channel_key_file on both engines"
+                f"({one_line(error)}): raise this machine's limits of processes and open files, "
+                "or set side_channel_key_file on both engines"
             ) from error
         with child:
             said = b""
@@ -119,7 +120,8 @@ class MetadataProbe:
             self.begin()
         if said != ALIVE:
             raise RemoteHandshakeError(
-                f"NIXL ends the process that loads its metadata, or hangs: {_REMEDY}"
+                "NIXL ends the process that loads its metadata, hangs, or refuses most of it: "
+                f"{_REMEDY}"
             )
 
     def close(self) -> None:

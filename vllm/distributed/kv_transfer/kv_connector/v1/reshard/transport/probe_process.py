@@ -16,11 +16,13 @@ import resource
 import signal
 import socket
 import sys
-from contextlib import suppress
 from typing import Any
 
 ALIVE = b"+"
 """What a child says when it has an agent, and again when it has loaded all."""
+
+MAX_AGENTS = 8
+"""So many are made for one answer; an engine's needs one."""
 
 LENGTH_BYTES = 4
 """How long what follows is, before all of it and before each of the metadata within."""
@@ -66,22 +68,38 @@ def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
         num_threads=options["num_threads"],
         backends=options["backends"],
     )
-    agent = nixl.nixl_agent(f"probe/{os.getpid()}", config)
+    agents = [nixl.nixl_agent(f"probe/{os.getpid()}", config)]
     client.sendall(ALIVE)
     if not (length := _receive(client, LENGTH_BYTES)):
         return
     data = _receive(client, int.from_bytes(length, "little"))
     # Nobody waits for one that hangs.
     signal.setitimer(signal.ITIMER_REAL, options["limit_s"])
+    seen: set[object] = set()
     while data:
         stop = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
         metadata, data = data[LENGTH_BYTES:stop], data[stop:]
-        # What NIXL refuses, the worker's agent refuses, too.
-        with suppress(Exception):
-            name = agent.add_remote_agent(metadata)
-            # Another of that name would not be looked into, and may be all that a worker loads.
-            agent.remove_remote_agent(name)
+        name = _load(agents[-1], metadata)
+        # An agent that knows a name, or has failed halfway, may not look into what comes next; and
+        # that may be all that a worker loads.
+        if name is None or name in seen:
+            if len(agents) == MAX_AGENTS:
+                return
+            agents.append(nixl.nixl_agent(f"probe/{os.getpid()}/{len(agents)}", config))
+            if name is not None:
+                _load(agents[-1], metadata)
+            seen.clear()
+        seen.add(name)
     client.sendall(ALIVE)
+
+
+def _load(agent: Any, metadata: bytes) -> object:
+    """Load metadata; returns the name in it, or None where NIXL refuses it."""
+    try:
+        return agent.add_remote_agent(metadata)
+    except Exception:
+        # The worker's agent will refuse it, too.
+        return None
 
 
 def _receive(client: socket.socket, num_bytes: int) -> bytes:

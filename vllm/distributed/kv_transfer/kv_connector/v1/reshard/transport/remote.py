@@ -25,6 +25,7 @@ from ..plan.reshard import ReshardPlan
 from ..plan.text import describe_reads
 from ..protocol.messages import Receive
 from ..protocol.metadata import WorkerDescription
+from ..protocol.quoting import one_line, quote
 from .agent import Prepared
 from .lease_check import PreparedTable, prepare_table
 from .staging_area import StagingArea
@@ -121,8 +122,9 @@ class RequestBlocks:
         receive, (src, dst) = self._receive, (leg.src, leg.dst)
         if src_group >= len(receive.remote_block_ids):
             raise RemoteLayoutError(
-                f"request {receive.remote_request_id} names blocks of "
-                f"{len(receive.remote_block_ids)} KV-cache groups but {receive.source.engine_id} "
+                f"request {quote(receive.remote_request_id)} names blocks of "
+                f"{len(receive.remote_block_ids)} KV-cache groups but "
+                f"{quote(receive.source.engine_id)} "
                 "has more: the router must pass remote_block_ids on unchanged"
             )
         remote_tokens, local_tokens = receive.remote_tokens, receive.local_tokens
@@ -152,8 +154,9 @@ class RequestBlocks:
         if receive.remote_tokens == receive.local_tokens and counts == {1}:
             return
         raise RemoteLayoutError(
-            f"request {receive.remote_request_id} needs the state after {receive.local_tokens} "
-            f"tokens in one block, but {receive.source.engine_id} holds the state after "
+            f"request {quote(receive.remote_request_id)} needs the state after "
+            f"{receive.local_tokens} "
+            f"tokens in one block, but {quote(receive.source.engine_id)} holds the state after "
             f"{receive.remote_tokens} (blocks at the two ends: "
             f"{', '.join(map(str, sorted(counts)))}): send the request to the engine that computed "
             "it, with the same prompt"
@@ -312,7 +315,9 @@ class RemoteEngine:
                 arena = self._local_list(self._area.rows(staged.descriptor_bytes))
                 staging = PreparedStaging(staged, arena, self._remote_list(staged.src.rows, name))
             except TransferError as error:
-                logger.warning("Reads from %s go direct, and are not staged: %s", name, error)
+                logger.warning(
+                    "Reads from %s go direct, and are not staged: %s", quote(name), one_line(error)
+                )
         return PreparedLeg(
             leg, self._local_list(leg.dst.rows), self._remote_list(leg.src.rows, name), staging
         )
@@ -359,14 +364,14 @@ def _check(
     lowest, highest = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
     if not (lowest >= 0 and highest < end.num_blocks):
         raise RemoteLayoutError(
-            f"request {receive.remote_request_id} names block {highest} but "
-            f"{receive.source.engine_id} has {end.num_blocks} blocks: the router must "
+            f"request {quote(receive.remote_request_id)} names block {highest} but "
+            f"{quote(receive.source.engine_id)} has {end.num_blocks} blocks: the router must "
             "pass remote_block_ids on unchanged"
         )
     if span.start_token < 0 or dst.start_token < 0:
         raise RemoteLayoutError(
-            f"request {receive.remote_request_id} has more blocks than its tokens fill, "
-            f"{len(span.block_ids)} at {receive.source.engine_id} and {len(dst.block_ids)} "
+            f"request {quote(receive.remote_request_id)} has more blocks than its tokens fill, "
+            f"{len(span.block_ids)} at {quote(receive.source.engine_id)} and {len(dst.block_ids)} "
             "here: turn off speculative decoding on both engines"
         )
     if not len(dst.block_ids):
@@ -380,8 +385,8 @@ def _check(
     stop = span.start_token + len(ids) * end.block_tokens
     if start > dst.start_token or stop < local_tokens:
         raise RemoteLayoutError(
-            f"request {receive.remote_request_id} needs tokens [{dst.start_token}, "
-            f"{local_tokens}) but the blocks that {receive.source.engine_id} holds "
+            f"request {quote(receive.remote_request_id)} needs tokens [{dst.start_token}, "
+            f"{local_tokens}) but the blocks that {quote(receive.source.engine_id)} holds "
             f"are those of tokens [{start}, {stop}): send the request to the "
             "engine that computed it"
         )

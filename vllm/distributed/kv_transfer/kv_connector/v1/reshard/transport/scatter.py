@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ..memory.staging import Scatter
+from ..protocol.quoting import one_line
 from .cpu import compute_alone
 
 _WORDS = {
@@ -53,7 +54,7 @@ class Scatterer(Protocol):
 
 def fault_of(error: BaseException) -> str:
     """Why a copy that raised this, when it began or later, did not end well."""
-    return f"its bytes could not be put in their places: {error}"
+    return f"its bytes could not be put in their places: {one_line(error)}"
 
 
 class HostScatterer:

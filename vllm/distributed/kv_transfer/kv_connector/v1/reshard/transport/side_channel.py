@@ -44,8 +44,8 @@ from vllm.logger import init_logger
 from vllm.utils.network_utils import is_valid_ipv6_address
 
 from ..errors import MEET_UPSTREAMS, LocalChannelError
-from ..protocol.compatibility import quote
 from ..protocol.metadata import encode_refusal, encode_refusal_for_upstream
+from ..protocol.quoting import one_line, quote
 from ..protocol.versions import SPOKEN, read_verb
 from .authentication import ChannelKey, ZapHandler
 from .zmtp import Allowance, bind_privately, first_of, relay_all
@@ -216,7 +216,8 @@ class HandshakeServer:
         except OSError as error:
             # The engine ends with this error, and the one that it quotes would stand before it.
             raise LocalChannelError(
-                f"the side channel cannot listen at {self._host}:{self._port} ({error}): set "
+                f"the side channel cannot listen at {quote(self._host)}:{self._port:d} "
+                f"({one_line(error)}): set "
                 "VLLM_NIXL_SIDE_CHANNEL_PORT to a free port, another one for every engine on a "
                 "machine, and VLLM_NIXL_SIDE_CHANNEL_HOST to a numeric address of this machine"
             ) from None
@@ -233,7 +234,7 @@ class HandshakeServer:
                 logger.error(
                     "Side channel %s:%d has ended: no other engine can connect to this one any "
                     "more; restart this engine.",
-                    self._host,
+                    quote(self._host),
                     self._port,
                 )
 
@@ -250,7 +251,8 @@ class HandshakeServer:
                 self._count(breakdowns=1)
                 self._complain(
                     _Complaint.BREAKDOWN,
-                    f"it broke down ({error}), and is tried again every {REOPEN_INTERVAL_S:g} s",
+                    f"it broke down ({one_line(error)}), and is tried again every "
+                    f"{REOPEN_INTERVAL_S:g} s",
                 )
                 await asyncio.sleep(REOPEN_INTERVAL_S)
 
@@ -350,10 +352,10 @@ class HandshakeServer:
         self._complained_at_s[kind] = now_s
         logger.warning(
             "Side channel %s:%d: %s. So far: %s. Further ones are only counted for %.0f s.",
-            self._host,
+            quote(self._host),
             self._port,
-            what,
-            self._counters,
+            one_line(what),
+            one_line(self._counters),
             _COMPLAINT_INTERVAL_S,
         )
 

@@ -17,6 +17,7 @@ from ..errors import LocalLayoutError
 from ..memory.arena import ArenaAllocator
 from ..memory.lowering import MAX_DESCRIPTORS, Rows
 from ..memory.strategy import LARGEST_ARENA_BYTES, StagingPolicy
+from ..protocol.quoting import one_line
 from .scatter import DeviceScatterer, HostScatterer, Scatterer
 
 logger = init_logger(__name__)
@@ -109,7 +110,7 @@ def open_area(
             "There is no memory for a staging arena of %d bytes, so that all reads go direct: set "
             "staging_arena_bytes in kv_connector_extra_config to less (%s)",
             size_bytes,
-            error,
+            one_line(error),
         )
         return None
     return StagingArea(memory, make_scatterer(memory, tensors, cores, announce), policy)

@@ -33,6 +33,7 @@ from ..memory.lowering import Indices, Selection
 from ..memory.staging import Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
+from ..protocol.quoting import quote
 from .agent import Prepared, Transfer, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
@@ -234,7 +235,7 @@ class Transfers:
         """A lane is closed: all that was written over it is quiet."""
         for each in self._posted:
             if each.connection.lane is lane and not each.unwanted:
-                fault = f"its connection with {_peer(each)} was given up"
+                fault = f"its connection with {quote(_peer(each))} was given up"
                 self._events.append(PartFailed(each.request_id, fault))
         self._end((self._posted, self._in_doubt), lambda each: each.connection.lane is lane)
 
@@ -340,7 +341,7 @@ class Transfers:
         foreseen = isinstance(error, TransferError)
         fault = str(error) if foreseen else f"it could not be asked for: {error!r}"
         if not foreseen:
-            logger.exception("A part of request %s cannot be posted", running.request_id)
+            logger.exception("A part of request %s cannot be posted", quote(running.request_id))
         failed = PartFailed(running.request_id, fault, local=not foreseen and not running.asked)
         if running.asked:
             self._events.append(failed)
@@ -359,7 +360,7 @@ class Transfers:
             return False
         if state is TransferState.FAILED:
             # Also where its request has failed: only the end of its lane drains it.
-            fault = f"NIXL could not read from {transfer.peer}"
+            fault = f"NIXL could not read from {quote(transfer.peer)}"
             self._events.append(PartFailed(running.request_id, fault))
             self._in_doubt.append(running)
             return True

@@ -88,7 +88,7 @@ async def relay(peer: socket.socket, name: str, allowance: Allowance) -> NoRetur
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX) as local:
         local.setblocking(False)
-        await loop.sock_connect(local, f"\0{name}")
+        await loop.sock_connect(local, "\0" + name)
         await first_of(_pass_all(local, peer), _pass_frames(peer, local, allowance))
     raise AssertionError
 
@@ -188,8 +188,8 @@ async def _pass_frames(
             max_bytes = allowance.max_bytes + num_frames * FRAME_OVERHEAD_BYTES
             if num_frames > allowance.max_frames or num_bytes > max_bytes:
                 raise ProtocolError(
-                    f"what comes goes on after {num_frames - 1} frames, to {num_bytes} bytes, and "
-                    f"at most {allowance.max_frames} of {max_bytes} bytes are read"
+                    f"what comes goes on after {num_frames - 1} frames, to {num_bytes:d} bytes, "
+                    f"and at most {allowance.max_frames} of {max_bytes} bytes are read"
                 )
             if allowance.turns is not None and had_bytes <= allowance.free_bytes < num_bytes:
                 await held.enter_async_context(allowance.turns)
