@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines' factors are compared, and what peers wrote is quoted."""
+"""Two engines' factors are compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteIncompatibleError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import (
     check_compatibility,
-    quote,
 )
 
 
@@ -25,21 +24,3 @@ def test_factors_that_a_peer_made_up_do_not_flood_the_log():
     with pytest.raises(RemoteIncompatibleError, match=r"15 is 15 there .*; and 4 more: ") as caught:
         check_compatibility({}, {f"{number:02}": str(number) for number in range(20)})
     assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (None, "unset"),
-        ("plain", "plain"),
-        ("two\nlines", r"'two\nlines'"),
-        ("\x1b[31m", r"'\x1b[31m'"),
-        ("x" * 200, "x" * 200),
-        ("x" * 300, "x" * 200 + "..."),
-        ("x" * 199 + "\n", "'" + "x" * 199 + "..."),
-        ("x" * 200 + "\n", "x" * 200 + "..."),
-    ],
-)
-def test_quoted_text_is_one_short_printable_line(text, expected):
-    """What a peer wrote can neither break lines of a log nor flood it."""
-    assert quote(text) == expected

@@ -112,6 +112,7 @@ def test_no_client_speaks_for_a_scheduler(params, reads_back):
         {"remote_host": 7},
         {"remote_port": True},
         {"remote_port": 0},
+        {"remote_port": "\ud800"},
         {"remote_port": 65536},
         {"remote_port": 5600.5},
         {"remote_block_ids": []},

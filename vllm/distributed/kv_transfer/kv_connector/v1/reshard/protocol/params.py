@@ -156,7 +156,8 @@ def _fault(params: Params, trusted: TrustedPeers | None) -> str | None:
     """What is wrong with parameters that should say where blocks are."""
     try:
         source = msgspec.convert(params, RemoteBlocks)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.ValidationError, RecursionError, UnicodeError) as error:
+        # The last one for half a character in the place of something else.
         return _malformed(str(error))
     if trusted is not None and (fault := trusted.fault(source.remote_host)) is not None:
         return f"its kv_transfer_params are not followed: {one_line(fault)}"

@@ -6,8 +6,11 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.v1.kv_connector.unit.reshard.formatted import Formatted, Package
 from vllm.distributed.kv_transfer.kv_connector.v1 import reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.quoting import one_line, quote
 
 ROOT = Path(reshard.__file__).parent
 
@@ -31,6 +34,32 @@ def meets_others(path: Path, module: ast.Module) -> bool:
         for module in imports
         if module is not None
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "unset"),
+        ("plain", "plain"),
+        ("two\nlines", r"'two\nlines'"),
+        ("\x1b[31m", r"'\x1b[31m'"),
+        ("x" * 200, "x" * 200),
+        ("x" * 300, "x" * 200 + "..."),
+        ("x" * 199 + "\n", "'" + "x" * 199 + "..."),
+        ("x" * 200 + "\n", "x" * 200 + "..."),
+    ],
+)
+def test_quoted_text_is_one_short_printable_line(text, expected):
+    """What a peer wrote can neither break lines of a log nor flood it."""
+    assert quote(text) == expected
+
+
+def test_message_keeps_what_it_says():
+    """It is longer than a name, and what was quoted before is not quoted again."""
+    message = "x" * 3000 + f" of {quote('a' + chr(10) + 'b')}"
+    assert one_line(message) == message
+    assert "\n" not in one_line(ValueError(f"first{chr(10)}second"))
+    assert len(one_line("x" * 10_000)) < 5000
 
 
 def test_all_text_is_quoted_where_it_is_formatted():
