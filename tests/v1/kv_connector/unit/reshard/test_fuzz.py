@@ -266,7 +266,7 @@ def test_nixl_metadata(count):
     # UCX aborts over this one.
     address = metadata.index(b"UCX") + len(b"UCX") + 10
     mutants.append(metadata[:address] + b"\x23" + metadata[address + 1 :])
-    probe = MetadataProbe(probed_agent(("UCX",), 0))
+    probe = MetadataProbe(probed_agent(("UCX",)))
     survived: list[bytes] = []
 
     async def try_one(turns: asyncio.Semaphore, mutant: bytes) -> None:
@@ -289,7 +289,7 @@ def test_nixl_metadata(count):
     probe.close()
     assert 0 < len(survived) < len(mutants)
     loader = subprocess.run(
-        [sys.executable, "-c", LOADER, probed_agent(("UCX",), 0).nixl],
+        [sys.executable, "-c", LOADER, probed_agent(("UCX",)).nixl],
         input=json.dumps([each.hex() for each in survived]),
         capture_output=True,
         text=True,

@@ -151,7 +151,7 @@ def test_source_that_cannot_be_is_a_fault(change):
 def test_params_that_are_no_object_are_a_fault(params, reads_back):
     """A front end may let them through; a request with none has none."""
     made, why = sanitize_params(params, reads_back=reads_back)
-    assert made is not None and why is None and "Expected `object`" in remote_blocks(made)
+    assert made is not None and why is None and "they are no object, but" in remote_blocks(made)
     assert sanitize_params(None, reads_back=reads_back) == (None, None)
     assert sanitize_params({}, reads_back=reads_back) == ({}, None)
 

@@ -57,7 +57,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.probe import
     ProbedAgent,
 )
 
-FAKE = ProbedAgent("fake_nixl", ("UCX",), 0, False)
+FAKE = ProbedAgent("fake_nixl", ("UCX",), False)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def fake(fake_nixl_is_found) -> Iterator[MetadataProbe]:
 @pytest.fixture
 def real() -> Iterator[MetadataProbe]:
     """A probe with NIXL itself."""
-    probe = MetadataProbe(probed_agent(("UCX",), 1))
+    probe = MetadataProbe(probed_agent(("UCX",)))
     yield probe
     probe.close()
 
@@ -174,7 +174,7 @@ def test_nothing_is_taken_untried(fake_nixl_is_found, monkeypatch, why):
         monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     monkeypatch.setenv("FAKE_NIXL", why)
     module = "no_such_nixl" if why == "no such module" else "fake_nixl"
-    probe = MetadataProbe(ProbedAgent(module, ("UCX",), 0, False))
+    probe = MetadataProbe(ProbedAgent(module, ("UCX",), False))
     with pytest.raises(RemoteHandshakeError, match=r"not tried.*side_channel_key_file"):
         asyncio.run(asyncio.wait_for(probe.try_all([b"good"]), DEADLINE_S))
     probe.close()
@@ -197,7 +197,7 @@ def test_nothing_outlives_a_worker_that_is_killed(fake_nixl_is_found):
 import asyncio, sys
 from psutil import Process
 from reshard.transport.probe import MetadataProbe, ProbedAgent
-probe = MetadataProbe(ProbedAgent("fake_nixl", ("UCX",), 0, False))
+probe = MetadataProbe(ProbedAgent("fake_nixl", ("UCX",), False))
 asyncio.run(probe.try_all([b"good"]))
 print(probe.process_id, *(each.pid for each in Process(probe.process_id).children()), flush=True)
 sys.stdin.read()

@@ -312,8 +312,7 @@ class ReshardWorker:
         """What tries NIXL metadata, where it may come from anybody."""
         if self._key is not None:
             return None
-        settings = self._settings
-        return MetadataProbe(probed_agent(settings.backends, settings.num_threads))
+        return MetadataProbe(probed_agent(self._settings.backends))
 
     def _fill_scales(self, names: Iterable[str]) -> None:
         """Have Triton's attention fill its caches' scales now, before anything is received.

@@ -87,7 +87,7 @@ def sanitize_params(
         return None, None
     # Options of vLLM's that take anything have brought them by the front end.
     if not isinstance(params, dict) or not all(isinstance(name, str) for name in params):
-        return _faulty(_malformed(f"Expected `object`, got `{type(params).__name__}`")), None
+        return _faulty(_malformed(f"they are no object, but {type(params).__name__}")), None
     if _OURS & params.keys():
         params = {name: value for name, value in params.items() if name not in _OURS}
     if params.get("do_remote_prefill"):

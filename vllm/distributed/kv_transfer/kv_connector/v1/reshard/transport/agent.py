@@ -367,11 +367,9 @@ def can_be_polled(backends: Sequence[str]) -> bool:
     return list(backends) == ["UCX"]
 
 
-def probed_agent(backends: Sequence[str], num_threads: int) -> ProbedAgent:
+def probed_agent(backends: Sequence[str]) -> ProbedAgent:
     """What metadata is tried with before an agent that reads is given it."""
-    return ProbedAgent(
-        NixlWrapper.__module__, tuple(backends), num_threads, not can_be_polled(backends)
-    )
+    return ProbedAgent(NixlWrapper.__module__, tuple(backends), not can_be_polled(backends))
 
 
 def _cannot_read(local_indices: Indices, remote: Prepared) -> str:

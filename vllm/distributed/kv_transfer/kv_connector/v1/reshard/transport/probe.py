@@ -43,18 +43,18 @@ _REMEDY = "check who answers there; with side_channel_key_file on both engines, 
 
 @dataclass(frozen=True, slots=True)
 class ProbedAgent:
-    """What agents are tried with, which are made as those that read.
+    """What agents are tried with, which are made as those that read, but for UCX's threads.
+
+    Each would only load the same once more.
 
     Attributes:
         nixl: The name of NIXL's module.
         backends: NIXL backends.
-        num_threads: Threads of the UCX backend.
         enable_prog_thread: Whether NIXL's progress thread runs.
     """
 
     nixl: str
     backends: tuple[str, ...]
-    num_threads: int
     enable_prog_thread: bool
 
 
@@ -197,7 +197,6 @@ class MetadataProbe:
             options = {
                 "nixl": agent.nixl,
                 "backends": agent.backends,
-                "num_threads": agent.num_threads,
                 "enable_prog_thread": agent.enable_prog_thread,
                 "limit_s": _LIMIT_S,
                 "socket": theirs.fileno(),

@@ -65,7 +65,7 @@ def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
     os.dup2(nowhere, 2)
     config = nixl.nixl_agent_config(
         enable_prog_thread=options["enable_prog_thread"],
-        num_threads=options["num_threads"],
+        num_threads=0,
         backends=options["backends"],
     )
     agents = [nixl.nixl_agent(f"probe/{os.getpid()}", config)]
