@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
+    Engine,
     Progress,
     assert_received,
     fill,
@@ -28,11 +29,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
 )
 
 
-def answer_as(engine, engine_id: str) -> list[bytes]:
-    """What an engine answers, under another name."""
+def answer_as(engine: Engine, engine_id: str) -> list[bytes]:
+    """What an engine answers, under another name of the same length; so do NIXL's agents."""
     reply = {}
     for rank, worker in engine.workers.items():
-        body = encode_worker(replace(decode_worker(worker.handshake.body), engine_id=engine_id))
+        said = decode_worker(worker.handshake.body)
+        own, other = engine.engine_id.encode(), engine_id.encode()
+        assert len(own) == len(other)
+        metadata = said.agent_metadata.replace(own + b"/", other + b"/")
+        body = encode_worker(replace(said, engine_id=engine_id, agent_metadata=metadata))
         reply[rank.pp_rank, rank.tp_rank] = WorkerHandshake(worker.handshake.factors, body)
     return encode_reply(reply)
 
@@ -47,8 +52,8 @@ def test_client_that_names_many_ports_keeps_no_descriptors(engines, monkeypatch)
     (transfer_engine,) = decode.transfer_engines.values()
     descriptors = []
     for number in range(20):
-        with serving(answer_as(evil, f"e{number}")) as liar:
-            address = RemoteEngineAddress(f"e{number}", "127.0.0.1", liar.port)
+        with serving(answer_as(evil, f"e{number:03}")) as liar:
+            address = RemoteEngineAddress(f"e{number:03}", "127.0.0.1", liar.port)
             lied = receive(address, [6], [7], tokens=16, remote_request_id=f"x{number}")
             decode.start(receive={f"lied {number}": lied})
             progress.until(decode, received=f"lied {number}")
@@ -76,8 +81,8 @@ def test_engine_that_gives_a_good_read_stays(engines, monkeypatch):
     progress.until(decode, received="honest")
     with ExitStack() as liars:
         for number in range(5):
-            liar = liars.enter_context(serving(answer_as(good, f"e{number}")))
-            address = RemoteEngineAddress(f"e{number}", "127.0.0.1", liar.port)
+            liar = liars.enter_context(serving(answer_as(good, f"e{number:03}")))
+            address = RemoteEngineAddress(f"e{number:03}", "127.0.0.1", liar.port)
             lied = receive(address, [6], [7], tokens=16, remote_request_id=f"x{number}")
             decode.start(receive={f"lied {number}": lied})
             progress.until(decode, received=f"lied {number}")
