@@ -66,6 +66,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import
     remote_blocks,
     sanitize_params,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     probed_agent,
@@ -128,7 +129,7 @@ def test_answers(count):
         place = random.randrange(len(mutants))
         mutants[place] = mutate(random, mutants[place])
         try:
-            workers = decode_reply(mutants, FACTORS, bounds)
+            workers = decode_reply(mutants, FACTORS, bounds).workers
             check_meanings((each.cache for each in workers), reader.local.cache)
             planned = planner.plan([each.shard for each in workers])
             by_rank = {each.shard.rank: each for each in workers}
@@ -200,7 +201,7 @@ STRANGE: list[Any] = [
 @often
 def test_requests_to_a_side_channel(count):
     """Each is answered, refused or dropped; no one raises, and no answer is of anything else."""
-    random, server = Random(SEED), HandshakeServer(HOST, 0, [b"reply"])
+    random, server = Random(SEED), HandshakeServer(HOST, 0, {SPOKEN.newest: [b"reply"]})
     requests = [encode((OUR_REQUEST, 0)), encode((b"get_meta_msg", 0, 0)), encode((b"other", 1))]
     for _ in range(count):
         frame = mutate(random, random.choice(requests))

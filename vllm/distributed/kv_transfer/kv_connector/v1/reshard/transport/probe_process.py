@@ -31,6 +31,8 @@ LENGTH_BYTES = 4
 def main() -> None:
     """Fork for each socket that comes over the one of the worker's, until that is closed."""
     options = json.loads(sys.argv[1])
+    # This folder, whose modules have names of others. Python 3.10 has no option for it.
+    del sys.path[0]
     # Each time that NIXL ends a child is expected, and no crash of anybody's.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Ctrl-C is the worker's to hear.
@@ -79,16 +81,15 @@ def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
     while data:
         stop = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
         metadata, data = data[LENGTH_BYTES:stop], data[stop:]
-        name = _load(agents[-1], metadata)
+        name = None if None in seen else _load(agents[-1], metadata)
         # An agent that knows a name, or has failed halfway, may not look into what comes next; and
-        # that may be all that a worker loads.
-        if name is None or name in seen:
+        # that may be all that a worker loads. Only one that has loaded nothing is sure to.
+        if (name is None or name in seen) and seen:
             if len(agents) == MAX_AGENTS:
                 return
             agents.append(nixl.nixl_agent(f"probe/{os.getpid()}/{len(agents)}", config))
-            if name is not None:
-                _load(agents[-1], metadata)
             seen.clear()
+            name = _load(agents[-1], metadata)
         seen.add(name)
     client.sendall(ALIVE)
 
