@@ -19,11 +19,14 @@ class nixl_agent:
         if os.environ.get("FAKE_NIXL") == "makes no agent":
             raise OSError("no network")
         self._known: set[bytes] = set()
+        self._refuses = os.environ.get("FAKE_NIXL") == "refuses known names"
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         """Do as the metadata says, which begins with a name, unless that is known."""
         name, _, what = metadata.rpartition(b":")
         if name in self._known:
+            if self._refuses:
+                raise ValueError("another is known by that name")
             return name
         self._known.add(name)
         if what == b"abort":

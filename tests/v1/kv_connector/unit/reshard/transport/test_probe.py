@@ -110,8 +110,10 @@ def test_what_ends_its_process_is_refused(fake):
 
 
 @pytest.mark.parametrize("first", [b"A:good", b"A:refuse"])
-def test_name_that_is_known_hides_nothing(fake, first):
+@pytest.mark.parametrize("how", ["takes known names", "refuses known names"])
+def test_name_that_is_known_hides_nothing(fake, monkeypatch, first, how):
     """NIXL does not look into what bears a name that it knows, and a worker may load that alone."""
+    monkeypatch.setenv("FAKE_NIXL", how)
     assert survives(fake, first, b"A:good", b"B:good")
     assert not survives(fake, first, b"A:abort")
     assert not survives(fake, first, b"B:good", b"A:abort")
@@ -119,7 +121,7 @@ def test_name_that_is_known_hides_nothing(fake, first):
 
 def test_engine_of_which_little_can_be_reached_is_no_engine(fake):
     """Each that NIXL refuses takes an agent."""
-    assert survives(fake, *[b"A:refuse"] * (probe_process.MAX_AGENTS - 1))
+    assert survives(fake, *[b"A:refuse"] * probe_process.MAX_AGENTS)
     assert not survives(fake, *[b"A:refuse"] * (probe_process.MAX_AGENTS + 1))
 
 
