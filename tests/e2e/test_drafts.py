@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.e2e.layouts import ONE, RANKS, STAGES
-from tests.e2e.pairs import BLOCK_TOKENS, REPORT_LIMIT_S, REQUEST_LIMIT_S, metric
+from tests.e2e.pairs import BLOCK_TOKENS, REPORT_LIMIT_S, metric
+from tests.e2e.turns import Turns, prompt_of
 from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.engine import EngineSpec, KVTransfer, Speculation
-from tools.pdstack.stack import Engine, PDStack
+from tools.pdstack.stack import PDStack
 from tools.pdstack.tiny_models import write_tiny_llama
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
@@ -36,65 +36,11 @@ TO_AND_FRO = KVTransfer(
         "missing_draft_layers": "compute",
     }
 )
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What an engine answers.
-
-    Attributes:
-        tokens: Ids.
-        params: What the next engine is told.
-    """
-
-    tokens: list[int]
-    params: dict[str, Any] | None
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Engines, none of which a router is in front of."""
-
-    pdstack: PDStack
-    prefill: Engine
-    decode: Engine
-
-    def ask(self, engine: Engine, prompt: list[int], **fields: Any) -> Answer:
-        """Return an engine's answer to token ids."""
-        body = {
-            "model": self.pdstack.model.name,
-            "prompt": prompt,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "max_tokens": ANSWER_TOKENS,
-            **fields,
-        }
-        url = f"{engine.url}/v1/completions"
-        reply = httpx.post(url, json=body, timeout=REQUEST_LIMIT_S, trust_env=False)
-        reply.raise_for_status()
-        said = reply.json()
-        return Answer(said["choices"][0]["token_ids"], said.get("kv_transfer_params"))
-
-    def unaided(self, prompt: list[int], **fields: Any) -> list[int]:
-        """Return what the decode engine answers by itself."""
-        return self.ask(self.decode, prompt, cache_salt="unaided", **fields).tokens
-
-    def prefilled(
-        self, prompt: list[int], last: dict[str, Any] | None = None, prefill: Engine | None = None
-    ) -> dict[str, Any]:
-        """Return what is handed over of a prompt.
-
-        Args:
-            last: What was handed over of the last turn.
-            prefill: Who prefills; by default the engine that drafts.
-        """
-        answer = self.ask(
-            prefill or self.prefill, prompt, max_tokens=1, kv_transfer_params=last or OFFER
-        )
-        assert answer.params is not None
-        return answer.params
+class Stack(Turns):
+    """Engines that draft."""
 
     def accepted(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[int], int]:
         """Return the decode engine's answer, and how many of its tokens were drafts."""
@@ -122,18 +68,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
                 for name, layout in (("prefill", RANKS), ("decode", ONE))
             )
         )
-        yield Stack(pdstack, prefill, decode)
-
-
-def prompt_of(label: int, num_tokens: int) -> list[int]:
-    """Token ids of characters, of which no block is that of another label's."""
-    return [
-        1,
-        *(
-            (label * 31 + position * (position % 7 + label)) % 90 + 4
-            for position in range(num_tokens - 1)
-        ),
-    ]
+        yield Stack(pdstack, prefill, decode, ANSWER_TOKENS)
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK_TOKENS - 28, 3 * BLOCK_TOKENS + 16])

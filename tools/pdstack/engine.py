@@ -246,6 +246,7 @@ class EngineSpec:
         scripts: where the vLLM that it runs has its console scripts; by default where this one has.
         namespace: the network namespace that it runs in, for which one has to be root; by default
             the launcher's.
+        module_dirs: where modules lie that it imports, and that are not installed.
     """
 
     name: str
@@ -261,6 +262,7 @@ class EngineSpec:
     host: str = HOST
     scripts: Path | None = None
     namespace: str | None = None
+    module_dirs: Sequence[Path] = ()
 
 
 def engine_command(
@@ -327,8 +329,10 @@ def engine_env(
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
             "OMP_NUM_THREADS": "1",
         }
-    if spec.kv_transfer is not None and spec.kv_transfer.module_dir is not None:
-        paths = (str(spec.kv_transfer.module_dir), env.get("PYTHONPATH"))
+    connectors = spec.kv_transfer.module_dir if spec.kv_transfer is not None else None
+    modules = [*spec.module_dirs, *filter(None, [connectors])]
+    if modules:
+        paths = (*map(str, modules), env.get("PYTHONPATH"))
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return env | dict(spec.env)
 

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from .caches import Caches, why_no_caches
 from .engine import (
     ServedModel,
     Speculation,
@@ -49,6 +50,7 @@ class Side:
         connector: what moves the KV cache; "upstream" for upstream's of the same name, at rest.
         speculation: how each drafts, if it does.
         options: more of the connector's, as pairs.
+        caches: what their caches are like, if not as vLLM for CPU has them.
     """
 
     layout: Layout = _ONE
@@ -58,12 +60,13 @@ class Side:
     connector: str = "NixlConnector"
     speculation: Speculation | None = None
     options: tuple[tuple[str, str], ...] = ()
+    caches: Caches | None = None
 
     def __str__(self) -> str:
         times = f"{self.count} x " if self.count > 1 else ""
         stages = dict(self.env).get("VLLM_PP_LAYER_PARTITION")
-        drafts = f", {self.speculation}" if self.speculation else ""
-        return f"{times}{self.layout}" + (f" ({stages})" if stages else "") + drafts
+        more = "".join(f", {each}" for each in (self.speculation, self.caches) if each)
+        return f"{times}{self.layout}" + (f" ({stages})" if stages else "") + more
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Family:
         decode: the decode engines.
         exact: whether answers have to be equal; where not, as at bfloat16, most tokens have to.
         args: more of every engine's command line.
+        one: the engine of one rank whose answers are right.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Family:
     decode: Side
     exact: bool = True
     args: tuple[str, ...] = ()
+    one: Side = field(default_factory=Side)
 
 
 MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
@@ -163,6 +168,55 @@ _COLD = (("missing_draft_layers", "compute"),)
 # In the only order in which it reads the state of a convolution by its parts.
 _UPSTREAM = Side(connector="upstream", env=(("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),))
 
+_UNEVEN = (Layout(3, 1), _RANKS)
+_CACHE_LAYOUTS = {**_LAYER_LAYOUTS, "TP not divisible": _UNEVEN, "PP x TP": (Layout(2, 2), _RANKS)}
+
+# Model, caches of P and of D, and pairs of layouts. Of slots, each size of blocks and each order of
+# heads and tokens is at either end.
+_OF_GPUS: tuple[tuple[str, Caches, Caches, tuple[str, ...]], ...] = (
+    *(
+        (_SIX, cache_p, cache_d, ("TP down", "TP up", "TP not divisible", "PP to TP"))
+        for cache_p, cache_d in (
+            (Caches("NHD", 16), Caches("HND", 64)),
+            (Caches("HND", 64), Caches("NHD", 16)),
+            (Caches("NHD", 48), Caches("HND", 32)),
+        )
+    ),
+    (_SIX, Caches("BHLNC", 48), Caches("LHBNC", 256), ("PP to TP",)),
+    (_SIX, Caches("NHD", 64, kernel_tokens=16), Caches("HND", 96, kernel_tokens=48), ("TP down",)),
+    (_GEMMA, Caches("NHD", 64), Caches("HND", 16), ("TP down", "PP to TP")),
+    (_GEMMA, Caches("HND", 96, kernel_tokens=16), Caches("NHD", 48), ("TP up",)),
+    (_MLA, Caches("HND", 64), Caches("HND", 16), ("TP down", "PP to TP")),
+    (_MLA, Caches("HND", 32), Caches("HND", 48), ("TP up",)),
+    (_SIX, Caches("HND", 64, "Sides"), Caches("NHD", 32, "Sides"), ("TP down", "PP to TP")),
+    (_SIX, Caches("NHD", 16, "Scaled"), Caches("HND", 64, "Scaled"), ("TP down", "PP on P")),
+    (_SIX, Caches("HND", 32, "ScalesLast"), Caches("HND", 32, "ScalesLast"), ("PP on P",)),
+    (_SIX, Caches("NHD", 32, "Scrambled"), Caches("NHD", 32, "Scrambled"), ("PP on P", "PP x TP")),
+    (_MLA, Caches("HND", 32, "Scrambled"), Caches("HND", 32, "Scrambled"), ("TP down", "PP to TP")),
+)
+
+
+def _with_caches(model: str, cache_p: Caches, cache_d: Caches, layouts: str) -> Family:
+    """A pair of engines that fill their caches as backends for GPUs do.
+
+    Their answers are those of vLLM's own attention for CPU, but where caches have few bits.
+    """
+    prefill, decode = _CACHE_LAYOUTS[layouts]
+    few_bits = cache_p.has_few_bits
+    kind = {_GEMMA: "windows ", _MLA: "MLA "}.get(model, "")
+    pair = f"{cache_p} to {cache_d}" if cache_p != cache_d else str(cache_p)
+    return Family(
+        f"{kind}{pair}, {layouts}",
+        model,
+        Side(prefill, caches=cache_p),
+        Side(decode, caches=cache_d),
+        # Of a prompt in other chunks, a sum of another order may be rounded to the next of 8 bits.
+        exact=not few_bits,
+        args=_HYBRID if model == _GEMMA else (),
+        one=Side(caches=cache_d if few_bits else None),
+    )
+
+
 FAMILIES: tuple[Family, ...] = (
     Family("PP on P", _SIX, Side(_STAGES), Side()),
     Family("PP on D", _SIX, Side(), Side(_STAGES)),
@@ -231,6 +285,11 @@ FAMILIES: tuple[Family, ...] = (
         for layouts, (prefill, decode) in _LAYER_LAYOUTS.items()
     ),
     Family("MTP on D", _MIMO, Side(_STAGES), Side(speculation=_MTP, options=_COLD)),
+    *(
+        _with_caches(model, cache_p, cache_d, each)
+        for model, cache_p, cache_d, layouts in _OF_GPUS
+        for each in layouts
+    ),
 )
 
 SUBSETS: Mapping[str, tuple[str, ...]] = {
@@ -263,9 +322,18 @@ def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, s
     wanted = list(families)
     models = {family.model for family in wanted}
     why = {model: ask() for model, ask in WHY_NOT.items() if model in models}
-    served = [family for family in wanted if not why.get(family.model)]
-    left_out = {family.name: why[family.model] for family in wanted if why.get(family.model)}
-    return served, left_out
+    of_caches = why_no_caches() if any(map(_has_caches, wanted)) else ""
+    left_out = {
+        family.name: reason
+        for family in wanted
+        if (reason := why.get(family.model) or (of_caches if _has_caches(family) else ""))
+    }
+    return [family for family in wanted if family.name not in left_out], left_out
+
+
+def _has_caches(family: Family) -> bool:
+    """Whether its engines fill their caches in other ways than vLLM for CPU does."""
+    return any(side.caches for side in (family.prefill, family.decode, family.one))
 
 
 def subsets_of(family: Family) -> list[str]:

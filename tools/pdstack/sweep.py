@@ -136,7 +136,9 @@ class _Group:
     num_requests: int
     after: After = lambda _stack, _router: None
     _engines: dict[tuple[Side, tuple[str, ...], int], Engine] = field(default_factory=dict)
-    _references: dict[tuple[str, ...], list[Completion]] = field(default_factory=dict)
+    _references: dict[tuple[Side, tuple[str, ...], int], list[Completion]] = field(
+        default_factory=dict
+    )
 
     def run(self, family: Family) -> Result:
         """Compare one family's answers with those of one engine."""
@@ -169,12 +171,11 @@ class _Group:
 
     def _reference(self, family: Family, prompts: list[list[int]]) -> list[Completion]:
         """What one engine answers; any that is one rank, alone and under another salt."""
-        if family.args not in self._references:
-            one, name = self._engines[_one_rank(family)], self.stack.model.name
-            self._references[family.args] = accuracy.complete_all(
-                one.url, name, prompts, salt="reference"
-            )
-        return self._references[family.args]
+        key = _one_rank(family)
+        if key not in self._references:
+            one, name = self._engines[key], self.stack.model.name
+            self._references[key] = accuracy.complete_all(one.url, name, prompts, salt="reference")
+        return self._references[key]
 
     def _start(self, family: Family) -> tuple[list[Engine], list[Engine]]:
         """The engines of a family; those that are in the way are stopped first.
@@ -186,7 +187,7 @@ class _Group:
             for side, first in _numbered(family)
         ]
         wanted = [key for side in keys for key in side]
-        if family.args not in self._references and _one_rank(family) not in wanted:
+        if _one_rank(family) not in {*self._references, *wanted}:
             wanted.append(_one_rank(family))
         missing = [key for key in wanted if key not in self._engines]
         idle = [key for key in self._engines if key not in wanted]
@@ -211,7 +212,7 @@ def _numbered(family: Family) -> list[tuple[Side, int]]:
 
 def _one_rank(family: Family) -> tuple[Side, tuple[str, ...], int]:
     """The engine whose answers a family's are compared with."""
-    return Side(), family.args, 0
+    return family.one, family.args, 0
 
 
 def _workers(keys: Iterable[tuple[Side, tuple[str, ...], int]]) -> int:
@@ -230,21 +231,23 @@ def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> 
     stages = dict(side.env).get("VLLM_PP_LAYER_PARTITION", "").replace(",", "-")
     drafts = str(side.speculation or "")
     options = [value for _, value in side.options]
-    parts = [str(side.layout), stages, side.connector, drafts, *options, *side.args, *args]
+    caches = str(side.caches or "").replace(" ", "-")
+    parts = [str(side.layout), stages, side.connector, drafts, caches, *options, *side.args, *args]
     parts.append(str(number))
     name = "-".join(part.strip("-") for part in parts if part)
     # So many blocks hold the prompts of a sweep, but not longer ones that somebody asks for.
     is_longer = any(word.split("=")[0] == "--max-model-len" for word in side.args)
-    num_blocks = _CACHE_TOKENS // block_tokens
+    num_blocks = _CACHE_TOKENS // (side.caches.block_tokens if side.caches else block_tokens)
     blocks = () if is_longer else ("--num-gpu-blocks-override", str(num_blocks))
     return EngineSpec(
         name,
         side.layout,
         kv_transfer,
-        extra_args=(*blocks, *side.args, *args),
-        env=dict(side.env),
+        extra_args=(*blocks, *(side.caches.args if side.caches else ()), *side.args, *args),
+        env={**(side.caches.env if side.caches else {}), **dict(side.env)},
         max_model_len=1024,
         speculation=side.speculation,
+        module_dirs=side.caches.module_dirs if side.caches else (),
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -190,6 +191,9 @@ def test_a_connector_of_our_own_is_found_by_the_engine() -> None:
     assert _env(spec)["PYTHONPATH"] == str(module_dir)
     assert _env(spec, PYTHONPATH="/a")["PYTHONPATH"] == f"{module_dir}:/a"
     assert "PYTHONPATH" not in _env(EngineSpec("e"))
+    modules = EngineSpec("e", kv_transfer=UPSTREAM_AT_REST, module_dirs=(Path("/b"), Path("/c")))
+    assert _env(modules, PYTHONPATH="/a")["PYTHONPATH"] == f"/b:/c:{module_dir}:/a"
+    assert _env(replace(modules, kv_transfer=None))["PYTHONPATH"] == "/b:/c"
     # What the overlay lies in would hide vLLM.
     assert not list(module_dir.glob("vllm*"))
 

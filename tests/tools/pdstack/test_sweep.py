@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tools.pdstack import accuracy, cli, families
 from tools.pdstack.accuracy import Accuracy, Completion
+from tools.pdstack.caches import Caches
 from tools.pdstack.engine import Device, KVTransfer, Speculation
 from tools.pdstack.errors import ProcessDiedError, UsageError
 from tools.pdstack.families import (
@@ -175,10 +176,45 @@ def test_families_that_vllm_cannot_serve_are_left_out(monkeypatch, why):
     for model in families.WHY_NOT:
         monkeypatch.setitem(families.WHY_NOT, model, lambda: "")
     monkeypatch.setitem(families.WHY_NOT, "deepseek 2, MLA", lambda: why)
+    monkeypatch.setattr(families, "why_no_caches", lambda: "")
     served, left_out = split_by_vllm(FAMILIES)
-    names = ("MLA TP down", "MLA PP on P", "MLA TP up")
+    names = [family.name for family in FAMILIES if family.name.startswith("MLA ")]
+    assert {"MLA TP down", "MLA PP on P", "MLA TP up"} < {*names}
     assert left_out == ({name: why for name in names} if why else {})
     assert [*served] == [family for family in FAMILIES if family.name not in left_out]
+
+
+def test_families_whose_caches_vllm_has_not_are_left_out(monkeypatch):
+    """Those on either side that are filled as on GPUs; nobody asks where there are none."""
+    monkeypatch.setattr(families, "why_no_caches", lambda: "there are none")
+    with_caches = replace(FAMILY, name="with", decode=Side(caches=Caches("NHD", 16)))
+    served, left_out = split_by_vllm([FAMILY, with_caches])
+    assert (served, left_out) == ([FAMILY], {"with": "there are none"})
+    monkeypatch.setattr(families, "why_no_caches", Mock(side_effect=AssertionError))
+    assert split_by_vllm([FAMILY]) == ([FAMILY], {})
+
+
+def test_caches_of_a_side_reach_its_engine():
+    """Its blocks, its environment and the plugin; what the side itself says comes last."""
+    caches = Caches("NHD", 64, "Scaled")
+    spec = _spec(Side(caches=caches, args=("--more",), env=(("A", "b"),)), (), 0, 128)
+    assert spec.extra_args == ("--num-gpu-blocks-override", "256", *caches.args, "--more")
+    assert spec.env == {"GPU_CACHES": "Scaled", "VLLM_KV_CACHE_LAYOUT": "NHD", "A": "b"}
+    (module_dir,) = spec.module_dirs
+    assert (module_dir / "gpu_caches-1.dist-info/entry_points.txt").is_file()
+    assert str(Side(caches=caches)) == "tp1pp1, Scaled NHD 64"
+
+
+def test_answers_of_few_bits_are_those_of_an_engine_with_as_many():
+    """All others are compared with vLLM's own attention for CPU, token by token."""
+    for family in FAMILIES:
+        sides = family.prefill, family.decode
+        if not any(side.caches for side in sides):
+            assert family.one == Side()
+        elif any(side.caches.has_few_bits for side in sides):
+            assert family.one.caches == family.decode.caches and not family.exact
+        else:
+            assert family.one == Side() and family.exact
 
 
 def test_a_family_that_cannot_run_is_refused_by_name(monkeypatch, capsys):
@@ -227,6 +263,21 @@ def test_engine_of_the_right_answers_starts_with_the_first_pair(tmp_path, monkey
         group._reference(each, [])
     started = [[spec.layout for spec in call.args] for call in stack.start_engines.mock_calls]
     assert started == [[Layout(1, 2), Layout(2, 1), Layout(1, 1)], [Layout(3, 1)]]
+
+
+def test_engines_that_are_right_are_each_kinds_own(tmp_path, monkeypatch):
+    """Two families of one command line, whose right answers are two engines', start both."""
+    monkeypatch.setattr(accuracy, "complete_all", lambda *_, **__: [])
+    stack = create_autospec(PDStack, instance=True)
+    stack.model = write_tiny_llama(tmp_path)
+    stack.start_engines.side_effect = lambda *specs: [Mock(spec_set=["url"]) for _ in specs]
+    group = _Group(stack, 4)
+    for one in (Side(), Side(caches=Caches("NHD", 16))):
+        family = replace(FAMILY, decode=Side(Layout(2, 1)), one=one)
+        group._start(family)
+        group._reference(family, [])
+    started = [spec.name for call in stack.start_engines.mock_calls for spec in call.args]
+    assert started[2:] == ["tp1pp1-NixlConnector-0", "tp1pp1-NixlConnector-NHD-16-0"]
 
 
 def test_subsets_name_families():

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What caches of GPUs have on CPU is what kernels of Triton's write, run by its interpreter.
+
+`test_gpu_caches` has pytest run these in a process that has the interpreter.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.model_executor.layers.quantization.utils.quant_utils import FP8_DTYPE
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend, B12xPagedAttentionImpl
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+
+from tests.v1.kv_connector.unit.reshard.engine.interpreted_writers import SCALES
+from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache, bare
+from tools.pdstack.modules.gpu_caches.gpu_caches import heads
+
+LAYOUTS = pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BHLNC", "LHBNC"])
+HEADS, SIZE = 3, 32
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    """A GPU as far as launchers ask for one."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+    monkeypatch.setattr(type(current_platform), "has_device_capability", lambda *_: True)
+
+
+def spec(block_tokens: int, dtype: torch.dtype = torch.float32, bits: str = "auto"):
+    """A specification of full attention."""
+    return FullAttentionSpec(
+        block_size=block_tokens,
+        num_kv_heads=HEADS,
+        head_size=SIZE,
+        dtype=dtype,
+        kv_quant_mode=get_kv_quant_mode(bits),
+    )
+
+
+def numbers(tokens: int, seed: int) -> torch.Tensor:
+    """Numbers of heads that fp8 has, but for the scale of each: the interpreter rounds amiss."""
+    random = torch.Generator().manual_seed(seed)
+    found = torch.randn(tokens, HEADS, SIZE, generator=random).to(FP8_DTYPE).float()
+    found[..., 0] = torch.finfo(FP8_DTYPE).max
+    return found * 2.0 ** torch.randint(-3, 4, (tokens, HEADS, 1), generator=random)
+
+
+def compare(theirs: Cache, ours: Cache, write, backend) -> None:
+    """See that the same tokens make the same memory, in blocks that are full and one that is not.
+
+    Args:
+        theirs: A cache as the release's backend has it.
+        ours: The same for ours.
+        write: The release's writer: of a view, slots, keys and values.
+        backend: Ours.
+    """
+    assert theirs.spec == ours.spec
+    tokens = ours.spec.block_size + 5
+    keys, values = numbers(tokens, 3), numbers(tokens, 4)
+    slots = torch.arange(ours.spec.block_size, ours.spec.block_size + tokens).flip(0)
+    for background in (0, 0xA5):
+        memory = [
+            cache.after(lambda: each(cache.views[LAYERS[1]], slots, keys, values), background)  # noqa: B023
+            for cache, each in ((theirs, write), (ours, backend.format.write))
+        ]
+        assert (memory[0] != background).any()
+        assert (memory[0] == memory[1]).all()
+
+
+@LAYOUTS
+@pytest.mark.parametrize("block_tokens", [16, 48])
+def test_slots(layout, block_tokens):
+    """`triton_reshape_and_cache_flash`, which does what that of CUDA does."""
+    impl = TritonAttentionImpl(HEADS, SIZE, 1.0, HEADS, None, None, "auto")
+    theirs = Cache(TritonAttentionBackend, spec(block_tokens), layout)
+    ours = Cache(heads.Slots, spec(block_tokens), layout)
+    compare(
+        theirs,
+        ours,
+        lambda view, slots, keys, values: impl.do_kv_cache_update(
+            SCALES, keys, values, view, slots
+        ),
+        heads.Slots,
+    )
+
+
+@LAYOUTS
+def test_scales_of_tokens_and_heads(layout):
+    """`triton_reshape_and_cache_flash_per_token_head_quant`, places and numbers."""
+    of_eight = spec(32, torch.uint8, "fp8_per_token_head")
+    impl = TritonAttentionImpl(HEADS, SIZE, 1.0, HEADS, None, None, "fp8_per_token_head")
+    theirs = Cache(TritonAttentionBackend, of_eight, layout)
+    # All scales are put in place once: here before there is anything to compare.
+    impl._ensure_scale_caches(theirs.views[LAYERS[1]])
+    compare(
+        theirs,
+        Cache(heads.Scaled, of_eight, layout),
+        lambda view, slots, keys, values: impl.do_kv_cache_update(
+            SCALES, keys, values, view, slots
+        ),
+        heads.Scaled,
+    )
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
+def test_keys_and_values_apart(layout):
+    """The views of `B12xPagedAttentionImpl`, to which it writes as all others do."""
+    impl = bare(
+        B12xPagedAttentionImpl,
+        num_kv_heads=HEADS,
+        head_size=SIZE,
+        kv_cache_dtype="auto",
+        kv_torch_dtype=torch.float32,
+    )
+
+    def write(view, slots, keys, values):
+        triton_reshape_and_cache_flash(
+            keys, values, *impl._kv_cache_views(view), slots, "auto", *vars(SCALES).values()
+        )
+
+    theirs = Cache(B12xPagedAttentionBackend, spec(64), layout)
+    compare(theirs, Cache(heads.Sides, spec(64), layout), write, heads.Sides)

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches that are filled on CPU as on GPUs, and the attention that reads them.
+
+What is compared with kernels of Triton's is in `interpreted_caches`.
+"""
+
+# What is skipped on a base imports what that base lacks.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.bases import skip_module_unless_base
+from tests.interpreted import assert_passes
+
+skip_module_unless_base("0.32.0", "0.33.0", reason="caches are no views")
+
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    _get_attn_isa,
+)
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
+
+from tests.v1.kv_connector.unit.reshard.engine import release_caches
+from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache, bare
+from tools.pdstack.caches import Caches
+from tools.pdstack.modules.gpu_caches import gpu_caches
+from tools.pdstack.modules.gpu_caches.gpu_caches import heads, latents, platform
+from vllm import _custom_ops as ops
+
+KV_HEADS, SIZE, LATENT, ROPE = 2, 32, 512, 64
+# The first is computed whole, the others behind what is cached, one of them a token at a time.
+STARTS, LENGTHS = [0, 20, 21, 28], [20, 41, 7 + 30]
+FORMATS = pytest.mark.parametrize(
+    ("backend", "arrangement"),
+    [
+        (heads.Slots, "slots"),
+        (heads.Scaled, "slots"),
+        (heads.Sides, "keys and values apart, in slots"),
+        (heads.ScalesLast, "whole blocks"),
+        (heads.Scrambled, "whole blocks"),
+    ],
+)
+
+
+def cache_of(backend, layout="LBHNC", block_tokens=32, **fields) -> Cache:
+    """A cache of full attention."""
+    if backend in (heads.Scaled, heads.ScalesLast):
+        fields = dict(dtype=torch.uint8, kv_quant_mode=get_kv_quant_mode("fp8_per_token_head"))
+    fields = dict(dtype=torch.float32) | fields
+    spec = FullAttentionSpec(
+        block_size=block_tokens, num_kv_heads=KV_HEADS, head_size=SIZE, **fields
+    )
+    return Cache(backend, spec, layout)
+
+
+def test_kernels_of_triton():
+    """They are run by Triton's interpreter, in a process that has vLLM with it."""
+    assert_passes(Path(__file__).with_name("interpreted_caches.py"))
+
+
+@FORMATS
+def test_the_connector_takes_each_for_whom_it_stands_for(backend, arrangement):
+    """By its own table of formats, which knows none of these; those of nobody are opaque."""
+    cache = cache_of(backend)
+    assert cache.arrangement == arrangement
+    planes = cache.planes[LAYERS[0]]
+    alone = {plane.slot_tokens == 1 for plane in planes}
+    assert alone == {arrangement != "whole blocks"}
+
+
+@FORMATS
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLNHC"])
+def test_what_is_written_is_read(backend, arrangement, layout):
+    """At float32 to the last bit, of other blocks nothing."""
+    view = cache_of(backend, layout).views[LAYERS[1]]
+    keys, values = torch.randn(2, 40, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(1))
+    backend.format.write(view, torch.arange(32, 72), keys, values)
+    found = backend.format.read(view, torch.tensor([1, 2]), SIZE)
+    for right, each in zip((keys, values), found, strict=True):
+        if view.dtype == torch.float32:
+            assert torch.equal(each[:40], right)
+        else:
+            assert (each[:40] - right).abs().max() < 0.05 * right.abs().max()
+    assert not view[0].any()
+
+
+def test_scales_are_at_the_end_of_a_block():
+    """A block's first bytes are numbers, its last ones scales of four bytes."""
+    view = cache_of(heads.ScalesLast).views[LAYERS[0]]
+    ones = torch.ones(32, KV_HEADS, SIZE)
+    heads.ScalesLast.format.write(view, torch.arange(32, 64), 448 * 2 * ones, 448 * 4 * ones)
+    page = view[1].flatten()
+    numbers, scales = page.tensor_split([32 * KV_HEADS * 2 * SIZE])
+    assert (numbers.view(torch.float8_e4m3fn).float() == 448).all()
+    expected = torch.tensor([2.0, 4.0]).repeat(32 * KV_HEADS)
+    assert torch.equal(scales.view(torch.float32), expected)
+
+
+def test_a_secret_leaves_nothing_in_its_place():
+    """A block has the bytes of its tokens, and hardly any where slots would have them."""
+    scrambled, plain = (cache_of(each).views[LAYERS[0]] for each in (heads.Scrambled, heads.Slots))
+    keys, values = torch.randn(2, 32, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(1))
+    for backend, view in ((heads.Scrambled, scrambled), (heads.Slots, plain)):
+        backend.format.write(view, torch.arange(32, 64), keys, values)
+    there, here = (view[1].contiguous().view(torch.uint8).flatten() for view in (scrambled, plain))
+    assert torch.equal(there.sort().values, here.sort().values)
+    assert (there == here).float().mean() < 0.05
+
+
+def _by_the_release(query, keys, values, blocks, **options) -> torch.Tensor:
+    """What attention of vLLM's for CPU answers, over a cache that it packs for itself."""
+    cache = cache_of(CPUAttentionBackend)
+    view, impl = cache.views[LAYERS[0]], _impl(CPUAttentionBackendImpl, **options)
+    isa = _get_attn_isa(torch.float32, 32, SIZE)
+    layer = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    for slots, key, value in zip(blocks.slots, keys, values, strict=True):
+        impl.do_kv_cache_update(layer, key, value, view, slots)
+    scheduled = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(LENGTHS),
+        num_heads=query.shape[1],
+        num_kv_heads=KV_HEADS,
+        head_dim=SIZE,
+        seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
+        dtype=torch.float32,
+        query_start_loc=torch.tensor(STARTS, dtype=torch.int32),
+        causal=True,
+        sliding_window_size=options.get("sliding_window") or -1,
+        isa=isa,
+        enable_kv_split=False,
+    )
+    batch = CPUAttentionMetadata(
+        num_actual_tokens=STARTS[-1],
+        max_query_len=20,
+        query_start_loc=torch.tensor(STARTS, dtype=torch.int32),
+        max_seq_len=max(LENGTHS),
+        seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
+        block_table=blocks.table,
+        slot_mapping=torch.empty(0),
+        scheduler_metadata=scheduled,
+    )
+    output = torch.zeros_like(query)
+    impl.forward(layer, query, query, query, view, batch, output)
+    return output
+
+
+def _impl(kind, *, num_heads=4, sliding_window=None, logits_soft_cap=None, sinks=None):
+    return kind(
+        num_heads,
+        SIZE,
+        SIZE**-0.5,
+        KV_HEADS,
+        None,
+        sliding_window,
+        "auto",
+        logits_soft_cap,
+        sinks=sinks,
+    )
+
+
+@pytest.fixture
+def blocks():
+    """Blocks of 32 tokens of three requests, none in order, and the slots of their tokens."""
+    table = torch.tensor([[4, 0], [1, 3], [5, 2]], dtype=torch.int32)
+    slots = [
+        (table[request].long()[:, None] * 32 + torch.arange(32)).flatten()[:length]
+        for request, length in enumerate(LENGTHS)
+    ]
+    return SimpleNamespace(table=table, slots=slots)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 16},
+        {"logits_soft_cap": 2.0},
+        {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+        {"num_heads": 2},
+    ],
+    ids=lambda options: next(iter(options), "plain"),
+)
+@pytest.mark.parametrize("backend", [heads.Slots, heads.Sides, heads.Scrambled])
+def test_attention_is_the_releases(monkeypatch, blocks, backend, options):
+    """Prompts, what comes behind them and single tokens, as vLLM's kernel for CPU computes them."""
+    monkeypatch.setattr(release_caches, "NUM_BLOCKS", 6)
+    random = torch.Generator().manual_seed(2)
+    num_heads = options.get("num_heads", 4)
+    query = torch.randn(STARTS[-1], num_heads, SIZE, generator=random)
+    keys, values = (
+        [torch.randn(length, KV_HEADS, SIZE, generator=random) for length in LENGTHS]
+        for _ in range(2)
+    )
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
+    right = _by_the_release(query, keys, values, blocks, **options)
+    view, impl = (
+        cache_of(backend, "LBNHC").views[LAYERS[0]],
+        _impl(backend.get_impl_cls(), **options),
+    )
+    for slots, key, value in zip(blocks.slots, keys, values, strict=True):
+        # vLLM pads slots with negative ones.
+        padded = torch.cat((slots, torch.tensor([-1])))
+        pad = torch.ones(1, KV_HEADS, SIZE)
+        impl.do_kv_cache_update(
+            None, *(torch.cat((each, pad)) for each in (key, value)), view, padded
+        )
+    if options.get("sliding_window") and backend is not heads.Scrambled:
+        # What is behind a window may be anything.
+        view[1, :, :8] = torch.nan
+    batch = heads.Metadata(STARTS, LENGTHS, blocks.table, True)
+    found = impl.forward(None, query, None, None, view, batch, torch.zeros_like(query))
+    assert (found - right).abs().max() < 1e-5
+
+
+def _latents(backend, block_tokens):
+    spec = MLAAttentionSpec(
+        block_size=block_tokens, num_kv_heads=1, head_size=LATENT + ROPE, dtype=torch.float32
+    )
+    cache = Cache(backend, spec)
+    return cache, cache.views[LAYERS[0]].squeeze(1)
+
+
+def _write_latents(kind, view, tokens):
+    latents_of, ropes = tokens.split([LATENT, ROPE], -1)
+    bare(kind).do_kv_cache_update(
+        latents_of, ropes[:, None], view, torch.arange(len(tokens)), "auto", torch.ones(1)
+    )
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32, 64])
+def test_latents_are_written_as_the_release_writes_them(block_tokens):
+    """`CPUMLAImpl`, as `concat_and_cache_mla`, byte for byte."""
+    tokens = torch.randn(block_tokens + 3, LATENT + ROPE)
+    memory = []
+    for backend, kind in ((CPUMLABackend, CPUMLAImpl), (latents.Slots, latents.Attention)):
+        cache, view = _latents(backend, block_tokens)
+        memory.append(cache.after(lambda: _write_latents(kind, view, tokens), 0xA5))  # noqa: B023
+    assert (memory[0] == memory[1]).all()
+
+
+@pytest.mark.parametrize("block_tokens", [16, 48])
+@pytest.mark.parametrize("backend", [latents.Slots, latents.Scrambled])
+def test_attention_to_latents_is_the_releases(backend, block_tokens):
+    """As vLLM's kernel for CPU decodes them, which knows blocks of 16 tokens only."""
+    tokens, queries = torch.randn(45, LATENT + ROPE), torch.randn(2, 4, LATENT + ROPE)
+    answers = []
+    for each, kind, size in (
+        (CPUMLABackend, CPUMLAImpl, 16),
+        (backend, backend.get_impl_cls(), block_tokens),
+    ):
+        _, view = _latents(each, size)
+        impl = bare(kind, kv_lora_rank=LATENT, scale=0.1)
+        _write_latents(kind, view, tokens)
+        table = torch.arange(3, dtype=torch.int32).repeat(2, 1)
+        decode = SimpleNamespace(
+            block_table=table, seq_lens=torch.tensor([45, 17], dtype=torch.int32)
+        )
+        found, _ = impl.forward_mqa(queries, view, SimpleNamespace(decode=decode), None)
+        answers.append(found)
+    assert torch.allclose(*answers, atol=1e-5)
+
+
+def test_engines_choose_by_their_environment(monkeypatch):
+    """The place of vLLM's own is taken by whichever is named, and by none where none is."""
+    monkeypatch.setattr(platform, "leave_block_size", lambda: None)
+    before = dict(_ATTN_OVERRIDES)
+    try:
+        monkeypatch.delenv("GPU_CACHES", raising=False)
+        gpu_caches.register()
+        assert before == _ATTN_OVERRIDES
+        for name, value in Caches("NHD", 32, "Scrambled").env.items():
+            monkeypatch.setenv(name, value)
+        gpu_caches.register()
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is heads.Scrambled
+        assert AttentionBackendEnum.CPU_MLA.get_class() is latents.Scrambled
+        assert AttentionBackendEnum.AMX_MLA.get_class() is latents.Scrambled
+    finally:
+        _ATTN_OVERRIDES.clear()
+        _ATTN_OVERRIDES.update(before)
+
+
+def test_a_kernel_may_have_smaller_blocks(monkeypatch):
+    """Of the size that an engine is given."""
+    assert Caches("NHD", 64, kernel_tokens=16).env["GPU_CACHES_KERNEL_BLOCK"] == "16"
+    monkeypatch.setenv("GPU_CACHES_KERNEL_BLOCK", "16")
+    for backend in (heads.Slots, latents.Slots):
+        assert backend.get_supported_kernel_block_sizes() == [16]
+
+
+@pytest.mark.parametrize("asked_for", [None, 64])
+def test_blocks_of_models_with_mla_are_those_asked_for(monkeypatch, asked_for):
+    """Where vLLM for CPU would make them 16 tokens; without a wish they are."""
+
+    def decide(cls, vllm_config):
+        vllm_config.cache_config.block_size = 16
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(decide))
+    platform.leave_block_size()
+    platform.leave_block_size()
+    cache = SimpleNamespace(
+        block_size=asked_for or 128, user_specified_block_size=asked_for is not None
+    )
+    CpuPlatform.check_and_update_config(SimpleNamespace(cache_config=cache))
+    assert cache.block_size == asked_for or (asked_for is None and cache.block_size == 16)
+
+
+def test_slopes_are_refused():
+    """They are not computed, and would be missed in answers only."""
+    with pytest.raises(ValueError, match="unset it for this model"):
+        heads.Attention(4, SIZE, 1.0, KV_HEADS, alibi_slopes=[1.0])
+
+
+def test_caches_are_told_apart():
+    """By their names, of which an engine's is made."""
+    caches = Caches("NHD", 16)
+    others = [replace(caches, **each) for each in (dict(layout="HND"), dict(kernel_tokens=8))]
+    others.append(replace(caches, format="Sides"))
+    assert len({str(each) for each in (caches, *others)}) == 4

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches that engines on CPU fill as backends for GPUs do: the plugin is in `modules`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .engine import Device, installed_device
+
+_MODULE = Path(__file__).with_name("modules") / "gpu_caches"
+_BITS = {"Scaled": "fp8_per_token_head", "ScalesLast": "fp8_per_token_head"}
+"""Formats that keep 8 bits of a number, and how they are asked for."""
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What an engine's caches are like.
+
+    Attributes:
+        layout: in what order axes lie in memory, as `VLLM_KV_CACHE_LAYOUT` has it.
+        block_tokens: tokens of a block.
+        format: how a block is filled, by the name of the plugin's backend.
+        kernel_tokens: tokens of a block to the attention backend, where they are fewer.
+    """
+
+    layout: str
+    block_tokens: int
+    format: str = "Slots"
+    kernel_tokens: int | None = None
+
+    def __str__(self) -> str:
+        filled = "" if self.format == "Slots" else f"{self.format} "
+        parts = f" by {self.kernel_tokens}" if self.kernel_tokens else ""
+        return f"{filled}{self.layout} {self.block_tokens}{parts}"
+
+    @property
+    def has_few_bits(self) -> bool:
+        """Whether numbers are rounded, so that no attention of float32 gives the same answers."""
+        return self.format in _BITS
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        """More of the command line."""
+        bits = _BITS.get(self.format)
+        blocks = ("--block-size", str(self.block_tokens))
+        return (*blocks, "--kv-cache-dtype", bits) if bits else blocks
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """More of the environment."""
+        kernel = {"GPU_CACHES_KERNEL_BLOCK": str(self.kernel_tokens)} if self.kernel_tokens else {}
+        return {"GPU_CACHES": self.format, "VLLM_KV_CACHE_LAYOUT": self.layout, **kernel}
+
+    @property
+    def module_dirs(self) -> tuple[Path, ...]:
+        """Where the plugin is found."""
+        return (_MODULE,)
+
+
+def why_no_caches() -> str:
+    """Return why the installed vLLM cannot fill its caches so; an empty string where it can.
+
+    Raises:
+        UsageError: vLLM is not installed in this interpreter's environment.
+    """
+    if installed_device() is not Device.CPU:
+        return "caches are filled as on GPUs on CPU only"
+    version = importlib.metadata.version("vllm")
+    release = tuple(map(int, version.partition("+")[0].split(".")[:2]))
+    return "" if release >= (0, 32) else f"vLLM {version} has no caches that are views"
