@@ -33,7 +33,6 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
-from tests.v1.kv_connector.unit.reshard.engine import release_caches
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache, bare
 from tools.pdstack.caches import Caches
 from tools.pdstack.modules.gpu_caches import gpu_caches
@@ -63,7 +62,7 @@ def cache_of(backend, layout="LBHNC", block_tokens=32, **fields) -> Cache:
     spec = FullAttentionSpec(
         block_size=block_tokens, num_kv_heads=KV_HEADS, head_size=SIZE, **fields
     )
-    return Cache(backend, spec, layout)
+    return Cache(backend, spec, layout, num_blocks=6)
 
 
 def test_kernels_of_triton():
@@ -195,7 +194,6 @@ def blocks():
 @pytest.mark.parametrize("backend", [heads.Slots, heads.Sides, heads.Scrambled])
 def test_attention_is_the_releases(monkeypatch, blocks, backend, options):
     """Prompts, what comes behind them and single tokens, as vLLM's kernel for CPU computes them."""
-    monkeypatch.setattr(release_caches, "NUM_BLOCKS", 6)
     random = torch.Generator().manual_seed(2)
     num_heads = options.get("num_heads", 4)
     query = torch.randn(STARTS[-1], num_heads, SIZE, generator=random)

@@ -39,30 +39,42 @@ class Cache:
         backend: The layers' attention backend.
         spec: Their specification, before the backend has had its say.
         layout: In what order the axes lie in memory.
+        num_blocks: Blocks of the scheduler's.
+        kernel_tokens: Tokens in a block of the backend's, where these are smaller.
 
     Attributes:
         spec: The layers' specification.
+        described: What the connector says of all layers.
         views: What the release takes for each layer's cache.
         planes: What the connector says of each layer.
         arrangement: How it says that a block is filled.
     """
 
-    def __init__(self, backend: Any, spec: Any, layout: str = "LBHNC") -> None:
+    def __init__(
+        self,
+        backend: Any,
+        spec: Any,
+        layout: str = "LBHNC",
+        num_blocks: int = NUM_BLOCKS,
+        kernel_tokens: int | None = None,
+    ) -> None:
         self.spec = backend.customize_spec(spec)
         order = KVCacheLayout[layout]
         config = SimpleNamespace(
             attention_config=SimpleNamespace(hisparse_config=None),
             cache_config=SimpleNamespace(
                 get_resolved_kv_cache_layout=lambda: order,
-                num_gpu_blocks_override=NUM_BLOCKS,
+                num_gpu_blocks_override=num_blocks,
                 prefix_cache_retention_interval=None,
             ),
             parallel_config=SimpleNamespace(tensor_parallel_size=1, decode_context_parallel_size=1),
         )
         groups = [KVCacheGroupSpec(list(LAYERS), self.spec)]
         places = get_kv_cache_config_from_groups(config, groups, 0)
-        self.views = allocate_kv_cache(places, torch.device("cpu"), order)
-        described = describe_cache(self.views, places, dict.fromkeys(LAYERS, backend)).layers
+        kernel_blocks = None if kernel_tokens is None else [kernel_tokens]
+        self.views = allocate_kv_cache(places, torch.device("cpu"), order, kernel_blocks)
+        self.described = describe_cache(self.views, places, dict.fromkeys(LAYERS, backend))
+        described = self.described.layers
         self.planes = {name: layer.planes for name, layer in described.items()}
         self.arrangement = described[LAYERS[0]].meaning["arrangement"]
         storage = self.views[LAYERS[0]].untyped_storage()
