@@ -124,7 +124,7 @@ class Sweep:
     def _run_one(self, group: _Group, family: Family) -> Result:
         self._say(f"{family.name}: {family.prefill} -> {family.decode}, {family.model}")
         result = group.run(family)
-        self._say(f"  {result.fault or 'passed'}")
+        self._say(f"  {result.fault or 'passed'}{_figures(result)}")
         return result
 
 
@@ -202,6 +202,17 @@ class _Group:
         engines = self.stack.start_engines(*specs) if specs else []
         self._engines.update(zip(keys, engines, strict=True))
         return engines
+
+
+def _figures(result: Result) -> str:
+    """What a sweep that is ended early has found by then."""
+    found = result.accuracy
+    if found is None:
+        return ""
+    return (
+        f": {found.equal} of {found.requests} equal, gap {found.logprob_gap:.1e}, "
+        f"{format_bytes(result.bytes_moved)} moved"
+    )
 
 
 def _numbered(family: Family) -> list[tuple[Side, int]]:

@@ -31,6 +31,7 @@ from tools.pdstack.stack import PDStack
 from tools.pdstack.sweep import (
     MAX_WORKERS,
     Result,
+    Sweep,
     _Group,
     _numbered,
     _spec,
@@ -295,6 +296,31 @@ def test_the_table_tells_what_did_not_pass():
     text = stream.getvalue()
     assert "1.00 MiB" in text
     assert "NO" in text
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (
+            Result(FAMILY, GOOD, 1 << 20, None),
+            "  passed: 64 of 64 equal, gap 1.0e-05, 1.00 MiB moved",
+        ),
+        (Result(FAMILY, None, 0, "it died"), "  it died"),
+    ],
+)
+def test_what_a_family_gave_is_said_at_once(tmp_path, monkeypatch, result, said):
+    """A sweep that is ended early has no table."""
+    lines = []
+    monkeypatch.setattr(_Group, "run", lambda _, family: result)
+    sweep = Sweep(
+        tmp_path,
+        num_requests=4,
+        startup_timeout_s=1.0,
+        on_wait=Mock(),
+        say=lines.append,
+    )
+    assert sweep.run([FAMILY]) == [result]
+    assert lines[-1] == said
 
 
 def test_the_list_needs_no_engine(capsys):

@@ -11,6 +11,7 @@ them is the connector's description of them, its plan and its descriptors, copie
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,18 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache
 from tools.pdstack.modules.gpu_caches.gpu_caches import heads, latents
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.ownership import shard_of_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
+    Leg,
+    LegEnd,
+    lower_read,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import HostScatterer
 
 SIZE = 8
 NUM_BLOCKS = 12
@@ -178,19 +186,54 @@ def ranks(kind: Kind, side: Side, num_heads: int) -> dict[MeshRank, Rank]:
     return {rank: Rank(kind, side, rank, num_heads) for rank in meshed}
 
 
-def copy(leg: Any, source: Side, reader: Side, start_token: int) -> None:
-    """Move what a leg moves of the sequence."""
-    selected = leg.select([source.span(0)], [reader.span(start_token)])
-    length = int(leg.src.rows[0, 1])
-    ends = zip((leg.src, leg.dst), leg.indices(selected), strict=True)
-    places = [end.addresses(indices.astype(np.int64)).tolist() for end, indices in ends]
-    for from_, to in zip(*places, strict=True):
-        ctypes.memmove(to, from_, length)
+def move(from_: Iterable[int], to: Iterable[int], length: int) -> None:
+    """Copy pieces of memory."""
+    for source, target in zip(from_, to, strict=True):
+        ctypes.memmove(target, source, length)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.data_too_large])
-@given(data=st.data(), kind=st.sampled_from(KINDS), num_tokens=st.integers(1, 150))
-def test_what_was_written_at_one_end_is_read_at_the_other(data, kind, num_tokens):
+def transfer(leg: Leg, source: Rank, reader: Rank, start_token: int, limit_bytes: int) -> None:
+    """Move what a leg moves of the sequence: direct, or in windows of an arena if there is a limit.
+
+    Args:
+        leg: The leg.
+        source: Whose caches it reads.
+        reader: Into whose it reads.
+        start_token: What comes before it, the reader has.
+        limit_bytes: Of a window; 0 where it goes direct.
+    """
+    selected = leg.select([source.side.span(0)], [reader.side.span(start_token)])
+    if not limit_bytes:
+        at_source, here = leg.indices(selected)
+        move(places(leg.src, at_source), places(leg.dst, here), int(leg.src.rows[0, 1]))
+        return
+    staged = stage_leg(leg, source.described)
+    arena, length = torch.zeros(1 << 20, dtype=torch.uint8), staged.descriptor_bytes
+    storage = reader.cache.views[LAYERS[0]].untyped_storage()
+    scatterer = HostScatterer(arena, [torch.empty(0, dtype=torch.uint8).set_(storage)])
+    for window in staged.windows(selected, limit_bytes):
+        span = Span(0, window.size_bytes)
+        at_source, landing = staged.indices(window, span)
+        targets = (arena.data_ptr() + landing.astype(np.int64) * length).tolist()
+        move(places(staged.src, at_source), targets, length)
+        done = scatterer.submit(staged.scatter(window, span))
+        assert done.fault() is None and done.done()
+    scatterer.close()
+
+
+def places(end: LegEnd, indices: np.ndarray) -> list[int]:
+    """Where descriptors begin."""
+    return end.addresses(indices.astype(np.int64)).tolist()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+@given(
+    data=st.data(),
+    kind=st.sampled_from(KINDS),
+    num_tokens=st.integers(1, 150),
+    limit_bytes=st.sampled_from([0, 1, 1 << 12, 1 << 20]),
+)
+def test_what_was_written_at_one_end_is_read_at_the_other(data, kind, num_tokens, limit_bytes):
     """All tokens from where a reader's own end, of all heads of its own, to the last bit."""
     num_heads = 1 if kind.is_latent else 6
     src = data.draw(sides(kind, num_heads, num_tokens))
@@ -218,7 +261,7 @@ def test_what_was_written_at_one_end_is_read_at_the_other(data, kind, num_tokens
         before = reader.cache.views[reader.layers[0]].clone()
         for read in plan.reads_of(rank):
             for leg in lower_read(read, sources[read.src_rank].described, reader.described):
-                copy(leg, src, dst, own)
+                transfer(leg, sources[read.src_rank], reader, own, limit_bytes)
         for name in reader.layers:
             right = Rank(kind, dst, rank, num_heads)
             right.write(whole, range(num_tokens))
