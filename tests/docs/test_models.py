@@ -18,6 +18,7 @@ from reshard_build.project import Project
 from vllm.v1 import kv_cache_interface
 
 from tools.docs_kv_plan import ROOT
+from tools.pdstack.families import FAMILIES
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import unserved_layer
 
 INTERFACE = "vllm/v1/kv_cache_interface.py"
@@ -112,3 +113,22 @@ def test_what_is_served_is_what_the_connector_serves(name):
     )
     reason = unserved_layer(kv_cache_interface.KVCacheConfig(4, [], [layer]))
     assert (reason is None) is (told()[name] == "served"), reason
+
+
+def test_rows_are_those_of_the_sweep():
+    """What the page names as a row, or as several that begin so, is a family."""
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([^`]+) …`", page)
+    assert len(named) > 10
+    for name in named:
+        assert any(family.name.startswith(name) for family in FAMILIES), name
+
+
+def test_answers_of_engines_were_seen():
+    """Each row that stands for a format has figures among the pairs that were run."""
+    formats = (ROOT / "docs/models.md").read_text(encoding="utf-8").partition("## Formats")[2]
+    pairs = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
+    seen = re.findall(r"`([^`]+) …`", formats.partition("*Bytes*")[0])
+    assert len(seen) > 5
+    for name in seen:
+        assert f"\n| {name}" in pairs, name
