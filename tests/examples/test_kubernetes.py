@@ -12,6 +12,8 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from reshard_build.bases import default_release
+from reshard_build.project import Project
 
 from tests.examples.checks import ROLES, check_kv_transfer
 from tests.examples.manifests import (
@@ -299,6 +301,14 @@ def test_the_dockerfile_builds_the_images_that_are_deployed() -> None:
         assert {
             str(pod_of(find("Deployment", name))["spec"]["securityContext"]["runAsUser"])
         } == users
+
+
+def test_the_engines_tag_is_the_base_that_its_image_holds() -> None:
+    """An image is built for CUDA, from that target's default base."""
+    tags = {each["name"]: each["newTag"] for each in read_kustomization()["images"]}
+    release = default_release(Project(ROOT), "cuda")
+    assert tags["vllm-reshard"] == release
+    assert f"/vllm-reshard:{release} ." in (DIRECTORY / "Dockerfile").read_text()
 
 
 def test_the_dockerfile_takes_the_router_that_is_tested() -> None:
