@@ -95,7 +95,7 @@ TESTS_OF_0.33.0 := tests/distributed tests/entrypoints tests/v1/worker $(wildcar
                    $(RESHARD)/cli/test_caches_of_engines.py \
                    $(patsubst %,$(RESHARD)/test_%.py,connector left_to_upstream refusals rejections) \
                    $(patsubst %,$(RESHARD)/engine/test_%.py,cache_formats cache_views compat drafts \
-                     factors failed_reads geometry recurrent_state scheduler writing_kernels)
+                     factors failed_reads geometry recurrent_state releases scheduler writing_kernels)
 ifeq ($(BASE),$(DEFAULT_BASE))
 test: setup  ## Run the tests that decide a change but test-faults', with real engines and a wheel
 	shared=0; $(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(PYTEST_ARGS) || shared=$$?; \
