@@ -84,12 +84,16 @@ PYTEST_SHARED := $(PYTEST) --numprocesses $(TEST_PROCESSES) --dist loadfile
 DECIDES := not faults and not full
 
 # Of other bases than the default one, what its patches and the switches of compat.py change, and two
-# real pairs: floors 1 to 4 know no release. Status 5 says that PYTEST_ARGS have chosen no test: of one
-# kind that may be, of both it is a mistake.
+# real pairs: floors 1 to 4 know no release, and of floor 5 little that a worker's threads run. Status 5
+# says that PYTEST_ARGS have chosen no test: of one kind that may be, of both it is a mistake.
 UNIT := tests/v1/kv_connector/unit
 RESHARD := $(UNIT)/reshard
+RELEASE_FREE := cli memory plan protocol simulation transport \
+                $(patsubst %,test_%.py,fuzz leaks lost_producer operation_counts strangers) \
+                $(patsubst %,engine/test_%.py,connector_thread consumer dialer exception_sweep notifier \
+                  offers peers plans producer readers renewals transfer_engine)
 TESTS_OF_A_BASE := tests/distributed tests/entrypoints tests/scripts tests/v1 \
-                   $(addprefix --ignore=$(RESHARD)/,cli memory plan protocol simulation transport)
+                   $(addprefix --ignore=$(RESHARD)/,$(RELEASE_FREE))
 # It differs from the default one in what is patched, in models, and in names that these look at.
 TESTS_OF_0.33.0 := tests/distributed tests/entrypoints tests/v1/worker $(wildcard $(UNIT)/test_*.py) \
                    $(RESHARD)/cli/test_caches_of_engines.py \
