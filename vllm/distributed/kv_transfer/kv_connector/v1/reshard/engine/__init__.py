@@ -3,18 +3,22 @@
 
 compat                      what releases of vLLM do not have in common
 geometry, cache_views,
-attention_backends,
-recurrent_state             vLLM's tensors -> planes
+cache_formats, arrangement,
+recurrent_state             vLLM's tensors -> planes, and what their bytes mean
 ownership, drafts           which layers and heads of the model a worker has, and which are drafts'
-factors                     vLLM's configuration -> what must be equal
+factors, releases           vLLM's configuration and release -> what must be equal
 settings, stats             what is configured, what is counted
 metadata                    what scheduler and workers send each other
 failed_reads                how a request ends whose blocks may still be written
 connector_thread,
 transfer_engine             the connector's thread, and what it polls
+stalls                      threads that do not come round
 dialer, plans               what takes long of a connection with another engine
 peers                       the engines that are known, and how they are connected
-consumer, producer          requests that are read, and requests that are held for others
+consumer, readings,
+producer                    requests that are read, and requests that are held for others
+traces                      what they go through, in their clients' traces
+readers                     which request reads what is offered, and which gives it up
 offers                      what is held, on its way from scheduler to workers
 notifier, renewals          what producers are told, and the leases that are renewed
 content                     what a prompt's KV depends on

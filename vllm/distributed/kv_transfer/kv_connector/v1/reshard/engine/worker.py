@@ -3,7 +3,7 @@
 
 The engine's thread calls everything here, `submit` and `get_finished` in every step. It
 registers the caches, hands over what the scheduler asks for and collects what has ended; the
-connector's thread, of `loop`, does all the rest.
+connector's thread, of `connector_thread`, does all the rest.
 """
 
 from __future__ import annotations

@@ -373,7 +373,7 @@ class ConsumerLedger(Generic[PartKey]):
     """The requests that a decode worker reads blocks for.
 
               post            last part quiet           last step done
-    WAITING  ------>  READING  ------------>  FOLLOWED  ------------>  ended, received
+    WAITING  ------>  READING  ------------>  CHECKING  ------------>  ended, received
        | fail            | fail                  | fail
        v                 v     last part quiet    v
      ended            FAILED  ------------>    ended

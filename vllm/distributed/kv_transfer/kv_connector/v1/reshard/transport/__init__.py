@@ -4,6 +4,7 @@
 agent                       NIXL
 side_channel                where other engines ask what this one is
 handshake_client            asks other engines what they are
+probe, probe_process        try other engines' NIXL metadata in a process that may end over it
 zmtp                        bounds what comes over a ZeroMQ connection
 authentication              the key that engines know one another by
 announcements               what an engine's scheduler tells its workers between two steps
@@ -11,7 +12,7 @@ sockets, wakeup             how one listens, and how a thread is woken
 cpu                         what is for engines on CPU only
 lane                        the agents that peers share
 connection, remote          a connection with an engine over a lane, and what is prepared for it
-transfers                   reads in flight
+transfers, budget           reads in flight, and for how long a turn looks after them
 staging_area, scatter       the arena's memory, and copies out of it
 lease_check                 whether what was read was still held
 """
