@@ -68,8 +68,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
+    NIXL_MODULE,
     NixlAgent,
-    probed_agent,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.probe import (
     MAX_AT_ONCE,
@@ -267,7 +267,7 @@ def test_nixl_metadata(count):
     # UCX aborts over this one.
     address = metadata.index(b"UCX") + len(b"UCX") + 10
     mutants.append(metadata[:address] + b"\x23" + metadata[address + 1 :])
-    probe = MetadataProbe(probed_agent(("UCX",)))
+    probe = MetadataProbe(NIXL_MODULE)
     survived: list[bytes] = []
 
     async def try_one(turns: asyncio.Semaphore, mutant: bytes) -> None:
@@ -290,7 +290,7 @@ def test_nixl_metadata(count):
     probe.close()
     assert 0 < len(survived) < len(mutants)
     loader = subprocess.run(
-        [sys.executable, "-c", LOADER, probed_agent(("UCX",)).nixl],
+        [sys.executable, "-c", LOADER, NIXL_MODULE],
         input=json.dumps([each.hex() for each in survived]),
         capture_output=True,
         text=True,

@@ -261,7 +261,9 @@ def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, 
     )
     scheduler = ReshardScheduler.__new__(ReshardScheduler)
     scheduler.kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
-    request = SimpleNamespace(num_tokens=NUM_TOKENS, kv_transfer_params=None)
+    request = SimpleNamespace(
+        num_tokens=NUM_TOKENS, prompt_token_ids=[0] * NUM_TOKENS, kv_transfer_params=None
+    )
     assert scheduler.get_num_new_matched_tokens(request, cached) == expected
 
 

@@ -45,7 +45,7 @@ def answer_as(engine: Engine, engine_id: str) -> list[bytes]:
 def test_client_that_names_many_ports_keeps_no_descriptors(engines, monkeypatch):
     """They are all one liar's, which answers as an engine does and holds nothing."""
     monkeypatch.setattr(peers_module, "MAX_UNPROVEN", 2)
-    monkeypatch.setattr(peers_module, "MAX_UNPROVEN_CONNECTIONS", 4)
+    monkeypatch.setattr(peers_module, "MAX_DEAD_CONNECTIONS", 4)
     evil, good, decode = engines("evil"), engines("good"), engines("decode")
     whole = fill(good, [5, 2, 9])
     place, progress = good.serve(), Progress(decode, good)

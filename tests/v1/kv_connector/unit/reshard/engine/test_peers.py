@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -60,7 +61,12 @@ class Network:
         makes_lanes: Lanes are there as soon as they are asked for.
     """
 
-    def __init__(self, num_lanes: int = 1, idle_limit_s: float = IDLE_LIMIT_S) -> None:
+    def __init__(
+        self,
+        num_lanes: int = 1,
+        idle_limit_s: float = IDLE_LIMIT_S,
+        is_awaited: Callable[[RemoteEngineAddress], bool] = lambda _: False,
+    ) -> None:
         self.reader = Reader()
         self.handshakes: list[Future[LoweredEngine]] = []
         self.lanes: list[Future[Lane]] = []
@@ -69,7 +75,7 @@ class Network:
         self.now_s = 0.0
         self.makes_lanes = True
         lanes = Lanes(self._make_lane, num_lanes)
-        self.table = PeerTable(self._ask, self._connect, lanes, idle_limit_s)
+        self.table = PeerTable(self._ask, self._connect, lanes, idle_limit_s, is_awaited)
 
     def answer(self, handshake: Future | None = None, tp_size: int = 1) -> RemoteEngineStub:
         """A handshake succeeds, by default the last one."""
@@ -880,7 +886,7 @@ def test_lanes_do_not_fill_up_with_engines_that_are_no_good(monkeypatch):
     """Lanes that are in use are renewed, too, and good engines go on over their successors."""
     monkeypatch.setattr(peers_module, "MAX_CONNECTIONS", 1000)
     monkeypatch.setattr(peers_module, "MAX_UNPROVEN", 4)
-    monkeypatch.setattr(peers_module, "MAX_UNPROVEN_CONNECTIONS", 8)
+    monkeypatch.setattr(peers_module, "MAX_DEAD_CONNECTIONS", 8)
     network = Network(num_lanes=2)
     table, most = network.table, 0
     good = connected(table, network, at(1), 0.0)
@@ -893,5 +899,37 @@ def test_lanes_do_not_fill_up_with_engines_that_are_no_good(monkeypatch):
         assert good.connection.lane.is_open
         close_due(table, now_s)
         most = max(most, sum(lane.num_made for lane in table.lanes.ready))
-    assert most <= 8 + 2
+    # Those that are closed, those that are known, and the newest of either.
+    assert 8 < most <= 8 + 4 + 2
     assert sum(lane.result().agent.is_open for lane in network.lanes) <= 3
+
+
+def test_many_engines_that_are_wanted_at_once_are_connected(monkeypatch):
+    """However many: no lane is renewed for what is being connected over it."""
+    monkeypatch.setattr(peers_module, "MAX_DEAD_CONNECTIONS", 8)
+    network = Network(num_lanes=2)
+    table = network.table
+    crowd = [table.get_or_connect(at(number), 0.0) for number in range(40)]
+    for peer in crowd:
+        peer.waiting.append((f"r{peer.address.port}", None))
+    table.advance(0.0)
+    for handshake in network.handshakes:
+        network.answer(handshake)
+    for turn in range(10):
+        table.advance(0.1 * turn)
+    assert all(peer.connection is not None for peer in crowd)
+    assert table.lanes.draining == ()
+
+
+def test_engine_that_requests_wait_for_is_not_forgotten(monkeypatch):
+    """Their leases are renewed there; and one that has just failed is left alone for as long."""
+    monkeypatch.setattr(peers_module, "MAX_UNPROVEN", 3)
+    network = Network(is_awaited={at(100)}.__contains__)
+    table = network.table
+    peers = crowd(network, 3, 0.0)
+    peers[1].suspect_until_s = 100.0
+    connected(table, network, at(70), 1.0)
+    assert peers[2] not in table._peers.values()
+    connected(table, network, at(71), 2.0)
+    assert set(peers[:2]) < set(table._peers.values())
+    assert at(70) not in table._peers

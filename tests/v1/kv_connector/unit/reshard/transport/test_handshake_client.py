@@ -576,16 +576,12 @@ class TestLife:
 
     def test_request_that_was_cancelled(self):
         """Nobody is told, and the next is served."""
-        with (
-            listening() as (_, port),
-            serving() as server,
-            asking(timeout_s=2 * SHORT_S) as client,
-        ):
+        with listening() as (_, port), asking(timeout_s=2 * SHORT_S) as client:
             cancelled = client.request(engine_at(port), None)
             assert cancelled.cancel()
             late = client.request(engine_at(port), None)
             assert isinstance(late.exception(DEADLINE_S), RemoteUnreachableError)
-        with serving() as server, asking() as client:
+        with listening() as (_, port), serving() as server, asking() as client:
             cancelled = client.request(engine_at(port), None)
             assert cancelled.cancel()
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS

@@ -49,15 +49,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe as probe_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe_process
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
+    NIXL_MODULE,
     NixlAgent,
-    probed_agent,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.probe import (
     MetadataProbe,
-    ProbedAgent,
 )
 
-FAKE = ProbedAgent("fake_nixl", ("UCX",), False)
+FAKE = "fake_nixl"
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ def fake(fake_nixl_is_found) -> Iterator[MetadataProbe]:
 @pytest.fixture
 def real() -> Iterator[MetadataProbe]:
     """A probe with NIXL itself."""
-    probe = MetadataProbe(probed_agent(("UCX",)))
+    probe = MetadataProbe(NIXL_MODULE)
     yield probe
     probe.close()
 
@@ -176,7 +175,7 @@ def test_nothing_is_taken_untried(fake_nixl_is_found, monkeypatch, why):
         monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     monkeypatch.setenv("FAKE_NIXL", why)
     module = "no_such_nixl" if why == "no such module" else "fake_nixl"
-    probe = MetadataProbe(ProbedAgent(module, ("UCX",), False))
+    probe = MetadataProbe(module)
     with pytest.raises(RemoteHandshakeError, match=r"not tried.*side_channel_key_file"):
         asyncio.run(asyncio.wait_for(probe.try_all([b"good"]), DEADLINE_S))
     probe.close()
@@ -198,8 +197,8 @@ def test_nothing_outlives_a_worker_that_is_killed(fake_nixl_is_found):
     program = """
 import asyncio, sys
 from psutil import Process
-from reshard.transport.probe import MetadataProbe, ProbedAgent
-probe = MetadataProbe(ProbedAgent("fake_nixl", ("UCX",), False))
+from reshard.transport.probe import MetadataProbe
+probe = MetadataProbe("fake_nixl")
 asyncio.run(probe.try_all([b"good"]))
 print(probe.process_id, *(each.pid for each in Process(probe.process_id).children()), flush=True)
 sys.stdin.read()

@@ -315,7 +315,8 @@ class ConsumerSide:
         if outcome.failure is None:
             assert reading.connection is not None
             reading.connection.lifetime.end_request()
-            if reading.peer is not None:
+            # Where nothing was to be read, nothing was looked up.
+            if reading.peer is not None and reading.lease_tables:
                 reading.peer.is_proven = True
             self._release(reading)
         self._enter(outcome.request_id, reading, ReadState.ENDED)

@@ -13,7 +13,7 @@ threads find out comes back through futures.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -47,10 +47,9 @@ that was not wanted for longest is forgotten."""
 MAX_UNPROVEN = 32
 """As many of them have never given a good read: clients may name any number of ports."""
 
-MAX_UNPROVEN_CONNECTIONS = 64
-"""Connections that lanes hold descriptors for, of engines that have given no good read, or are not
-connected any more. Beyond as many, the lane with most of them is renewed, though it may be in
-use."""
+MAX_DEAD_CONNECTIONS = 64
+"""Connections that are closed, and that open lanes still hold descriptors for. Beyond as many, the
+lane with most of them is renewed, though it may be in use."""
 
 _LOOK_AGAIN_S = 1.0
 """A peer that was not wanted for long, and that is read from all the same, is looked at again after
@@ -141,10 +140,19 @@ class PeerTable:
         lanes: What peers are connected over.
         idle_limit_s: An engine that was not wanted for this long is forgotten; none ever is if this
             is not above 0.
+        is_awaited: Whether requests wait for what an engine holds: it is not forgotten then.
     """
 
-    def __init__(self, ask: Ask, connect: Connect, lanes: Lanes, idle_limit_s: float) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        connect: Connect,
+        lanes: Lanes,
+        idle_limit_s: float,
+        is_awaited: Callable[[RemoteEngineAddress], bool] = lambda _: False,
+    ) -> None:
         self.lanes = lanes
+        self._is_awaited = is_awaited
         self._ask = ask
         self._connect = connect
         self._idle_limit_s = idle_limit_s if idle_limit_s > 0 else math.inf
@@ -299,7 +307,7 @@ class PeerTable:
             peer.lowered = handshake.result()
         assert peer.lowered is not None
         if peer.connecting is None:
-            self._shed_unproven(now_s)
+            self._shed_dead(now_s)
             lane = self.lanes.pick(now_s, is_suspect=peer.is_suspect(now_s))
             if lane is None:
                 return
@@ -408,9 +416,23 @@ class PeerTable:
             crowd = unproven
         else:
             return
-        idle = (peer for peer in crowd if peer.is_idle and not peer.has_news)
-        if (longest := min(idle, key=lambda peer: peer.last_wanted_s, default=None)) is not None:
-            self._forget(longest, now_s)
+        idle = [
+            peer
+            for peer in crowd
+            if peer.is_idle and not peer.has_news and not self._is_awaited(peer.address)
+        ]
+        if idle:
+            # One that has just failed is remembered for as long as it is to be left alone.
+            self._forget(
+                min(
+                    idle,
+                    key=lambda peer: (
+                        now_s < max(peer.retry_at_s, peer.suspect_until_s),
+                        peer.last_wanted_s,
+                    ),
+                ),
+                now_s,
+            )
 
     def _forget(self, peer: Peer, now_s: float) -> None:
         """Know nothing more of an engine with which nothing is under way."""
@@ -418,16 +440,15 @@ class PeerTable:
         del self._peers[peer.address]
         self._active.pop(peer.address, None)
 
-    def _shed_unproven(self, now_s: float) -> None:
-        """Renew a lane, where lanes hold too many descriptors for engines that are no good."""
-        proven = Counter(
-            peer.connection.lane
-            for peer in self._peers.values()
-            if peer.is_proven and peer.connection is not None
-        )
-        others = {lane: lane.num_made - proven[lane] for lane in self.lanes.ready}
-        if sum(others.values()) > MAX_UNPROVEN_CONNECTIONS:
-            self._retire_lane(max(others, key=others.__getitem__), now_s)
+    def _shed_dead(self, now_s: float) -> None:
+        """Renew a lane, where lanes hold descriptors for too many engines that are not read from.
+
+        Only what is closed counts: to renew a lane for what is open would give nothing back, as its
+        peers would be connected anew.
+        """
+        dead = {lane: lane.num_made - len(lane.connections) for lane in self.lanes.ready}
+        if sum(dead.values()) > MAX_DEAD_CONNECTIONS:
+            self._retire_lane(max(dead, key=dead.__getitem__), now_s)
 
     @property
     def _has_too_many_connections(self) -> bool:

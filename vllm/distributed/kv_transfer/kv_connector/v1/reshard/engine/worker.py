@@ -26,7 +26,7 @@ from ..protocol.bounds import ReplyBounds
 from ..protocol.ids import EngineId, RequestId
 from ..protocol.messages import RemoteEngineAddress, decode_announcement
 from ..protocol.metadata import WorkerDescription, encode_worker
-from ..transport.agent import NixlAgent, probed_agent
+from ..transport.agent import NIXL_MODULE, NixlAgent, can_be_polled
 from ..transport.announcements import Listener, listen_to
 from ..transport.connection import PeerConnection
 from ..transport.cpu import parents_cores, run_on
@@ -108,7 +108,10 @@ class ReshardWorker:
         self._dialer = Dialer(partial(self._make_agent, polled=True), clock)
         self._transfers = Transfers()
         lanes = Lanes(lambda: self._waking(self._dialer.make_lane()), self._settings.lanes())
-        peers = PeerTable(self._ask, self._connect, lanes, self._settings.engine_ttl_s)
+        renewals = Renewals(self._settings.lease_s)
+        peers = PeerTable(
+            self._ask, self._connect, lanes, self._settings.engine_ttl_s, renewals.is_awaited
+        )
         notifier = Notifier(self._name, stats)
         self._transfer_engine = TransferEngine(
             agent,
@@ -124,7 +127,7 @@ class ReshardWorker:
                 self._name,
             ),
             notifier,
-            Renewals(self._settings.lease_s),
+            renewals,
             stats,
         )
         self._clock = clock
@@ -309,10 +312,10 @@ class ReshardWorker:
         )
 
     def _make_probe(self) -> MetadataProbe | None:
-        """What tries NIXL metadata, where it may come from anybody."""
-        if self._key is not None:
+        """What tries NIXL metadata, where it may come from anybody and UCX alone looks into it."""
+        if self._key is not None or not can_be_polled(self._settings.backends):
             return None
-        return MetadataProbe(probed_agent(self._settings.backends))
+        return MetadataProbe(NIXL_MODULE)
 
     def _fill_scales(self, names: Iterable[str]) -> None:
         """Have Triton's attention fill its caches' scales now, before anything is received.

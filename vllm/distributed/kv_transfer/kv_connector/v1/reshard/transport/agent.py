@@ -29,9 +29,11 @@ from ..errors import InDoubtError, LocalLayoutError, TransferError
 from ..memory.lowering import Indices, Rows
 from ..protocol.quoting import one_line, quote
 from .cpu import running_on
-from .probe import ProbedAgent
 
 logger = init_logger(__name__)
+
+NIXL_MODULE = NixlWrapper.__module__
+"""The name of NIXL's module."""
 
 _LOCAL = "NIXL_INIT_AGENT"
 
@@ -365,11 +367,6 @@ def can_be_polled(backends: Sequence[str]) -> bool:
     with those from that one (nixl 1.5.1). Further ones were not measured.
     """
     return list(backends) == ["UCX"]
-
-
-def probed_agent(backends: Sequence[str]) -> ProbedAgent:
-    """What metadata is tried with before an agent that reads is given it."""
-    return ProbedAgent(NixlWrapper.__module__, tuple(backends), not can_be_polled(backends))
 
 
 def _cannot_read(local_indices: Indices, remote: Prepared) -> str:

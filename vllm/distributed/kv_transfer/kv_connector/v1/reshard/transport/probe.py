@@ -21,7 +21,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ..errors import RemoteHandshakeError
 from ..protocol.quoting import one_line
@@ -41,35 +40,21 @@ alone."""
 _REMEDY = "check who answers there; with side_channel_key_file on both engines, only engines do"
 
 
-@dataclass(frozen=True, slots=True)
-class ProbedAgent:
-    """What agents are tried with, which are made as those that read, but for UCX's threads.
-
-    Each would only load the same once more.
-
-    Attributes:
-        nixl: The name of NIXL's module.
-        backends: NIXL backends.
-        enable_prog_thread: Whether NIXL's progress thread runs.
-    """
-
-    nixl: str
-    backends: tuple[str, ...]
-    enable_prog_thread: bool
-
-
 class MetadataProbe:
     """Tries metadata.
 
     It belongs to the handshake client's thread; `close` may be called by another once that has
     ended.
 
+    It tries it with UCX: other backends' agents talk to the peer while they load it, so that
+    another agent is another reader there.
+
     Args:
-        agent: What to try it with.
+        nixl: The name of NIXL's module.
     """
 
-    def __init__(self, agent: ProbedAgent) -> None:
-        self._agent = agent
+    def __init__(self, nixl: str) -> None:
+        self._nixl = nixl
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         # A child that has its agent, or soon will.
@@ -193,12 +178,9 @@ class MetadataProbe:
             OSError: There are no more processes or descriptors.
         """
         if self._control is None:
-            agent = self._agent
             ours, theirs = socket.socketpair()
             options = {
-                "nixl": agent.nixl,
-                "backends": agent.backends,
-                "enable_prog_thread": agent.enable_prog_thread,
+                "nixl": self._nixl,
                 "limit_s": _LIMIT_S,
                 "socket": theirs.fileno(),
             }

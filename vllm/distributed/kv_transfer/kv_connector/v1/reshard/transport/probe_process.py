@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 ALIVE = b"+"
@@ -32,7 +33,8 @@ def main() -> None:
     """Fork for each socket that comes over the one of the worker's, until that is closed."""
     options = json.loads(sys.argv[1])
     # This folder, whose modules have names of others. Python 3.10 has no option for it.
-    del sys.path[0]
+    own = str(Path(__file__).resolve().parent)
+    sys.path[:] = [path for path in sys.path if os.path.realpath(path) != own]
     # Each time that NIXL ends a child is expected, and no crash of anybody's.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Ctrl-C is the worker's to hear.
@@ -65,17 +67,15 @@ def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    config = nixl.nixl_agent_config(
-        enable_prog_thread=options["enable_prog_thread"],
-        num_threads=0,
-        backends=options["backends"],
-    )
-    agents = [nixl.nixl_agent(f"probe/{os.getpid()}", config)]
+    # Nobody waits for one that hangs.
+    signal.setitimer(signal.ITIMER_REAL, options["limit_s"])
+    config = nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
+    agents = [nixl.nixl_agent(_name(), config)]
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
     client.sendall(ALIVE)
     if not (length := _receive(client, LENGTH_BYTES)):
         return
     data = _receive(client, int.from_bytes(length, "little"))
-    # Nobody waits for one that hangs.
     signal.setitimer(signal.ITIMER_REAL, options["limit_s"])
     seen: set[object] = set()
     while data:
@@ -87,11 +87,16 @@ def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
         if (name is None or name in seen) and seen:
             if len(agents) == MAX_AGENTS:
                 return
-            agents.append(nixl.nixl_agent(f"probe/{os.getpid()}/{len(agents)}", config))
+            agents.append(nixl.nixl_agent(_name(), config))
             seen.clear()
             name = _load(agents[-1], metadata)
         seen.add(name)
     client.sendall(ALIVE)
+
+
+def _name() -> str:
+    """A name for an agent, which no other has."""
+    return f"probe/{os.urandom(16).hex()}"
 
 
 def _load(agent: Any, metadata: bytes) -> object:
