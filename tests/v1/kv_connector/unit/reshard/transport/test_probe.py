@@ -145,6 +145,25 @@ def test_handshake_that_runs_out_of_time_leaves_a_child_to_its_limit(fake, monke
     wait_until(lambda: len(children(fake)) == 1)
 
 
+def test_child_that_has_survived_tries_the_next_answers(fake, monkeypatch):
+    """To make an agent takes longest; and one ends after some answers, with its descriptors."""
+    monkeypatch.setattr(probe_module, "MAX_TRIED", 3)
+    fork, forked = fake._fork, []
+    monkeypatch.setattr(fake, "_fork", lambda: forked.append(fork()) or forked[-1])
+    for number in range(7):
+        assert survives(fake, b"%d:good" % number)
+    # The first, and one ahead of time after the third and the sixth.
+    assert len(forked) == 3
+    wait_until(lambda: len(children(fake)) == 1)
+
+
+def test_engine_is_not_refused_for_what_others_have_broken(fake):
+    """A child that has loaded other engines' is no witness: a fresh one tells."""
+    assert survives(fake, b"A:good")
+    assert survives(fake, b"B:alone")
+    assert not survives(fake, b"C:good", b"D:alone")
+
+
 def test_large_metadata_comes_whole(fake):
     """An engine's workers may say 16 MiB in all."""
     large = [b"%d:" % number + bytes(1 << 20) for number in range(15)]

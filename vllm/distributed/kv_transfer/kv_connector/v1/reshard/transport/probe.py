@@ -5,7 +5,10 @@ Metadata is what UCX and others say of themselves, for themselves: a wrong byte 
 process that loads it, or read beyond its end. A client names the host that it comes from. So, where
 that has not proved a key, a process of ours loads it first, and dies of it in the worker's place.
 
-    worker --socket--> process, with NIXL imported --fork--> a child for each answer
+    worker --socket--> process, with NIXL imported --fork--> children, each for some answers
+
+A child that has survived an answer tries the next one: to make an agent takes longest by far. Where
+one does not survive, what it has loaded before may be why, and another one has to tell.
 
 It tells whether a child is still there, not whether NIXL accepts what it was given: that, the
 worker's own agent says. What a host's UCX does over the wire, later, no metadata tells.
@@ -21,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from ..errors import RemoteHandshakeError
 from ..protocol.quoting import one_line
@@ -30,6 +34,9 @@ from .probe_process import ALIVE, LENGTH_BYTES
 MAX_AT_ONCE = 4
 """Children that try something; the next answers wait."""
 
+MAX_TRIED = 32
+"""Answers that a child tries: NIXL gives descriptors back with the agent alone."""
+
 _LIMIT_S = 10.0
 """A child that has not loaded what it was given after this ends; its handshake is over."""
 
@@ -38,6 +45,21 @@ _ENVIRONMENT = {"UCX_HANDLE_ERRORS": "none", "OPENBLAS_NUM_THREADS": "1"}
 alone."""
 
 _REMEDY = "check who answers there; with side_channel_key_file on both engines, only engines do"
+
+
+@dataclass(slots=True)
+class _Child:
+    """A process that tries metadata.
+
+    Attributes:
+        socket: Where it is asked.
+        has_agent: It has said so.
+        num_tried: Answers that it has survived.
+    """
+
+    socket: socket.socket
+    has_agent: bool = False
+    num_tried: int = 0
 
 
 class MetadataProbe:
@@ -57,8 +79,9 @@ class MetadataProbe:
         self._nixl = nixl
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        # A child that has its agent, or soon will.
-        self._next: socket.socket | None = None
+        # Those that try nothing: one, and more while others are at it.
+        self._idle: list[_Child] = []
+        self._num_trying = 0
 
     @property
     def process_id(self) -> int | None:
@@ -71,8 +94,8 @@ class MetadataProbe:
         Raises:
             OSError: There are no more processes or descriptors.
         """
-        if self._next is None:
-            self._next = self._fork()
+        if not self._idle:
+            self._idle.append(_Child(self._fork()))
 
     async def try_all(self, metadata: Sequence[bytes]) -> None:
         """See that loading an engine's metadata ends no process.
@@ -83,9 +106,13 @@ class MetadataProbe:
         Raises:
             RemoteHandshakeError: It does, or it cannot be tried.
         """
-        message = b"".join(map(_with_length, metadata))
+        message = _with_length(b"".join(map(_with_length, metadata)))
+        self._num_trying += 1
         try:
             child = await self._take()
+            survives = await self._try(child, message)
+            if not survives and child.num_tried:
+                survives = await self._try(await self._take(fresh=True), message)
         except OSError as error:
             self._end_process()
             raise RemoteHandshakeError(
@@ -93,17 +120,14 @@ class MetadataProbe:
                 f"({one_line(error)}): raise this machine's limits of processes and open files, "
                 "or set side_channel_key_file on both engines"
             ) from error
-        with child:
-            said = b""
-            # One that has ended has closed its socket.
-            with suppress(ConnectionError):
-                loop = asyncio.get_running_loop()
-                await loop.sock_sendall(child, _with_length(message))
-                said = await loop.sock_recv(child, 1)
+        finally:
+            self._num_trying -= 1
+            while len(self._idle) > max(self._num_trying, 1):
+                self._idle.pop().socket.close()
         with suppress(OSError):
             # The next answer would find out why.
             self.begin()
-        if said != ALIVE:
+        if not survives:
             raise RemoteHandshakeError(
                 "NIXL ends the process that loads its metadata, hangs, or refuses most of it: "
                 f"{_REMEDY}"
@@ -111,9 +135,8 @@ class MetadataProbe:
 
     def close(self) -> None:
         """End all processes that do nothing; the others end when they are through."""
-        if self._next is not None:
-            self._next.close()
-            self._next = None
+        while self._idle:
+            self._idle.pop().socket.close()
         self._end_process()
 
     def _end_process(self) -> None:
@@ -126,8 +149,24 @@ class MetadataProbe:
             process.kill()
             process.wait()
 
-    async def _take(self) -> socket.socket:
-        """A child that has its agent.
+    async def _try(self, child: _Child, message: bytes) -> bool:
+        """Have a child load a message; it may be asked again where it has survived that."""
+        loop, said = asyncio.get_running_loop(), b""
+        try:
+            # One that has ended has closed its socket.
+            with suppress(ConnectionError):
+                await loop.sock_sendall(child.socket, message)
+                said = await loop.sock_recv(child.socket, 1)
+        finally:
+            if said == ALIVE and child.num_tried + 1 < MAX_TRIED:
+                child.num_tried += 1
+                self._idle.append(child)
+            else:
+                child.socket.close()
+        return said == ALIVE
+
+    async def _take(self, *, fresh: bool = False) -> _Child:
+        """A child that has its agent, and has tried nothing if it is to be fresh.
 
         Raises:
             OSError: There is none.
@@ -136,18 +175,22 @@ class MetadataProbe:
         # The first may have ended while nobody has needed it; what forks, too, which the next fork
         # may not see.
         for _ in range(3):
-            self.begin()
-            child, self._next = self._next, None
-            assert child is not None
+            if fresh:
+                child = _Child(self._fork())
+            else:
+                self.begin()
+                child = self._idle.pop()
             try:
-                if await loop.sock_recv(child, 1) == ALIVE and not _has_closed(child):
+                if not child.has_agent:
+                    child.has_agent = await loop.sock_recv(child.socket, 1) == ALIVE
+                if child.has_agent and not _has_closed(child.socket):
                     return child
             except ConnectionError:
                 pass
             except BaseException:
-                child.close()
+                child.socket.close()
                 raise
-            child.close()
+            child.socket.close()
         raise OSError("it has ended, or cannot make an agent")
 
     def _fork(self) -> socket.socket:

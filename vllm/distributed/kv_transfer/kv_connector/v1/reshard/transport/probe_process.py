@@ -2,9 +2,9 @@
 """The process in which other engines' NIXL metadata is tried: see `probe`. Run as a script.
 
 It imports NIXL, and neither vLLM nor torch: 17 MiB of its own. For each socket that it is handed,
-it forks. The child makes an agent as the worker's are, says so, takes metadata, loads each, and
-says that it is still there. What loading has broken ends with the child. All end with the worker,
-however that ends: their sockets are closed then.
+it forks. The child makes an agent as the worker's are, says so, and then takes metadata, loads
+each, and says that it is still there, again and again. What loading has broken ends with the child.
+All end with the worker, however that ends: their sockets are closed then.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 ALIVE = b"+"
-"""What a child says when it has an agent, and again when it has loaded all."""
+"""What a child says when it has an agent, and whenever it has loaded all of an answer."""
 
 MAX_AGENTS = 8
-"""So many are made for one answer; an engine's needs one."""
+"""So many a child makes; it needs one for all engines whose names differ."""
 
 LENGTH_BYTES = 4
 """How long what follows is, before all of it and before each of the metadata within."""
@@ -73,25 +73,25 @@ def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
     agents = [nixl.nixl_agent(_name(), config)]
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     client.sendall(ALIVE)
-    if not (length := _receive(client, LENGTH_BYTES)):
-        return
-    data = _receive(client, int.from_bytes(length, "little"))
-    signal.setitimer(signal.ITIMER_REAL, options["limit_s"])
     seen: set[object] = set()
-    while data:
-        stop = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
-        metadata, data = data[LENGTH_BYTES:stop], data[stop:]
-        name = None if None in seen else _load(agents[-1], metadata)
-        # An agent that knows a name, or has failed halfway, may not look into what comes next; and
-        # that may be all that a worker loads. Only one that has loaded nothing is sure to.
-        if (name is None or name in seen) and seen:
-            if len(agents) == MAX_AGENTS:
-                return
-            agents.append(nixl.nixl_agent(_name(), config))
-            seen.clear()
-            name = _load(agents[-1], metadata)
-        seen.add(name)
-    client.sendall(ALIVE)
+    while length := _receive(client, LENGTH_BYTES):
+        data = _receive(client, int.from_bytes(length, "little"))
+        signal.setitimer(signal.ITIMER_REAL, options["limit_s"])
+        while data:
+            stop = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+            metadata, data = data[LENGTH_BYTES:stop], data[stop:]
+            name = None if None in seen else _load(agents[-1], metadata)
+            # An agent that knows a name, or has failed halfway, may not look into what comes next;
+            # and that may be all that a worker loads. Only one that has loaded nothing is sure to.
+            if (name is None or name in seen) and seen:
+                if len(agents) == MAX_AGENTS:
+                    return
+                agents.append(nixl.nixl_agent(_name(), config))
+                seen.clear()
+                name = _load(agents[-1], metadata)
+            seen.add(name)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        client.sendall(ALIVE)
 
 
 def _name() -> str:
