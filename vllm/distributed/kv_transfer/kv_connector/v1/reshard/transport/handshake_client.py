@@ -80,6 +80,10 @@ _OTHER_FRAMES = 16
 _RETRY_S, _LAST_RETRY_S = 0.1, 1.0
 """How soon a connection that failed is tried again, and how soon after many tries."""
 
+_REFUSALS = 2
+"""So often an address refuses until that is its answer: something on the way may refuse one of many
+connections."""
+
 _NEXT_ADDRESS_S = 0.25
 """How long one of a name's addresses is tried before the next one is, too (RFC 8305)."""
 
@@ -387,15 +391,17 @@ class HandshakeClient:
         await asyncio.sleep(number * _NEXT_ADDRESS_S)
         async with self._connections:
             handshake.reach(_Stage.CONNECTION)
-            retry_s = _RETRY_S
+            retry_s, num_refusals = _RETRY_S, 0
             while True:
                 try:
                     return await self._connect_and_ask(address, handshake)
                 except ConnectionRefusedError:
-                    handshake.num_left -= 1
-                    if not handshake.num_left:
-                        raise RemoteUnreachableError(_REFUSED) from None
-                    break
+                    num_refusals += 1
+                    if num_refusals == _REFUSALS:
+                        handshake.num_left -= 1
+                        if not handshake.num_left:
+                            raise RemoteUnreachableError(_REFUSED) from None
+                        break
                 except OSError as error:
                     # Other faults may be gone with the next try.
                     if error.errno in (errno.EMFILE, errno.ENFILE, socket.EAI_NONAME):

@@ -96,7 +96,7 @@ def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
 
 def _name() -> str:
     """A name for an agent, which no other has."""
-    return f"probe/{os.urandom(16).hex()}"
+    return f"probe/{int.from_bytes(os.urandom(16), 'little'):032x}"
 
 
 def _load(agent: Any, metadata: bytes) -> object:
