@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import consumer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import (
     ConsumerSide,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.doubt import BlocksInDoubt
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
     STEADY_S,
@@ -165,7 +166,7 @@ def test_what_still_waits_is_read_with_the_next_connection(worker):
 
 def test_only_an_engine_that_broke_lately_is_not_read_while_much_is_in_doubt(worker, monkeypatch):
     """What another one holds up is not paid for by one that has been steady since."""
-    monkeypatch.setattr(ConsumerSide, "_has_too_much_in_doubt", lambda _: True)
+    monkeypatch.setattr(BlocksInDoubt, "are_too_many", True)
     for now_s, request_id, fails in (
         (0.0, "never broke", False),
         (1.0, "broke", True),

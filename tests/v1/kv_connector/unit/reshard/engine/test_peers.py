@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from concurrent.futures import Future
 
 import pytest
@@ -65,7 +65,7 @@ class Network:
         self,
         num_lanes: int = 1,
         idle_limit_s: float = IDLE_LIMIT_S,
-        is_awaited: Callable[[RemoteEngineAddress], bool] = lambda _: False,
+        awaited: Collection[RemoteEngineAddress] = (),
     ) -> None:
         self.reader = Reader()
         self.handshakes: list[Future[LoweredEngine]] = []
@@ -75,7 +75,7 @@ class Network:
         self.now_s = 0.0
         self.makes_lanes = True
         lanes = Lanes(self._make_lane, num_lanes)
-        self.table = PeerTable(self._ask, self._connect, lanes, idle_limit_s, is_awaited)
+        self.table = PeerTable(self._ask, self._connect, lanes, idle_limit_s, lambda: awaited)
 
     def answer(self, handshake: Future | None = None, tp_size: int = 1) -> RemoteEngineStub:
         """A handshake succeeds, by default the last one."""
@@ -924,7 +924,7 @@ def test_many_engines_that_are_wanted_at_once_are_connected(monkeypatch):
 def test_engine_that_requests_wait_for_is_not_forgotten(monkeypatch):
     """Their leases are renewed there; and one that has just failed is left alone for as long."""
     monkeypatch.setattr(peers_module, "MAX_UNPROVEN", 3)
-    network = Network(is_awaited={at(100)}.__contains__)
+    network = Network(awaited={at(100)})
     table = network.table
     peers = crowd(network, 3, 0.0)
     peers[1].suspect_until_s = 100.0

@@ -20,7 +20,6 @@ from vllm.logger import init_logger
 from ..errors import ReshardError
 from ..protocol.ids import RequestId
 from ..protocol.ledgers import ConsumerLedger, Outcome, ReadState
-from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..protocol.quoting import one_line, quote
 from ..transport.budget import Budget
@@ -29,8 +28,10 @@ from ..transport.lane import Lane
 from ..transport.lease_check import LeaseCheckFailure, Verdict
 from ..transport.remote import LocalCache, RequestBlocks
 from ..transport.transfers import PartEvent, PartFailed, Transfers
+from .doubt import BlocksInDoubt
 from .notifier import Notifier
 from .peers import Peer, PeerTable
+from .queues import taken_once_done
 from .readings import MAY_BE_ANOTHERS, READ_FAILURES, REMEDIES, SPANS, Reading
 from .stats import ReadFailure, ReshardStats
 from .traces import trace_of_read
@@ -38,9 +39,6 @@ from .traces import trace_of_read
 logger = init_logger(__name__)
 
 _NO_OFFER = "check that the engine runs, and send the request through prefill again"
-
-_MOST_IN_DOUBT = 4
-"""One in so many blocks of the cache may be in doubt; beyond that, hung peers are cut."""
 
 
 class ConsumerSide:
@@ -88,7 +86,7 @@ class ConsumerSide:
         )
         self._failed: deque[Outcome] = deque()
         self._ended: deque[Outcome] = deque()
-        self._num_in_doubt = 0
+        self._doubt = BlocksInDoubt(peers.lanes, stats)
         self._reader: LocalCache | None = None
 
     def __len__(self) -> int:
@@ -103,7 +101,9 @@ class ConsumerSide:
     @property
     def is_moving(self) -> bool:
         """True while a poll soon may have results of requests."""
-        return bool(self.has_backlog or self._transfers.is_moving or self._looking or self._hung)
+        return bool(
+            self.has_backlog or self._transfers.is_moving or self._looking or self._doubt.hung
+        )
 
     @property
     def next_due_s(self) -> float | None:
@@ -123,6 +123,7 @@ class ConsumerSide:
     def set_local_cache(self, reader: LocalCache) -> None:
         """Where to read to, known once the caches are registered."""
         self._reader = reader
+        self._doubt.num_block_ids = reader.cache.num_block_ids
 
     def start_request(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
         """Read a request once its peer is connected; what goes wrong with that is its failure."""
@@ -196,14 +197,12 @@ class ConsumerSide:
     def fail_waiting(self, peer: Peer, error: Exception) -> list[RequestId]:
         """A peer cannot be connected: fail the requests that waited for it, and return them."""
         failed = []
-        while peer.waiting:
-            request_id, receive = peer.waiting[0]
+        for request_id, receive in taken_once_done(peer.waiting):
             reading = self._reading.get(request_id)
             if reading is not None and reading.waits_for(receive):
                 reason = f"handshake failed: {one_line(error)}"
                 self._fail(request_id, reading, reason, ReadFailure.HANDSHAKE)
                 failed.append(request_id)
-            peer.waiting.popleft()
         return failed
 
     def abandon(self, request_ids: Iterable[RequestId]) -> None:
@@ -216,15 +215,14 @@ class ConsumerSide:
         """Look at what is on its way, as far as the budget goes, and fail what takes too long."""
         self._now_s = now_s
         self._events += self._transfers.advance(now_s, budget)
-        while self._events:
-            self._apply(self._events[0], now_s)
-            self._events.popleft()
+        for event in taken_once_done(self._events):
+            self._apply(event, now_s)
         self._advance_lookups(now_s)
         while (due_at_s := self.next_due_s) is not None and due_at_s <= now_s:
             _, request_id, _ = self._deadlines[0]
             self._run_out_of_time(request_id, self._reading[request_id], now_s)
             self._deadlines.popleft()
-        self._contain(now_s)
+        self._doubt.contain(now_s)
 
     def end(self, lane: Lane) -> None:
         """Close a retired lane: all that its connections could write into is drained then.
@@ -282,8 +280,7 @@ class ConsumerSide:
         receive, failure = reading.receive, reading.failure
         if self._ledger.num_parts_of(outcome.request_id):
             reading.num_in_doubt = num_blocks
-            self._num_in_doubt += reading.num_in_doubt
-            self._stats.record_blocks_in_doubt(self._num_in_doubt)
+            self._doubt.add(num_blocks)
         if failure is None:
             # The worker that could not read it has told so.
             self._release(reading)
@@ -310,8 +307,7 @@ class ConsumerSide:
     def _settle_ended(self, outcome: Outcome, reading: Reading) -> None:
         """Count a request that has ended, and have its producers told where it was received."""
         if reading.num_in_doubt:
-            self._num_in_doubt -= reading.num_in_doubt
-            self._stats.record_blocks_in_doubt(self._num_in_doubt)
+            self._doubt.add(-reading.num_in_doubt)
         if outcome.failure is None:
             assert reading.connection is not None
             reading.connection.lifetime.end_request()
@@ -381,12 +377,8 @@ class ConsumerSide:
         """Queue the reads of a request."""
         assert self._reader is not None
         receive, engine = reading.receive, connection.engine
-        if (
-            self._has_too_much_in_doubt()
-            and reading.peer is not None
-            and reading.peer.is_suspect(now_s)
-        ):
-            reason = f"{self._num_in_doubt} blocks may still be written by earlier reads"
+        if self._doubt.are_too_many and reading.peer is not None and reading.peer.is_suspect(now_s):
+            reason = f"{self._doubt.count:d} blocks may still be written by earlier reads"
             self._fail(request_id, reading, reason, ReadFailure.DOUBT)
             return
         try:
@@ -466,13 +458,11 @@ class ConsumerSide:
 
     def _judge_all(self, now_s: float) -> None:
         """Take note of what was found; where a connection is named, that it cannot be used."""
-        while self._verdicts:
-            connection, verdict = self._verdicts[0]
+        for connection, verdict in taken_once_done(self._verdicts):
             if connection is not None and verdict.failure is LeaseCheckFailure.PEER:
                 # Also where its request has failed meanwhile: nothing else would tell.
                 self._peers.break_off(connection, now_s)
             self._judge(verdict)
-            self._verdicts.popleft()
 
     def _judge(self, verdict: Verdict[tuple[RequestId, int]]) -> None:
         request_id, number = verdict.key
@@ -530,33 +520,6 @@ class ConsumerSide:
             self._break_off(reading, now_s)
         reason = f"waited {self._timeout_s:g} s for {waited_for}"
         self._fail(request_id, reading, reason, ReadFailure.DEADLINE)
-
-    def _has_too_much_in_doubt(self) -> bool:
-        assert self._reader is not None
-        num_ids = self._reader.cache.num_block_ids
-        return self._num_in_doubt * _MOST_IN_DOUBT > num_ids
-
-    @property
-    def _hung(self) -> Lane | None:
-        """A lane that is not waited for any longer, where too much memory is in doubt."""
-        if not self._num_in_doubt or not self._has_too_much_in_doubt():
-            return None
-        draining = (lane for lane in self._peers.lanes.draining if not lane.is_drained)
-        return next(draining, None)
-
-    def _contain(self, now_s: float) -> None:
-        """Where too much memory is in doubt, wait for hung peers no longer than for slow ones."""
-        if (lane := self._hung) is None:
-            return
-        assert lane.retired_at_s is not None
-        if now_s < lane.retired_at_s + PEER_GRACE_S:
-            return
-        logger.error(
-            "Cutting a connection whose reads do not end: %d blocks of failed requests "
-            "may be written by such reads. Its engine may have to be restarted.",
-            self._num_in_doubt,
-        )
-        lane.force()
 
     def _release(self, reading: Reading) -> None:
         """Tell the producers of a request's blocks that this worker is through with them."""

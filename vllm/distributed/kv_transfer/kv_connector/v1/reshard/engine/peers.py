@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -140,7 +140,7 @@ class PeerTable:
         lanes: What peers are connected over.
         idle_limit_s: An engine that was not wanted for this long is forgotten; none ever is if this
             is not above 0.
-        is_awaited: Whether requests wait for what an engine holds: it is not forgotten then.
+        awaited: The engines that hold what requests wait for: they are not forgotten.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class PeerTable:
         connect: Connect,
         lanes: Lanes,
         idle_limit_s: float,
-        is_awaited: Callable[[RemoteEngineAddress], bool] = lambda _: False,
+        awaited: Callable[[], Collection[RemoteEngineAddress]] = tuple,
     ) -> None:
         self.lanes = lanes
-        self._is_awaited = is_awaited
+        self._awaited = awaited
         self._ask = ask
         self._connect = connect
         self._idle_limit_s = idle_limit_s if idle_limit_s > 0 else math.inf
@@ -416,23 +416,19 @@ class PeerTable:
             crowd = unproven
         else:
             return
-        idle = [
+        awaited = self._awaited()
+        idle = (
             peer
             for peer in crowd
-            if peer.is_idle and not peer.has_news and not self._is_awaited(peer.address)
-        ]
-        if idle:
+            if peer.is_idle and not peer.has_news and peer.address not in awaited
+        )
+
+        def order(peer: Peer) -> tuple[bool, float]:
             # One that has just failed is remembered for as long as it is to be left alone.
-            self._forget(
-                min(
-                    idle,
-                    key=lambda peer: (
-                        now_s < max(peer.retry_at_s, peer.suspect_until_s),
-                        peer.last_wanted_s,
-                    ),
-                ),
-                now_s,
-            )
+            return now_s < max(peer.retry_at_s, peer.suspect_until_s), peer.last_wanted_s
+
+        if (first := min(idle, key=order, default=None)) is not None:
+            self._forget(first, now_s)
 
     def _forget(self, peer: Peer, now_s: float) -> None:
         """Know nothing more of an engine with which nothing is under way."""

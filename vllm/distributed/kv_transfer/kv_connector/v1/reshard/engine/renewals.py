@@ -9,7 +9,7 @@ key, so that a wrong one costs its own request.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from ..protocol.ids import RequestId
@@ -29,8 +29,6 @@ class Renewals:
     def __init__(self, lease_s: float) -> None:
         self._interval_s = lease_s / RENEWALS_PER_LEASE
         self._waiting: dict[RequestId, RemoteRequest] = {}
-        # How many of them wait for each engine.
-        self._num_waiting: Counter[RemoteEngineAddress] = Counter()
         self._next_s = -math.inf
 
     def __len__(self) -> int:
@@ -43,21 +41,17 @@ class Renewals:
 
     def begin(self, requests: Mapping[RequestId, RemoteRequest]) -> None:
         """Requests wait for blocks that are held under other names elsewhere."""
-        self.end(requests)
         self._waiting.update(requests)
-        self._num_waiting.update(request.source for request in requests.values())
 
     def end(self, request_ids: Iterable[RequestId]) -> None:
         """Requests wait no longer, if they did."""
         for request_id in request_ids:
-            if (request := self._waiting.pop(request_id, None)) is not None:
-                self._num_waiting[request.source] -= 1
-                if not self._num_waiting[request.source]:
-                    del self._num_waiting[request.source]
+            self._waiting.pop(request_id, None)
 
-    def is_awaited(self, source: RemoteEngineAddress) -> bool:
-        """Whether a request waits for what this engine holds."""
-        return source in self._num_waiting
+    @property
+    def sources(self) -> set[RemoteEngineAddress]:
+        """The engines that hold what requests wait for."""
+        return {request.source for request in self._waiting.values()}
 
     def take_due(self, now_s: float) -> dict[RemoteEngineAddress, set[RequestId]]:
         """The requests to renew now, at each engine; none before the interval is over."""

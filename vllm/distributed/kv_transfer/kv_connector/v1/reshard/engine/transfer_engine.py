@@ -33,6 +33,7 @@ from .metadata import ReshardConnectorMetadata
 from .notifier import Notifier
 from .peers import Peer, PeerTable
 from .producer import ProducerSide
+from .queues import taken_once_done
 from .readings import named
 from .renewals import Renewals
 from .stats import ReshardStats
@@ -178,9 +179,10 @@ class TransferEngine:
         # An idle engine takes no steps: a handshake that has failed since the last one, however
         # long ago, fails no request that comes now.
         self._advance_peers(now_s)
-        while self._incoming and _may_begin(self._incoming[0]):
-            self._apply(self._incoming[0], now_s)
-            self._incoming.popleft()
+        for each in taken_once_done(self._incoming):
+            if not _may_begin(each):
+                break
+            self._apply(each, now_s)
         self._advance_peers(now_s)
         for address, request_ids in self._renewals.take_due(now_s).items():
             try:
@@ -191,9 +193,8 @@ class TransferEngine:
         self.consumer.begin(now_s, self._budget())
         self.consumer.advance(now_s, self._budget())
         self._broken += self.peers.take_broken()
-        while self._broken:
-            self.transfers.retire(self._broken[0])
-            self._broken.popleft()
+        for connection in taken_once_done(self._broken):
+            self.transfers.retire(connection)
         report = self._report
         report.failed |= self.consumer.take_failed()
         report.received |= self.consumer.take_received()
@@ -227,9 +228,8 @@ class TransferEngine:
                 logger.exception("A connection was not closed as it should be")
         self._ending += self.peers.lanes.take_due(now_s)
         self._has_ended = bool(self._ending)
-        while self._ending:
-            self.consumer.end(self._ending[0])
-            self._ending.popleft()
+        for lane in taken_once_done(self._ending):
+            self.consumer.end(lane)
 
     @property
     def has_backlog(self) -> bool:
@@ -305,9 +305,8 @@ class TransferEngine:
                 one_line(lowered.summary),
                 1e3 * duration_s,
             )
-        while self._news:
-            self._apply_news(*self._news[0])
-            self._news.popleft()
+        for peer, error in taken_once_done(self._news):
+            self._apply_news(peer, error)
 
     def _apply_news(self, peer: Peer, error: Exception | None) -> None:
         """A peer is connected, or its handshake has failed."""

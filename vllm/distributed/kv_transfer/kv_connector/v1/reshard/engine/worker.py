@@ -110,7 +110,11 @@ class ReshardWorker:
         lanes = Lanes(lambda: self._waking(self._dialer.make_lane()), self._settings.lanes())
         renewals = Renewals(self._settings.lease_s)
         peers = PeerTable(
-            self._ask, self._connect, lanes, self._settings.engine_ttl_s, renewals.is_awaited
+            self._ask,
+            self._connect,
+            lanes,
+            self._settings.engine_ttl_s,
+            lambda: renewals.sources,
         )
         notifier = Notifier(self._name, stats)
         self._transfer_engine = TransferEngine(
