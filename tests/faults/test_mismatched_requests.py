@@ -155,17 +155,22 @@ def test_prompt_that_has_grown_is_completed(stage: Stage) -> None:
     assert (stage.decode.nixl_counters() - before).bytes_moved > 0
 
 
-def test_requests_that_are_refused_give_their_blocks_back(stage: Stage) -> None:
-    """Within a second, and before their lease is over: those of clients that want too much."""
+@pytest.mark.parametrize(
+    "asked",
+    [{"max_tokens": MORE_THAN_FIT}, {"stream_options": {"include_usage": True}}],
+    ids=["too much", "a body that does not pass validation"],
+)
+def test_requests_that_are_refused_give_their_blocks_back(
+    stage: Stage, asked: dict[str, object]
+) -> None:
+    """Within a second, and before their lease is over: what clients ask is changed for prefill."""
     wait_until(lambda: not stage.holds_blocks(), "the return of all blocks", LEASE_S + SLACK_S)
     expired = stage.prefill_log.find(LEASE_RAN_OUT)
-    for _ in range(5):
+    for _ in range(3):
         text = stage.text()
         params = stage.prefilled(text)
         wait_until(stage.holds_blocks, "the report of blocks that are held", SLACK_S)
-        reply = post(
-            stage.decode, stage.model, text, max_tokens=MORE_THAN_FIT, kv_transfer_params=params
-        )
+        reply = post(stage.decode, stage.model, text, **asked, kv_transfer_params=params)
         assert reply.status_code == httpx.codes.BAD_REQUEST, reply.text
         wait_until(lambda: not stage.holds_blocks(), "what a refused request held", GIVEN_UP_S)
     assert stage.prefill_log.find(LEASE_RAN_OUT) == expired

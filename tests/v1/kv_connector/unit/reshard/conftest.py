@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -79,16 +78,3 @@ def as_workers_say(engine: Engine) -> Engine:
 def engine_pairs() -> st.SearchStrategy[tuple[Engine, Engine]]:
     """A strategy for the shards of a source and a destination engine."""
     return _engine_pairs()
-
-
-@pytest.fixture
-def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What vLLM logs, also where its loggers do not propagate to the root."""
-    logger = logging.getLogger("vllm")
-    caplog.set_level(logging.INFO, "vllm")
-    if logger.propagate:
-        yield caplog
-        return
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +54,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NIXL_MODULE,
     NixlAgent,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
+    HandshakeClient,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.probe import (
     MetadataProbe,
@@ -103,6 +109,35 @@ def has_ended(child: psutil.Process) -> bool:
         return child.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def test_child_is_ready_before_the_first_handshake(fake):
+    """A client that is told to prepare has one fork, once, and it takes the first answer."""
+    with closing(HandshakeClient(None, probe=fake)) as client:
+        for _ in range(2):
+            client.prepare()
+        wait_until(lambda: fake.process_id is not None and children(fake))
+        (child,) = children(fake)
+    # The client has closed it, and all with it.
+    wait_until(lambda: has_ended(child))
+    client.prepare()
+    assert fake.process_id is None
+
+
+def test_machine_without_processes_prepares_nothing(fake, monkeypatch):
+    """It is tried again, and told, when an answer is to be tried."""
+    refused = threading.Event()
+
+    def refuse(*_, **__):
+        refused.set()
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with closing(HandshakeClient(None, probe=fake)) as client:
+        client.prepare()
+        assert refused.wait(DEADLINE_S)
+        with pytest.raises(RemoteHandshakeError, match="raise this machine's limits of processes"):
+            asyncio.run(fake.try_all([b"good"]))
 
 
 def test_what_ends_its_process_is_refused(fake):

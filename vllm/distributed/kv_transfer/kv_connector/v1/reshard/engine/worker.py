@@ -187,6 +187,7 @@ class ReshardWorker:
         )
         if self._reads:
             transfer_engine.peers.lanes.prepare(self._clock())
+            client.prepare()
         description = WorkerDescription(
             self._engine_id,
             shard,

@@ -152,8 +152,8 @@ class _Handshake:
 class HandshakeClient:
     """Asks engines what they are.
 
-    `request` and `close` may be called by any thread. Everything else belongs to the client's own
-    thread, which `request` starts, and which completes the futures.
+    `prepare`, `request` and `close` may be called by any thread. Everything else belongs to the
+    client's own thread, which the first two start, and which completes the futures.
 
     Args:
         bounds: What an answer may hold; None to take whatever an engine of any model could say.
@@ -187,6 +187,17 @@ class HandshakeClient:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: set[Future[Answer]] = set()
+
+    def prepare(self) -> None:
+        """Have ready what the first handshake would wait for; does not wait.
+
+        What cannot be started now is tried again when it is needed.
+        """
+        with self._lock:
+            if self._closed or self._loop is not None or self._probe is None:
+                return
+            with suppress(OSError, RuntimeError, zmq.ZMQError):
+                self._start().call_soon_threadsafe(self._begin_probe)
 
     def request(
         self, address: RemoteEngineAddress, required: Mapping[str, str] | None
@@ -324,10 +335,7 @@ class HandshakeClient:
 
     async def _find_and_ask(self, handshake: _Handshake) -> Answer:
         """Ask all of a host's addresses, one after another unless the first is quick."""
-        if self._probe is not None:
-            with suppress(OSError):
-                # It is ready by the time that there is an answer.
-                self._probe.begin()
+        self._begin_probe()
         addresses = await self._resolve(handshake.address)
         handshake.reach(_Stage.PLACE)
         handshake.num_left = len(addresses)
@@ -338,6 +346,12 @@ class HandshakeClient:
             async with self._trials:
                 await self._probe.try_all([each.agent_metadata for each in workers])
         return workers
+
+    def _begin_probe(self) -> None:
+        """Have a process ready for the next answer, if answers are tried."""
+        if self._probe is not None:
+            with suppress(OSError):
+                self._probe.begin()
 
     async def _resolve(self, address: RemoteEngineAddress) -> list[str]:
         """Where a host is, of that where it may be asked.

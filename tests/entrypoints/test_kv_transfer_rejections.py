@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies that vLLM's API refuses, through its own handler and its own protocol."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.testclient import TestClient
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+try:
+    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+except ImportError:  # 0.22.1
+    from vllm.entrypoints.openai.server_utils import exception_handler, validation_exception_handler
+
+    def init_exception_handler(app: FastAPI) -> None:
+        """Register both as the release's `build_app` does."""
+        app.exception_handler(RequestValidationError)(validation_exception_handler)
+        app.exception_handler(Exception)(exception_handler)
+
+
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p"}
+PASSED = {"prompt": "a", "kv_transfer_params": PARAMS}
+REFUSED = {**PASSED, "stream_options": {"include_usage": True}}
+
+
+class EngineClient:
+    """What the handler needs of vLLM's: the names and parameters that it was told of."""
+
+    def __init__(self, *, connector: bool = True, fails: bool = False) -> None:
+        self.vllm_config = SimpleNamespace(kv_transfer_config=object() if connector else None)
+        self.told: list[tuple[str, dict]] = []
+        self._fails = fails
+
+    async def notify_kv_transfer_request_rejected(self, request_id: str, params: dict) -> None:
+        """Note what is told."""
+        if self._fails:
+            raise OverflowError("can only serialize ints of 64 bits")
+        self.told.append((request_id, params))
+
+
+def post(client: EngineClient | None, body: object) -> httpx.Response:
+    """Send a body to a server that has vLLM's handler, its completions alone, and this client."""
+    app = FastAPI()
+    app.state.engine_client = client
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    init_exception_handler(app)
+
+    @app.post("/v1/completions")
+    async def complete(request: CompletionRequest) -> dict:
+        return {}
+
+    return TestClient(app, raise_server_exceptions=False).post("/v1/completions", json=body)
+
+
+@pytest.mark.parametrize("refused", [REFUSED, {**PASSED, "max_tokens": "many"}])
+def test_connector_is_told_of_a_body_that_is_refused(refused):
+    """By vLLM's checks and by types: once, under a name that no client chose, with what came."""
+    client = EngineClient()
+    for _ in range(2):
+        assert post(client, refused).status_code == httpx.codes.BAD_REQUEST
+    names, told = zip(*client.told, strict=True)
+    assert told == (PARAMS, PARAMS)
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        PASSED,
+        {**REFUSED, "stream": True},
+        {**REFUSED, "kv_transfer_params": {"do_remote_decode": True}},
+        {**REFUSED, "kv_transfer_params": [PARAMS]},
+        {**REFUSED, "kv_transfer_params": None},
+        [REFUSED],
+        "text",
+        None,
+    ],
+)
+def test_connector_is_told_of_nothing_else(body):
+    """Bodies that pass, bodies that were to read nothing, and bodies that are no object."""
+    client = EngineClient()
+    post(client, body)
+    assert client.told == []
+
+
+@pytest.mark.parametrize("client", [None, EngineClient(connector=False)])
+def test_engine_without_a_connector_is_told_nothing(client):
+    """The client has its answer all the same."""
+    assert post(client, REFUSED).status_code == httpx.codes.BAD_REQUEST
+    assert client is None or client.told == []
+
+
+def test_parameters_that_cannot_be_told_cost_no_answer(caplog_vllm):
+    """The client reads why its body was refused, the operator that blocks are held."""
+    with caplog_vllm.at_level(logging.WARNING):
+        reply = post(EngineClient(fails=True), REFUSED)
+    assert reply.status_code == httpx.codes.BAD_REQUEST
+    assert "until its lease has run out" in caplog_vllm.text

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies that the API refuses before a request is made of them, and the KV they were to read.
+
+vLLM tells the connector of requests that it rejects once their body has been parsed. A body that
+does not pass validation, such as `stream_options` without `stream`, tells nothing: routers change
+both for prefill, which computes, and holds the blocks until their lease has run out.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from fastapi import Request
+
+logger = init_logger(__name__)
+
+
+async def tell_connector(request: Request) -> None:
+    """Have the connector release what a refused body was to read, where it was to read something.
+
+    For handlers of exceptions. Some are of requests that went further, and were told of: being told
+    twice gives up nothing more.
+
+    The body is a client's. Its parameters may be anything: the connector checks them as those of
+    any request, and whatever fails here leaves the client with the answer that the body deserves.
+
+    Args:
+        request: What was refused. The server's state has the client of the engine, or `None` where
+            it only renders.
+    """
+    engine = getattr(request.app.state, "engine_client", None)
+    if engine is None or engine.vllm_config.kv_transfer_config is None:
+        return
+    try:
+        # The route has read it, so that nothing is waited for. Where there was no route there is no
+        # body either, and that is one of the things that are wrong with what was sent.
+        body = await request.json()
+    except Exception:
+        return
+    params = body.get("kv_transfer_params") if isinstance(body, dict) else None
+    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+        return
+    # The body's own name may be that of a request which is served right now.
+    request_id = f"refused-{uuid.uuid4().hex}"
+    try:
+        await engine.notify_kv_transfer_request_rejected(request_id, params)
+    except Exception as error:
+        logger.warning(
+            "The connector was not told of a request whose body was refused (%s): the KV that it "
+            "was to read is held until its lease has run out",
+            type(error).__name__,
+        )
