@@ -126,6 +126,7 @@ def _first_read(pair: Pair, repetition: int) -> Mapping[Metric, float]:
     assert isinstance(pair, ConnectorPair)
     pair.start_decode()
     pair.call_decode("touch", [_DESTINATION])
+    pair.call_decode("settle")
     tokens = pair.shape.block_tokens
     readings = pair.read([Tables([_SOURCE], [_DESTINATION], tokens)], Watch(memory=True))
     # Another variant may need the memory of this one's lists.

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -45,6 +46,15 @@ from .watching import ArrivalWatch, Pauses, Post, ThreadTimes, watch_posts
 _STEP_S = Watch().step_s
 _LIMIT_S = 540.0
 _HOLDING_STEPS = 500
+_SETTLED_S = 30.0
+_REST_S = 0.3
+"""Children that use no processor for so long have nothing left to do."""
+
+
+def _used_by_children_s() -> float:
+    """Processor time of all processes that this one has started."""
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return float(sum(each.user + each.system for each in times))
 
 
 class ConnectorHost:
@@ -118,6 +128,19 @@ class ConnectorHost:
     def touch(self, block_ids: Sequence[int]) -> None:
         """Have some blocks backed by memory, so that they count as nobody's need."""
         self._config.caches.touch(block_ids)
+
+    def settle(self) -> None:
+        """Wait until what the connector has started beside this process has come to rest.
+
+        Raises:
+            BenchmarkError: It does not.
+        """
+        limit_s, before = time.monotonic() + _SETTLED_S, None
+        while (now := _used_by_children_s()) != before:
+            if time.monotonic() > limit_s:
+                raise BenchmarkError(f"processes of the connector's are busy after {_SETTLED_S} s")
+            before = now
+            time.sleep(_REST_S)
 
     def check(self, block_ids: Sequence[int], source_block_ids: Sequence[int]) -> None:
         """See that blocks hold what they were read from.
