@@ -282,7 +282,7 @@ every_strategy = pytest.mark.parametrize("engines", ["direct", "staged", "auto"]
 def engines(request, monkeypatch) -> Iterator:
     """Makes engines, which read direct unless something else is asked for, and closes them."""
     # Few of them see another engine: the process that tries metadata starts with the first.
-    monkeypatch.setattr(HandshakeClient, "prepare", lambda _: None)
+    monkeypatch.setattr(HandshakeClient, "prepare", lambda *_: None)
     strategy = getattr(request, "param", "direct")
     made: list[Engine] = []
 

@@ -112,16 +112,26 @@ def has_ended(child: psutil.Process) -> bool:
 
 
 def test_child_is_ready_before_the_first_handshake(fake):
-    """A client that is told to prepare has one fork, once, and it takes the first answer."""
+    """A client that is told to prepare has one, once, that has loaded what it was given."""
     with closing(HandshakeClient(None, probe=fake)) as client:
         for _ in range(2):
-            client.prepare()
-        wait_until(lambda: fake.process_id is not None and children(fake))
+            client.prepare(b"our own")
+        wait_until(lambda: [each.num_tried for each in fake._idle] == [1])
         (child,) = children(fake)
     # The client has closed it, and all with it.
     wait_until(lambda: has_ended(child))
-    client.prepare()
+    client.prepare(b"our own")
     assert fake.process_id is None
+
+
+@pytest.mark.parametrize("last_words", [b"abort", b"hang"])
+def test_client_that_could_not_prepare_asks_all_the_same(fake, monkeypatch, last_words):
+    """What is wrong with our own metadata says nothing of others'."""
+    monkeypatch.setattr(probe_module, "_LIMIT_S", 0.5)
+    with closing(HandshakeClient(None, probe=fake)) as client:
+        client.prepare(last_words)
+        wait_until(lambda: not fake._num_trying and fake._idle)
+    assert survives(fake, b"good")
 
 
 def test_machine_without_processes_prepares_nothing(fake, monkeypatch):
@@ -134,10 +144,10 @@ def test_machine_without_processes_prepares_nothing(fake, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with closing(HandshakeClient(None, probe=fake)) as client:
-        client.prepare()
+        client.prepare(b"our own")
         assert refused.wait(DEADLINE_S)
-        with pytest.raises(RemoteHandshakeError, match="raise this machine's limits of processes"):
-            asyncio.run(fake.try_all([b"good"]))
+    with pytest.raises(RemoteHandshakeError, match="raise this machine's limits of processes"):
+        asyncio.run(fake.try_all([b"good"]))
 
 
 def test_what_ends_its_process_is_refused(fake):

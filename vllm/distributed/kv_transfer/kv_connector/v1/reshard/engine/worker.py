@@ -187,7 +187,7 @@ class ReshardWorker:
         )
         if self._reads:
             transfer_engine.peers.lanes.prepare(self._clock())
-            client.prepare()
+            client.prepare(transfer_engine.agent.metadata())
         description = WorkerDescription(
             self._engine_id,
             shard,

@@ -188,16 +188,20 @@ class HandshakeClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: set[Future[Answer]] = set()
 
-    def prepare(self) -> None:
+    def prepare(self, metadata: bytes) -> None:
         """Have ready what the first handshake would wait for; does not wait.
 
-        What cannot be started now is tried again when it is needed.
+        What cannot be had now is tried again when it is needed, and told then.
+
+        Args:
+            metadata: NIXL's, of an agent of this process. An agent takes 8 ms over the first that
+                it loads and 0.4 ms over others (nixl 1.5.1, UCX over TCP).
         """
         with self._lock:
             if self._closed or self._loop is not None or self._probe is None:
                 return
             with suppress(OSError, RuntimeError, zmq.ZMQError):
-                self._start().call_soon_threadsafe(self._begin_probe)
+                asyncio.run_coroutine_threadsafe(self._prepare(metadata), self._start())
 
     def request(
         self, address: RemoteEngineAddress, required: Mapping[str, str] | None
@@ -335,7 +339,10 @@ class HandshakeClient:
 
     async def _find_and_ask(self, handshake: _Handshake) -> Answer:
         """Ask all of a host's addresses, one after another unless the first is quick."""
-        self._begin_probe()
+        if self._probe is not None:
+            with suppress(OSError):
+                # It is ready by the time that there is an answer.
+                self._probe.begin()
         addresses = await self._resolve(handshake.address)
         handshake.reach(_Stage.PLACE)
         handshake.num_left = len(addresses)
@@ -347,11 +354,10 @@ class HandshakeClient:
                 await self._probe.try_all([each.agent_metadata for each in workers])
         return workers
 
-    def _begin_probe(self) -> None:
-        """Have a process ready for the next answer, if answers are tried."""
-        if self._probe is not None:
-            with suppress(OSError):
-                self._probe.begin()
+    async def _prepare(self, metadata: bytes) -> None:
+        assert self._probe is not None
+        with suppress(asyncio.TimeoutError, RemoteHandshakeError):
+            await asyncio.wait_for(self._probe.try_all([metadata]), self._timeout_s)
 
     async def _resolve(self, address: RemoteEngineAddress) -> list[str]:
         """Where a host is, of that where it may be asked.
