@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from tools.pdstack.errors import NetworkError
+
 from .cases import NetworkCase
 from .errors import BenchmarkError
 from .network import sites
@@ -39,7 +41,7 @@ def measure_networks(cases: Sequence[NetworkCase], plan: Plan) -> Iterator[Resul
                 for case in alike:
                     plan.say(f"network: {case.name}")
                     yield _measure(case, pairs, plan.repetitions)
-        except BenchmarkError as error:
+        except (BenchmarkError, NetworkError) as error:
             # No such link, or no engines over it: that is the end of these cases only.
             for case in alike:
                 missing = {variant.name: str(error) for variant in variants}

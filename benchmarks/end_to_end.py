@@ -30,14 +30,15 @@ from tools.pdstack.engine import (
     find_script,
     server_env,
 )
-from tools.pdstack.errors import PDStackError
+from tools.pdstack.errors import NetworkError, PDStackError
+from tools.pdstack.hosts import visiting
 from tools.pdstack.model import cache_dir, prepare_default_model
 from tools.pdstack.process import ChildProcess
 from tools.pdstack.stack import PDStack, Server
 
 from . import specs
-from .errors import BenchmarkError, NetworkError
-from .network import HERE, Link, Site, sites, visiting
+from .errors import BenchmarkError
+from .network import HERE, Link, Site, sites
 from .results import Metric, Part, Result
 from .turns import Plan
 
@@ -162,7 +163,7 @@ class _Bench:
         self.plan.say(f"end to end: starting {name}")
         with ExitStack() as acquired:
             ends = (HERE, HERE) if link is None else acquired.enter_context(sites(link))
-            acquired.enter_context(visiting(ends[1]))
+            acquired.enter_context(visiting(ends[1].namespace))
             stack = acquired.enter_context(PDStack(self.model, directory))
             server = _start(stack, connector, ends)
             seeds = itertools.count()

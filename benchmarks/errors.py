@@ -12,9 +12,5 @@ class NotEnoughMemoryError(BenchmarkError):
     """A variant needs more memory than there is; the others may be measured without it."""
 
 
-class NetworkError(BenchmarkError):
-    """This machine cannot have the network that a case asks for; others may be measured."""
-
-
 class ReportError(BenchmarkError):
     """A file does not hold what a benchmark writes, or not what is asked of it."""

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from .errors import NetworkError
+from tools.pdstack.hosts import cannot_enter, enter, namespace, run
 
-_NAMESPACES = Path("/run/netns")
-_CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
+_CLONE_NEWNS = 0x20000
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _ADDRESSES = "198.18.51.1", "198.18.51.2"
 """Of the range for benchmarks of networks (RFC 2544)."""
@@ -78,58 +74,17 @@ def move_to(site: Site) -> None:
         _enter(site.namespace)
 
 
-@contextmanager
-def visiting(site: Site) -> Iterator[None]:
-    """Have the calling thread, and what it starts, meet others where an engine runs.
-
-    Raises:
-        NetworkError: It is not there, or not allowed.
-    """
-    if site.namespace is None:
-        yield
-        return
-    with ExitStack() as stack:
-        before, there = (
-            _open_namespace(stack, path)
-            for path in (Path("/proc/thread-self/ns/net"), _NAMESPACES / site.namespace)
-        )
-        _set_network(there, site.namespace)
-        stack.callback(_set_network, before, "of before")
-        yield
-
-
-def _open_namespace(stack: ExitStack, path: Path) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise NetworkError(f"no network namespace {path.name}: {error.strerror}") from error
-    stack.callback(os.close, descriptor)
-    return descriptor
-
-
-def _set_network(descriptor: int, name: str) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
-        raise NetworkError(_cannot_enter(name))
-
-
-def _cannot_enter(namespace: str) -> str:
-    reason = os.strerror(ctypes.get_errno())
-    return f"cannot enter the network namespace {namespace}: {reason}"
-
-
 def _enter(namespace: str) -> None:
+    enter(namespace)
     libc = ctypes.CDLL(None, use_errno=True)
-    with ExitStack() as stack:
-        _set_network(_open_namespace(stack, _NAMESPACES / namespace), namespace)
-        # UCX finds devices in /sys, which shows those of the namespace that it was mounted in.
-        entered = (
-            libc.unshare(_CLONE_NEWNS) == 0
-            and libc.mount(None, b"/", None, _MS_SLAVE | _MS_REC, None) == 0
-            and libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None) == 0
-        )
-        if not entered:
-            raise NetworkError(_cannot_enter(namespace))
+    # UCX finds devices in /sys, which shows those of the namespace that it was mounted in.
+    entered = (
+        libc.unshare(_CLONE_NEWNS) == 0
+        and libc.mount(None, b"/", None, _MS_SLAVE | _MS_REC, None) == 0
+        and libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None) == 0
+    )
+    if not entered:
+        raise cannot_enter(namespace)
 
 
 @contextmanager
@@ -148,16 +103,14 @@ def sites(link: Link | None) -> Iterator[tuple[Site, Site]]:
     names = tuple(f"bench-{os.getpid()}-{end}" for end in "pd")
     with ExitStack() as stack:
         for name in names:
-            _run("ip", "netns", "add", name)
-            # The device goes with it.
-            stack.callback(_remove, name)
+            stack.enter_context(namespace(name))
         peer = f"peer name {_DEVICE} netns {names[1]}"
-        _run(*f"ip -n {names[0]} link add {_DEVICE} type veth {peer}".split())
+        run(*f"ip -n {names[0]} link add {_DEVICE} type veth {peer}".split())
         for name, address in zip(names, _ADDRESSES, strict=True):
-            _run(*f"ip -n {name} address add {address}/30 dev {_DEVICE}".split())
+            run(*f"ip -n {name} address add {address}/30 dev {_DEVICE}".split())
             for device in ("lo", _DEVICE):
-                _run("ip", "-n", name, "link", "set", device, "up")
-            _run(*f"tc -n {name} qdisc add dev {_DEVICE} root {_shape(link)}".split())
+                run("ip", "-n", name, "link", "set", device, "up")
+            run(*f"tc -n {name} qdisc add dev {_DEVICE} root {_shape(link)}".split())
         first, second = (
             Site(address, name, _TRANSPORTS, _DEVICE)
             for name, address in zip(names, _ADDRESSES, strict=True)
@@ -171,18 +124,3 @@ def _shape(link: Link) -> str:
         return f"netem rate {link.gbit_s}gbit delay {link.delay_ms}ms limit 100000"
     burst_bytes = max(int(link.gbit_s * 1e9 / 8 * 1e-3), 128 << 10)
     return f"tbf rate {link.gbit_s}gbit burst {burst_bytes} latency {_BUFFER_S * 1e3:g}ms"
-
-
-def _run(*command: str) -> None:
-    if shutil.which(command[0]) is None:
-        raise NetworkError(f"needs {command[0]}, which is not installed")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        message = " ".join(done.stderr.split())
-        raise NetworkError(f"not allowed here, or not known to this kernel: {message}")
-
-
-def _remove(name: str) -> None:
-    # What is left of it ends with its last process.
-    with suppress(NetworkError):
-        _run("ip", "netns", "delete", name)

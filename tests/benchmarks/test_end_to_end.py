@@ -18,11 +18,12 @@ from benchmarks.end_to_end import (
     measure_end_to_end,
     read_result,
 )
-from benchmarks.errors import BenchmarkError, NetworkError
+from benchmarks.errors import BenchmarkError
 from benchmarks.network import HERE, Site
 from benchmarks.results import Metric
 from benchmarks.turns import Plan
 from tools.pdstack.engine import UPSTREAM_AT_REST, KVTransfer, ServedModel
+from tools.pdstack.errors import NetworkError
 
 LOAD = Load(rate=0.5, num_requests=8)
 WRITTEN = {

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from benchmarks.caches import UNWRITTEN, Arrival
-from benchmarks.errors import NetworkError
-from benchmarks.network import HERE, Link, Site, move_to, sites, visiting
+from benchmarks.network import Link, Site, move_to, sites
 from benchmarks.watching import ArrivalWatch
+from tools.pdstack.errors import NetworkError
 
 LIMIT_S = 60.0
 
@@ -61,24 +61,6 @@ def test_namespaces_reach_each_other_and_go(monkeypatch):
         assert os.environ["UCX_NET_DEVICES"] == ends[0].device
     left = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
     assert not any(site.namespace in left for site in ends)
-
-
-def test_visitor_comes_back():
-    """Within, devices are those of the namespace; afterwards, also after an error, they are not."""
-    before = {name for _, name in socket.if_nameindex()}
-    with ExitStack() as stack:
-        try:
-            here, _ = stack.enter_context(sites(Link(1)))
-        except NetworkError as error:
-            pytest.skip(str(error))
-        with pytest.raises(ZeroDivisionError), visiting(here):
-            assert here.device in {name for _, name in socket.if_nameindex()}
-            raise ZeroDivisionError
-        assert {name for _, name in socket.if_nameindex()} == before
-    with visiting(HERE):
-        assert {name for _, name in socket.if_nameindex()} == before
-    with pytest.raises(NetworkError, match="no network namespace bench-none"):
-        stack.enter_context(visiting(Site(namespace="bench-none")))
 
 
 def test_what_this_machine_cannot_do_is_said(monkeypatch, tmp_path):

@@ -38,3 +38,7 @@ class StartFailedError(ProcessDiedError):
 
 class StartupTimeoutError(ProcessDiedError):
     """A process lives, but did not become ready before its deadline."""
+
+
+class NetworkError(PDStackError):
+    """This machine cannot have the network that is asked for."""
