@@ -269,3 +269,18 @@ def test_nothing_is_made_once_it_is_closed(dialer, agents, engines):
     with pytest.raises(RuntimeError, match="shutdown"):
         lowering.result(DEADLINE_S)
     assert len(agents.made) == 1
+
+
+def test_thread_is_prepared_before_it_makes_anything(reader, agents, engines):
+    """As by choosing its device: a new thread has the first one of its process."""
+    done = []
+
+    def prepare() -> None:
+        done.append((threading.current_thread().name.rpartition("_")[0], len(agents.made)))
+
+    dialer = Dialer(agents, prepare=prepare)
+    dialer.begin(LocalEndpoint(reader.local, reader.shards, reader.regions, None, 0), engines)
+    for _ in range(2):
+        dialer.make_lane().result(DEADLINE_S)
+    assert done == [("reshard-dialer", 0)] and len(agents.made) == 2
+    dialer.close()

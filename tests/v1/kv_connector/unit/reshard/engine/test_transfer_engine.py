@@ -168,3 +168,17 @@ def test_turn_costs_nothing_for_idle_peers(ticks):
 
         counts.append(calls(turn))
     assert counts[0] == counts[1]
+
+
+def test_threads_choose_the_device_of_the_caches(engines, monkeypatch):
+    """The connector's and the dialer's; on CPU there is none to choose."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    (worker,) = engines("decode").workers.values()
+    worker._choose_device()
+    assert chosen == []
+    monkeypatch.setattr(worker, "_device", torch.device("cuda", 1))
+    worker._choose_device()
+    worker._prepare_thread()
+    assert chosen == 2 * [torch.device("cuda", 1)]
+    assert worker._dialer._thread._initializer == worker._choose_device

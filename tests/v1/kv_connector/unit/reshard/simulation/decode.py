@@ -21,17 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 
 
 @dataclass(eq=False)
-class Computing:
-    """A step of the device's that is under way."""
-
-    over: bool = False
-
-    def query(self) -> bool:
-        """Whether it is over."""
-        return self.over
-
-
-@dataclass(eq=False)
 class Request:
     """A request of a decode engine's that is read, or was.
 
@@ -75,7 +64,6 @@ class DecodeEngine(Engine):
         self.reading: dict[str, Request] = {}
         self.running: list[Request] = []
         self.num_received = self.num_failed = 0
-        self.computing: list[tuple[Computing, Owner]] = []
         self._backlog: dict[str, list[SchedulerStep]] = {worker.name: [] for worker in self.workers}
 
     def begin(
@@ -97,13 +85,13 @@ class DecodeEngine(Engine):
             content: Its own prompt.
             num_tokens: Of that prompt.
             cached_blocks: How many of its blocks are in the prefix cache, which may be all.
-            while_computing: A step in flight writes into its blocks.
+            while_computing: A step that is launched writes into its blocks, where it is on devices.
             fault: What is wrong with its parameters, if anything.
         """
         count = -(-num_tokens // self.layout.block_tokens)
         first_block = min(cached_blocks, count)
         name = f"{self.engine_id}'s {request_id}"
-        owner = Owner(name, reads=not while_computing)
+        owner = Owner(name, reads=True)
         blocks = self.allocate(count - first_block, owner)
         if blocks is None:
             return None
@@ -118,13 +106,13 @@ class DecodeEngine(Engine):
             ticket.fingerprint(tokens_of(content)[:num_tokens]),
             fault,
         )
-        step = self.hand_over(
+        if while_computing and blocks:
+            for worker in self.workers:
+                worker.write_late(owner)
+        self.hand_over(
             receive={request_id: receive},
             awaited={request_id: RemoteRequest(ticket.address, ticket.request_id)},
         )
-        if while_computing and blocks:
-            step.before = Computing()
-            self.computing.append((step.before, owner))
         if blocks:
             self.reading[request_id] = request
         return request
@@ -144,14 +132,6 @@ class DecodeEngine(Engine):
                 )
             ]
         )
-
-    def end_computing(self, position: int) -> None:
-        """A step in flight writes into the blocks that it has, and is over."""
-        event, owner = self.computing.pop(position)
-        blocks = [block for block, each in enumerate(self.owners) if each is owner]
-        for worker in self.workers:
-            worker.memory.cache.spoil(blocks, 0xC0FFEE)
-        event.over = owner.reads = True
 
     def finish(self, request: Request) -> None:
         """A request that was received has run to its end."""

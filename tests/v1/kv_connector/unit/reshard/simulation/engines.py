@@ -14,9 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from random import Random
+from types import SimpleNamespace
 
+from tests.v1.kv_connector.unit.reshard.simulation.device import Device, Thread, set_device
 from tests.v1.kv_connector.unit.reshard.simulation.memory import CacheMemory, Layout, WorkerMemory
-from tests.v1.kv_connector.unit.reshard.simulation.wire import NOBODY, Owner, Wire, check
+from tests.v1.kv_connector.unit.reshard.simulation.wire import (
+    NOBODY,
+    Owner,
+    SimulatedAgent,
+    Wire,
+    check,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import (
     Answer,
@@ -32,11 +40,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
+    Event,
     Incoming,
     Report,
     SchedulerStep,
     TransferEngine,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
@@ -86,9 +96,14 @@ class Question:
 
 
 class Later:
-    """In place of a pool of threads: what is submitted runs when the schedule says so."""
+    """In place of a pool of threads: what is submitted runs when the schedule says so.
 
-    def __init__(self) -> None:
+    Args:
+        thread: The one that it has.
+    """
+
+    def __init__(self, thread: Thread) -> None:
+        self.thread = thread
         self.jobs: deque[Callable[[], object]] = deque()
 
     def submit(self, function: Callable[..., object], *arguments: object) -> Future:
@@ -97,12 +112,13 @@ class Later:
         self.jobs.append(partial(self._run, done, function, *arguments))
         return done
 
-    @staticmethod
-    def _run(done: Future, function: Callable[..., object], *arguments: object) -> None:
+    def _run(self, done: Future, function: Callable[..., object], *arguments: object) -> None:
         if not done.set_running_or_notify_cancel():
             return
         try:
-            done.set_result(function(*arguments))
+            with self.thread.running():
+                result = function(*arguments)
+            done.set_result(result)
         except Exception as error:
             done.set_exception(error)
 
@@ -148,6 +164,18 @@ class Worker:
         random = world.random
         self.world, self.engine, self.shard = world, engine, shard
         self.name = f"{engine.engine_id}/{shard.rank.pp_rank}.{shard.rank.tp_rank}"
+        self.device = Device() if engine.on_device else None
+        # What the worker of vLLM's does with a device.
+        self._paths = SimpleNamespace(
+            _on_cpu=self.device is None,
+            _device=self.device,
+            _helpers_cores=lambda: None,
+            _choose_device=lambda: ReshardWorker._choose_device(self._paths),
+        )
+        self._engines_thread, self._connectors_thread = Thread(), Thread()
+        if self.device is not None:
+            with self._engines_thread.running():
+                set_device(self.device)
         cache = CacheMemory(
             shard,
             engine.layout.block_tokens,
@@ -155,21 +183,30 @@ class Worker:
             token_major=random.random() < 0.5,
         )
         self.memory = WorkerMemory(
-            cache, engine.arena_bytes, random, lambda block: engine.owners[block]
+            cache,
+            engine.arena_bytes,
+            random,
+            lambda block: engine.owners[block],
+            self.device,
         )
         self.incoming: list[Incoming] = []
         self.scheduled: deque[SchedulerStep] = deque()
         self.announced: deque[Announcement] = deque()
-        self.jobs = Later()
+        self.jobs = Later(Thread())
         self._woken = False
         # Peers that others have cost their lane, while requests were read from them.
         self._draining: dict[PeerConnection, None] = {}
         # In pieces of work, one for each time that somebody asks.
         self._budget = random.choice((math.inf, 1, 2, 5))
-        agent, stats = world.wire.open("producer", self.memory.owner_at), ReshardStats()
+        agent, stats = self._open("producer"), ReshardStats()
         self.agent = agent
-        agent.register([(cache.address, cache.size_bytes, 0)])
-        dialer = Dialer(lambda name: world.wire.open("lane", self.memory.owner_at))
+        with self._engines_thread.running():
+            agent.register([(cache.address, cache.size_bytes, 0)])
+        with self._connectors_thread.running():
+            ReshardWorker._prepare_thread(self._paths)
+        with self.jobs.thread.running():
+            ReshardWorker._choose_device(self._paths)
+        dialer = Dialer(lambda name: self._open("lane"))
         dialer._thread = self.jobs
         area = self.memory.area
 
@@ -224,12 +261,14 @@ class Worker:
             incoming = [SchedulerStep()]
         self.engine.taken_up(self, [each for each in incoming if isinstance(each, SchedulerStep)])
         self._woken = False
-        report = self.transfer_engine.poll(incoming, self.world.now_s)
+        with self._connectors_thread.running():
+            report = self.transfer_engine.poll(incoming, self.world.now_s)
         self.engine.hear(self, report)
         lanes = self.transfer_engine.peers.lanes
         waited_for = {lane: self._waits_until_s(lane) for lane in lanes.draining}
         self._draining |= {each: None for lane in lanes.draining for each in _neighbours(lane)}
-        self.transfer_engine.tell_producers(self.world.now_s)
+        with self._connectors_thread.running():
+            self.transfer_engine.tell_producers(self.world.now_s)
         for lane, until_s in waited_for.items():
             if not lane.agent.is_open:
                 early = (
@@ -263,6 +302,31 @@ class Worker:
             elif not each.lifetime.requests:
                 del self._draining[each]
                 self.world.num_neighbours_served += 1
+
+    def computed_before(self, metadata: ReshardConnectorMetadata) -> Event | None:
+        """What the engine's thread takes down of its device when it comes to a step."""
+        with self._engines_thread.running():
+            return ReshardWorker._computed_before(self._paths, metadata)
+
+    def write_late(self, owner: Owner) -> None:
+        """Launch, from the engine's thread, what writes into the blocks that an owner then has."""
+        if self.device is None:
+            return
+        owner.written_at.add(self.memory.owner_at)
+
+        def run() -> None:
+            blocks = [block for block, each in enumerate(self.engine.owners) if each is owner]
+            self.memory.cache.spoil(blocks, 0xC0FFEE)
+            owner.written_at.remove(self.memory.owner_at)
+
+        with self._engines_thread.running():
+            self.device.launch(run, [owner])
+
+    def _open(self, role: str) -> SimulatedAgent:
+        """Make an agent over this worker's memory."""
+        device = self.device
+        is_at_home = (lambda: True) if device is None else (lambda: device.is_chosen)
+        return self.world.wire.open(role, self.memory.owner_at, is_at_home)
 
     def begin_step(self) -> None:
         """Its engine's thread comes to the next step."""
@@ -355,6 +419,7 @@ class Engine:
 
     Attributes:
         is_ahead: Whether steps are scheduled while earlier ones are computed.
+        on_device: Whether its caches are on devices.
 
     Args:
         world: Where it is.
@@ -377,6 +442,7 @@ class Engine:
         self.world, self.address, self.layout = world, address, layout
         self.engine_id, self.num_blocks = address.engine_id, num_blocks
         self.arena_bytes = arena_bytes
+        self.on_device = world.random.random() < 0.5
         # Block 0 is nobody's, as in vLLM.
         self.owners = [NOBODY] * num_blocks
         self.free = deque(range(1, num_blocks))
@@ -406,13 +472,12 @@ class Engine:
         else:
             self.free.extendleft(blocks)
 
-    def hand_over(self, **asked: object) -> SchedulerStep:
+    def hand_over(self, **asked: object) -> None:
         """Have all workers do something."""
         metadata = ReshardConnectorMetadata(**asked)
-        step = SchedulerStep(metadata)
         for worker in self.workers:
+            step = SchedulerStep(metadata, worker.computed_before(metadata))
             (worker.scheduled if self.is_ahead else worker.incoming).append(step)
-        return step
 
     def stand_still(self, for_s: float) -> None:
         """Its workers have not come round for so long, and see that."""

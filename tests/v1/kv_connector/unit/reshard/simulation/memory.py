@@ -12,6 +12,11 @@ from random import Random
 import numpy as np
 import torch
 
+from tests.v1.kv_connector.unit.reshard.simulation.device import (
+    Device,
+    DeviceArena,
+    DeviceCopies,
+)
 from tests.v1.kv_connector.unit.reshard.simulation.wire import NOBODY, Owner, OwnerAt, check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import (
     ArenaAllocator,
@@ -107,6 +112,11 @@ class CacheMemory:
                 for position, layer in enumerate(layers)
             },
         )
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of it."""
+        return torch.from_numpy(self._words.view(np.uint8))
 
     def block_at(self, address: int) -> int | None:
         """Which block a byte is of; None for bytes elsewhere."""
@@ -240,11 +250,15 @@ def _strided(start: int, strides_bytes: tuple[int, int], head: int, token: int) 
 class WorkerMemory:
     """The cache of a worker, and its arena.
 
+    Attributes:
+        copies: What makes copies out of the arena; None without one.
+
     Args:
         cache: The cache.
         arena_bytes: Size of the arena; 0 for none.
         random: Decides which copies fail.
         owner_of_block: Whose a block is.
+        device: Where all of it is; None for the host.
     """
 
     def __init__(
@@ -253,16 +267,23 @@ class WorkerMemory:
         arena_bytes: int,
         random: Random,
         owner_of_block: Callable[[int], Owner],
+        device: Device | None = None,
     ) -> None:
         self.cache = cache
         self._owner_of_block = owner_of_block
         self.area: StagingArea | None = None
-        self.copies: LateCopies | None = None
+        self.copies: LateCopies | DeviceCopies | None = None
         if arena_bytes:
             # The allocation of the words outlives the tensor, which only refers to it.
             self._arena = np.zeros(arena_bytes, dtype=np.uint8)
-            self.copies = LateCopies(random, self._arena, self.owner_at)
-            self.area = StagingArea(torch.from_numpy(self._arena), self.copies)
+            arena = torch.from_numpy(self._arena)
+            if device is None:
+                self.copies = LateCopies(random, self._arena, self.owner_at)
+            else:
+                self.copies = DeviceCopies(
+                    DeviceArena(arena, device, self.owner_at), [cache.tensor]
+                )
+            self.area = StagingArea(arena, self.copies)
             self.spans = OwnedArena(arena_bytes)
             self.area.spans = self.spans
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
+from tests.v1.kv_connector.unit.reshard.simulation.device import devices
 from tests.v1.kv_connector.unit.reshard.simulation.schedule import Simulation
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import producer
@@ -19,11 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """Small tables, and no log of what goes wrong on purpose; all of it is foreseen."""
+    """Small tables, late devices, and no log of what goes wrong on purpose; all is foreseen."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with (
+            devices(),
             mock.patch.object(lease_check, "_NUM_LOOKUPS", 4),
             mock.patch.object(logging.Logger, "exception", _unforeseen),
             mock.patch.object(producer, "LeaseTable", partial(LeaseTable, 16)),

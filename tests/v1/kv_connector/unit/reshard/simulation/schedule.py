@@ -253,11 +253,17 @@ class Simulation:
         engine.give_up(ticket, secret)
 
     def compute(self) -> None:
-        """A step of a decode engine's device is over."""
-        for engine in self._decodes():
-            if engine.computing:
-                self._note(f"{engine.engine_id} has computed")
-                engine.end_computing(self.random.randrange(len(engine.computing)))
+        """A device does what is next on the stream of its engine's steps."""
+        busy = [
+            (worker, stream)
+            for worker, stream in (
+                (worker, worker.device.streams[0]) for worker in self._workers() if worker.device
+            )
+            if stream.pending
+        ]
+        if chosen := self._any(busy):
+            self._note(f"{chosen[0].name} has computed")
+            chosen[1].run_one()
 
     def finish(self) -> None:
         """A request that was received ends, and its blocks are another's."""
@@ -460,8 +466,6 @@ class Simulation:
         for question in list(world.questions):
             self._answer(question, healed=True)
         for engine in self._decodes():
-            while engine.computing:
-                engine.end_computing(0)
             for request in list(engine.running):
                 engine.finish(request)
         for worker in self._workers():
@@ -471,6 +475,8 @@ class Simulation:
                 worker.begin_step()
             while worker.jobs.jobs:
                 worker.jobs.jobs.popleft()()
+            if worker.device is not None:
+                worker.device.synchronize()
             if worker.memory.copies is not None:
                 worker.memory.copies.close()
             self._take_turns(worker)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import transfer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
@@ -22,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers impor
     ProducerLedger,
     ReadState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import scatter
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
@@ -180,6 +183,27 @@ def steps_in_flight_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(transfer_engine, "_may_begin", lambda step: True)
 
 
+def steps_are_over_before_they_are_computed(monkeypatch):
+    """What is launched is waited for on a stream of which nothing is known."""
+    monkeypatch.setattr(ReshardWorker, "_computed_before", lambda *_: torch.cuda.Event())
+
+
+def copies_are_made_once_they_are_launched(monkeypatch):
+    """A copy out of the arena is called done while its stream has not come to it."""
+    monkeypatch.setattr(scatter._DeviceCopy, "done", lambda _: True)
+    monkeypatch.setattr(scatter._DeviceCopy, "fault", lambda _: None)
+
+
+def threads_keep_the_first_device(monkeypatch):
+    """The connector's and the dialer's work with the first device of their process."""
+    monkeypatch.setattr(ReshardWorker, "_choose_device", lambda _: None)
+
+
+def reading_thread_keeps_the_first_device(monkeypatch):
+    """Only the dialer's works with the worker's."""
+    monkeypatch.setattr(ReshardWorker, "_prepare_thread", lambda _: None)
+
+
 def _due_of_who_has_not_failed(self):
     while self._deadlines:
         due_at_s, request_id, number = self._deadlines[0]
@@ -248,6 +272,13 @@ def backlog_is_forgotten(monkeypatch):
         (lanes_end_with_the_first_of_their_connections, "which others read with"),
         (deadlines_are_missed, "in its time"),
         (steps_in_flight_are_not_waited_for, "who writes there"),
+        (steps_are_over_before_they_are_computed, "who writes there"),
+        (
+            copies_are_made_once_they_are_launched,
+            "may be written|may write|is made into memory|other bytes",
+        ),
+        (threads_keep_the_first_device, "registers memory from a thread of another device"),
+        (reading_thread_keeps_the_first_device, "reads from a thread of another device"),
         (hung_reads_of_failed_requests_have_no_deadline, "is not over"),
         (lookups_that_nobody_wants_break_nothing_off, "is not over"),
         (peers_are_never_due, "is not over"),

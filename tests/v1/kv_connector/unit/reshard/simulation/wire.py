@@ -36,10 +36,13 @@ class Owner:
     Attributes:
         name: What the schedule calls it.
         reads: It waits for bytes: nobody but its reads writes into its memory.
+        written_at: Where it is written nevertheless: by devices of workers, each named by what
+            tells owners of its memory.
     """
 
     name: str
     reads: bool = False
+    written_at: set[OwnerAt] = field(default_factory=set, repr=False)
 
     def __str__(self) -> str:
         return self.name
@@ -159,9 +162,11 @@ class Wire:
     messages: list[Message] = field(default_factory=list)
     _num_named: int = 0
 
-    def open(self, role: str, owner_at: OwnerAt) -> SimulatedAgent:
+    def open(
+        self, role: str, owner_at: OwnerAt, is_at_home: Callable[[], bool] = lambda: True
+    ) -> SimulatedAgent:
         """A new agent."""
-        agent = SimulatedAgent(self, self.name(role), owner_at)
+        agent = SimulatedAgent(self, self.name(role), owner_at, is_at_home)
         self.agents[agent.name] = agent
         return agent
 
@@ -235,6 +240,7 @@ class SimulatedAgent:
         wire: Where it is.
         name: Unique.
         owner_at: Whose the memory is that it reads into.
+        is_at_home: Whether the running thread has that memory's device.
 
     Attributes:
         inbox: Notifications that have arrived.
@@ -242,8 +248,11 @@ class SimulatedAgent:
         heard: Called with each notification that is taken.
     """
 
-    def __init__(self, wire: Wire, name: str, owner_at: OwnerAt) -> None:
+    def __init__(
+        self, wire: Wire, name: str, owner_at: OwnerAt, is_at_home: Callable[[], bool]
+    ) -> None:
         self.name, self.owner_at = name, owner_at
+        self._is_at_home = is_at_home
         self.inbox: list[tuple[str, bytes]] = []
         self.answers = self.is_open = True
         self.heard: Callable[[bytes], None] = lambda message: None
@@ -254,6 +263,8 @@ class SimulatedAgent:
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory: str | None = None) -> None:
         """Make memory known."""
+        if memory is None:
+            self._check_thread("registers memory")
         self._regions += [(address, address + size) for address, size, _ in regions]
 
     def metadata(self) -> bytes:
@@ -298,6 +309,7 @@ class SimulatedAgent:
         """Post a read, or refuse it."""
         wire, random, faults = self._wire, self._wire.random, self._wire.faults
         assert self.is_open and remote.peer is not None
+        self._check_thread("reads")
         if random.random() < faults.refusal:
             raise TransferError(f"refused to read from {remote.peer}")
         targets, sources = local.handle.at(local_indices), remote.handle.at(remote_indices)
@@ -357,12 +369,16 @@ class SimulatedAgent:
             raise TransferError(f"{name} has left")
         return self._wire.agents[name]
 
+    def _check_thread(self, does: str) -> None:
+        check(self._is_at_home(), f"{self.name} {does} from a thread of another device")
+
     def _check_targets(self, pieces: list[Piece]) -> None:
         """No two reads may write into the same place, and nobody else may meanwhile."""
         taken = {piece.target: read for read in self._wire.reads for piece in read.pieces}
         for piece in pieces:
             owner, other = piece.owner, taken.get(piece.target)
-            if owner is not None and not owner.reads:
+            writes = owner is not None and (not owner.reads or self.owner_at in owner.written_at)
+            if writes:
                 raise Violation(f"{self.name} reads into memory of {owner}, who writes there")
             if other is not None:
                 raise Violation(

@@ -70,6 +70,7 @@ class Dialer:
     Args:
         make_agent: Makes an agent to read with, by its name, with nothing registered.
         clock: Seconds that only grow.
+        prepare: Called by its thread before everything else.
 
     Attributes:
         call: What its thread does, which may take as long as a whole handshake. Nothing can end it,
@@ -80,11 +81,14 @@ class Dialer:
         self,
         make_agent: Callable[[str], NixlAgent],
         clock: Callable[[], float] = time.monotonic,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         self.call = Round("dialer's thread", DEFAULT_TIMEOUT_S)
         self._make_agent = make_agent
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-dialer")
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="reshard-dialer", initializer=prepare
+        )
         self._local: LocalEndpoint | None = None
         self._planner: Planner | None = None
         self._ask: Ask | None = None

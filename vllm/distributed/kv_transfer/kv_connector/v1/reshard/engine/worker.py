@@ -105,7 +105,7 @@ class ReshardWorker:
         # What these are made of belongs to the connector's thread once that has begun.
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
         stats = ReshardStats()
-        self._dialer = Dialer(partial(self._make_agent, polled=True), clock)
+        self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._choose_device)
         self._transfers = Transfers()
         lanes = Lanes(lambda: self._waking(self._dialer.make_lane()), self._settings.lanes())
         renewals = Renewals(self._settings.lease_s)
@@ -275,6 +275,13 @@ class ReshardWorker:
     def _prepare_thread(self) -> None:
         """Make the calling thread the connector's."""
         run_on(self._helpers_cores())
+        self._choose_device()
+
+    def _choose_device(self) -> None:
+        """Have the calling thread compute, and NIXL register, where the caches are.
+
+        A thread begins with the first of its process's devices, whichever this worker's is.
+        """
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
