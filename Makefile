@@ -35,7 +35,7 @@ TOOLS := PYTHONPATH=build_backend $(BIN)/python -m reshard_build
 
 .DEFAULT_GOAL := help
 .PHONY: base help setup rebuild lint format test test-fast patches-check patches-import patches-export \
-        tree wheel plugin demo serve sweep soak bench docs clean test-faults test-full simulate
+        tree wheel plugin demo serve sweep soak bench docs clean test-faults test-full simulate gpu
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -158,6 +158,10 @@ sweep: setup  ## Compare many pairs of layouts with one engine, and print a tabl
 
 soak: setup  ## Let things go wrong under load, and check what must hold: SOAK_S=600 SEED=n
 	$(BIN)/python -m tools.soak --seconds $(SOAK_S) $(if $(SEED),--seed $(SEED)) $(SOAK_ARGS)
+
+# With the caller's Python: what is set up here computes on CPU.
+gpu:  ## Run what only a GPU can show, and report: PYTHON=/path/to/python, of one with a CUDA build
+	$(PYTHON) -m tools.gpu
 
 # Of its own: who does not measure needs no matplotlib.
 $(VENV)/.installed-bench: requirements/bench.txt $(VENV)/.installed

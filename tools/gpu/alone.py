@@ -2,7 +2,7 @@
 """The lower floors of the connector without vLLM: planning, memory, protocol and transport.
 
 They ask two things of vLLM, a logger and the names of NIXL's classes; there is a stand-in for each.
-This module itself imports nothing that is not Python's.
+This module itself needs nothing that is not Python's.
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ def why_not() -> str:
     return f"cannot import {', '.join(missing)}" if missing else ""
 
 
+def why_no_gpu() -> str:
+    """Return why torch cannot compute on a GPU, in words; an empty string where it can."""
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    return f"torch {torch.__version__} ({built}) finds no GPU: see what nvidia-smi says"
+
+
 def install() -> None:
     """Have the connector's lower floors be imported from this checkout, whatever is installed.
 
@@ -40,6 +50,7 @@ def install() -> None:
     assert not any(name == "vllm" or name.startswith("vllm.") for name in sys.modules)
     # As vLLM sets it before NIXL is imported: else UCX may keep regions that were given back.
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     nixl = importlib.import_module("nixl._api")
     _add("vllm", __path__=[str(_OVERLAY)])
     _add("vllm.distributed", __path__=[str(_OVERLAY / "distributed")])

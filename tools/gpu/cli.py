@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tools.gpu lane``: bytes between two processes on one device, without vLLM."""
+"""``python -m tools.gpu``, which ``make gpu`` runs, and its part that needs no vLLM, ``lane``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,22 @@ from pathlib import Path
 
 from . import alone
 
+_REPORT = Path("build/gpu/report.md")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.gpu",
+        description="Run on one GPU what no machine without one can, within ten minutes and "
+        "without a network, and write a report.",
+        epilog="Exit status: 0 all is well, 1 something failed, 2 something is missing.",
+    )
+    parser.add_argument(
+        "--report", type=Path, default=_REPORT, metavar="FILE", help="default: %(default)s"
+    )
+    parser.set_defaults(run=_kit)
+    commands = parser.add_subparsers(metavar="lane")
     lane = commands.add_parser(
         "lane", help="read whole workers' caches, compare and time; needs no vLLM"
     )
@@ -27,10 +38,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _kit(args: argparse.Namespace) -> int:
+    if reason := alone.why_not():
+        return _missing(reason)
+    # Not before: it needs what that has looked for.
+    from . import kit
+
+    if reason := kit.why_not():
+        return _missing(reason)
+    path = args.report.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return kit.run_kit(kit.steps(path.parent), path)
+
+
 def _lane(args: argparse.Namespace) -> int:
-    if reason := alone.why_not() or _why_no_device(args.device):
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
+    if reason := alone.why_not():
+        return _missing(reason)
+    if args.device != "cpu" and (reason := alone.why_no_gpu()):
+        return _missing(f"{reason}, or --device cpu")
     alone.install()
     from . import lane
 
@@ -44,11 +69,6 @@ def _lane(args: argparse.Namespace) -> int:
     return 1 if any(each.fault for each in measured) else 0
 
 
-def _why_no_device(device: str) -> str:
-    """Return why torch cannot compute there, in words; empty where it can."""
-    import torch
-
-    if device == "cpu" or torch.cuda.is_available():
-        return ""
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    return f"torch {torch.__version__} ({built}) finds no GPU: see nvidia-smi, or --device cpu"
+def _missing(reason: str) -> int:
+    print(f"error: {reason}", file=sys.stderr)
+    return 2
