@@ -14,6 +14,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Progress,
     assert_received,
     fill,
+    lost_blocks,
     receive,
     wait_until,
 )
@@ -34,10 +35,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     TransferEngine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
+    RemoteRequest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
@@ -182,3 +185,35 @@ def test_threads_choose_the_device_of_the_caches(engines, monkeypatch):
     worker._prepare_thread()
     assert chosen == 2 * [torch.device("cuda", 1)]
     assert worker._dialer._thread._initializer == worker._choose_device
+
+
+def test_connection_that_died_while_it_was_idle_costs_nothing(engines, monkeypatch):
+    """The lease's first renewal is refused over it, and the request is read with the next one."""
+    p, d = engines("prefill"), engines("decode")
+    address = p.serve()
+    progress = Progress(p, d)
+    (transfer_engine,) = d.transfer_engines.values()
+
+    def read(name: str, blocks: list[int]) -> None:
+        whole = fill(p, [5, 2, 9])
+        p.offer(name)
+        wanted = receive(address, blocks, [5, 2, 9], remote_request_id=name)
+        d.start(receive={name: wanted}, awaited={name: RemoteRequest(address, name)})
+        progress.until(d, received=name)
+        assert_received(d, blocks, whole)
+
+    read("first", [3, 4, 1])
+    (peer,) = transfer_engine.peers._peers.values()
+    died = peer.connection
+
+    def refuse(*_: object) -> None:
+        raise InDoubtError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    # Leases are renewed a few times in their time; it is over by the next request.
+    monkeypatch.setattr(transfer_engine._renewals, "_next_s", 0.0)
+    for call in ("notify", "read"):
+        monkeypatch.setattr(died.lane.agent, call, refuse)
+    read("second", [2, 6, 5])
+    (worker,) = d.workers.values()
+    assert not lost_blocks(worker)
+    assert peer.connection is not died and not died.lifetime.is_open

@@ -100,11 +100,18 @@ class Notifier:
             outgoing.given_up.append(GaveUpEntry(request_id, num_notifiers, secret))
             outgoing.known_as_broken = False
 
-    def renew(self, request_ids: Iterable[RequestId], producers: PeerConnection) -> None:
-        """Ask the producers of some requests' blocks to hold them for longer."""
-        messages = encode_renewals(request_ids)
-        for peer, _ in producers.engine.releases:
-            self._notify(producers, peer, messages)
+    def renew(self, request_ids: Iterable[RequestId], producers: PeerConnection) -> bool:
+        """Ask the producers of some requests' blocks to hold them for longer.
+
+        Returns:
+            Whether each of them could be asked.
+        """
+        messages = list(encode_renewals(request_ids))
+        asked = [
+            self._notify(producers, peer, messages, known_as_broken=True)
+            for peer, _ in producers.engine.releases
+        ]
+        return all(asked)
 
     def flush(self) -> None:
         """Send what was collected: one notification to each producer, or a few long ones."""
@@ -135,7 +142,8 @@ class Notifier:
         messages: Iterable[bytes],
         *,
         known_as_broken: bool = False,
-    ) -> None:
+    ) -> bool:
+        """Send messages to one worker; returns whether all were taken."""
         for message in messages:
             try:
                 producers.notify(peer, message)
@@ -148,4 +156,5 @@ class Notifier:
                     logger.warning(
                         "%s: its blocks are freed when their lease runs out", one_line(error)
                     )
-                return
+                return False
+        return True

@@ -333,8 +333,11 @@ class TransferEngine:
     ) -> None:
         """Renew leases; an engine that is not connected yet is by the next time."""
         peer = self.peers.get_or_connect(address, now_s)
-        if peer.connection is not None:
-            self._notifier.renew(request_ids, peer.connection)
+        if peer.connection is None or self._notifier.renew(request_ids, peer.connection):
+            return
+        # As one that has died while it was idle. What waits is read with the next one.
+        logger.info("The connection with engine %s is broken.", quote(address.engine_id))
+        self.peers.break_off(peer.connection, now_s)
 
 
 def _may_begin(incoming: Incoming) -> bool:

@@ -111,7 +111,8 @@ _MISSING = {
     "can reach its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, and that both engines have the same "
     "side_channel_key_file, or none",
     _Stage.ANSWER: "connected, but no answer within {} s: check that the port is the engine's "
-    "VLLM_NIXL_SIDE_CHANNEL_PORT, and that the engine is not stuck",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT, that the engine is not stuck, and that large packets get through "
+    "(MTU)",
     _Stage.PROBE: "answered, but its NIXL metadata was not tried within {} s: see who names so "
     "many hosts, and whether this machine is overloaded; side_channel_key_file makes it needless",
 }
