@@ -42,8 +42,10 @@ def test_every_test_of_a_fault_is_in_the_table():
         beside = (
             "blocks_of_all_these_requests_come_back",
             "engines_with_the_same_key_read_from_each_other",
+            "lossy_link_costs_time_only",
             "prompt_that_has_grown_is_completed",
             "requests_that_are_refused_give_their_blocks_back",
+            "slow_link_costs_time_only",
         )
         assert {f"{file}::{name}" for name in tests} - named <= {
             f"{file}::test_{name}" for name in beside
