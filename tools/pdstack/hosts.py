@@ -137,7 +137,7 @@ def hosts(*names: str) -> Iterator[Network]:
         names: of the hosts; short, as devices are called so, too.
 
     Raises:
-        NetworkError: this machine cannot have them; it says why.
+        NetworkError: this machine cannot have them, or such links; it says why.
     """
     prefix = f"hosts-{os.getpid()}-{next(_NETWORKS)}"
     with ExitStack() as stack:
@@ -150,7 +150,11 @@ def hosts(*names: str) -> Iterator[Network]:
             stack.enter_context(namespace(host.namespace))
             _join(host, switch)
             known[name] = host
-        yield Network(known, switch)
+        network = Network(known, switch)
+        # Said now, and not in the middle of what these are wanted for.
+        with network.link(names[0], outward=Link(lost=0.5, bytes_s=1 << 20)):
+            pass
+        yield network
 
 
 def _join(host: Host, switch: str) -> None:
