@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import closing
@@ -33,6 +34,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     wait_until,
 )
 from tests.v1.kv_connector.unit.reshard.protocol.tables import seen, strike
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
     Notice,
@@ -172,6 +174,19 @@ def test_empty_read_does_not_take_somebody_elses_blocks(engines, caplog_vllm, fi
 
 
 @every_strategy
+def test_threads_know_the_device_when_they_begin(engines, monkeypatch):
+    """That which makes agents begins before the connector's, and registers the same caches."""
+    found = {}
+
+    def choose(worker):
+        found[threading.current_thread().name.partition("_")[0]] = worker._device
+
+    monkeypatch.setattr(ReshardWorker, "_choose_device", choose)
+    engines("decode", tp=1)
+    wait_until(lambda: len(found) == 2)
+    assert found == dict.fromkeys(("reshard-dialer", "reshard-connector"), torch.device("cpu"))
+
+
 def test_requests_are_independent(engines):
     """Many requests in flight, between several engines, do not touch one another."""
     ps = [engines(f"prefill-{n}", tp=n) for n in (1, 2)]

@@ -156,6 +156,7 @@ class ReshardWorker:
         Raises:
             LocalLayoutError: The caches cannot be transferred.
         """
+        self._device = next(iter(kv_caches.values())).device
         self._fill_scales(kv_caches)
         backends = self._backends(kv_caches)
         # No draft keeps state; and layers that do are numbered on from the others by some models.
@@ -196,7 +197,6 @@ class ReshardWorker:
             transfer_engine.agent.metadata(),
         )
         self.handshake = ReshardHandshakeMetadata(self._factors, encode_worker(description))
-        self._device = next(iter(kv_caches.values())).device
         self._thread.start()
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
