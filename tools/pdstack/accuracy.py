@@ -145,16 +145,26 @@ async def _complete_all(
     at_once = asyncio.Semaphore(CONCURRENCY)
     async with httpx.AsyncClient(timeout=REQUEST_LIMIT_S, trust_env=False) as client:
 
-        async def complete(prompt: Sequence[int]) -> Completion:
+        async def one(prompt: Sequence[int]) -> Completion:
             async with at_once:
-                return await _complete(client, url, model, prompt, salt)
+                return await complete(client, url, model, prompt, salt)
 
-        return list(await asyncio.gather(*map(complete, prompts)))
+        return list(await asyncio.gather(*map(one, prompts)))
 
 
-async def _complete(
+async def complete(
     client: httpx.AsyncClient, url: str, model: str, prompt: Sequence[int], salt: str | None
 ) -> Completion:
+    """Send one prompt to a server, and return its answer.
+
+    Args:
+        url: base URL, without a path.
+        salt: keeps what is computed for it apart from other requests' prefixes.
+
+    Raises:
+        PDStackError: the answer is none, or not whole.
+        httpx.HTTPError: the server failed, or was silent for too long.
+    """
     body = {
         "model": model,
         "prompt": list(prompt),

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from . import demo, report, sweep_cli
+from . import demo, report, roll_cli, sweep_cli
 from .engine import ServedModel
 from .errors import UsageError
 from .invocation import StackProgress, add_options, check_options, invoke
@@ -62,6 +62,7 @@ def _build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", parents=[common], help="stay up until Ctrl-C")
     serve.add_argument("--port", type=int, help="port of the router (default: a free one)")
     sweep_cli.add_commands(commands)
+    roll_cli.add_command(commands)
     return parser
 
 
@@ -188,6 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if args.command in ("sweep", "accuracy"):
                 return sweep_cli.execute(args, Console())
+            if args.command == "roll":
+                return roll_cli.execute(args, Console())
             return _execute(_Run(args, Console()))
         except UsageError as error:
             report.print_error(Console(stderr=True), error, None)

@@ -18,6 +18,7 @@ from typing import Any
 from .errors import UsageError
 from .layout import Layout
 from .ports import HOST
+from .process import GRACE_S
 
 _CPU_MLA = "v1/attention/backends/mla/cpu_mla.py"
 _CPU_DEEPSEEK4 = "models/deepseek_v4/cpu/model.py"
@@ -247,6 +248,7 @@ class EngineSpec:
         namespace: the network namespace that it runs in, for which one has to be root; by default
             the launcher's.
         module_dirs: where modules lie that it imports, and that are not installed.
+        grace_s: how long it may take to end after SIGTERM.
     """
 
     name: str
@@ -263,6 +265,7 @@ class EngineSpec:
     scripts: Path | None = None
     namespace: str | None = None
     module_dirs: Sequence[Path] = ()
+    grace_s: float = GRACE_S
 
 
 def engine_command(

@@ -242,7 +242,7 @@ class PDStack:
                 model_env=self.model.env,
             )
             command = engine_command(spec, self.model, self._device, port, vllm)
-            return ChildProcess(spec.name, command, env, self.run_dir), port
+            return ChildProcess(spec.name, command, env, self.run_dir, spec.grace_s), port
 
         child, port = start()
         movable = spec.port is None and spec.side_channel_port is None
