@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .caches import Caches, why_no_caches
@@ -17,6 +17,7 @@ from .engine import (
     why_no_state,
 )
 from .errors import UsageError
+from .installation import Installation
 from .layout import Layout
 from .tiny_checkpoints import (
     write_tiny_deepseek4,
@@ -51,6 +52,7 @@ class Side:
         speculation: how each drafts, if it does.
         options: more of the connector's, as pairs.
         caches: what their caches are like, if not as vLLM for CPU has them.
+        installation: the vLLM that they run, if not this one.
     """
 
     layout: Layout = _ONE
@@ -61,11 +63,13 @@ class Side:
     speculation: Speculation | None = None
     options: tuple[tuple[str, str], ...] = ()
     caches: Caches | None = None
+    installation: Installation | None = None
 
     def __str__(self) -> str:
         times = f"{self.count} x " if self.count > 1 else ""
         stages = dict(self.env).get("VLLM_PP_LAYER_PARTITION")
-        more = "".join(f", {each}" for each in (self.speculation, self.caches) if each)
+        said = (self.speculation, self.caches, self.installation)
+        more = "".join(f", {each}" for each in said if each)
         return f"{times}{self.layout}" + (f" ({stages})" if stages else "") + more
 
 
@@ -299,6 +303,22 @@ SUBSETS: Mapping[str, tuple[str, ...]] = {
     "ci": ("TP not divisible", "uneven stages", "MultiConnector", "P on Ray", "Mamba 2 PP to TP"),
     # One with stages and one without, to see that another base works at all.
     "base": ("PP on P", "TP not divisible"),
+    # Of each kind of cache and of draft, one pair of ranks and stages, for two releases.
+    "releases": (
+        "TP not divisible",
+        "PP on P",
+        "sliding windows",
+        "MLA TP down",
+        "Mamba 2 PP to TP",
+        "delta net TP down",
+        "Gemma 4 PP to TP",
+        "MiMo-V2 PP to TP",
+        "Nemotron-NAS PP to TP",
+        "n-grams on D",
+        "EAGLE",
+        "draft model",
+        "MTP",
+    ),
 }
 """Families that are run together under one name."""
 
@@ -315,6 +335,27 @@ def choose(names: Iterable[str]) -> list[Family]:
         if name.lower() not in known:
             raise UsageError(f"no family {name!r}; there are {', '.join(map(repr, known))}")
     return [known[name.lower()] for name in wanted] or list(FAMILIES)
+
+
+def across(family: Family, here: str, other: Installation) -> tuple[Family, Family]:
+    """Return a family with this release at its prefill engines, and with it at its decode engines.
+
+    Args:
+        here: the release of this installation.
+        other: the installation at the other end.
+    """
+    return (
+        replace(
+            family,
+            name=f"{family.name}, {here} to {other.release}",
+            decode=replace(family.decode, installation=other),
+        ),
+        replace(
+            family,
+            name=f"{family.name}, {other.release} to {here}",
+            prefill=replace(family.prefill, installation=other),
+        ),
+    )
 
 
 def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, str]]:

@@ -243,7 +243,9 @@ def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> 
     drafts = str(side.speculation or "")
     options = [value for _, value in side.options]
     caches = str(side.caches or "").replace(" ", "-")
-    parts = [str(side.layout), stages, side.connector, drafts, caches, *options, *side.args, *args]
+    release = side.installation.release if side.installation else ""
+    parts = [str(side.layout), stages, side.connector, drafts, caches, release, *options]
+    parts += [*side.args, *args]
     parts.append(str(number))
     name = "-".join(part.strip("-") for part in parts if part)
     # So many blocks hold the prompts of a sweep, but not longer ones that somebody asks for.
@@ -259,6 +261,7 @@ def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> 
         max_model_len=1024,
         speculation=side.speculation,
         module_dirs=side.caches.module_dirs if side.caches else (),
+        scripts=side.installation.scripts if side.installation else None,
     )
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from . import families, lm_eval, report, sweep
+from . import families, lm_eval, releases, report, sweep
 from .engine import ServedModel
 from .errors import ProcessDiedError, UsageError
+from .installation import ask, release_here
 from .invocation import StackProgress, add_options, check_options, invoke
 from .layout import check_layout, parse_layout, read_model_shape
 from .model import cache_dir, default_model_path, given_model, prepare_default_model
@@ -43,7 +44,21 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     which.add_argument(
         "--subset",
         choices=sorted(families.SUBSETS),
-        help="these families: `ci` is what CI runs, `base` what `make test BASE=` runs",
+        help="these families: `ci` is what CI runs, `base` what `make test BASE=` runs, `releases` "
+        "what --across runs by default",
+    )
+    many.add_argument(
+        "--across",
+        type=Path,
+        metavar="DIR",
+        help="run each family twice, with engines of another vLLM on either side: where its "
+        "console scripts are, as .venv-0.33.0/bin",
+    )
+    many.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="with --across: take what was seen into this file; docs/bases.md is written from one",
     )
     many.add_argument(
         "--list", action="store_true", help="print the families with their subsets and end"
@@ -78,12 +93,17 @@ def execute(args: argparse.Namespace, console: Console) -> int:
     if args.command == "accuracy":
         chosen, models = _one_pair(args)
     else:
-        chosen = families.choose(families.SUBSETS.get(args.subset, args.only))
+        if args.results is not None and args.across is None:
+            raise UsageError("--results is of pairs of two releases: it needs --across")
+        subset = args.subset or ("releases" if args.across and not args.only else "")
+        chosen = families.choose(families.SUBSETS.get(subset, args.only))
         if args.list:
             for family in chosen:
                 console.print(Text(_listed(family)), soft_wrap=True)
             return 0
         chosen, left_out = families.split_by_vllm(chosen)
+        if args.across is not None:
+            chosen, left_out = _across(args.across.absolute(), chosen, left_out)
         for name, why in left_out.items():
             if args.only:
                 raise UsageError(f"family {name!r} cannot run here: {why}")
@@ -105,12 +125,27 @@ def execute(args: argparse.Namespace, console: Console) -> int:
             after=gsm8k or (lambda _stack, _router: None),
         )
         results = runner.run(chosen)
+        if getattr(args, "results", None) is not None:
+            releases.store(args.results, results)
         _print_results(console, results, time.monotonic() - started)
         if args.command == "accuracy":
             console.print(Text(_told(gsm8k)), soft_wrap=True)
         return not any(result.fault for result in results)
 
     return invoke(args, console, command)
+
+
+def _across(
+    scripts: Path, chosen: Sequence[families.Family], left_out: Mapping[str, str]
+) -> tuple[list[families.Family], dict[str, str]]:
+    """The pairs of two releases that both can serve, and by name why not the others."""
+    here = release_here()
+    other, why = ask(scripts, [family.name for family in chosen])
+    if other.release == here:
+        raise UsageError(f"{scripts} has vLLM {here}, as this installation: name another release's")
+    served = [family for family in chosen if family.name not in why]
+    pairs = [pair for family in served for pair in families.across(family, here, other)]
+    return pairs, {**left_out, **why}
 
 
 class _Gsm8kStep:

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of docs/ that are written from stored results: `python -m tools.docs_results` writes them.
+
+A table stands between `<!-- results: NAME -->` and `<!-- /results -->`. What they are written from
+lies in docs/results/, where ``python -m tools.pdstack`` has put what it measured: ``sweep`` with
+``--across .venv-0.33.0/bin --results docs/results/releases.json``, and ``roll`` with
+``--next .venv-0.33.0/bin --address same --output docs/results/roll-same.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.pdstack.releases import Row, read
+from tools.pdstack.roll import Address
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("docs/bases.md", "docs/performance.md")
+
+_RESULTS = ROOT / "docs/results"
+_BLOCK = re.compile(r"^<!-- results: (\S+) -->\n.*?^<!-- /results -->$", re.MULTILINE | re.DOTALL)
+_NOT_RUN = "-"
+
+
+def rewrite(page: str) -> str:
+    """The same page with its tables as the stored results say.
+
+    Raises:
+        KeyError: a table has a name that is not known.
+    """
+
+    def table(block: re.Match[str]) -> str:
+        lines = "\n".join(_TABLES[block[1]]())
+        return f"<!-- results: {block[1]} -->\n\n{lines}\n\n<!-- /results -->"
+
+    return _BLOCK.sub(table, page)
+
+
+def release_lines(rows: Sequence[Row]) -> list[str]:
+    """A row for each family, and a column for each pair of releases."""
+    pairs = sorted({(row.prefill[0], row.decode[0]) for row in rows}, key=_in_order, reverse=True)
+    cells = {row.key: _came_to(row) for row in rows}
+    head = ["family", "prefill to decode", *(f"{one} to {other}" for one, other in pairs)]
+    lines = {
+        row.family: [
+            row.family,
+            f"{_layout(row.prefill[1])} to {_layout(row.decode[1])}",
+            *(cells.get((row.family, *pair), _NOT_RUN) for pair in pairs),
+        ]
+        for row in rows
+    }
+    return _table(head, lines.values(), numbers=2)
+
+
+def roll_lines(rolls: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A row for each phase of each roll.
+
+    Args:
+        rolls: what each has written, by where the engines were that followed.
+    """
+    head = ["next at", "", "requests", "failed", "other answers", "TTFT p50", "TTFT p99"]
+    lines = [
+        [
+            f"the {address} address" if address == Address.SAME else "another address",
+            phase["phase"],
+            *(f"{phase[count]:,}" for count in ("requests", "failed", "differing")),
+            *(f"{phase[time]:.2f} s" for time in ("ttft_p50_s", "ttft_p99_s")),
+        ]
+        for address, roll in rolls.items()
+        for phase in roll["phases"]
+    ]
+    return _table(head, lines, numbers=2)
+
+
+def _releases() -> list[str]:
+    return release_lines(read(_RESULTS / "releases.json"))
+
+
+def _rolls() -> list[str]:
+    paths = {str(address): _RESULTS / f"roll-{address}.json" for address in Address}
+    return roll_lines(
+        {address: json.loads(path.read_text(encoding="utf-8")) for address, path in paths.items()}
+    )
+
+
+_TABLES: Mapping[str, Callable[[], list[str]]] = {"releases": _releases, "rolls": _rolls}
+
+
+def _in_order(pair: tuple[str, str]) -> list[list[int]]:
+    """By numbers, the newer end first."""
+    return [[int(part) for part in release.split(".")] for release in pair]
+
+
+def _came_to(row: Row) -> str:
+    if row.fault:
+        return f"no: {row.fault}"
+    equal = f"{row.equal} of {row.requests}"
+    return equal if row.exact else f"{equal}, {row.agreement:.0%} of tokens"
+
+
+def _layout(text: str) -> str:
+    """tp2pp1 as in the text of pages."""
+    return text.upper().replace("PP", " PP")
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]], *, numbers: int) -> list[str]:
+    """A table, of which all columns from a number on are aligned to the right."""
+    rules = ["---" if number < numbers else "---:" for number in range(len(head))]
+    return [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (head, rules, *lines)]
+
+
+def main() -> None:
+    """Write all tables anew."""
+    for name in PAGES:
+        path = ROOT / name
+        path.write_text(rewrite(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
