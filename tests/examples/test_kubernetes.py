@@ -209,6 +209,16 @@ def test_engines_are_given_the_time_to_end(name: str) -> None:
     assert limit_s >= pause_s + args.shutdown_timeout + 30
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_are_replaced_one_after_the_other(name: str) -> None:
+    """One is left that serves, and the router has heard of the next before another goes."""
+    spec = find("Deployment", name)["spec"]
+    strategy = spec["strategy"]["rollingUpdate"]
+    assert spec["replicas"] - strategy["maxUnavailable"] >= 1
+    probe = container_of(find("Deployment", name))["readinessProbe"]
+    assert spec["minReadySeconds"] > probe["periodSeconds"]
+
+
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_mounts_have_volumes(name: str) -> None:
     """Whatever is mounted is declared, and engines have shared memory."""

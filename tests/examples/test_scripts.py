@@ -13,6 +13,7 @@ import pytest
 from tests.examples.checks import EXAMPLES, check_kv_transfer
 from tests.examples.parsers import parse_ray_start, parse_vllm_router, parse_vllm_serve
 from tests.examples.stubs import Stubs
+from tools.pdstack.cli import build_parser
 
 SCRIPTS = sorted(EXAMPLES.glob("**/*.sh"))
 PROGRAMS = [script for script in SCRIPTS if script.parent.name != "lib"]
@@ -150,7 +151,38 @@ def test_what_has_to_be_given_is_asked_for(name: str, missing: str, tmp_path: Pa
     assert not any(stubs.calls(program) for program in ("vllm", "vllm-router", "ray"))
 
 
+def test_a_roll_is_the_launchers(tmp_path: Path) -> None:
+    """What follows is the installation that is named; options are passed on."""
+    ran = subprocess.run(
+        [EXAMPLES / "local/roll.sh", "next", "--address", "other"],
+        env={"PATH": os.environ["PATH"], "PYTHON": "echo"},
+        cwd=_make(tmp_path / "next").parent,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert ran.returncode == 0, ran.stderr
+    module, *args = ran.stdout.split()[1:]
+    assert module == "tools.pdstack"
+    asked = build_parser().parse_args(args)
+    assert (asked.command, asked.next, asked.address) == ("roll", tmp_path / "next/bin", "other")
+
+
+def test_a_roll_wants_what_follows() -> None:
+    """Without it, a line says how the script is called."""
+    ran = _run(
+        "local/roll.sh", {"PATH": os.environ["PATH"], "PYTHON": "echo"}, "--address", "other"
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("usage: roll.sh NEXT")
+
+
+def _make(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
 def test_every_command_is_tried() -> None:
     """No script is without a test of what it starts."""
-    started_elsewhere = {"local/serve_pd.sh", "ray/single_machine.sh"}
+    started_elsewhere = {"local/serve_pd.sh", "local/roll.sh", "ray/single_machine.sh"}
     assert {_name(script) for script in PROGRAMS} == {*COMMANDS, *started_elsewhere}

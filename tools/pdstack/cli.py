@@ -29,7 +29,8 @@ _WATCH_S = 0.5
 _DEFAULT_LAYOUTS = {"prefill": "tp1pp2", "decode": "tp1pp1"}
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.pdstack",
         description="Serve a model with prefill and decode engines behind vLLM's router.",
@@ -184,7 +185,7 @@ def _execute(run: _Run) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    args = _build_parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     with sigterm_raises():
         try:
             if args.command in ("sweep", "accuracy"):
