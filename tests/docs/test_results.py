@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables that are written from stored results say what is stored.
+
+Where it has changed, `python -m tools.docs_results` writes them anew.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.docs_results import PAGES, ROOT, release_lines, rewrite, roll_lines
+from tools.pdstack.releases import Row
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_tables_are_those_of_the_results(name):
+    """A page has each row of them, and has one at all."""
+    page = (ROOT / name).read_text(encoding="utf-8")
+    assert "<!-- results: " in page
+    assert rewrite(page) == page
+
+
+def test_a_table_of_no_known_name_is_refused():
+    """Nothing stays between its markers that nobody has written."""
+    with pytest.raises(KeyError):
+        rewrite("<!-- results: other -->\nx\n<!-- /results -->")
+
+
+def row(prefill: str, decode: str, **fields) -> Row:
+    """A row of one family."""
+    told = {
+        "family": "TP down",
+        "model": "m",
+        "prefill": (prefill, "tp2pp1"),
+        "decode": (decode, "tp1pp2"),
+        "exact": True,
+        "requests": 64,
+        "equal": 64,
+        "agreement": 1.0,
+        "bytes_moved": 1,
+        "fault": "",
+    }
+    return Row(**{**told, **fields})
+
+
+def test_releases_have_a_column_for_each_pair():
+    """The newest first; what was not run has none, and what did not pass says why."""
+    assert release_lines(
+        [
+            row("0.22.1", "0.32.0"),
+            row("0.32.0", "0.33.0"),
+            row("0.33.0", "0.32.0", fault="3 answers differ"),
+            row(*("0.32.0", "0.33.0"), family="bfloat16", exact=False, equal=60, agreement=0.981),
+        ]
+    ) == [
+        "| family | prefill to decode | 0.33.0 to 0.32.0 | 0.32.0 to 0.33.0 | 0.22.1 to 0.32.0 |",
+        "| --- | --- | ---: | ---: | ---: |",
+        "| TP down | TP2 PP1 to TP1 PP2 | no: 3 answers differ | 64 of 64 | 64 of 64 |",
+        "| bfloat16 | TP2 PP1 to TP1 PP2 | - | 60 of 64, 98% of tokens | - |",
+    ]
+
+
+def test_rolls_have_a_row_for_each_phase():
+    """With what failed before what took long."""
+    phase = {"requests": 1234, "failed": 1, "differing": 2, "ttft_p50_s": 0.123, "ttft_p99_s": 4.0}
+    rolls = {address: {"phases": [{**phase, "phase": "before"}]} for address in ("same", "other")}
+    assert roll_lines(rolls)[2:] == [
+        "| the same address | before | 1,234 | 1 | 2 | 0.12 s | 4.00 s |",
+        "| another address | before | 1,234 | 1 | 2 | 0.12 s | 4.00 s |",
+    ]
