@@ -68,6 +68,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             f"{layouts[0]})",
         )
     roll.add_argument(
+        "--times",
+        type=int,
+        default=1,
+        metavar="N",
+        help="roll it so often, forth and back in turn (default: %(default)d)",
+    )
+    roll.add_argument(
         "--model", type=Path, metavar="DIR", help="a model directory (default: a tiny Llama)"
     )
     roll.add_argument("--engine-args", default="", metavar="ARGS", help="for every `vllm serve`")
@@ -172,7 +179,10 @@ def roll_under_load(
             say(f"{settings.clients} clients ask {router.url}")
             _pass_time(stack, load, "before", settings.calm_s)
             load.phase = "during"
-            replacements = rolling.roll(settings.address, settings.scripts)
+            replacements = []
+            for number in range(settings.times):
+                scripts = None if number % 2 else settings.scripts
+                replacements += rolling.roll(settings.address, scripts)
             _pass_time(stack, load, "after", settings.calm_s)
     return Rolled(load.samples, replacements)
 
@@ -187,6 +197,7 @@ class RollSettings:
         scripts: where the vLLM that follows has its console scripts; by default here.
         clients: how many ask all the time.
         calm_s: how long they ask before and after it.
+        times: how often it is done, forth and back in turn.
     """
 
     fleet: Fleet = _DEFAULTS
@@ -195,6 +206,7 @@ class RollSettings:
     scripts: Path | None = None
     clients: int = 8
     calm_s: float = 60.0
+    times: int = 1
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> RollSettings:
@@ -203,8 +215,9 @@ class RollSettings:
         Raises:
             UsageError: it cannot be.
         """
-        if args.clients < 1 or not args.calm > 0:
-            raise UsageError("--clients and --calm have to be positive")
+        for name in ("clients", "calm", "times"):
+            if not getattr(args, name) > 0:
+                raise UsageError(f"--{name} has to be positive")
         prefill, decode = (
             [parse_layout(text) for text in given] if given else list(default)
             for given, default in (
@@ -231,6 +244,7 @@ class RollSettings:
             None if args.next is None else args.next.absolute(),
             args.clients,
             args.calm,
+            args.times,
         )
 
     @property
@@ -241,7 +255,8 @@ class RollSettings:
     @property
     def described(self) -> str:
         """What is going to happen, in a line."""
-        return f"{self.layouts}; each engine is replaced, at {self.address} address"
+        where = "the same address" if self.address is Address.SAME else "another address"
+        return f"{self.layouts}; each engine is replaced, by one at {where}"
 
 
 def _references(

@@ -10,7 +10,9 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from tools.pdstack import cli, roll
+from tests.tools.pdstack.fake_engines import WORDS, fake_engine
+from tools.pdstack import cli, roll, roll_cli
+from tools.pdstack.accuracy import Completion
 from tools.pdstack.engine import EngineSpec, ServedModel
 from tools.pdstack.errors import PDStackError
 from tools.pdstack.layout import Layout
@@ -39,8 +41,9 @@ class Stage:
         self.ends_after_s = 2.0
         self.status = 0
         self._now_s = 0.0
-        monkeypatch.setattr(roll.time, "monotonic", lambda: self._now_s)
-        monkeypatch.setattr(roll.time, "sleep", self._sleep)
+        # The module's own: threads of the load go by the machine's.
+        clock = SimpleNamespace(monotonic=lambda: self._now_s, sleep=self._sleep)
+        monkeypatch.setattr(roll, "time", clock)
         monkeypatch.setattr(roll, "version", lambda engine: engine.spec.scripts or "first")
         self.stack = create_autospec(PDStack, instance=True)
         self.stack.model = model
@@ -163,6 +166,26 @@ def test_an_engine_that_does_not_end_by_itself_ends_the_roll(
     assert stage.events[-1][0] == "gone"
 
 
+def test_a_fleet_is_rolled_forth_and_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time to the installation that it is not at, under a load that is compared."""
+    monkeypatch.setattr(roll_cli.accuracy, "vocabulary_size", lambda _: 100)
+    with fake_engine() as engine:
+        stage.stack.start_router.return_value.url = engine.url
+        monkeypatch.setattr(roll_cli.accuracy, "complete_all", _right)
+        settings = RollSettings(
+            Fleet([Layout(1, 1)], [Layout(1, 1)]), None, Address.OTHER, SCRIPTS, 2, 0.5, 3
+        )
+        rolled = roll_cli.roll_under_load(stage.stack, settings)
+    assert [each.after for each in rolled.replacements] == [
+        *([SCRIPTS] * 2 + ["first"] * 2 + [SCRIPTS] * 2)
+    ]
+    assert rolled.wrong == []
+
+
+def _right(url: str, model: str, prompts: list[list[int]]) -> list[Completion]:
+    return [Completion(WORDS, (), 0.1) for _ in prompts]
+
+
 GOOD = [Sample(phase, 0.0, 1.0, 0.5) for phase in ("before", "during", "after")]
 
 
@@ -187,8 +210,9 @@ def test_a_roll_passes_without_a_fault(samples: list[Sample], passed: bool) -> N
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["--clients", "0"], "have to be positive"),
-        (["--calm", "0"], "have to be positive"),
+        (["--clients", "0"], "--clients has to be positive"),
+        (["--calm", "0"], "--calm has to be positive"),
+        (["--times", "0"], "--times has to be positive"),
         (["--prefill", "tp1pp1"], "there have to be two of each role"),
         (["--next", "nowhere"], "vllm is not installed in"),
         (["--decode", "3"], "3"),
