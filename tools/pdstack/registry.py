@@ -49,7 +49,7 @@ class Registry:
         self._thread = threading.Thread(target=self._run, name="registry", daemon=True)
 
     def __enter__(self) -> Registry:
-        self._thread.start()
+        self.start()
         return self
 
     def __exit__(
@@ -58,9 +58,18 @@ class Registry:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Begin to tell the router."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell it nothing any more; also where it was never begun."""
         self._closed = True
         self._changed.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     @property
     def router_args(self) -> tuple[str, ...]:

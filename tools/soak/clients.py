@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import httpx
@@ -85,6 +86,7 @@ class Clients:
         self._turns = turns
         self._recorder = recorder
         self._terms = Terms(deadline_s)
+        self._must_answer = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="clients", daemon=True)
         self._gate = asyncio.Event()
@@ -127,6 +129,15 @@ class Clients:
         for client in self._load:
             if client.done():
                 client.result()
+
+    @contextmanager
+    def demanding(self) -> Iterator[None]:
+        """Within this block every request of the load that is sent has to be answered."""
+        self._must_answer = True
+        try:
+            yield
+        finally:
+            self._must_answer = False
 
     @property
     def in_flight(self) -> int:
@@ -191,7 +202,9 @@ class Clients:
         for ask in asks(seed, number, len(self._turns)):
             await asyncio.sleep(ask.rest_s)
             await self._gate.wait()
-            await self._ask(server(), ask, self._terms, None)
+            # Who goes away does not hear of it.
+            must_answer = self._must_answer and not ask.leaves
+            await self._ask(server(), ask, replace(self._terms, must_answer=must_answer), None)
 
     async def _ask(self, server: Server, ask: Ask, terms: Terms, params: Params | None) -> Request:
         """Ask, note down what came of it, and return that."""

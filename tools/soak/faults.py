@@ -29,6 +29,7 @@ class FaultKind(str, Enum):
     FORGED_PARAMS = "forged-params"
     MIXED_PARAMS = "mixed-params"
     KILL_ROUTER = "kill-router"
+    ROLL = "roll"
 
     def __str__(self) -> str:
         return self.value
@@ -58,6 +59,7 @@ DESCRIPTIONS: Mapping[FaultKind, str] = {
     FaultKind.FORGED_PARAMS: "kv_transfer_params that nobody returned",
     FaultKind.MIXED_PARAMS: "kv_transfer_params of another request",
     FaultKind.KILL_ROUTER: "the router is killed, and started again",
+    FaultKind.ROLL: "each engine is taken out, ends, and is followed, and no request may fail",
 }
 
 TARGET_ROLES: Mapping[FaultKind, Role] = {
@@ -74,7 +76,7 @@ TARGET_ROLES: Mapping[FaultKind, Role] = {
     FaultKind.FORGED_PARAMS: Role.PREFILL,
     FaultKind.MIXED_PARAMS: Role.PREFILL,
 }
-"""Whom a fault strikes; the one that is not here strikes the router."""
+"""Whom a fault strikes; of those that are not here, one strikes the router, and one all engines."""
 
 STOPS = frozenset(
     {
@@ -93,6 +95,9 @@ FRAMES = frozenset({FaultKind.DROP_FRAMES, FaultKind.DUPLICATE_FRAMES})
 
 ROUTER = "router"
 """The target of a fault that strikes no engine."""
+
+FLEET = "fleet"
+"""The target of one that strikes all of them."""
 
 
 @dataclass(frozen=True, order=True)

@@ -23,6 +23,8 @@ from tools.pdstack.errors import PDStackError
 from tools.pdstack.logs import find_cause
 from tools.pdstack.ports import HOST, PortAllocator
 from tools.pdstack.process import ChildProcess, describe_exit, stop_all, uninterrupted
+from tools.pdstack.registry import Registry
+from tools.pdstack.registry import Role as RouterRole
 from tools.pdstack.router import RouterSpec
 from tools.pdstack.stack import Engine, PDStack, Router
 from tools.pdstack.stack import Server as StackServer
@@ -36,11 +38,18 @@ MAX_MODEL_TOKENS = 1024
 POOL_BLOCKS = {Role.PREFILL: 24, Role.DECODE: 14}
 """A few requests of the longest kind: with as many clients, blocks run out again and again."""
 
+_SHUTDOWN_TIMEOUT_S = 60
+"""How long an engine that is asked to end goes on for what it has, and for what others read."""
+
+KILLED_AFTER_S = _SHUTDOWN_TIMEOUT_S + 15.0
+
 _CACHED_KERNELS = 32
 """oneDNN compiles a kernel for each shape that it multiplies, the number of tokens in a step among
 its sizes, and keeps 1,024 of a quarter of a MiB. An engine that meets new lengths all the time
 would grow by hundreds of MiB before that is full, which could hide what leaks."""
 
+_ROUTER_ROLES = {Role.PREFILL: RouterRole.PREFILL, Role.DECODE: RouterRole.DECODE}
+_ENDED_BY_ITSELF = (0, 143)
 _READ_LIMIT_S = 3.0
 _NUM_WORKERS = 4
 _USAGE = "vllm:kv_cache_usage_perc"
@@ -104,10 +113,14 @@ def engine_spec(
             load_failure_policy="recompute" if recompute else "fail",
         ),
         env=env,
-        extra_args=("--num-gpu-blocks-override", str(POOL_BLOCKS[seat.role])),
+        extra_args=(
+            *("--num-gpu-blocks-override", str(POOL_BLOCKS[seat.role])),
+            *("--shutdown-timeout", str(_SHUTDOWN_TIMEOUT_S)),
+        ),
         max_model_len=MAX_MODEL_TOKENS,
         port=port,
         side_channel_port=side_channel_port,
+        grace_s=KILLED_AFTER_S,
     )
 
 
@@ -162,6 +175,7 @@ class _Place:
         self.placement = seat.placement
         self.incarnation = 0
         self.engine: Engine | None = None
+        self.is_ending = False
 
 
 class Fleet:
@@ -200,11 +214,13 @@ class Fleet:
         }
         self._router_stack = new_stack()
         self._router_port = ports.take()
+        self._registry = Registry(ports.take())
         self._router: Router | None = None
         self._router_incarnation = 0
 
     def start(self) -> None:
         """Start all engines one after the other, and then the router."""
+        self._registry.start()
         for name in self._places:
             self._start(name)
         self._start_router()
@@ -259,6 +275,8 @@ class Fleet:
         """End all processes of an engine, or of the router, at once."""
         place = self._places.get(name)
         server: StackServer = self._running_router if place is None else self._running(name)
+        if place is not None:
+            self._registry.take_out(server.url)
         for process in server.child.processes():
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
@@ -268,6 +286,30 @@ class Fleet:
             return
         place.stack.stop(server)
         self._note_end(place, wanted=True, how="killed")
+
+    def take_out(self, name: str) -> None:
+        """Let an engine have no new requests of the router's."""
+        self._registry.take_out(self._running(name).url)
+
+    def ask_to_end(self, name: str) -> None:
+        """Ask an engine to end by itself; returns at once."""
+        self._places[name].is_ending = True
+        self._running(name).child.request_stop()
+
+    def has_ended(self, name: str) -> bool:
+        """Whether no process of an engine is left that was asked to end."""
+        return self._running(name).child.exit_status is not None
+
+    def bury(self, name: str) -> None:
+        """Note down how an engine has ended that was asked to; one that has not is killed."""
+        place, engine = self._places[name], self._running(name)
+        had_ended = self.has_ended(name)
+        place.stack.stop(engine)
+        place.is_ending = False
+        status = engine.child.exit_status
+        by_itself = had_ended and status in _ENDED_BY_ITSELF
+        how = "it did not end by itself" if status is None else describe_exit(status)
+        self._note_end(place, wanted=by_itself, how=how)
 
     def restart(self, name: str, placement: Placement | None = None) -> None:
         """Start an engine, or the router, after it has ended.
@@ -288,8 +330,9 @@ class Fleet:
         for name, place in self._places.items():
             engine = place.engine
             status = None if engine is None else engine.child.exit_status
-            if engine is None or status is None:
+            if engine is None or status is None or place.is_ending:
                 continue
+            self._registry.take_out(engine.url)
             cause = find_cause(engine.child.log_path)
             place.stack.stop(engine)
             self._note_end(place, wanted=False, how=f"{describe_exit(status)}: {cause}")
@@ -351,6 +394,7 @@ class Fleet:
             stop_all(children)
             for stack in (*(place.stack for place in self._places.values()), self._router_stack):
                 stack.stop_all()
+            self._registry.close()
 
     def _start(self, name: str) -> None:
         place = self._places[name]
@@ -370,20 +414,16 @@ class Fleet:
             place.stack.stop_all()
             self._note_end(place, wanted=False, how=f"it could not start: {error}")
             raise
+        self._registry.admit(place.engine.url, _ROUTER_ROLES[place.seat.role])
 
     def _start_router(self) -> None:
         self._router_incarnation += 1
         spec = RouterSpec(
             f"{ROUTER}.{self._router_incarnation}",
             port=self._router_port,
-            # What it does with an engine that has failed is its own matter, and is to end soon.
-            extra_args=("--disable-circuit-breaker", "--health-check-interval-secs", "2"),
+            extra_args=self._registry.router_args,
         )
-        prefill, decode = (
-            [self._running(name) for name in self.names(role)]
-            for role in (Role.PREFILL, Role.DECODE)
-        )
-        self._router = self._router_stack.start_router(prefill, decode, spec)
+        self._router = self._router_stack.start_router([], [], spec)
 
     def _note_end(self, place: _Place, *, wanted: bool, how: str) -> None:
         place.engine = None

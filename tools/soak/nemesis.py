@@ -7,11 +7,14 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
+
+from tools.pdstack.registry import FORGOTTEN_AFTER_S
 
 from .clients import Clients, Params, PrefillError, Terms
 from .faults import FRAMES, KILLS, MEDDLING, Fault, FaultKind, Role
-from .fleet import Fleet
+from .fleet import KILLED_AFTER_S, Fleet
 from .forgery import Forgery, forge
 from .frames import Meddling, MeddlingChannel
 from .history import FaultSpan, Recorder, Request
@@ -22,6 +25,9 @@ _MEDDLINGS = {
     FaultKind.DROP_FRAMES: (Meddling.DROP_REQUESTS, Meddling.DROP_REPLIES),
     FaultKind.DUPLICATE_FRAMES: (Meddling.DUPLICATE_REQUESTS, Meddling.DUPLICATE_REPLIES),
 }
+
+ON_THE_WAY_S = 15.0
+"""How long a request may be on its way to an engine that the router sends none any more."""
 
 _FORGETTING_S = 5.0
 """How long it may take on a slow machine to close what is forgotten."""
@@ -100,6 +106,8 @@ class Nemesis:
     def _strike(self, fault: Fault, rng: random.Random) -> str:
         """Strike and heal; returns what exactly was done."""
         kind = fault.kind
+        if kind is FaultKind.ROLL:
+            return self._roll()
         if kind in KILLS or kind is FaultKind.KILL_ROUTER:
             return self._kill(fault)
         if kind is FaultKind.STOP_PREFILL_WORKER:
@@ -121,6 +129,21 @@ class Nemesis:
         self._fleet.restart(fault.target, fault.placement)
         self._clients.resume()
         return "" if fault.placement is None else f"now {fault.placement}"
+
+    def _roll(self) -> str:
+        """Let each engine be followed by another one, while all requests have to be answered."""
+        took_s = []
+        with self._clients.demanding():
+            for name in self._fleet.names():
+                self._fleet.take_out(name)
+                self._wait(FORGOTTEN_AFTER_S + ON_THE_WAY_S)
+                asked_s = self._recorder.now_s()
+                self._fleet.ask_to_end(name)
+                self._wait(KILLED_AFTER_S, partial(self._fleet.has_ended, name))
+                took_s.append(f"{name} {self._recorder.now_s() - asked_s:.0f} s")
+                self._fleet.bury(name)
+                self._fleet.restart(name)
+        return f"ended after {', '.join(took_s)}"
 
     def _stop_while_read(self, fault: Fault, rng: random.Random) -> str:
         """Stop a worker from which others are about to read what they were promised."""

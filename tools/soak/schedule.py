@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from tools.pdstack.layout import Layout
 
 from .faults import (
+    FLEET,
     RELAYOUTS,
     ROUTER,
     TARGET_ROLES,
@@ -116,7 +117,8 @@ def _fault(
 ) -> Fault:
     role = TARGET_ROLES.get(kind)
     targets = [seat.name for seat in seats if seat.role is role]
-    target = rng.choice(targets) if targets else ROUTER
+    everybody = FLEET if kind is FaultKind.ROLL else ROUTER
+    target = rng.choice(targets) if targets else everybody
     # Who reads from a stopped worker has to give up while it is still stopped.
     holds_reads = kind is FaultKind.STOP_PREFILL_WORKER
     hold_s = LONGEST_HOLD_S if holds_reads else rng.uniform(*_SHORT_HOLDS_S)

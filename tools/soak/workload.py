@@ -113,6 +113,11 @@ class Ask:
     salt: str | None = None
     rest_s: float = 0.0
 
+    @property
+    def leaves(self) -> bool:
+        """Whether the client goes away before the end."""
+        return self.leaves_after_s is not None or self.leaves_after_tokens is not None
+
 
 def conversations(seed: int, count: int, turns: int = 3) -> tuple[Conversation, ...]:
     """Plan conversations.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stands in for ``vllm serve`` and ``vllm-router`` in a soak: quick, right, and wrong on request.
 
-Run as ``fake_server.py serve MODEL --port N ...`` or ``fake_server.py --port N --decode URL ...``.
-The answer to a prompt is made of the prompt's digest; the router asks its decode engines in turn.
+Run as ``fake_server.py serve MODEL --port N ...``, or as a router that is told of its engines with
+``fake_server.py --port N --vllm-discovery-address HOST:PORT``. The answer to a prompt is made of
+the prompt's digest; the router asks its decode engines in turn.
 ``FAKE_DECODE`` in the environment holds words:
 
 * ``garble``: a request that says where its blocks are gets another answer;
@@ -26,17 +27,22 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
+import zmq
+
 parser = argparse.ArgumentParser()
 parser.add_argument("positional", nargs="*")
 parser.add_argument("--host")
 parser.add_argument("--port", type=int)
-parser.add_argument("--decode", action="append", default=[])
-parser.add_argument("--prefill", action="append", default=[])
+parser.add_argument("--vllm-discovery-address")
 parser.add_argument("--kv-transfer-config", default="")
 args, _ = parser.parse_known_args()
 IS_DECODE = "kv_consumer" in args.kv_transfer_config
 BEHAVIOUR = os.environ.get("FAKE_DECODE", "").split() if IS_DECODE else []
-DECODE_URLS = itertools.cycle(args.decode)
+FORGOTTEN_AFTER_S = 3.0
+# Decode engines by their addresses, with when each was told of last.
+TOLD: dict[str, float] = {}
+TURNS = itertools.count()
 PARAMS = {
     "do_remote_prefill": True,
     "remote_engine_id": "engine",
@@ -54,6 +60,26 @@ def answer_to(asked: dict[str, Any]) -> str:
     return (digest * 4)[: asked["max_tokens"]]
 
 
+def hear(address: str) -> None:
+    """Listen to who is there, for ever."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(f"tcp://{address}")
+        while True:
+            *_, content = socket.recv_multipart()
+            told = msgspec.msgpack.decode(content)
+            if told["type"] == "D":
+                TOLD[told["http_address"]] = time.monotonic()
+
+
+def next_url() -> str:
+    """Return the decode engine whose turn it is."""
+    oldest = time.monotonic() - FORGOTTEN_AFTER_S
+    known = sorted(address for address, at in list(TOLD.items()) if at > oldest)
+    if not known:
+        raise OSError("no decode engine")
+    return f"http://{known[next(TURNS) % len(known)]}"
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers what a soak asks."""
 
@@ -68,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Answer, or pass on to an engine that does."""
         content = self.rfile.read(int(self.headers["Content-Length"]))
-        if args.decode:
+        if args.vllm_discovery_address:
             self._pass_on(content)
             return
         asked = json.loads(content)
@@ -100,12 +126,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self, content: bytes) -> None:
         """Be a router."""
-        request = urllib.request.Request(
-            f"{next(DECODE_URLS)}{self.path}",
-            data=json.dumps(json.loads(content) | {"kv_transfer_params": PARAMS}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
         try:
+            request = urllib.request.Request(
+                f"{next_url()}{self.path}",
+                data=json.dumps(json.loads(content) | {"kv_transfer_params": PARAMS}).encode(),
+                headers={"Content-Type": "application/json"},
+            )
             with urllib.request.urlopen(request) as reply:
                 self._reply(reply.status, reply.read())
         except (urllib.error.URLError, OSError) as error:
@@ -135,6 +161,8 @@ class Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     print("fake server is up", flush=True)
+    if args.vllm_discovery_address:
+        threading.Thread(target=hear, args=(args.vllm_discovery_address,), daemon=True).start()
     server = ThreadingHTTPServer((args.host, args.port), Handler)
     # Clients that go away are what a soak is about.
     server.handle_error = lambda *_: None

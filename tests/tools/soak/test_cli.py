@@ -27,7 +27,7 @@ MAIN = """
 import os, sys
 from tools.pdstack import stack
 from tools.pdstack.engine import Device, ServedModel
-from tools.soak import cli, clients, runner, schedule, stage
+from tools.soak import cli, clients, nemesis, runner, schedule, stage
 scripts = sys.argv.pop(1)
 stack.find_script = lambda name, directory=None: f"{scripts}/{name}"
 stack.installed_device = lambda: Device.CPU
@@ -36,6 +36,7 @@ runner._FIRST_ROUND_S = 1.0
 runner.LULL_SLACK_S = -33.0
 clients.LONGEST_HOLD_S = clients._SLACK_S = 1.0
 stage._ROUTER_LIMIT_S = 1.0
+nemesis.FORGOTTEN_AFTER_S, nemesis.ON_THE_WAY_S = 4.0, 0.0
 schedule._LEADS_S = (0.2, 0.5)
 schedule._SHORT_HOLDS_S = (float(os.environ.get("HOLD_S", "0.5")),) * 2
 sys.exit(cli.main())
@@ -89,6 +90,26 @@ def test_soak_in_which_all_holds_is_success(start, tmp_path):
     assert sum(request["must_answer"] for request in history["requests"]) >= 8
     assert found(tmp_path)["violations"] == []
     assert living_in(tmp_path) == []
+
+
+def test_a_fleet_is_replaced_without_a_request_that_fails(start, tmp_path):
+    """Each of the four engines ends and is followed, under a load that has to be answered."""
+    status, shown = finish(start("--seconds", "1", "--faults", "roll"))
+    assert status == 0, shown
+    history = found(tmp_path)["history"]
+    (fault,) = history["faults"]
+    assert (fault["kind"], fault["target"]) == ("roll", "fleet")
+    assert [(each["engine"], each["wanted"]) for each in history["ends"]] == [
+        *((name, True) for name in ("prefill-1", "prefill-2", "decode-1", "decode-2"))
+    ]
+    meanwhile = [
+        each
+        for each in history["requests"]
+        if each["asked"] == "router" and fault["began_s"] < each["sent_s"] < fault["healed_s"]
+    ]
+    assert any(each["must_answer"] for each in meanwhile)
+    # Of those who are there at the end, whose clients do not leave.
+    assert all(each["must_answer"] for each in meanwhile if each["manner"] == "turn")
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ import pytest
 from tests.tools.soak.histories import request
 from tools.pdstack.errors import PDStackError
 from tools.pdstack.layout import Layout
+from tools.pdstack.registry import FORGOTTEN_AFTER_S
 from tools.soak.clients import PrefillError, Server
-from tools.soak.faults import Fault, FaultKind, Placement, Role
+from tools.soak.faults import FLEET, Fault, FaultKind, Placement, Role
+from tools.soak.fleet import KILLED_AFTER_S
 from tools.soak.forgery import Forgery
 from tools.soak.history import Recorder
-from tools.soak.nemesis import Nemesis
+from tools.soak.nemesis import ON_THE_WAY_S, Nemesis
 from tools.soak.schedule import FAILED_READ_LIMIT_S, HELD_READ_LIMIT_S, Round
 
 
@@ -27,9 +29,10 @@ class FakeFleet:
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def names(self, role: Role) -> list[str]:
+    def names(self, role: Role | None = None) -> list[str]:
         """Two of each role."""
-        return [f"{role}-{number}" for number in (1, 2)]
+        roles = list(Role) if role is None else [role]
+        return [f"{each}-{number}" for each in roles for number in (1, 2)]
 
     def computes(self, name: str) -> bool:
         """The second one does."""
@@ -52,7 +55,23 @@ class FakeFleet:
         """Note it down."""
         self.done.append(("kill", name))
 
-    def restart(self, name: str, placement: Placement | None) -> None:
+    def take_out(self, name: str) -> None:
+        """Note it down."""
+        self.done.append(("take out", name))
+
+    def ask_to_end(self, name: str) -> None:
+        """Note it down."""
+        self.done.append(("ask to end", name))
+
+    def has_ended(self, name: str) -> bool:
+        """It has, once it was asked to."""
+        return ("ask to end", name) in self.done
+
+    def bury(self, name: str) -> None:
+        """Note it down."""
+        self.done.append(("bury", name))
+
+    def restart(self, name: str, placement: Placement | None = None) -> None:
         """Note it down."""
         self.done.append(("restart", name, placement))
 
@@ -72,6 +91,13 @@ class FakeClients:
     def resume(self) -> None:
         """Note it down."""
         self.done.append("resume")
+
+    @contextmanager
+    def demanding(self) -> Iterator[None]:
+        """Note down the beginning and the end."""
+        self.done.append("all have to be answered")
+        yield
+        self.done.append("some may fail")
 
     def prefill(self, server: Server, ask: Any, limit_s: float) -> dict[str, Any]:
         """Return parameters that tell whose they are."""
@@ -169,6 +195,27 @@ def test_killed_servers_are_started_again(scene, kind):
         ("restart", "server", None),
         "resume",
     ]
+
+
+def test_each_engine_is_followed_while_all_requests_have_to_be_answered(scene):
+    """It is taken out, has the time for what is on its way, and ends by itself, under load."""
+    done = scene.strike(FaultKind.ROLL, FLEET)
+    assert (done[0], done[-1]) == ("all have to be answered", "some may fail")
+    names = [f"{role}-{number}" for role in Role for number in (1, 2)]
+    assert done[1:-1] == [
+        step
+        for name in names
+        for step in (
+            ("take out", name),
+            ("wait", FORGOTTEN_AFTER_S + ON_THE_WAY_S, False),
+            ("ask to end", name),
+            ("wait", KILLED_AFTER_S, True),
+            ("bury", name),
+            ("restart", name, None),
+        )
+    ]
+    (span,) = scene.recorder.history.faults
+    assert span.detail.startswith("ended after prefill-1 0 s, ")
 
 
 def test_engine_comes_back_with_another_layout(scene):

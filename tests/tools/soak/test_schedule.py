@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tools.soak import schedule
 from tools.soak.faults import (
+    FLEET,
     RELAYOUTS,
     ROUTER,
     TARGET_ROLES,
@@ -53,7 +54,8 @@ def test_faults_strike_whom_they_can(seed):
     for number, each in enumerate(islice(plan(seed, list(FaultKind), SEATS), 60), start=1):
         assert each.number == number
         assert roles.get(each.fault.target) is TARGET_ROLES.get(each.fault.kind)
-        assert (each.fault.target == ROUTER) == (each.fault.kind not in TARGET_ROLES)
+        everybody = FLEET if each.fault.kind is FaultKind.ROLL else ROUTER
+        assert (each.fault.target == everybody) == (each.fault.kind not in TARGET_ROLES)
         assert 0 < each.fault.hold_s <= schedule.LONGEST_HOLD_S
         assert bool(each.fault.forgeries) == (each.fault.kind is FaultKind.FORGED_PARAMS)
 
