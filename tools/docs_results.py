@@ -83,7 +83,11 @@ def _releases() -> list[str]:
 def _rolls() -> list[str]:
     paths = {str(address): _RESULTS / f"roll-{address}.json" for address in Address}
     return roll_lines(
-        {address: json.loads(path.read_text(encoding="utf-8")) for address, path in paths.items()}
+        {
+            address: json.loads(path.read_text(encoding="utf-8"))
+            for address, path in paths.items()
+            if path.exists()
+        }
     )
 
 
