@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +181,19 @@ def test_a_fleet_is_rolled_forth_and_back(stage: Stage, monkeypatch: pytest.Monk
         *([SCRIPTS] * 2 + ["first"] * 2 + [SCRIPTS] * 2)
     ]
     assert rolled.wrong == []
+
+
+def test_an_interruption_leaves_no_client_and_no_registry(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes; engines and router are the stack's to end."""
+    monkeypatch.setattr(roll_cli.accuracy, "vocabulary_size", lambda _: 100)
+    monkeypatch.setattr(roll_cli.accuracy, "complete_all", _right)
+    stage.stack.check.side_effect = KeyboardInterrupt
+    with fake_engine() as engine, pytest.raises(KeyboardInterrupt):
+        stage.stack.start_router.return_value.url = engine.url
+        roll_cli.roll_under_load(stage.stack, RollSettings())
+    assert {"load", "registry"}.isdisjoint(each.name for each in threading.enumerate())
 
 
 def _right(url: str, model: str, prompts: list[list[int]]) -> list[Completion]:
