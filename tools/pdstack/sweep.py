@@ -83,6 +83,7 @@ class Sweep:
         models: how to make the models that families name.
         after: what else is done with a family's router once its answers have passed; returns why
             the family has not passed, after all.
+        keep: given each result as soon as there is one.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Sweep:
         say: Callable[[str], None],
         models: Mapping[str, Callable[[Path], ServedModel]] = MODELS,
         after: After = lambda _stack, _router: None,
+        keep: Callable[[Result], None] = lambda _: None,
     ) -> None:
         self._run_dir = run_dir
         self._num_requests = num_requests
@@ -103,6 +105,7 @@ class Sweep:
         self._say = say
         self._models = models
         self._after = after
+        self._keep = keep
 
     def run(self, families: Sequence[Family]) -> list[Result]:
         """Run them, and return what became of each, in the order of models."""
@@ -125,6 +128,7 @@ class Sweep:
         self._say(f"{family.name}: {family.prefill} -> {family.decode}, {family.model}")
         result = group.run(family)
         self._say(f"  {result.fault or 'passed'}{_figures(result)}")
+        self._keep(result)
         return result
 
 

@@ -112,6 +112,10 @@ def execute(args: argparse.Namespace, console: Console) -> int:
     gsm8k = _Gsm8kStep.of(args, console)
     started = time.monotonic()
 
+    def keep(result: sweep.Result) -> None:
+        if getattr(args, "results", None) is not None:
+            releases.store(args.results, [result])
+
     def command(run_dir: Path, progress: StackProgress) -> bool:
         if gsm8k is not None:
             gsm8k.prepare(run_dir)
@@ -123,10 +127,9 @@ def execute(args: argparse.Namespace, console: Console) -> int:
             say=lambda text: console.print(Text(text), soft_wrap=True),
             models=models,
             after=gsm8k or (lambda _stack, _router: None),
+            keep=keep,
         )
         results = runner.run(chosen)
-        if getattr(args, "results", None) is not None:
-            releases.store(args.results, results)
         _print_results(console, results, time.monotonic() - started)
         if args.command == "accuracy":
             console.print(Text(_told(gsm8k)), soft_wrap=True)

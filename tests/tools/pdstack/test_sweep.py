@@ -308,9 +308,9 @@ def test_the_table_tells_what_did_not_pass():
         (Result(FAMILY, None, 0, "it died"), "  it died"),
     ],
 )
-def test_what_a_family_gave_is_said_at_once(tmp_path, monkeypatch, result, said):
+def test_what_a_family_gave_is_said_and_kept_at_once(tmp_path, monkeypatch, result, said):
     """A sweep that is ended early has no table."""
-    lines = []
+    lines, kept = [], []
     monkeypatch.setattr(_Group, "run", lambda _, family: result)
     sweep = Sweep(
         tmp_path,
@@ -318,8 +318,9 @@ def test_what_a_family_gave_is_said_at_once(tmp_path, monkeypatch, result, said)
         startup_timeout_s=1.0,
         on_wait=Mock(),
         say=lines.append,
+        keep=kept.append,
     )
-    assert sweep.run([FAMILY]) == [result]
+    assert sweep.run([FAMILY]) == [result] == kept
     assert lines[-1] == said
 
 
