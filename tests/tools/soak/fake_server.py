@@ -39,7 +39,7 @@ parser.add_argument("--kv-transfer-config", default="")
 args, _ = parser.parse_known_args()
 IS_DECODE = "kv_consumer" in args.kv_transfer_config
 BEHAVIOUR = os.environ.get("FAKE_DECODE", "").split() if IS_DECODE else []
-FORGOTTEN_AFTER_S = 3.0
+FORGOTTEN_AFTER_S = 5.0
 # Decode engines by their addresses, with when each was told of last.
 TOLD: dict[str, float] = {}
 TURNS = itertools.count()

@@ -36,7 +36,7 @@ runner._FIRST_ROUND_S = 1.0
 runner.LULL_SLACK_S = -33.0
 clients.LONGEST_HOLD_S = clients._SLACK_S = 1.0
 stage._ROUTER_LIMIT_S = 1.0
-nemesis.FORGOTTEN_AFTER_S, nemesis.ON_THE_WAY_S = 4.0, 0.0
+nemesis.ON_THE_WAY_S = 4.0
 schedule._LEADS_S = (0.2, 0.5)
 schedule._SHORT_HOLDS_S = (float(os.environ.get("HOLD_S", "0.5")),) * 2
 sys.exit(cli.main())
@@ -92,6 +92,8 @@ def test_soak_in_which_all_holds_is_success(start, tmp_path):
     assert living_in(tmp_path) == []
 
 
+# Four times ten seconds; the steps of a roll are tested in `test_nemesis.py`.
+@pytest.mark.full
 def test_a_fleet_is_replaced_without_a_request_that_fails(start, tmp_path):
     """Each of the four engines ends and is followed, under a load that has to be answered."""
     status, shown = finish(start("--seconds", "1", "--faults", "roll"))
