@@ -66,7 +66,9 @@ def as_workers_say(engine: Engine) -> Engine:
         Shard(
             shard.rank,
             {
-                layer: holding_of_rank(shard.rank.tp_rank, tp_size, len(holding.units))
+                layer: holding_of_rank(
+                    shard.rank.tp_rank, tp_size, len(holding.units), holding.tokens
+                )
                 for layer, holding in shard.holdings.items()
             },
         )

@@ -19,8 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteLa
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    ALL_TOKENS,
     Holding,
     Shard,
+    TokenShare,
     UnitInterval,
     shard_model,
 )
@@ -106,7 +108,8 @@ def holdings(draw) -> Holding:
     start = draw(st.integers(0, num_units - 1))
     stop = draw(st.integers(start + 1, num_units))
     may_repeat = stop == start + 1 and draw(st.booleans())
-    return Holding(UnitInterval(start, stop), num_units, may_repeat)
+    tokens = draw(st.sampled_from([ALL_TOKENS, TokenShare(1, 2, 3), TokenShare(0, 12, 3)]))
+    return Holding(UnitInterval(start, stop), num_units, may_repeat, tokens)
 
 
 layers = st.lists(
@@ -143,7 +146,8 @@ def test_digests_are_equal_for_equal_layouts_only(one, other):
     [
         (Shard, {"rank", "holdings"}),
         (MeshRank, {"pp_rank", "tp_rank"}),
-        (Holding, {"units", "num_units", "may_repeat"}),
+        (Holding, {"units", "num_units", "may_repeat", "tokens"}),
+        (TokenShare, {"index", "num_shares", "run_tokens"}),
         (UnitInterval, {"start", "stop"}),
     ],
 )

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan, check and lowering together, for models no two layers of which need be alike."""
+"""Plan, check and lowering together, for models no two layers of which need be alike.
+
+And for engines whose ranks share tokens out. Which rank has which token of which head is written
+down here by hand, as a dealer would: nothing of the planner's is asked.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.v1.kv_connector.unit.reshard.conftest import as_workers_say
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
     Plane,
@@ -20,9 +26,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import
     lower_read,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    Shard,
+    TokenShare,
+    shard_model,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import HostScatterer
 
 NUM_IDS, NUM_TOKENS = 5, 24
 _NOTHING = 255
@@ -90,33 +103,41 @@ class Rank:
 
     def blocks(self, layer: int) -> np.ndarray:
         """The blocks of the sequence: those of the last ids, the last one first."""
-        form = self.forms[layer]
-        count = math.ceil(NUM_TOKENS / form.block_tokens)
+        form, share = self.forms[layer], self.shard.holdings[layer].tokens
+        count = math.ceil(NUM_TOKENS / (form.block_tokens * share.num_shares))
         return np.arange(NUM_IDS * form.blocks_per_id)[::-1][:count].copy()
 
     def expected(self, shard: Shard) -> np.ndarray:
         """All bytes once the sequence is here, for a rank that really holds `shard`."""
         other = Rank(self.shard, self.forms)
         for layer, holding in shard.holdings.items():
-            form = self.forms[layer]
-            for number, block in enumerate(self.blocks(layer)):
+            form, blocks = self.forms[layer], self.blocks(layer)
+            for place, at in enumerate(dealt(holding.tokens)):
+                number, token = divmod(place, form.block_tokens)
                 for position, head in enumerate(range(holding.units.start, holding.units.stop)):
-                    for token in range(form.block_tokens):
-                        at = number * form.block_tokens + token
-                        if at < NUM_TOKENS:
-                            for plane in range(form.num_planes):
-                                name = (layer, plane, head, at)
-                                other.arrays[layer][plane, block, position, token] = (
-                                    hash(name) % _NOTHING
-                                )
+                    for plane in range(form.num_planes):
+                        name = (layer, plane, head, at)
+                        other.arrays[layer][plane, blocks[number], position, token] = (
+                            hash(name) % _NOTHING
+                        )
         return other.bytes
+
+
+def dealt(share: TokenShare) -> list[int]:
+    """The tokens of a share, in the order in which they are dealt."""
+    hands: list[list[int]] = [[] for _ in range(share.num_shares)]
+    for token in range(NUM_TOKENS):
+        hands[token // share.run_tokens % share.num_shares].append(token)
+    return hands[share.index]
 
 
 def spans(rank: Rank, num_layers: int) -> list[BlockSpan]:
     """The blocks of the sequence in every group."""
     nothing = BlockSpan(np.empty(0, np.int64), 0)
     return [
-        BlockSpan(rank.blocks(layer), 0) if layer in rank.shard.holdings else nothing
+        BlockSpan(rank.blocks(layer), 0, rank.shard.holdings[layer].tokens)
+        if layer in rank.shard.holdings
+        else nothing
         for layer in range(num_layers)
     ]
 
@@ -138,6 +159,80 @@ def engine_forms(draw, num_layers: int):
     return ({n: pair[end] for n, pair in enumerate(pairs)} for end in range(2))
 
 
+@st.composite
+def engine_shares(draw, heads_by_layer: dict[int, int], whole: set[int]):
+    """An engine of any size that shares tokens out, but those of some layers, and its runs."""
+    most = math.lcm(*heads_by_layer.values())
+    num_shares = draw(st.sampled_from([1, 2, 3, 4]))
+    mesh = ParallelMesh(draw(st.integers(1, len(heads_by_layer))), most * num_shares)
+    if draw(st.booleans()):
+        mesh = ParallelMesh(mesh.pp_size, 2 * mesh.tp_size)
+    run_tokens = draw(st.sampled_from([1, 2, 3, 4, 12]))
+    layout = mesh, len(heads_by_layer), heads_by_layer, None
+    engine = tuple(
+        Shard(
+            shared.rank,
+            {
+                layer: (replicated if layer in whole else shared).holdings[layer]
+                for layer in shared.holdings
+            },
+        )
+        for shared, replicated in zip(
+            shard_model(*layout, num_shares, run_tokens), shard_model(*layout), strict=True
+        )
+    )
+    return engine, run_tokens if num_shares > 1 else 1
+
+
+@st.composite
+def sharing_engines(draw):
+    """Two engines that share tokens out, with the forms of their layers."""
+    heads_by_layer = dict(
+        enumerate(draw(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=3)))
+    )
+    whole = draw(st.sets(st.sampled_from(sorted(heads_by_layer))))
+    sides = [draw(engine_shares(heads_by_layer, whole)) for _ in range(2)]
+    forms: tuple[dict[int, Form], dict[int, Form]] = ({}, {})
+    for layer in heads_by_layer:
+        slot_bytes, num_planes = draw(st.sampled_from([1, 3, 8])), draw(st.integers(1, 2))
+        for (_, run_tokens), of_layer in zip(sides, forms, strict=True):
+            sizes = [size for size in (4, 6, 12) if size % run_tokens == 0]
+            of_layer[layer] = Form(
+                slot_bytes,
+                num_planes,
+                draw(st.sampled_from(sizes)),
+                draw(st.sampled_from([2, 3])),
+                draw(st.booleans()),
+            )
+    return tuple(engine for engine, _ in sides), forms
+
+
+def read_direct(leg, selected, source: Rank, reader: Rank) -> None:
+    """Copy every descriptor."""
+    length = np.arange(int(leg.src.rows[0, 1]))
+    from_, to = (
+        end.addresses(indices.astype(np.int64))[:, np.newaxis] + length
+        for end, indices in zip((leg.src, leg.dst), leg.indices(selected), strict=True)
+    )
+    reader.bytes[to] = source.bytes[from_]
+
+
+def read_staged(leg, selected, source: Rank, reader: Rank, limit_bytes: int) -> None:
+    """Copy windows into an arena, and from there to where they belong."""
+    staged, arena = stage_leg(leg, source.cache), torch.zeros(1 << 16, dtype=torch.uint8)
+    own, length = torch.from_numpy(reader.bytes), np.arange(staged.descriptor_bytes)
+    copies = HostScatterer(arena, [own])
+    for window in staged.windows(selected, limit_bytes):
+        where = Span(0, window.size_bytes)
+        at_source, in_arena = (each.astype(np.int64) for each in staged.indices(window, where))
+        from_ = staged.src.addresses(at_source)[:, np.newaxis] + length
+        arena.numpy()[in_arena[:, np.newaxis] * len(length) + length] = source.bytes[from_]
+        scatter = staged.scatter(window, where)
+        copy = copies.submit(replace(scatter, dst_addresses=scatter.dst_addresses + own.data_ptr()))
+        assert copy.fault() is None and copy.done()
+    copies.close()
+
+
 @settings(max_examples=40)
 @given(data=st.data(), replica_offset=st.integers(0, 5))
 def test_every_byte_of_every_layer_lands_where_it_belongs(engine_pairs, data, replica_offset):
@@ -157,10 +252,34 @@ def test_every_byte_of_every_layer_lands_where_it_belongs(engine_pairs, data, re
             source = sources[read.src_rank]
             for leg in lower_read(read, source.cache, reader.cache):
                 selected = leg.select(spans(source, num_layers), spans(reader, num_layers))
-                length = np.arange(int(leg.src.rows[0, 1]))
-                from_, to = (
-                    end.addresses(indices.astype(np.int64))[:, np.newaxis] + length
-                    for end, indices in zip((leg.src, leg.dst), leg.indices(selected), strict=True)
-                )
-                reader.bytes[to] = source.bytes[from_]
+                read_direct(leg, selected, source, reader)
+        np.testing.assert_array_equal(reader.bytes, reader.expected(shard))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sides=sharing_engines(),
+    replica_offset=st.integers(0, 5),
+    limit_bytes=st.sampled_from([None, 1, 100, 1 << 16]),
+)
+def test_every_token_lands_on_the_rank_that_it_is_dealt_to(sides, replica_offset, limit_bytes):
+    """However two engines share tokens out, direct and by way of an arena."""
+    (src, dst), (src_forms, dst_forms) = sides
+    num_layers = len(src_forms)
+    said_src, said_dst = as_workers_say(src), as_workers_say(dst)
+    plan = plan_reshard(said_src, said_dst, replica_offset=replica_offset)
+    assert verify_plan(said_src, said_dst, plan) == []
+    sources = {shard.rank: Rank(shard, src_forms) for shard in src}
+    for shard in src:
+        sources[shard.rank].bytes[:] = sources[shard.rank].expected(shard)
+    for shard in dst:
+        reader = Rank(shard, dst_forms)
+        for read in plan.reads_of(shard.rank):
+            source = sources[read.src_rank]
+            for leg in lower_read(read, source.cache, reader.cache):
+                selected = leg.select(spans(source, num_layers), spans(reader, num_layers))
+                if limit_bytes is None:
+                    read_direct(leg, selected, source, reader)
+                else:
+                    read_staged(leg, selected, source, reader, limit_bytes)
         np.testing.assert_array_equal(reader.bytes, reader.expected(shard))

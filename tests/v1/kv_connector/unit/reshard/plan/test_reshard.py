@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import pl
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Holding,
     Shard,
+    TokenShare,
     UnitInterval,
     shard_model,
 )
@@ -139,6 +140,60 @@ def test_wide_source_to_narrow_destination():
         ("pp0tp1", "pp0tp2", [0], (4, 6), 0, 0),
         ("pp0tp1", "pp0tp3", [0], (6, 8), 0, 2),
     ]
+
+
+def shares(plan):
+    """The reads of a plan as ranks and what each of them holds of the tokens."""
+    return [
+        (read.dst_rank.tp_rank, read.src_rank.tp_rank, str(read.dst_tokens), str(read.src_tokens))
+        for read in plan.reads
+    ]
+
+
+def test_ranks_that_share_tokens_out_are_no_replicas():
+    """Two of four share a latent out, to four that do: the module's example."""
+    src = shard_model(ParallelMesh(1, 4), 1, 1, None, 2, 16)
+    dst = shard_model(ParallelMesh(1, 4), 1, 1, None, 4, 16)
+    assert shares(plan_reshard(src, dst)) == [
+        (0, 0, "0 of 4 by 16", "0 of 2 by 16"),
+        (1, 1, "1 of 4 by 16", "1 of 2 by 16"),
+        (2, 2, "2 of 4 by 16", "0 of 2 by 16"),
+        (3, 3, "3 of 4 by 16", "1 of 2 by 16"),
+    ]
+    (read, *_) = plan_reshard(src, shard_model(ParallelMesh(1, 1), 1, 1)).reads
+    assert (str(read.dst_tokens), str(read.src_tokens)) == ("all", "0 of 2 by 16")
+
+
+@pytest.mark.parametrize(
+    ("src_shares", "dst_shares", "num_reads"),
+    [(8, 8, 1), (8, 4, 2), (8, 2, 4), (8, 1, 8), (1, 8, 1)],
+)
+def test_no_more_is_read_from_than_has_tokens_that_are_needed(src_shares, dst_shares, num_reads):
+    """Of eight ranks, in runs of as many tokens at both ends."""
+    src = shard_model(ParallelMesh(1, 8), 1, 1, None, src_shares, 16)
+    dst = shard_model(ParallelMesh(1, 8), 1, 1, None, dst_shares, 16)
+    plan = plan_reshard(src, dst)
+    assert all(len(plan.reads_of(shard.rank)) == num_reads for shard in dst)
+    assert {len(release.notifiers) for release in plan.releases} == {num_reads}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ((), "no source rank holds heads .* layer 0, tokens 1 of 2 by 16, which .* pp0tp0 needs"),
+        ((0, 2, 8), "in several ways, among 2 in runs of 8 and 2 in runs of 16: start all"),
+        ((0, 1, 1), "in several ways"),
+    ],
+)
+def test_sources_that_do_not_have_all_tokens_are_refused(change, reason):
+    """A share that nobody has, and ranks that share out in other ways than their neighbours."""
+    src, dst = shard_model(ParallelMesh(1, 2), 1, 1, None, 2, 16), engine(layers=1)
+    others = [
+        Shard(src[1].rank, {0: Holding(UnitInterval(0, 1), 1, tokens=TokenShare(*change))})
+        for _ in range(bool(change))
+    ]
+    with pytest.raises(RemoteLayoutError, match=reason):
+        plan_reshard([src[0], *others], dst)
 
 
 def test_sizes_that_do_not_divide_each_other():

@@ -13,8 +13,10 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    ALL_TOKENS,
     Holding,
     Shard,
+    TokenShare,
     UnitInterval,
     common_units,
     holding_of_rank,
@@ -183,6 +185,62 @@ def test_impossible_holdings_do_not_exist(units, num_units, may_repeat):
     """Nobody holds more than there is, and only single units are taken for replicas."""
     with pytest.raises(ValueError, match="cannot be held"):
         Holding(units, num_units, may_repeat)
+
+
+@given(data=st.data())
+def test_shares_meet_where_a_token_is_in_both(data):
+    """As dealing the tokens of several rounds out shows."""
+    shares = []
+    for _ in range(2):
+        num_shares, run_tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
+        shares.append(TokenShare(data.draw(st.integers(0, num_shares - 1)), num_shares, run_tokens))
+    dealt = [
+        {
+            token
+            for token in range(36 * 36)
+            if token // each.run_tokens % each.num_shares == each.index
+        }
+        for each in shares
+    ]
+    assert shares[0].meets(shares[1]) is shares[1].meets(shares[0]) is bool(dealt[0] & dealt[1])
+
+
+def test_all_tokens_are_one_share():
+    """However long its runs would be."""
+    assert TokenShare(0, 1, 16) == ALL_TOKENS
+    assert (str(ALL_TOKENS), str(TokenShare(1, 4, 16))) == ("all", "1 of 4 by 16")
+
+
+@pytest.mark.parametrize("share", [(-1, 2, 1), (2, 2, 1), (0, 0, 1), (0, 2, 0)])
+def test_impossible_shares_do_not_exist(share):
+    """Somebody holds each of them."""
+    with pytest.raises(ValueError, match="is none"):
+        TokenShare(*share)
+
+
+def test_ranks_that_share_tokens_out_hold_the_same_units():
+    """Four ranks, of which two each have one of two heads, and each of these half of its tokens."""
+    shards = shard_model(ParallelMesh(1, 4), 1, 2, None, 2, 16)
+    held = [shard.holdings[0] for shard in shards]
+    assert [each.units.start for each in held] == [0, 0, 1, 1]
+    assert [each.tokens.index for each in held] == [0, 1, 0, 1]
+    assert holding_of_rank(3, 4, 1, TokenShare(1, 2, 16)) == Holding(
+        UnitInterval(1, 2), 2, True, TokenShare(1, 2, 16)
+    )
+    # All of four ranks have what there is: nobody else can have the same head.
+    assert holding_of_rank(3, 4, 1, TokenShare(3, 4)) == Holding(
+        UnitInterval(0, 1), 1, tokens=TokenShare(3, 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "num_shares", "reason"),
+    [(4, 1, 3, "does not divide"), (4, 2, 4, "has 2 for each of 2"), (2, 2, 2, "has 1 for each")],
+)
+def test_sizes_that_share_nothing_out_are_refused(tp, heads, num_shares, reason):
+    """Only ranks that would be replicas can."""
+    with pytest.raises(LocalLayoutError, match=reason):
+        shard_model(ParallelMesh(1, tp), 1, heads, None, num_shares)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(1, 1), (2, 1), (-1, 1)])

@@ -56,6 +56,21 @@ def test_plan_must_be_right_for_every_number_of_heads():
     assert "source offset 0 holds heads [1], destination offset 0 holds heads [0]" in fault
 
 
+def test_shares_of_tokens_must_be_what_ranks_hold():
+    """A read that takes its rank's tokens for others is found, and so is what nobody reads then."""
+    src = shard_model(ParallelMesh(1, 4), 1, 1, None, 4, 2)
+    dst = shard_model(ParallelMesh(1, 2), 1, 1, None, 2, 4)
+    plan = plan_reshard(src, dst)
+    assert verify_plan(src, dst, plan) == []
+    first, *others = plan.reads
+    wrong = replace(first, src_tokens=replace(first.src_tokens, index=3))
+    faults = verify_plan(src, dst, replace(plan, reads=(wrong, *others)))
+    assert "takes it that pp0tp0 holds tokens 3 of 4 by 2, but it holds 0 of 4 by 2" in faults[1]
+    assert faults[0] == "head 0 of layer 0, tokens 0 of 2 by 4, on pp0tp0 is read 0 times, not once"
+    faults = verify_plan(src, dst, replace(plan, reads=(first, *plan.reads)))
+    assert faults == ["head 0 of layer 0, tokens 0 of 2 by 4, on pp0tp0 is read 2 times, not once"]
+
+
 def test_ranks_that_contradict_each_other_are_found():
     """There is no number of heads that is 2 and 3."""
     two, three = (

@@ -100,7 +100,8 @@ def layout_digest(shards: Sequence[Shard]) -> bytes:
         rank = shard.rank
         lines = [f"rank {rank.pp_rank} {rank.tp_rank}"]
         lines += [
-            f"{layer!r} {held.units.start} {held.units.stop} {held.num_units} {held.may_repeat}"
+            f"{layer!r} {held.units.start} {held.units.stop} {held.num_units} {held.may_repeat} "
+            f"{held.tokens}"
             for layer, held in shard.holdings.items()
         ]
         digest.update("\n".join((*lines, "")).encode(errors="surrogatepass"))

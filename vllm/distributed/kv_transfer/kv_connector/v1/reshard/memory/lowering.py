@@ -22,11 +22,12 @@ keys and values lie side by side at one end, and are planes of their own at the 
 planes at both, whose slots do not adjoin: a run is one slot.
 
 Blocks of the two ends are matched by the position of their tokens in the sequence, not one by one.
+Where ranks share tokens out, those of a run take the place of those of a block at that end, unless
+the other has the very same share: rows stand for tokens of the sequence that adjoin at both ends.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ from ..errors import LocalLayoutError, RemoteLayoutError
 from ..plan.reshard import Read
 from ..plan.shards import Layer
 from .cache import Plane, RankCache
-from .overlap import BlockSpan, Overlap, overlap
+from .overlap import BlockSpan, Overlap, overlap, tokens_of_chunk
 
 Rows: TypeAlias = npt.NDArray[np.uint64]
 """Strided descriptors, shape (rows, 5): address, length, device id, stride, count; in bytes."""
@@ -83,7 +84,7 @@ class LegEnd:
 
     @property
     def tokens_per_id(self) -> int:
-        """Tokens in a block of the scheduler's."""
+        """Tokens in a block of the scheduler's, as many as one rank has."""
         return self.block_tokens * self.blocks_per_id
 
     @property
@@ -166,8 +167,13 @@ class Leg:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens that share a block with each other at both ends."""
-        return math.gcd(self.src.block_tokens, self.dst.block_tokens)
+        """Tokens of a chunk, which adjoin in the sequence and in a block of both ends."""
+        return tokens_of_chunk(
+            self.read.src_tokens,
+            self.read.dst_tokens,
+            self.src.block_tokens,
+            self.dst.block_tokens,
+        )
 
     @property
     def per_sequence(self) -> bool:
@@ -292,7 +298,7 @@ class Leg:
         rows = head_runs[:, np.newaxis] * end.runs_per_block
         # Where a block is a single run, so is a chunk.
         if end.runs_per_block > 1:
-            tokens = (common.chunk_starts - span.start_token) % end.block_tokens
+            tokens = span.places(common.chunk_starts) % end.block_tokens
             rows = rows + _expand(tokens // self.run.num_tokens, self._runs_per_chunk)
             block_ids = np.repeat(block_ids, self._runs_per_chunk)
         descriptors: npt.NDArray[np.int64] = (rows * end.num_blocks + block_ids).ravel()
@@ -334,7 +340,7 @@ def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
     )
     for layer in read.layers:
         for pair in _paired_planes(layer, src, dst):
-            run = _common_run(read.num_units * pair.dst.heads_per_unit, pair)
+            run = _common_run(read, layer, pair)
             src_shape, dst_shape = (replace(each, address=0) for each in (pair.src, pair.dst))
             pairs_by_shape[run, pair.blocks_per_id, src_shape, dst_shape].append(pair)
     return tuple(_leg(read, run, pairs, src, dst) for (run, *_), pairs in pairs_by_shape.items())
@@ -445,10 +451,19 @@ def _page_text(plane: Plane) -> str:
     return text if plane.heads_per_unit == 1 else f"{text}, {plane.heads_per_unit} slots to a unit"
 
 
-def _common_run(num_heads: int, pair: PlanePair) -> Run:
+def _common_run(read: Read, layer: Layer, pair: PlanePair) -> Run:
     """The largest run that is contiguous, in one order, at both ends."""
-    num_tokens = math.gcd(pair.src.block_tokens, pair.dst.block_tokens)
-    slot_tokens = pair.dst.slot_tokens
+    num_heads, slot_tokens = read.num_units * pair.dst.heads_per_unit, pair.dst.slot_tokens
+    num_tokens = tokens_of_chunk(
+        read.src_tokens, read.dst_tokens, pair.src.block_tokens, pair.dst.block_tokens
+    )
+    if num_tokens % slot_tokens:
+        raise RemoteLayoutError(
+            f"{slot_tokens} tokens of layer {layer} are in one piece, but ranks share tokens out "
+            f"in pieces of {num_tokens} (tokens {read.src_tokens} at the source, "
+            f"{read.dst_tokens} here): give both engines one --block-size and "
+            "--cp-kv-cache-interleave-size, both of the same number"
+        )
     candidates = [
         Run(heads, tokens) for heads in (num_heads, 1) for tokens in (num_tokens, slot_tokens)
     ]

@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request's blocks at two ends have in common.
 
-It depends on the sizes of blocks and on the request, and on nothing else of a read: however many
-ranks a request is read from, and whether directly or by way of an arena, it is computed once.
+It depends on the sizes of blocks, on the request and on the tokens that each end holds, and on
+nothing else of a read: however many ranks a request is read from, and whether directly or by way of
+an arena, it is computed once.
+
+A rank that is dealt a share of a sequence has its own tokens in its blocks one after another. Its
+*position* counts these, and where they are in the sequence is another matter:
+
+    token of the sequence        0   1   2   3   4   5   6   7   8   9   10  11
+    position, share 1 of 3 by 2          0   1                   2   3
 """
 
 from __future__ import annotations
@@ -14,6 +21,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from ..plan.shards import ALL_TOKENS, TokenShare
+
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
@@ -21,25 +30,45 @@ class BlockSpan:
 
     Attributes:
         block_ids: Shape (blocks,), int64, in the order of the sequence.
-        start_token: Position in the sequence of the first token of the first block.
+        start_token: Position of the first token of the first block, among those of the share.
+        tokens: Which tokens of the sequence the blocks have. A block has whole runs of them.
     """
 
     block_ids: npt.NDArray[np.int64]
     start_token: int
+    tokens: TokenShare = ALL_TOKENS
+
+    def places(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How far tokens of the share are behind the first one of the first block.
+
+        Args:
+            tokens: By their places in the sequence; shape (tokens,).
+        """
+        if not self.tokens.is_all:
+            run_tokens = self.tokens.run_tokens
+            tokens = tokens // self.tokens.period_tokens * run_tokens + tokens % run_tokens
+        places: npt.NDArray[np.int64] = tokens - self.start_token
+        return places
+
+    def stretch(self, block_tokens: int) -> tuple[int, int]:
+        """Where in the sequence the blocks begin and end, with so many tokens of the share each."""
+        start, stop = self.start_token, self.start_token + len(self.block_ids) * block_tokens
+        return start * self.tokens.num_shares, stop * self.tokens.num_shares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlap:
     """The tokens that a request has at both ends, in one pair of KV-cache groups.
 
-    They are cut into *chunks*: the tokens that share a block with each other at both ends.
+    They are cut into *chunks*: tokens that follow one another in the sequence, and in one block at
+    both ends.
 
     Attributes:
         src: The request's blocks at the source.
         dst: The same at the destination.
         chunk_starts: Where in the sequence the chunks begin, at least one; shape (chunks,), int64.
             They are in the order of the source's memory, so that adjoining blocks are adjoining
-            chunks.
+            chunks. Where both ends have the same share, that is their sequence.
         src_block_ids: The source's block of each chunk, ascending; shape (chunks,), int64.
         dst_block_ids: The destination's block of each chunk; shape (chunks,), int64.
         src_blocks: The same blocks, each once; shape (blocks,), int64.
@@ -100,17 +129,23 @@ def overlap(
         src_block_tokens: Tokens in a block at the source.
         dst_block_tokens: The same at the destination.
     """
-    start = max(src.start_token, dst.start_token)
-    stop = min(
-        src.start_token + len(src.block_ids) * src_block_tokens,
-        dst.start_token + len(dst.block_ids) * dst_block_tokens,
-    )
+    chunk_tokens = tokens_of_chunk(src.tokens, dst.tokens, src_block_tokens, dst_block_tokens)
+    if src.tokens == dst.tokens:
+        src, dst = (replace(span, tokens=ALL_TOKENS) for span in (src, dst))
+    src_stretch, dst_stretch = src.stretch(src_block_tokens), dst.stretch(dst_block_tokens)
+    start, stop = max(src_stretch[0], dst_stretch[0]), min(src_stretch[1], dst_stretch[1])
     if start >= stop:
         return None
-    chunk_tokens = math.gcd(src_block_tokens, dst_block_tokens)
     chunk_starts = np.arange(start, stop, chunk_tokens, dtype=np.int64)
-    src_ids = _blocks_of(src, src_block_tokens, chunk_starts, chunk_tokens)
-    dst_ids = _blocks_of(dst, dst_block_tokens, chunk_starts, chunk_tokens)
+    for share in (src.tokens, dst.tokens):
+        if not share.is_all:
+            turns = chunk_starts // share.run_tokens % share.num_shares
+            chunk_starts = chunk_starts[turns == share.index]
+    if not len(chunk_starts):
+        return None
+    adjoin = src.tokens.is_all and dst.tokens.is_all
+    src_ids = _blocks_of(src, src_block_tokens, chunk_starts, chunk_tokens, adjoin=adjoin)
+    dst_ids = _blocks_of(dst, dst_block_tokens, chunk_starts, chunk_tokens, adjoin=adjoin)
     least_step = int(_steps(src_ids).min(initial=1))
     if least_step < 0:
         order = np.argsort(src_ids, kind="stable")
@@ -125,14 +160,31 @@ def overlap(
     return Overlap(src, dst, chunk_starts, src_ids, dst_ids, src_blocks, first_chunks)
 
 
+def tokens_of_chunk(
+    src: TokenShare, dst: TokenShare, src_block_tokens: int, dst_block_tokens: int
+) -> int:
+    """Tokens of a chunk, where two ends have these shares of a sequence in blocks of such sizes."""
+    if src == dst:
+        return math.gcd(src_block_tokens, dst_block_tokens)
+    return math.gcd(
+        src_block_tokens if src.is_all else src.run_tokens,
+        dst_block_tokens if dst.is_all else dst.run_tokens,
+    )
+
+
 def _blocks_of(
-    span: BlockSpan, block_tokens: int, chunk_starts: npt.NDArray[np.int64], chunk_tokens: int
+    span: BlockSpan,
+    block_tokens: int,
+    chunk_starts: npt.NDArray[np.int64],
+    chunk_tokens: int,
+    *,
+    adjoin: bool,
 ) -> npt.NDArray[np.int64]:
-    """The block of each chunk, which are in the order of the sequence."""
-    if block_tokens == chunk_tokens:
+    """The block of each chunk, which are in the order of the sequence, and may adjoin there."""
+    if block_tokens == chunk_tokens and adjoin:
         first = (int(chunk_starts[0]) - span.start_token) // block_tokens
         return span.block_ids[first : first + len(chunk_starts)]
-    found: npt.NDArray[np.int64] = span.block_ids[(chunk_starts - span.start_token) // block_tokens]
+    found: npt.NDArray[np.int64] = span.block_ids[span.places(chunk_starts) // block_tokens]
     return found
 
 

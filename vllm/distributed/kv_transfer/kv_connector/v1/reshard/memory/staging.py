@@ -140,8 +140,8 @@ class StagedLeg:
         selection, leg, src, dst = window.selection, self.leg, self.slice, self.leg.pairs[0].dst
         common = selection.overlap
         src_block = np.searchsorted(common.src_blocks, common.src_block_ids)
-        src_token = (common.chunk_starts - common.src.start_token) % leg.src.block_tokens
-        dst_token = (common.chunk_starts - common.dst.start_token) % leg.dst.block_tokens
+        src_token = common.src.places(common.chunk_starts) % leg.src.block_tokens
+        dst_token = common.dst.places(common.chunk_starts) % leg.dst.block_tokens
         # The same at both ends.
         slot_tokens = dst.slot_tokens
         src_planes = np.arange(len(selection.planes)) * (len(common.src_blocks) * self.slice_bytes)

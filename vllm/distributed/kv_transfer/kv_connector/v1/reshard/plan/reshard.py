@@ -17,6 +17,16 @@ Source rank tp1 is released by tp0 and tp1, the others by one destination rank e
 
 Nothing here asks how many heads a model has: units are each layer's own, and so may be layers of
 one engine that the other has not, as long as the destination needs none of those.
+
+Where ranks share out the tokens of their units, a read is of those tokens that are in the shares of
+both of its ranks. One latent, source TP4 of which 2 share it out, to destination TP4 of which 4 do,
+all of them in runs of as many tokens:
+
+    destination    needs     reads from    which holds    together
+    tp0            0 of 4    tp0           0 of 2         0 of 4
+    tp1            1 of 4    tp1           1 of 2         1 of 4
+    tp2            2 of 4    tp2           0 of 2         2 of 4
+    tp3            3 of 4    tp3           1 of 2         3 of 4
 """
 
 from __future__ import annotations
@@ -28,7 +38,7 @@ from typing import TypeAlias
 
 from ..errors import LocalLayoutError, RemoteLayoutError, ReshardError
 from .mesh import MeshRank
-from .shards import Holding, Layer, Shard, UnitInterval, common_units
+from .shards import ALL_TOKENS, Holding, Layer, Shard, TokenShare, UnitInterval, common_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,8 @@ class Read:
         units: The units to read of each layer, of those of the whole model.
         src_unit_offset: Position of the first unit within the source's shard of each layer.
         dst_unit_offset: Position of the first unit within the destination's shard of each layer.
+        src_tokens: The tokens that the source holds of them. Those are read that both hold.
+        dst_tokens: The tokens that the destination holds.
     """
 
     dst_rank: MeshRank
@@ -50,6 +62,8 @@ class Read:
     units: UnitInterval
     src_unit_offset: int
     dst_unit_offset: int
+    src_tokens: TokenShare = ALL_TOKENS
+    dst_tokens: TokenShare = ALL_TOKENS
 
     @property
     def num_units(self) -> int:
@@ -108,12 +122,13 @@ def plan_reshard(
             different holders.
 
     Returns:
-        A plan in which every unit of every destination layer is read exactly once.
+        A plan in which every unit of every destination layer is read exactly once, of every token.
 
     Raises:
         LocalLayoutError: `dst` is empty or names a rank twice.
         RemoteLayoutError: `src` names a rank twice, or a layer has other units there, or no source
-            rank holds a unit that a destination rank needs.
+            rank holds a unit that a destination rank needs, or tokens are shared out there in
+            several ways.
     """
     src_by_rank = _by_rank(src, "source", RemoteLayoutError)
     dst_by_rank = _by_rank(dst, "destination", LocalLayoutError)
@@ -141,8 +156,16 @@ def _by_rank(
     return by_rank
 
 
-_Boxes: TypeAlias = dict[MeshRank, dict[Layer, UnitInterval]]
-"""The units of each layer on each rank, in the order of ranks and of their caches."""
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """What one rank holds of one layer: some units, of some tokens."""
+
+    units: UnitInterval
+    tokens: TokenShare
+
+
+_Boxes: TypeAlias = dict[MeshRank, dict[Layer, _Box]]
+"""What each rank holds of each layer, in the order of ranks and of their caches."""
 
 
 def _on_common_units(
@@ -172,7 +195,7 @@ def _on_common_units(
     def boxes(shards: dict[MeshRank, Shard]) -> _Boxes:
         return {
             rank: {
-                layer: holding.among(num_units[layer])
+                layer: _Box(holding.among(num_units[layer]), holding.tokens)
                 for layer, holding in shard.holdings.items()
                 if layer in num_units
             }
@@ -196,34 +219,61 @@ class _Piece:
     units: UnitInterval
 
 
+_Held: TypeAlias = dict[TokenShare, list[tuple[MeshRank, UnitInterval]]]
+"""Who holds which units of a layer, by the tokens of these, in the order of ranks."""
+
+
 def _elect(src: _Boxes, dst: _Boxes, replica_offset: int) -> Iterator[_Piece]:
-    """Choose a holder for every unit of every destination layer."""
-    held_by_layer: dict[Layer, list[tuple[MeshRank, UnitInterval]]] = defaultdict(list)
-    for src_rank, box in src.items():
-        for layer, units in box.items():
-            held_by_layer[layer].append((src_rank, units))
+    """Choose a holder for every unit of every destination layer, of each share of its tokens."""
+    held_by_layer: dict[Layer, _Held] = defaultdict(dict)
+    for src_rank, boxes in src.items():
+        for layer, box in boxes.items():
+            held_by_layer[layer].setdefault(box.tokens, []).append((src_rank, box.units))
 
     # The readers of each set of replicas, in the order of ranks, which is the order of their turns.
     readers: dict[tuple[MeshRank, ...], list[MeshRank]] = defaultdict(list)
-    for dst_rank, box in dst.items():
-        for layer, needed in box.items():
-            pieces: list[_Piece] = []
-            for units in _cut(needed, [held for _, held in held_by_layer[layer]]):
-                holders = tuple(rank for rank, held in held_by_layer[layer] if held.contains(units))
-                if not holders:
-                    raise RemoteLayoutError(
-                        f"no source rank holds heads {units} of layer {layer}, which destination "
-                        f"rank {dst_rank} needs: run both engines with the same model, and "
-                        "describe every stage and rank of the source"
-                    )
-                if dst_rank not in readers[holders]:
-                    readers[holders].append(dst_rank)
-                turn = replica_offset + readers[holders].index(dst_rank)
-                src_rank = holders[turn % len(holders)]
-                if pieces and pieces[-1].src_rank == src_rank:
-                    units = UnitInterval(pieces.pop().units.start, units.stop)
-                pieces.append(_Piece(dst_rank, src_rank, layer, units))
-            yield from pieces
+    for dst_rank, boxes in dst.items():
+        for layer, needed in boxes.items():
+            held_by_share = held_by_layer[layer]
+            for share in _shares_for(layer, needed.tokens, held_by_share):
+                held_units = held_by_share.get(share, [])
+                pieces: list[_Piece] = []
+                for units in _cut(needed.units, [held for _, held in held_units]):
+                    holders = tuple(rank for rank, held in held_units if held.contains(units))
+                    if not holders:
+                        of_share = "" if share.is_all else f", tokens {share}"
+                        raise RemoteLayoutError(
+                            f"no source rank holds heads {units} of layer {layer}{of_share}, which "
+                            f"destination rank {dst_rank} needs: run both engines with the same "
+                            "model, and describe every stage and rank of the source"
+                        )
+                    if dst_rank not in readers[holders]:
+                        readers[holders].append(dst_rank)
+                    turn = replica_offset + readers[holders].index(dst_rank)
+                    src_rank = holders[turn % len(holders)]
+                    if pieces and pieces[-1].src_rank == src_rank:
+                        units = UnitInterval(pieces.pop().units.start, units.stop)
+                    pieces.append(_Piece(dst_rank, src_rank, layer, units))
+                yield from pieces
+
+
+def _shares_for(layer: Layer, needed: TokenShare, held: _Held) -> list[TokenShare]:
+    """The shares of a layer's tokens at the source that have some of those that are needed.
+
+    Those are among them that no rank holds, where these are all.
+    """
+    if not held or held.keys() == {ALL_TOKENS}:
+        return [ALL_TOKENS]
+    ways = {(share.num_shares, share.run_tokens) for share in held}
+    if len(ways) > 1:
+        named = " and ".join(f"{count} in runs of {run}" for count, run in sorted(ways)[:2])
+        raise RemoteLayoutError(
+            f"source ranks share out the tokens of layer {layer} in several ways, among {named}: "
+            "start all workers of an engine alike"
+        )
+    ((num_shares, run_tokens),) = ways
+    shares = (TokenShare(index, num_shares, run_tokens) for index in range(num_shares))
+    return [share for share in shares if share.meets(needed)]
 
 
 def _cut(needed: UnitInterval, held: list[UnitInterval]) -> Iterator[UnitInterval]:
@@ -236,19 +286,32 @@ def _cut(needed: UnitInterval, held: list[UnitInterval]) -> Iterator[UnitInterva
 
 def _merge_layers(pieces: Iterable[_Piece], src: _Boxes, dst: _Boxes) -> Iterator[Read]:
     """Join the pieces that are alike in everything but the layer."""
-    layers_by_slice: dict[tuple[MeshRank, MeshRank, UnitInterval, int, int], list[Layer]] = (
-        defaultdict(list)
-    )
+    layers_by_slice: dict[
+        tuple[MeshRank, MeshRank, UnitInterval, int, int, TokenShare, TokenShare], list[Layer]
+    ] = defaultdict(list)
     for piece in pieces:
-        src_unit_offset, dst_unit_offset = (
-            piece.units.start - box[piece.layer].start
-            for box in (src[piece.src_rank], dst[piece.dst_rank])
-        )
+        there, here = src[piece.src_rank][piece.layer], dst[piece.dst_rank][piece.layer]
         layers_by_slice[
-            piece.dst_rank, piece.src_rank, piece.units, src_unit_offset, dst_unit_offset
+            piece.dst_rank,
+            piece.src_rank,
+            piece.units,
+            piece.units.start - there.units.start,
+            piece.units.start - here.units.start,
+            there.tokens,
+            here.tokens,
         ].append(piece.layer)
-    for (dst_rank, src_rank, units, src_offset, dst_offset), layers in layers_by_slice.items():
-        yield Read(dst_rank, src_rank, tuple(layers), units, src_offset, dst_offset)
+    for slice_, layers in layers_by_slice.items():
+        dst_rank, src_rank, units, src_offset, dst_offset, src_tokens, dst_tokens = slice_
+        yield Read(
+            dst_rank,
+            src_rank,
+            tuple(layers),
+            units,
+            src_offset,
+            dst_offset,
+            src_tokens,
+            dst_tokens,
+        )
 
 
 def _releases(

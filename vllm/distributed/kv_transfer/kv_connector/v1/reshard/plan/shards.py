@@ -20,6 +20,10 @@ These are vLLM's rules for splitting attention (`QKVParallelLinear`, `get_num_kv
 A worker that has several units of a layer knows `U`, which is T times as many. One that has a
 single unit of many ranks does not: it is one of T units, or a replica, and no module of vLLM says
 which. Its holding says so, and `common_units` finds a number to plan with.
+
+*Tokens* are what decode context parallelism splits. Ranks that would be replicas of each other deal
+a sequence out in runs of so many tokens, as players are dealt cards: with `n` of them, and runs of
+`I` tokens, the run of token p is rank p//I % n's. What each of them has of it is its `TokenShare`.
 """
 
 from __future__ import annotations
@@ -68,6 +72,62 @@ class UnitInterval:
         return self.start <= other.start and other.stop <= self.stop
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class TokenShare:
+    """The tokens of a sequence that one rank is dealt; all of them, unless it is said otherwise.
+
+    Attributes:
+        index: Its place among those that are dealt to, which is the number of its first run.
+        num_shares: How many are dealt to, one run each in turn.
+        run_tokens: Tokens in a run; 1 where all runs are one rank's.
+
+    Raises:
+        ValueError: There is no such place.
+    """
+
+    index: int = 0
+    num_shares: int = 1
+    run_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.num_shares or self.run_tokens < 1:
+            raise ValueError(
+                f"share {self.index} of {self.num_shares} in runs of {self.run_tokens} tokens is "
+                "none: need 0 <= index < num_shares and run_tokens >= 1"
+            )
+        if self.num_shares == 1:
+            object.__setattr__(self, "run_tokens", 1)
+
+    def __str__(self) -> str:
+        if self.is_all:
+            return "all"
+        return f"{self.index} of {self.num_shares} by {self.run_tokens}"
+
+    @property
+    def is_all(self) -> bool:
+        """Whether these are all tokens."""
+        return self.num_shares == 1
+
+    @property
+    def period_tokens(self) -> int:
+        """After how many tokens it is dealt to again."""
+        return self.num_shares * self.run_tokens
+
+    def meets(self, other: TokenShare) -> bool:
+        """Whether some tokens are in both shares.
+
+        A token is in both if it is as far behind the beginnings of two runs. Those of one share are
+        apart by its period, so that all distances between the two are equal modulo what the periods
+        have in common.
+        """
+        common = math.gcd(self.period_tokens, other.period_tokens)
+        ahead = (other.index * other.run_tokens - self.index * self.run_tokens) % common
+        return ahead < self.run_tokens or common - ahead < other.run_tokens
+
+
+ALL_TOKENS = TokenShare()
+
+
 @dataclass(frozen=True, slots=True)
 class Holding:
     """What one rank holds of one layer.
@@ -77,7 +137,8 @@ class Holding:
         num_units: Units of the layer over the whole model.
         may_repeat: `num_units` counts ranks, each of which holds one unit, and adjoining ones may
             hold the same: the layer has that many units or any divisor of it, each of them on
-            equally many adjoining ranks.
+            equally many adjoining ranks. Ranks that share tokens out among them count as one.
+        tokens: The tokens that it holds of these units.
 
     Raises:
         ValueError: The interval lies beyond the layer's units, or is not one rank's.
@@ -86,6 +147,7 @@ class Holding:
     units: UnitInterval
     num_units: int
     may_repeat: bool = False
+    tokens: TokenShare = ALL_TOKENS
 
     def __post_init__(self) -> None:
         if self.units.stop > self.num_units or (self.may_repeat and len(self.units) > 1):
@@ -148,16 +210,27 @@ def units_of_rank(tp_rank: int, tp_size: int, num_units: int) -> UnitInterval:
     return UnitInterval(tp_rank * units_per_rank, (tp_rank + 1) * units_per_rank)
 
 
-def holding_of_rank(tp_rank: int, tp_size: int, units_per_rank: int) -> Holding:
+def holding_of_rank(
+    tp_rank: int, tp_size: int, units_per_rank: int, tokens: TokenShare = ALL_TOKENS
+) -> Holding:
     """What one rank holds of a layer of which every rank holds equally many units.
 
     Args:
         tp_rank: The rank, `0 <= tp_rank < tp_size`.
         tp_size: Number of ranks.
         units_per_rank: Units that each rank holds, at least 1.
+        tokens: Which tokens it holds of them. As many ranks as share them out adjoin, and hold the
+            same units.
     """
-    units = UnitInterval(tp_rank * units_per_rank, (tp_rank + 1) * units_per_rank)
-    return Holding(units, tp_size * units_per_rank, may_repeat=units_per_rank == 1 < tp_size)
+    first, num_ranks = (each // tokens.num_shares for each in (tp_rank, tp_size))
+    units = UnitInterval(first * units_per_rank, (first + 1) * units_per_rank)
+    may_repeat = units_per_rank == 1 < num_ranks
+    return Holding(units, num_ranks * units_per_rank, may_repeat, tokens)
+
+
+def share_of_rank(tp_rank: int, num_shares: int, run_tokens: int) -> TokenShare:
+    """The tokens of a rank, where so many adjoining ranks share them out in runs of so many."""
+    return TokenShare(tp_rank % num_shares, num_shares, run_tokens)
 
 
 def common_units(holdings: Iterable[Holding]) -> int | None:
@@ -230,6 +303,8 @@ def shard_model(
     num_layers: int,
     num_kv_heads: int | Mapping[int, int],
     layers_per_stage: Sequence[int] | None = None,
+    num_shares: int = 1,
+    run_tokens: int = 1,
 ) -> tuple[Shard, ...]:
     """What every rank of an engine holds of a model, by layer index.
 
@@ -239,6 +314,9 @@ def shard_model(
         num_kv_heads: KV heads of each layer; 1 for MLA. Where layers differ, those of each that has
             a KV cache of its own.
         layers_per_stage: As in `partition_layers`.
+        num_shares: Ranks that share the tokens of their heads out, which is the size of decode
+            context parallelism.
+        run_tokens: Tokens in a run of those.
 
     Returns:
         One shard a rank, in the mesh's order of ranks.
@@ -246,14 +324,31 @@ def shard_model(
     Raises:
         LocalLayoutError: vLLM could not run the model on this mesh.
     """
+    if mesh.tp_size % num_shares:
+        raise LocalLayoutError(
+            f"decode_context_parallel_size {num_shares} does not divide tensor_parallel_size "
+            f"{mesh.tp_size}: it must"
+        )
     if isinstance(num_kv_heads, int):
         num_kv_heads = dict.fromkeys(range(num_layers), num_kv_heads)
     stages = partition_layers(num_layers, mesh.pp_size, layers_per_stage)
+    for num_heads in {*num_kv_heads.values()} if num_shares > 1 else ():
+        if mesh.tp_size // num_shares % num_heads:
+            raise LocalLayoutError(
+                f"decode_context_parallel_size {num_shares} shares a head out among ranks that "
+                f"hold it all, but tensor_parallel_size {mesh.tp_size} has "
+                f"{mesh.tp_size // num_heads} for each of {num_heads} KV heads: choose a size that "
+                "divides that"
+            )
     return tuple(
         Shard(
             rank,
             {
-                layer: Holding(units_of_rank(rank.tp_rank, mesh.tp_size, num_units), num_units)
+                layer: Holding(
+                    units_of_rank(rank.tp_rank, mesh.tp_size, num_units),
+                    num_units,
+                    tokens=share_of_rank(rank.tp_rank, num_shares, run_tokens),
+                )
                 for layer in stages[rank.pp_rank]
                 if (num_units := num_kv_heads.get(layer)) is not None
             },

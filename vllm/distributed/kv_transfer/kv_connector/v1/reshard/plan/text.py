@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .mesh import MeshRank
-from .reshard import ReshardPlan
+from .reshard import Read, ReshardPlan
 from .shards import Layer
 
 
@@ -23,13 +23,20 @@ def only_notified_by(plan: ReshardPlan, dst_rank: MeshRank) -> tuple[MeshRank, .
 def describe_reads(plan: ReshardPlan, dst_rank: MeshRank) -> str:
     """What one destination rank reads from whom, and whom it only notifies, in one line."""
     reads = "; ".join(
-        f"{layers_text(read.layers)}, heads {read.units} from {read.src_rank}"
+        f"{layers_text(read.layers)}, heads {read.units}{_shared_text(read)} from {read.src_rank}"
         for read in plan.reads_of(dst_rank)
     )
     parts = [f"reads {reads}" if reads else "reads nothing"]
     if notified := only_notified_by(plan, dst_rank):
         parts.append(f"only notifies {ranks_text(notified)}")
     return "; ".join(parts)
+
+
+def _shared_text(read: Read) -> str:
+    """Which tokens are read, where that is said of either end."""
+    if read.src_tokens.is_all and read.dst_tokens.is_all:
+        return ""
+    return f", tokens {read.src_tokens} into {read.dst_tokens}"
 
 
 def layers_text(layers: Sequence[Layer]) -> str:

@@ -3,22 +3,29 @@
 
 It shares no arithmetic with `plan`: every unit of every layer is written out as a cell, and the
 reads are carried out on cells. Where ranks do not know how many units a layer has, that is done for
-every number that it may be. It is slower than planning and depends on nothing but the meaning of a
-plan, which makes it fit to judge one.
+every number that it may be. Where they share out tokens, a cell is a unit at one stretch of tokens,
+of as many as come before all ranks are dealt to as in the beginning. It is slower than planning and
+depends on nothing but the meaning of a plan, which makes it fit to judge one.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import TypeAlias
 
 from .mesh import MeshRank
 from .reshard import Read, ReshardPlan
-from .shards import Holding, Layer, Shard
+from .shards import Holding, Layer, Shard, TokenShare
 
 _Cells: TypeAlias = dict[MeshRank, dict[Layer, list[int]]]
 """The units of each layer on each rank, in the order in which the rank stores them."""
+
+_MOST_STRETCHES = 1 << 12
+"""Stretches of tokens that are written out, from the beginning of a sequence. With sizes as engines
+have them these are all until the deal begins anew."""
 
 
 def verify_plan(src: Iterable[Shard], dst: Iterable[Shard], plan: ReshardPlan) -> list[str]:
@@ -47,7 +54,8 @@ def verify_plan(src: Iterable[Shard], dst: Iterable[Shard], plan: ReshardPlan) -
             if numbers
         }
         faults += _check_reads(plan.reads, _cells(src, counts), _cells(dst, counts))
-    faults += _check_coverage(plan.reads, dst)
+    faults += _check_coverage(plan.reads, dst, _Deal((*src, *dst)))
+    faults += _check_shares(plan.reads, src, dst)
     faults += _check_releases(plan, _ranks(src), _ranks(dst))
     return list(dict.fromkeys(faults))
 
@@ -117,22 +125,75 @@ def _slice(
     return stored[offset : offset + num_units] if offset >= 0 else []
 
 
-def _check_coverage(reads: Iterable[Read], dst: Iterable[Shard]) -> Iterator[str]:
+class _Deal:
+    """Who is dealt which stretches of tokens, for all shares that some shards have.
+
+    A stretch is as many tokens as no run of theirs is cut by.
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        shares = {each.tokens for shard in shards for each in shard.holdings.values()}
+        cut = [share for share in shares if not share.is_all]
+        self.stretch_tokens = math.gcd(*(share.run_tokens for share in cut)) or 1
+        until_anew = math.lcm(*(share.num_shares * share.run_tokens for share in cut))
+        self._num_stretches = min(until_anew // self.stretch_tokens or 1, _MOST_STRETCHES)
+        self.of = cache(self._of)
+
+    def _of(self, share: TokenShare) -> frozenset[int]:
+        """The stretches of a share."""
+        if share.is_all:
+            return frozenset(range(self._num_stretches))
+        dealt: set[int] = set()
+        stretch, turn = 0, 0
+        while stretch < self._num_stretches:
+            for _ in range(share.run_tokens // self.stretch_tokens):
+                if turn == share.index:
+                    dealt.add(stretch)
+                stretch += 1
+            turn = (turn + 1) % share.num_shares
+        return frozenset(each for each in dealt if each < self._num_stretches)
+
+
+def _check_shares(
+    reads: Iterable[Read], src: Iterable[Shard], dst: Iterable[Shard]
+) -> Iterator[str]:
+    """See that each read takes both of its ranks' shares for what they are."""
+    held, needed = ({shard.rank: shard.holdings for shard in end} for end in (src, dst))
+    for read in reads:
+        for layer in read.layers:
+            there = held.get(read.src_rank, {}).get(layer)
+            here = needed.get(read.dst_rank, {}).get(layer)
+            for said, holding, rank in (
+                (read.src_tokens, there, read.src_rank),
+                (read.dst_tokens, here, read.dst_rank),
+            ):
+                if holding is not None and holding.tokens != said:
+                    yield (
+                        f"read of layer {layer} by {read.dst_rank} from {read.src_rank} takes it "
+                        f"that {rank} holds tokens {said}, but it holds {holding.tokens}"
+                    )
+
+
+def _check_coverage(reads: Iterable[Read], dst: Iterable[Shard], deal: _Deal) -> Iterator[str]:
     """Count how often every place of the destination is written."""
     writes = Counter(
-        (read.dst_rank, layer, read.dst_unit_offset + position)
+        (read.dst_rank, layer, read.dst_unit_offset + position, stretch)
         for read in reads
         for layer in read.layers
         for position in range(read.num_units)
+        for stretch in deal.of(read.src_tokens) & deal.of(read.dst_tokens)
     )
     for shard in dst:
         for layer, holding in shard.holdings.items():
             for position in range(len(holding.units)):
-                if (times := writes[shard.rank, layer, position]) != 1:
-                    yield (
-                        f"head {holding.units.start + position} of layer {layer} on {shard.rank} "
-                        f"is read {times} times, not once"
-                    )
+                for stretch in sorted(deal.of(holding.tokens)):
+                    if (times := writes[shard.rank, layer, position, stretch]) != 1:
+                        at = "" if holding.tokens.is_all else f", tokens {holding.tokens},"
+                        yield (
+                            f"head {holding.units.start + position} of layer {layer}{at} on "
+                            f"{shard.rank} is read {times} times, not once"
+                        )
+                        break
 
 
 def _check_releases(

@@ -22,6 +22,7 @@ from ..memory.overlap import BlockSpan, Overlap, overlap
 from ..memory.staging import StagedLeg, stage_leg
 from ..plan.mesh import MeshRank
 from ..plan.reshard import ReshardPlan
+from ..plan.shards import TokenShare
 from ..plan.text import describe_reads
 from ..protocol.messages import Receive
 from ..protocol.metadata import WorkerDescription
@@ -109,9 +110,10 @@ class RequestBlocks:
         src, dst = leg.src, leg.dst
         src_sizes = src.num_blocks, src.block_tokens, src.blocks_per_id
         dst_sizes = dst.block_tokens, dst.blocks_per_id
+        shares = leg.read.src_tokens, leg.read.dst_tokens
 
         def overlap_of(groups: tuple[int, int]) -> Overlap | None:
-            key = groups, src_sizes, dst_sizes, leg.per_sequence
+            key = groups, src_sizes, dst_sizes, shares, leg.per_sequence
             if key not in self._overlaps:
                 self._overlaps[key] = self._overlap(leg, *groups)
             return self._overlaps[key]
@@ -131,9 +133,11 @@ class RequestBlocks:
         if leg.per_sequence:
             # However long the sequence is, its state is one block of so many rows.
             remote_tokens = local_tokens = leg.chunk_tokens
-        src_span = _span(receive.remote_block_ids[src_group], remote_tokens, src)
-        dst_span = _span(receive.local_block_ids[dst_group], local_tokens, dst)
-        _check(receive, src_span, src, dst_span, local_tokens)
+        read = leg.read
+        src_ids, dst_ids = receive.remote_block_ids[src_group], receive.local_block_ids[dst_group]
+        src_span = _span(src_ids, remote_tokens, src, read.src_tokens)
+        dst_span = _span(dst_ids, local_tokens, dst, read.dst_tokens)
+        _check(receive, src_span, src, dst_span, dst, local_tokens)
         return overlap(src_span, dst_span, src.block_tokens, dst.block_tokens)
 
     def _check_state(self, leg: Leg) -> None:
@@ -341,7 +345,8 @@ def _check_windows(leg: Leg, local: LocalCache) -> None:
     The scheduler's blocks, that is: it gives one back when the window has left all of it, however
     many of the kernel's it stands for. How large those are is all the same.
     """
-    src_tokens, dst_tokens = leg.src.tokens_per_id, leg.dst.tokens_per_id
+    src_tokens = leg.src.tokens_per_id * leg.read.src_tokens.num_shares
+    dst_tokens = leg.dst.tokens_per_id * leg.read.dst_tokens.num_shares
     if src_tokens % dst_tokens == 0:
         return
     if any(dst_group in local.window_groups for (_, dst_group), _ in leg.planes_by_groups):
@@ -353,7 +358,12 @@ def _check_windows(leg: Leg, local: LocalCache) -> None:
 
 
 def _check(
-    receive: Receive, span: BlockSpan, end: LegEnd, dst: BlockSpan, local_tokens: int
+    receive: Receive,
+    span: BlockSpan,
+    end: LegEnd,
+    dst: BlockSpan,
+    dst_end: LegEnd,
+    local_tokens: int,
 ) -> None:
     """See that a group's remote blocks exist and hold what the local ones need.
 
@@ -381,28 +391,32 @@ def _check(
     if lowest < end.blocks_per_id:
         null = np.flatnonzero(ids < end.blocks_per_id)
         num_gone = int(null[-1]) + 1 if len(null) else 0
-    start = span.start_token + num_gone * end.block_tokens
-    stop = span.start_token + len(ids) * end.block_tokens
-    if start > dst.start_token or stop < local_tokens:
+    start, stop = span.stretch(end.block_tokens)
+    start += num_gone * end.block_tokens * span.tokens.num_shares
+    needed_from, _ = dst.stretch(dst_end.block_tokens)
+    if start > needed_from or stop < local_tokens:
         raise RemoteLayoutError(
-            f"request {quote(receive.remote_request_id)} needs tokens [{dst.start_token}, "
+            f"request {quote(receive.remote_request_id)} needs tokens [{needed_from}, "
             f"{local_tokens}) but the blocks that {quote(receive.source.engine_id)} holds "
             f"are those of tokens [{start}, {stop}): send the request to the "
             "engine that computed it"
         )
 
 
-def _span(block_ids: Sequence[int], num_tokens: int, end: LegEnd) -> BlockSpan:
+def _span(block_ids: Sequence[int], num_tokens: int, end: LegEnd, share: TokenShare) -> BlockSpan:
     """The span of a request's last blocks, which end with the block of its last token.
 
     Args:
         block_ids: The scheduler's block ids.
         num_tokens: Tokens of the request up to its last one in these blocks.
         end: Where they are.
+        share: The tokens that are held there. Ranks that share them out have the same block ids.
     """
-    num_ids = -(-num_tokens // end.tokens_per_id)
+    num_ids = -(-num_tokens // (end.tokens_per_id * share.num_shares))
     return BlockSpan(
-        _expand(block_ids, end.blocks_per_id), (num_ids - len(block_ids)) * end.tokens_per_id
+        _expand(block_ids, end.blocks_per_id),
+        (num_ids - len(block_ids)) * end.tokens_per_id,
+        share,
     )
 
 
