@@ -159,12 +159,11 @@ def test_context_parallelism_is_refused(make_config, axis):
 
 
 @requires_base("0.32.0", "0.33.0", reason="upstream's connector does not serve it either")
-@pytest.mark.parametrize("axis", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_left_to_upstream(create, axis, caplog_vllm):
+def test_prefill_context_parallelism_is_left_to_upstream(create, caplog_vllm):
     """Which reads it without stages, and is refused with them."""
-    parallel = {axis: 2}
+    parallel = {"prefill_context_parallel_size": 2}
     assert type(create(kv_role="kv_producer", **parallel)) is upstream.NixlConnector
-    option = f"--{axis.replace('_', '-')} 2 spreads the tokens"
+    option = "--prefill-context-parallel-size 2 spreads the tokens"
     assert f"Using upstream's NixlConnector: {option}" in caplog_vllm.text
     with pytest.raises(LocalLayoutError, match=f"{option}.*--pipeline-parallel-size 1 instead"):
         create(pipeline_parallel_size=2, **parallel)

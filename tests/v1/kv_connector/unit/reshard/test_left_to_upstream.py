@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.config import ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as upstream
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SinkFullAttentionSpec,
 )
 
@@ -101,20 +103,50 @@ def test_other_devices_are_left_to_upstream(make_config, monkeypatch):
         create()
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_context_parallelism_is_left_to_upstream_where_it_serves_it(create, monkeypatch, axis):
-    """Its newer releases know which rank holds which tokens; what they lack they refuse."""
-    monkeypatch.setattr(connector_module, "CONTEXT_PARALLELISM_IS_UPSTREAMS", True)
-    assert type(create(**{axis: 2})) is Stub
-    option = f"--{axis.replace('_', '-')} 2"
+def test_prefill_context_parallelism_is_left_to_upstream_where_it_serves_it(create, monkeypatch):
+    """Its newer releases know which rank computes which tokens; what they lack they refuse."""
+    monkeypatch.setattr(connector_module, "LAYERS_SAY_WHAT_IS_SHARED", True)
+    assert type(create(prefill_context_parallel_size=2)) is Stub
+    option = "--prefill-context-parallel-size 2"
     with pytest.raises(LocalLayoutError, match=f"{option} spreads.*{WITHOUT_STAGES}"):
-        create(pipeline_parallel_size=2, **{axis: 2})
+        create(pipeline_parallel_size=2, prefill_context_parallel_size=2)
+
+
+@requires_base("0.32.0", "0.33.0", reason="its layers do not say what is shared out")
+def test_decode_context_parallelism_is_ours(create):
+    """With stages, too, and of any size."""
+    for changes in (dict(tensor_parallel_size=4), dict(pipeline_parallel_size=2)):
+        assert isinstance(create(decode_context_parallel_size=2, **changes), NixlConnector)
+
+
+@requires_base("0.32.0", "0.33.0", reason="its layers do not say what is shared out")
+@pytest.mark.parametrize(("use_mla", "tp_size"), [(False, 2), (True, 4)])
+def test_upstream_is_not_left_what_it_reads_wrong(create, monkeypatch, use_mla, tp_size):
+    """Tokens of heads, or of some ranks each, which it would take for whole blocks."""
+    monkeypatch.setattr(connector_module, "is_in_two_memories", lambda _: True)
+    monkeypatch.setattr(ModelConfig, "use_mla", use_mla)
+    sizes = dict(tensor_parallel_size=tp_size, decode_context_parallel_size=2)
+    with pytest.raises(LocalLayoutError, match=f"over all {tp_size} ranks only: use 1 instead"):
+        create(**sizes)
+    monkeypatch.setattr(ModelConfig, "use_mla", True)
+    assert type(create(**{**sizes, "tensor_parallel_size": 2})) is Stub
+
+
+@requires_base("0.32.0", "0.33.0", reason="its slots are one token's")
+def test_shared_slots_of_several_tokens_are_left_to_upstream(create, monkeypatch):
+    """Which rank has which of them is not known."""
+    spec = MLAAttentionSpec(**{**SIZES, "num_kv_heads": 1}, tokens_per_state=4)
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
+    monkeypatch.setattr(f"{__name__}.cache_config", lambda: cache)
+    assert isinstance(create(), NixlConnector)
+    monkeypatch.setattr(ModelConfig, "use_mla", True)
+    assert type(create(tensor_parallel_size=2, decode_context_parallel_size=2)) is Stub
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_context_parallelism_is_refused_where_upstream_does_not_look(create, monkeypatch, axis):
+def test_context_parallelism_is_refused_where_layers_do_not_tell(create, monkeypatch, axis):
     """Ranks that hold other tokens of a block must not be taken for replicas."""
-    monkeypatch.setattr(connector_module, "CONTEXT_PARALLELISM_IS_UPSTREAMS", False)
+    monkeypatch.setattr(connector_module, "LAYERS_SAY_WHAT_IS_SHARED", False)
     with pytest.raises(LocalLayoutError, match=f"--{axis.replace('_', '-')} 2 .* use 1"):
         create(**{axis: 2})
 

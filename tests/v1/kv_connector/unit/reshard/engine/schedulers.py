@@ -43,6 +43,7 @@ def scheduler(
     replicas: int = 1,
     ahead: bool = False,
     role: str = "kv_both",
+    shares: int = 1,
 ) -> ReshardScheduler:
     """A scheduler of an engine with one KV-cache group."""
     spec = FullAttentionSpec(
@@ -55,7 +56,7 @@ def scheduler(
             tensor_parallel_size=2,
             pipeline_parallel_size=stages,
             data_parallel_size=replicas,
-            decode_context_parallel_size=1,
+            decode_context_parallel_size=shares,
             distributed_executor_backend="mp",
             nnodes_within_dp=1,
         ),

@@ -207,7 +207,11 @@ class ModelEngine(Engine):
             speculative_config=speculative(drafts) if drafts else None,
             num_prefill_lookahead_tokens=1,
             parallel_config=SimpleNamespace(
-                tensor_parallel_size=tp, data_parallel_rank=0, data_parallel_index=0
+                tensor_parallel_size=tp,
+                data_parallel_rank=0,
+                data_parallel_index=0,
+                decode_context_parallel_size=1,
+                cp_kv_cache_interleave_size=1,
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="NixlConnector",

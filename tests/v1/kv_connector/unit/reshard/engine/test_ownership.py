@@ -16,7 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     RankCache,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Holding, UnitInterval
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    Holding,
+    TokenShare,
+    UnitInterval,
+)
 
 
 def cache(**heads: tuple[int, ...]) -> RankCache:
@@ -39,6 +43,25 @@ def test_each_layer_counts_its_own_heads():
         "a": Holding(UnitInterval(6, 9), 12),
         "b": Holding(UnitInterval(2, 3), 4, may_repeat=True),
         "c": Holding(UnitInterval(0, 1), 1),
+    }
+
+
+def test_ranks_that_share_tokens_out_have_one_head_among_them():
+    """Two of four have a head's tokens each; blocks that are not looked into stay a rank's own."""
+    share = TokenShare(1, 2, 16)
+    shard = shard_of_worker(
+        MeshRank(0, 3),
+        4,
+        cache(a=(1,), b=(1,), c=(1,), d=(1,)),
+        {"c"},
+        {"d"},
+        {"a": share, "c": share, "d": share},
+    )
+    assert dict(shard.holdings) == {
+        "a": Holding(UnitInterval(1, 2), 2, True, share),
+        "b": Holding(UnitInterval(3, 4), 4, may_repeat=True),
+        "c": Holding(UnitInterval(0, 1), 1, tokens=share),
+        "d": Holding(UnitInterval(3, 4), 4, tokens=share),
     }
 
 

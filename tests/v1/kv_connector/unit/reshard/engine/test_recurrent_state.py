@@ -256,7 +256,11 @@ class HybridEngine(Engine):
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
             speculative_config=None,
             parallel_config=SimpleNamespace(
-                tensor_parallel_size=self.tp, data_parallel_rank=0, data_parallel_index=0
+                tensor_parallel_size=self.tp,
+                data_parallel_rank=0,
+                data_parallel_index=0,
+                decode_context_parallel_size=1,
+                cp_kv_cache_interleave_size=1,
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="NixlConnector",

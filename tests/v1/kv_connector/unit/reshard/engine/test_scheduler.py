@@ -17,6 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard.engine.schedulers import PARAMS, request, scheduler
 from tests.v1.kv_connector.unit.reshard.transport.channels import (
     FACTORS,
@@ -304,6 +305,18 @@ def test_only_computed_blocks_are_offered(computed, blocks):
     assert delay_free
     assert params["remote_block_ids"] == ([7, 3, 5, 2][:blocks],)
     assert (params["tp_size"], params["pp_size"]) == (2, 3)
+
+
+@requires_base("0.32.0", "0.33.0", reason="its layers do not say what is shared out")
+@pytest.mark.parametrize(("computed", "blocks"), [(31, 1), (32, 1), (33, 2)])
+def test_block_of_ranks_that_share_tokens_out_is_as_many(computed, blocks):
+    """A block id is one of each of two ranks, of twice as many tokens together."""
+    owner = scheduler(block_size=16, shares=2)
+    finished = arrive(owner, {"do_remote_decode": True}, 31)
+    finished.append_output_token_ids([7] * 9)
+    finished.status, finished.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, computed
+    _, params = owner.request_finished(finished, ([7, 3, 5],))
+    assert params["remote_block_ids"] == ([7, 3, 5][:blocks],)
 
 
 def test_one_request_reads_and_its_siblings_compute():

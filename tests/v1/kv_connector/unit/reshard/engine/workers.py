@@ -39,7 +39,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    Shard,
+    TokenShare,
+    shard_model,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
@@ -93,6 +97,8 @@ class Engine:
         window_tokens: int | None = None,
         cache_dtype: str = "auto",
         blocks_per_id: int = 1,
+        dcp: int = 1,
+        interleave: int = 1,
         token_major: bool = False,
         cross_layers: bool = False,
         replica: int = 0,
@@ -105,11 +111,13 @@ class Engine:
         **extra_config,
     ) -> None:
         self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
-        self.dtype, self.head_size = dtype, head_size
+        self.dtype, self.head_size, self.dcp = dtype, head_size, dcp
         self.mesh = ParallelMesh(pp, tp)
         self.shards = tuple(
             Shard(s.rank, {f"layers.{n}": held for n, held in s.holdings.items()})
-            for s in shard_model(self.mesh, NUM_LAYERS, 1 if mla else heads, partition)
+            for s in shard_model(
+                self.mesh, NUM_LAYERS, 1 if mla else heads, partition, dcp, interleave
+            )
         )
         config = SimpleNamespace(
             model_config=SimpleNamespace(
@@ -130,7 +138,11 @@ class Engine:
             speculative_config=None,
             # A dense model's replicas all have rank 0.
             parallel_config=SimpleNamespace(
-                tensor_parallel_size=tp, data_parallel_rank=0, data_parallel_index=replica
+                tensor_parallel_size=tp,
+                data_parallel_rank=0,
+                data_parallel_index=replica,
+                decode_context_parallel_size=dcp,
+                cp_kv_cache_interleave_size=interleave,
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="NixlConnector",
@@ -376,7 +388,7 @@ def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Re
 
 def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
     """Give a sequence random KV; returns it whole: layers, planes, heads, tokens, size."""
-    num_tokens = len(block_ids) * engine.block_tokens
+    num_tokens = len(block_ids) * engine.block_tokens * engine.dcp
     heads = max(holding.num_units for shard in engine.shards for holding in shard.holdings.values())
     shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, engine.head_size)
     random = np.random.default_rng(seed)
@@ -389,11 +401,21 @@ def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
             interval = holding.units
             cache = engine.caches[shard.rank][layer].numpy()
             part = whole[int(layer.removeprefix("layers.")), :, interval.start : interval.stop]
+            own = part[:, :, dealt_tokens(holding.tokens, num_tokens)]
             for position, block in enumerate(block_ids):
                 start = position * engine.block_tokens
-                page = part[:, :, start : start + engine.block_tokens]
+                page = own[:, :, start : start + engine.block_tokens]
                 cache[:, block] = page
     return whole
+
+
+def dealt_tokens(share: TokenShare, num_tokens: int) -> list[int]:
+    """The tokens of a sequence that a rank is dealt, one run after another, as cards are."""
+    dealt: list[list[int]] = [[] for _ in range(share.num_shares)]
+    for number, first in enumerate(range(0, num_tokens, share.run_tokens)):
+        run = range(first, min(first + share.run_tokens, num_tokens))
+        dealt[number % share.num_shares] += run
+    return dealt[share.index]
 
 
 def assert_received(engine: Engine, block_ids, whole: np.ndarray, *, start_token: int = 0) -> None:
@@ -401,8 +423,9 @@ def assert_received(engine: Engine, block_ids, whole: np.ndarray, *, start_token
     for shard in engine.shards:
         for layer, holding in shard.holdings.items():
             interval = holding.units
-            expected = whole[
-                int(layer.removeprefix("layers.")), :, interval.start : interval.stop, start_token:
-            ]
+            tokens = dealt_tokens(holding.tokens, whole.shape[3])
+            own = [token for token in tokens if token >= start_token]
+            number = int(layer.removeprefix("layers."))
+            expected = whole[number, :, interval.start : interval.stop][:, :, own]
             found = engine.blocks(shard.rank, layer, block_ids)
             np.testing.assert_array_equal(found[:, :, : expected.shape[2]], expected)

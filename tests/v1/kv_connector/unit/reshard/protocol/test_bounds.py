@@ -92,6 +92,21 @@ def test_engines_of_our_model_are_within_bounds(mesh, num_layers, num_heads):
     assert [worker.shard for worker in workers] == list(shards)
 
 
+def test_engines_that_share_tokens_out_are_within_bounds():
+    """Of our model, of as many ranks as share them out; not more than there are."""
+    shards = shard_model(ParallelMesh(2, 4), 8, 1, None, 4, 1)
+    said = {
+        (shard.rank.pp_rank, shard.rank.tp_rank): WorkerHandshake({}, body_of(shard))
+        for shard in shards
+    }
+    bounds = ReplyBounds.of(shard_model(ParallelMesh(1, 4), 8, 1, None, 2, 1))
+    workers = decode_reply(encode_reply(said), {}, bounds).workers
+    assert [worker.shard for worker in workers] == list(shards)
+    lone = shard_model(ParallelMesh(1, 8), 8, 1, None, 8, 1)[0]
+    with pytest.raises(RemoteHandshakeError, match=r"one of 8 shares of .* but there are 1 ranks"):
+        decode_reply(reply_of(body_of(lone)), {}, bounds)
+
+
 def test_engine_with_a_draft_model_of_its_own_is_within_bounds():
     """What it has beside our layers is nothing to us, unless it is too much."""
     heads = Holding(UnitInterval(0, 8), 8)

@@ -24,8 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
+    ALL_TOKENS,
     Holding,
     Shard,
+    TokenShare,
     UnitInterval,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import metadata
@@ -100,7 +102,9 @@ def descriptions(draw: st.DrawFn) -> WorkerDescription:
             st.sampled_from([1, block_tokens]),
         )
         units = UnitInterval(start, start + num_heads)
-        holdings[name] = Holding(units, units.stop + draw(st.integers(0, 100)), may_repeat)
+        tokens = draw(st.sampled_from([ALL_TOKENS, TokenShare(1, 2), TokenShare(3, 64)]))
+        num_units = units.stop + draw(st.integers(0, 100))
+        holdings[name] = Holding(units, num_units, may_repeat, tokens)
         layers[name] = LayerCache(
             draw(st.lists(planes, min_size=1, max_size=2).map(tuple)),
             draw(st.integers(0, 9)),
@@ -122,6 +126,42 @@ def test_description_survives_the_wire(said):
     decoded = decode_worker(encode_worker(said))
     assert decoded == said
     assert list(decoded.shard.holdings) == list(said.shard.holdings)
+
+
+def sharing(*shares: tuple[int, int, int]) -> bytes:
+    """What a worker says that shares tokens out, whatever that is."""
+    shard = describe().shard
+    holdings = {
+        name: dataclasses.replace(held, tokens=TokenShare(1, 2, 4))
+        for name, held in shard.holdings.items()
+    }
+    said = dataclasses.replace(describe(), shard=Shard(shard.rank, holdings))
+    wire = msgspec.msgpack.decode(encode_worker(said))
+    return encode([*wire[:-1], list(shares)])
+
+
+@pytest.mark.parametrize(
+    ("shares", "reason"),
+    [
+        ([(1, 2, 4)], "says which tokens it holds of 1 layers, but describes 2"),
+        ([(2, 2, 4)] * 2, "share 2 of 2 of the tokens of layer layer 0, which is none"),
+        ([(0, 2, 3)] * 2, "runs of 3, which do not fit its blocks of 16 tokens: set --cp-kv"),
+        ([(0, 65, 1)] * 2, "is not understood"),
+        ([(0, 2, 0)] * 2, "is not understood"),
+    ],
+)
+def test_impossible_shares_of_tokens_are_refused(shares, reason):
+    """By the number of layers, of ranks and of a block's tokens."""
+    assert decode_worker(sharing((1, 2, 4), (1, 2, 4))).shard.holdings["layer 0"].tokens.index == 1
+    with pytest.raises(RemoteHandshakeError, match=reason):
+        decode_worker(sharing(*shares))
+
+
+def test_who_shares_nothing_out_says_what_it_always_said():
+    """So that a build reads it that knows of no shares."""
+    fields = msgspec.msgpack.decode(encode_worker(describe()))
+    assert len(fields) == 10
+    assert len(msgspec.msgpack.decode(sharing((1, 2, 4), (1, 2, 4)))) == 11
 
 
 @given(st.lists(descriptions(), min_size=1, max_size=4, unique_by=lambda said: said.shard.rank))

@@ -28,8 +28,8 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .engine.compat import (
-    CONTEXT_PARALLELISM_IS_UPSTREAMS,
     FAILED_READS_ARE_NAMED,
+    LAYERS_SAY_WHAT_IS_SHARED,
     SLEEP_IS_UPSTREAMS,
     STATE_IS_UPSTREAMS,
     UpstreamConnector,
@@ -93,6 +93,7 @@ class NixlConnector(UpstreamConnector):
                 f"{reason}, which upstream's NixlConnector serves; but vLLM checks such engines by "
                 f"that name, and not by {name}: set kv_connector to NixlConnector"
             )
+        _refuse_what_upstream_cannot_share(vllm_config, reason)
         _tell_what_is_lost(reason, vllm_config.kv_transfer_config)
         return upstream.NixlConnector(vllm_config, role, kv_cache_config)
 
@@ -108,7 +109,7 @@ class NixlConnector(UpstreamConnector):
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler = self.connector_worker = None
         refuse_impossible_drafts(vllm_config)
-        if (spread := _context_parallel_reason(vllm_config)) is not None:
+        if not LAYERS_SAY_WHAT_IS_SHARED and (spread := _spread_tokens(vllm_config)):
             raise LocalLayoutError(f"{spread}, which this connector cannot read: use 1")
         offers_answers = read_settings(self.kv_transfer_config).bidirectional_kv_xfer
         if keeps_no_middle(kv_cache_config) and offers_answers:
@@ -263,11 +264,29 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         return "some of its KV-cache groups are not transferred"
     if SLEEP_IS_UPSTREAMS and vllm_config.model_config.enable_sleep_mode:
         return "--enable-sleep-mode takes the KV cache's memory away"
-    if CONTEXT_PARALLELISM_IS_UPSTREAMS:
-        spread = _context_parallel_reason(vllm_config)
-        if spread is not None:
-            return spread
-    return counted_items(vllm_config) or unserved_layer(kv_cache_config)
+    parallel_config = vllm_config.parallel_config
+    if LAYERS_SAY_WHAT_IS_SHARED and parallel_config.prefill_context_parallel_size > 1:
+        return _spread_tokens(vllm_config)
+    num_shares = parallel_config.decode_context_parallel_size
+    return counted_items(vllm_config) or unserved_layer(kv_cache_config, num_shares)
+
+
+def _refuse_what_upstream_cannot_share(vllm_config: VllmConfig, reason: str) -> None:
+    """Refuse decode context parallelism that upstream's connector would read wrong.
+
+    vLLM itself asserts it, but the fork's only where that connector is asked for.
+    """
+    parallel_config = vllm_config.parallel_config
+    num_shares = parallel_config.decode_context_parallel_size
+    num_ranks = max(
+        parallel_config.tensor_parallel_size, parallel_config.prefill_context_parallel_size
+    )
+    if num_shares == 1 or (num_shares == num_ranks and vllm_config.model_config.use_mla):
+        return
+    raise LocalLayoutError(
+        f"{reason}, and upstream's NixlConnector knows --decode-context-parallel-size for models "
+        f"with MLA over all {num_ranks} ranks only: use 1 instead of {num_shares}"
+    )
 
 
 def _tell_what_is_lost(reason: str, config: KVTransferConfig) -> None:
@@ -285,9 +304,9 @@ def _tell_what_is_lost(reason: str, config: KVTransferConfig) -> None:
         )
 
 
-def _context_parallel_reason(vllm_config: VllmConfig) -> str | None:
+def _spread_tokens(vllm_config: VllmConfig) -> str | None:
     """What spreads the tokens of a block over ranks, if anything does."""
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(vllm_config.parallel_config, name)) > 1:
             return f"--{name.replace('_', '-')} {size} spreads the tokens of a block over ranks"
     return None

@@ -60,9 +60,11 @@ That of 0.22.1 is not shown the cache manager: there such a request waits until 
 into its blocks any more.
 """
 
-CONTEXT_PARALLELISM_IS_UPSTREAMS = not _IS_0_22
-"""Whether upstream's connector reads caches whose tokens are spread over ranks, as that of 0.22.1
-does not."""
+LAYERS_SAY_WHAT_IS_SHARED = not _IS_0_22
+"""Whether a layer says that ranks share out its tokens, as one of 0.22.1 does not.
+
+Upstream's connector looks since then, too.
+"""
 
 SLEEP_IS_UPSTREAMS = not _IS_BEFORE_0_33
 """Whether upstream's connector gives its registrations back before an engine sleeps.
@@ -123,6 +125,11 @@ def tokens_per_slot(spec: Any) -> float:
     if _IS_0_22:
         return float(spec.block_size / spec.storage_block_size)
     return float(spec.tokens_per_state)
+
+
+def shares_tokens(spec: Any) -> bool:
+    """Whether decode context parallelism shares out a layer's tokens; 0.22.1 does not say so."""
+    return not _IS_0_22 and bool(spec.dcp_sharded)
 
 
 def loses_its_middle(spec: Any) -> bool:
@@ -189,8 +196,8 @@ def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
 
 __all__ = [
     "CACHES_ARE_VIEWS",
-    "CONTEXT_PARALLELISM_IS_UPSTREAMS",
     "FAILED_READS_ARE_NAMED",
+    "LAYERS_SAY_WHAT_IS_SHARED",
     "OUTPUTS_OUTLIVE_PREEMPTION",
     "PRODUCERS_KEEP_THE_LAST_WINDOW",
     "RECOMPUTES_IN_OTHER_BLOCKS",
@@ -210,6 +217,7 @@ __all__ = [
     "loses_its_middle",
     "makes_own_scales",
     "prefill_lookahead_tokens",
+    "shares_tokens",
     "tokens_per_slot",
     "transfer_results",
 ]

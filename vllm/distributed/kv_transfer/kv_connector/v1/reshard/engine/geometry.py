@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 
 from ..errors import ASK_FOR_UPSTREAMS, LocalLayoutError
 from ..memory.cache import LayerCache, Plane, RankCache
-from ..plan.shards import Layer
+from ..plan.shards import Layer, TokenShare
 from .arrangement import Arrangement
 from .cache_formats import cache_format
 from .compat import (
@@ -35,6 +35,7 @@ from .compat import (
     describe_layer,
     is_on_every_rank,
     loses_its_middle,
+    shares_tokens,
     tokens_per_slot,
 )
 from .recurrent_state import component_names, describe_state, is_known_state
@@ -121,16 +122,52 @@ def describe_cache(
     return RankCache(kv_cache_config.num_blocks, max(device, 0), layers)
 
 
-def unserved_layer(kv_cache_config: KVCacheConfig) -> str | None:
+def unserved_layer(kv_cache_config: KVCacheConfig, num_shares: int = 1) -> str | None:
     """What of a model cannot be served, whatever its backends are; None where all can.
 
     Args:
         kv_cache_config: The groups and layers of a worker, or of its engine's scheduler.
+        num_shares: Ranks that share tokens out, where layers have that done.
     """
     for name, (spec, _) in _specs(kv_cache_config).items():
         if not _is_served(spec):
             return _not_served(name, spec)
+        if num_shares > 1 and shares_tokens(spec) and tokens_per_slot(spec) != 1:
+            return (
+                f"layer {name} has one slot for several tokens, and with "
+                f"--decode-context-parallel-size {num_shares} it is not known which rank has which"
+            )
     return None
+
+
+def shares_of_layers(
+    kv_cache_config: KVCacheConfig,
+    share: TokenShare,
+    identities: Mapping[str, str] = _THEIR_OWN,
+) -> dict[Layer, TokenShare]:
+    """What this rank holds of the layers whose tokens are shared out.
+
+    Args:
+        kv_cache_config: This worker's groups and layers.
+        share: The tokens that it is dealt of such layers.
+        identities: By what name other engines know a layer, where it is not its own.
+    """
+    return {
+        identities.get(name, name): share
+        for name, (spec, _) in _specs(kv_cache_config).items()
+        if shares_tokens(spec)
+    }
+
+
+def tokens_of_blocks(kv_cache_config: KVCacheConfig, num_shares: int) -> list[int]:
+    """How many tokens of a sequence a block id of each KV-cache group stands for.
+
+    Args:
+        kv_cache_config: The groups of an engine's scheduler.
+        num_shares: Ranks that share out the tokens of layers which have that done.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [spec.block_size * (num_shares if shares_tokens(spec) else 1) for spec in specs]
 
 
 def uncut_layers(

@@ -36,7 +36,7 @@ from ..transport.side_channel import HandshakeServer
 from .compat import OUTPUTS_OUTLIVE_PREEMPTION, PRODUCERS_KEEP_THE_LAST_WINDOW
 from .content import content_keys, content_token_ids
 from .failed_reads import ReadBook
-from .geometry import state_groups, window_groups
+from .geometry import state_groups, tokens_of_blocks, window_groups
 from .metadata import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
 from .offers import OfferBook
 from .readers import Readers, RemoteName, is_made_up
@@ -74,6 +74,9 @@ class ReshardScheduler(NixlConnectorScheduler):
             or parallel_config.pipeline_parallel_size > 1
         )
         self._state_groups = state_groups(kv_cache_config)
+        self._block_tokens = tokens_of_blocks(
+            kv_cache_config, parallel_config.decode_context_parallel_size
+        )
         # Requests that wait for blocks, or wait no longer, since workers were told last.
         self._awaited: dict[str, RemoteRequest] = {}
         self._ended: set[str] = set()
@@ -363,10 +366,11 @@ class ReshardScheduler(NixlConnectorScheduler):
 
         Which of them has its state, upstream's scheduler finds: all of that group's are left.
         """
-        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         return tuple(
-            ids if number in self._state_groups else ids[: cdiv(num_tokens, spec.block_size)]
-            for number, (ids, spec) in enumerate(zip(block_ids, specs, strict=True))
+            ids if number in self._state_groups else ids[: cdiv(num_tokens, block_tokens)]
+            for number, (ids, block_tokens) in enumerate(
+                zip(block_ids, self._block_tokens, strict=True)
+            )
         )
 
     def _stop_heartbeat(self, req_id: str) -> None:

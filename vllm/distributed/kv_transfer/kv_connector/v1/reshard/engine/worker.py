@@ -21,7 +21,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
 from ..plan.mesh import MeshRank
-from ..plan.shards import Shard
+from ..plan.shards import Shard, share_of_rank
 from ..protocol.bounds import ReplyBounds
 from ..protocol.ids import EngineId, RequestId
 from ..protocol.messages import RemoteEngineAddress, decode_announcement
@@ -47,6 +47,7 @@ from .geometry import (
     describe_cache,
     latent_layers,
     memory_regions,
+    shares_of_layers,
     token_layers,
     uncut_layers,
     window_groups,
@@ -96,7 +97,14 @@ class ReshardWorker:
         self._reads = transfer_config.is_kv_consumer or self._settings.bidirectional_kv_xfer
         self._key = self._settings.channel_key()
         self._rank = MeshRank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
-        self._tp_size = vllm_config.parallel_config.tensor_parallel_size
+        parallel_config = vllm_config.parallel_config
+        self._tp_size = parallel_config.tensor_parallel_size
+        # What vLLM has adjusted to the blocks, before it made this.
+        self._share = share_of_rank(
+            self._rank.tp_rank,
+            parallel_config.decode_context_parallel_size,
+            parallel_config.cp_kv_cache_interleave_size,
+        )
         self._name = "/".join((engine_id, str(self._rank)))
         # On CPU this thread is bound to cores of its own, which others would have to share with it;
         # and where it waits for them, it does not let them run.
@@ -165,7 +173,8 @@ class ReshardWorker:
         cache = describe_cache(kv_caches, self._kv_cache_config, backends, drafts, settings)
         latent = latent_layers(self._kv_cache_config, drafts)
         uncut = uncut_layers(kv_caches, self._kv_cache_config, backends, drafts)
-        shard = shard_of_worker(self._rank, self._tp_size, cache, latent, uncut)
+        shares = shares_of_layers(self._kv_cache_config, self._share, drafts)
+        shard = shard_of_worker(self._rank, self._tp_size, cache, latent, uncut, shares)
         shards = _gather(shard)
         refuse_shared_names(shards)
         regions = memory_regions(kv_caches)

@@ -168,6 +168,12 @@ class RankBounds:
             )
         for layer, holding in shard.holdings.items():
             units = bounds.units_by_layer.get(layer, self._others_units)
+            if holding.tokens.num_shares > tp_size:
+                raise RemoteHandshakeError(
+                    f"rank {shard.rank} holds one of {holding.tokens.num_shares} shares of a "
+                    f"layer's tokens, but there are {tp_size:d} ranks to share them out to: "
+                    f"{_REMEDY}"
+                )
             share = max(1, -(-units // tp_size))
             # Units may be ranks, where a block is not looked into or each has a single head.
             if holding.num_units > max(units, tp_size) or len(holding.units) > share:

@@ -34,12 +34,13 @@ from ..errors import (
 )
 from ..memory.cache import LayerCache, Plane, RankCache
 from ..plan.mesh import MeshRank
-from ..plan.shards import Holding, Layer, Shard, UnitInterval
+from ..plan.shards import ALL_TOKENS, Holding, Layer, Shard, TokenShare, UnitInterval
 from .bounds import (
     MAX_AGENT_METADATA_BYTES,
     MAX_GREETING_BYTES,
     MAX_RANKS,
     MAX_REPLY_BYTES,
+    MAX_STAGE_RANKS,
     ReplyBounds,
 )
 from .compatibility import RELEASE_FACTOR, check_compatibility, known_factors, remedy
@@ -181,6 +182,23 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     layers: Annotated[list[_WireLayer], Meta(min_length=1, max_length=_MAX_LAYERS)]
 
 
+class _WireShare(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`TokenShare`."""
+
+    index: _Rank
+    num_shares: Annotated[int, Meta(ge=1, le=MAX_STAGE_RANKS)]
+    run_tokens: _Tokens
+
+
+class _WireSharingWorker(_WireWorker, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The same, with the tokens that it holds of each layer; none where it holds all of all.
+
+    Then it is left out, and a build reads what is said that knows of no shares. It refuses others.
+    """
+
+    shares: list[_WireShare] = []
+
+
 class _Greeting(msgspec.Struct, frozen=True):
     """The first phase: who answers. All versions of this connector write these fields.
 
@@ -213,7 +231,7 @@ class _UpstreamReply(msgspec.Struct, frozen=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_WORKER_DECODER = msgspec.msgpack.Decoder(_WireWorker)
+_WORKER_DECODER = msgspec.msgpack.Decoder(_WireSharingWorker)
 _GREETING_DECODER = msgspec.msgpack.Decoder(_Greeting)
 _TERMS_DECODER = msgspec.msgpack.Decoder(_Terms)
 
@@ -235,23 +253,27 @@ def encode_worker(description: WorkerDescription) -> bytes:
     for each in cache.layers.values():
         if each.meaning not in meanings:
             meanings.append(dict(each.meaning))
-    data = _ENCODER.encode(
-        _WireWorker(
-            description.engine_id,
-            shard.rank.pp_rank,
-            shard.rank.tp_rank,
-            cache.num_block_ids,
-            cache.device_id,
-            description.lease_table.address,
-            description.lease_table.num_buckets,
-            description.agent_metadata,
-            meanings,
-            [
-                _wire_layer(layer, holding, cache.layers[layer], meanings)
-                for layer, holding in shard.holdings.items()
-            ],
-        )
+    said = (
+        description.engine_id,
+        shard.rank.pp_rank,
+        shard.rank.tp_rank,
+        cache.num_block_ids,
+        cache.device_id,
+        description.lease_table.address,
+        description.lease_table.num_buckets,
+        description.agent_metadata,
+        meanings,
+        [
+            _wire_layer(layer, holding, cache.layers[layer], meanings)
+            for layer, holding in shard.holdings.items()
+        ],
     )
+    shares = [holding.tokens for holding in shard.holdings.values()]
+    if all(share.is_all for share in shares):
+        data = _ENCODER.encode(_WireWorker(*said))
+    else:
+        wire_shares = [_WireShare(*dataclasses.astuple(share)) for share in shares]
+        data = _ENCODER.encode(_WireSharingWorker(*said, wire_shares))
     # One set of rules for both directions: what we say, we would accept.
     _read_worker(data, LocalLayoutError, "this worker's description")
     return data
@@ -476,9 +498,17 @@ def _read_worker(
             f"rank {rank} describes {len(wire.layers)} layers, but at most {max_layers} are read, "
             "twice as many as this engine has: run the same model on both engines"
         )
+    if wire.shares and len(wire.shares) != len(wire.layers):
+        raise error(
+            f"rank {rank} says which tokens it holds of {len(wire.shares)} layers, but describes "
+            f"{len(wire.layers)}: run the same build on both engines"
+        )
     holdings: dict[Layer, Holding] = {}
     layers: dict[Layer, LayerCache] = {}
-    for layer in wire.layers:
+    for number, layer in enumerate(wire.layers):
+        share = ALL_TOKENS
+        if wire.shares:
+            share = _read_share(rank, layer, wire.shares[number], error)
         if layer.layer in layers:
             name = quote(str(layer.layer))
             raise error(f"rank {rank} describes layer {name} twice: describe every layer once")
@@ -510,7 +540,7 @@ def _read_worker(
                     "build on both engines"
                 )
         holdings[layer.layer] = Holding(
-            UnitInterval(layer.start, layer.stop), layer.num_units, layer.may_repeat
+            UnitInterval(layer.start, layer.stop), layer.num_units, layer.may_repeat, share
         )
         layers[layer.layer] = LayerCache(
             tuple(Plane(*msgspec.structs.astuple(plane)) for plane in layer.planes),
@@ -525,6 +555,30 @@ def _read_worker(
         LeaseTableAddress(wire.lease_address, wire.num_lease_buckets),
         wire.agent_metadata,
     )
+
+
+def _read_share(
+    rank: MeshRank, layer: _WireLayer, wire: _WireShare, error: type[ReshardError]
+) -> TokenShare:
+    """Check the share of a layer's tokens that a rank says it holds."""
+    name = quote(str(layer.layer))
+    if wire.index >= wire.num_shares:
+        raise error(
+            f"rank {rank} holds share {wire.index} of {wire.num_shares} of the tokens of layer "
+            f"{name}, which is none: run the same build on both engines"
+        )
+    share = TokenShare(wire.index, wire.num_shares, wire.run_tokens)
+    for plane in layer.planes:
+        if share.is_all:
+            continue
+        if plane.per_sequence or plane.block_tokens % share.run_tokens:
+            kept = "state" if plane.per_sequence else f"blocks of {plane.block_tokens} tokens"
+            raise error(
+                f"rank {rank} holds tokens of layer {name} in runs of {share.run_tokens}, which do "
+                f"not fit its {kept}: set --cp-kv-cache-interleave-size to a divisor of the "
+                "attention kernel's blocks"
+            )
+    return share
 
 
 def _decode(
