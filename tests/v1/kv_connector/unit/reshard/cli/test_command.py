@@ -377,3 +377,40 @@ def test_layers_that_differ_are_told_and_planned(kv_plan, tmp_path):
     ]
     status, _, err = kv_plan(*layouts, "--svg", str(tmp_path / "plan.svg"))
     assert (status, "those of this model differ" in err) == (2, True)
+
+
+def test_shares_of_tokens_are_planned_and_told(kv_plan):
+    """Each of four ranks reads a quarter of a latent, in blocks unless it is said otherwise."""
+    layouts = ("--prefill", "tp=4", "--decode", "tp=4,dcp=4", "--mla", "--num-layers", "2")
+    status, out, err = kv_plan(*layouts, "--head-size", "576", "--json")
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    assert document["prefill"] == {"tp_size": 4, "pp_size": 1}
+    assert document["decode"] == {"tp_size": 4, "pp_size": 1, "dcp_size": 4, "interleave_size": 16}
+    assert [(each["src_tokens"], each["dst_tokens"]) for each in document["reads"]] == [
+        (None, {"index": rank, "of": 4, "in_runs_of": 16}) for rank in range(4)
+    ]
+    status, out, _ = kv_plan(*layouts, "--head-size", "576", "--decode-interleave-size", "1")
+    assert status == 0
+    assert "PP1 x TP4 x DCP4 in runs of 1 tokens, 4 ranks" in out
+    # Of 1,152 bytes for a token of each of two layers, a quarter; piece by piece.
+    assert "all -> 3 of 4 by 1    576 B" in out
+    assert "1.125 KiB at a time" in " ".join(out.split())
+    assert "tokens dealt out in whole blocks" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--decode", "tp=2,dcp=0"), "dcp is 0 but must be at least 1"),
+        (("--decode", "tp=4,dcp=3"), "does not divide tensor_parallel_size 4"),
+        (("--decode", "tp=6,dcp=2"), "choose a size that divides that"),
+        (("--decode", "tp=12,dcp=2", "--decode-interleave-size", "5"), "must divide the 16 tokens"),
+        (("--decode", "tp=12,dcp=2", "--svg", "plan.svg"), "--svg draws layers and heads"),
+    ],
+)
+def test_impossible_shares_of_tokens_are_told(kv_plan, arguments, reason):
+    """In one line, with the value."""
+    status, _, err = kv_plan("--prefill", "tp=2", *arguments, *SIZES)
+    assert status == 2
+    assert reason in err

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.figures import (
     CacheFormat,
     measure_plan,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.layouts import EngineLayout
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.report import PlanReport
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.text import print_report
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
@@ -28,8 +29,8 @@ def report(prefill, decode, heads=8, *, cache_format=PAGES, is_mla=False, knows_
     plan = plan_reshard(src, dst)
     figures = measure_plan(plan, src, dst, cache_format, 1024)
     return PlanReport(
-        prefill=prefill,
-        decode=decode,
+        prefill=EngineLayout(prefill),
+        decode=EngineLayout(decode),
         src=src,
         dst=dst,
         plan=plan,

@@ -65,10 +65,14 @@ def advise(
 
 def _small_descriptors(figures: PlanFigures, cache_format: CacheFormat) -> Iterator[str]:
     """Reads whose bytes lie in many small places."""
-    sizes = [read.descriptor_bytes for reader in figures.readers for read in reader.reads]
+    reads = [read for reader in figures.readers for read in reader.reads]
+    sizes = [read.descriptor_bytes for read in reads]
     small = [size for size in sizes if size < SMALL_DESCRIPTOR_BYTES]
     if not small:
         return
+    shares = {each for read in reads for each in (read.read.src_tokens, read.read.dst_tokens)}
+    most_tokens = max(cache_format.src_block_tokens, cache_format.dst_block_tokens)
+    are_cut = any(not each.is_all and each.run_tokens < most_tokens for each in shares)
     num_staged = sum(
         read.descriptor_bytes < SMALL_DESCRIPTOR_BYTES and read.strategy is Strategy.STAGED
         for reader in figures.readers
@@ -81,7 +85,12 @@ def _small_descriptors(figures: PlanFigures, cache_format: CacheFormat) -> Itera
         else ""
     )
     src_tokens, dst_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
-    if src_tokens != dst_tokens:
+    if are_cut:
+        remedy = (
+            "have tokens dealt out in whole blocks, with one --cp-kv-cache-interleave-size and "
+            f"--block-size, such as {most_tokens}, on all engines that share them out"
+        )
+    elif src_tokens != dst_tokens:
         remedy = (
             f"give both engines the same --block-size, not {src_tokens} and {dst_tokens}, so that "
             "whole pages can be read"

@@ -54,7 +54,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
             f"--{role}",
             metavar="tp=N,pp=N",
             required=True,
-            help=f"layout of the {role} engine, of which what is left out is 1; or tpNppN",
+            help=f"layout of the {role} engine, of which what is left out is 1; or tpNppN; with "
+            ",dcp=N also of its decode context parallelism",
         )
         parser.add_argument(
             f"--{role}-layer-partition",
@@ -85,6 +86,12 @@ def prepare(parser: argparse.ArgumentParser) -> None:
     for role in ("prefill", "decode"):
         parser.add_argument(
             f"--{role}-block-size", type=int, help=f"the same, of the {role} engine alone"
+        )
+        parser.add_argument(
+            f"--{role}-interleave-size",
+            type=int,
+            help=f"tokens that the {role} engine deals to a rank at a time, as in "
+            "--cp-kv-cache-interleave-size; a block by default",
         )
     parser.add_argument(
         "--disable-hybrid-kv-cache-manager",
@@ -156,7 +163,10 @@ def _write_svg(report: PlanReport | UpstreamReport, path: Path) -> None:
             "--svg draws models whose layers are alike, and those of this model differ: leave it "
             "out, or give --num-layers, --num-kv-heads and --head-size of one kind of layer"
         )
-    drawing = draw_plan(report.prefill, report.decode, report.src, report.dst, report.plan)
+    if report.has_shares:
+        raise ValueError("--svg draws layers and heads, and not shares of tokens: leave it out")
+    ends = report.prefill.mesh, report.decode.mesh
+    drawing = draw_plan(*ends, report.src, report.dst, report.plan)
     try:
         path.write_text(drawing, encoding="utf-8")
     except OSError as error:

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plan.mesh import MeshRank, ParallelMesh
+from ..plan.mesh import MeshRank
+from ..plan.reshard import Read
+from ..plan.shards import TokenShare
 from .caches import CacheRow
+from .layouts import EngineLayout
 from .report import PlanReport, UpstreamReport
 from .verdicts import Note
 
@@ -55,6 +58,7 @@ def plan_document(report: PlanReport | UpstreamReport) -> dict[str, Any]:
                     "dst_head_offset": read.dst_unit_offset,
                     "num_heads": read.num_units,
                     "strategy": strategies[read],
+                    **(_shares(read) if report.has_shares else {}),
                 }
                 for reader in report.figures.readers
                 for each in reader.reads
@@ -98,8 +102,23 @@ def _note(note: Note) -> dict[str, str]:
     return {"verdict": note.verdict.value, "where": note.where, "why": note.why}
 
 
-def _mesh(mesh: ParallelMesh) -> dict[str, int]:
-    return {"tp_size": mesh.tp_size, "pp_size": mesh.pp_size}
+def _mesh(layout: EngineLayout) -> dict[str, int]:
+    mesh = layout.mesh
+    sizes = {"tp_size": mesh.tp_size, "pp_size": mesh.pp_size}
+    if layout.num_shares > 1:
+        sizes |= {"dcp_size": layout.num_shares, "interleave_size": layout.run_tokens}
+    return sizes
+
+
+def _shares(read: Read) -> dict[str, Any]:
+    return {"src_tokens": _share(read.src_tokens), "dst_tokens": _share(read.dst_tokens)}
+
+
+def _share(share: TokenShare) -> dict[str, int] | None:
+    """Which tokens a rank holds; None where these are all."""
+    if share.is_all:
+        return None
+    return {"index": share.index, "of": share.num_shares, "in_runs_of": share.run_tokens}
 
 
 def _rank(rank: MeshRank) -> dict[str, int]:

@@ -7,6 +7,7 @@ as numbers alone. Nothing is counted here by a rule of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,12 +20,16 @@ from ..memory.staging import StagedLeg, stage_leg
 from ..memory.strategy import StagingPolicy, Strategy
 from ..plan.mesh import MeshRank
 from ..plan.reshard import Read, ReshardPlan
-from ..plan.shards import Layer, Shard
+from ..plan.shards import Layer, Shard, TokenShare
 from ..plan.text import only_notified_by
 from .caches import Cache
 
 DESCRIPTOR_TOKENS = 1024
 """The length of prompt that descriptors are counted for."""
+
+
+_MOST_STRETCHES = 1 << 16
+"""Stretches of tokens by which it is told how many two shares have in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +96,9 @@ class ReadFigures:
 
     Attributes:
         read: The read.
+        portion: Part of all tokens that it moves: 1 unless ranks share them out.
         token_bytes: Bytes of one token, in all of the read's layers; of a state that several tokens
-            share, one's part.
+            share, or of tokens that several reads do, one's part.
         request_bytes: Bytes of a prompt, which is read in whole blocks.
         descriptors: Descriptors of a prompt of `DESCRIPTOR_TOKENS` tokens.
         descriptor_bytes: Size of one descriptor: what is contiguous at both ends.
@@ -104,6 +110,7 @@ class ReadFigures:
     """
 
     read: Read
+    portion: float
     token_bytes: float
     request_bytes: int
     descriptors: int
@@ -242,9 +249,11 @@ def _measure_read(
         _measure_leg(leg, stage_leg(leg, src_cache), windows, prompt_tokens)
         for leg in lower_read(read, src_cache, dst_cache)
     ]
+    portion = _portion(read)
     return ReadFigures(
         read,
-        read.num_units * sum(map(cache_format.token_bytes_of, read.layers)),
+        portion,
+        portion * read.num_units * sum(map(cache_format.token_bytes_of, read.layers)),
         request_bytes=sum(each.request_bytes for each in figures),
         descriptors=sum(each.descriptors for each in figures),
         descriptor_bytes=min(each.descriptor_bytes for each in figures),
@@ -278,8 +287,11 @@ def _measure_leg(
     counted, request = (
         leg.select(
             *(
-                [_span(window, tokens, end.block_tokens) for window in windows]
-                for end in (leg.src, leg.dst)
+                [_span(window, tokens, end.block_tokens, share) for window in windows]
+                for end, share in (
+                    (leg.src, leg.read.src_tokens),
+                    (leg.dst, leg.read.dst_tokens),
+                )
             )
         )
         for tokens in (DESCRIPTOR_TOKENS, prompt_tokens)
@@ -319,9 +331,23 @@ def _cache(
     )
 
 
-def _span(window_tokens: int, num_tokens: int, block_tokens: int) -> BlockSpan:
+def _portion(read: Read) -> float:
+    """Which part of all tokens both ranks of a read hold."""
+    shares = [each for each in (read.src_tokens, read.dst_tokens) if not each.is_all]
+    if not shares:
+        return 1
+    stretch = math.gcd(*(each.run_tokens for each in shares))
+    period = math.lcm(*(each.period_tokens for each in shares)) // stretch
+    # Where periods have little in common, the beginning stands for all of it.
+    stretches = np.arange(min(period, _MOST_STRETCHES)) * stretch
+    held = [stretches // each.run_tokens % each.num_shares == each.index for each in shares]
+    return float(np.logical_and.reduce(held).mean())
+
+
+def _span(window_tokens: int, num_tokens: int, block_tokens: int, share: TokenShare) -> BlockSpan:
     """The blocks of a prompt that hold what its last token attends to; a window of 0 is all."""
     first_token = max(0, num_tokens - window_tokens) if window_tokens else 0
-    first_block = first_token // block_tokens
-    block_ids = np.arange(first_block, -(-num_tokens // block_tokens), dtype=np.int64)
-    return BlockSpan(block_ids, first_block * block_tokens)
+    together = block_tokens * share.num_shares
+    first_block = first_token // together
+    block_ids = np.arange(first_block, -(-num_tokens // together), dtype=np.int64)
+    return BlockSpan(block_ids, first_block * block_tokens, share)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,14 +14,13 @@ from ..plan.text import layers_text
 from ..plan.verify import verify_plan
 from .caches import Cache, CacheRow, ReadPart, shard_kinds
 from .figures import CacheFormat, PlanFigures, ReadFigures, measure_plan
-from .limits import MAX_LAYERS, require_mesh, require_size, require_units
+from .layouts import EngineLayout, parse_layout, parse_partition, read_run_tokens
+from .limits import MAX_LAYERS, require_size, require_units
 from .model import LayerSizes, ModelSizes, element_bytes, read_model
 from .recurrent_state import StateRead, plan_state
 from .verdicts import Note, judge
 
 _MAX_PROMPT_TOKENS = 1 << 21
-_ONE_WORD = re.compile(r"tp(\d+)pp(\d+)", re.ASCII | re.IGNORECASE)
-"""A layout as `make demo` and the tests of pairs write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +28,15 @@ class UpstreamReport:
     """What is told of a model that is left to upstream's connector, where nothing is planned.
 
     Attributes:
-        prefill: The mesh that is read from.
-        decode: The mesh that reads.
+        prefill: The layout that is read from.
+        decode: The layout that reads.
         model: The model in words.
         caches: What is known of its kinds of cache.
         notes: What engines would make of it.
     """
 
-    prefill: ParallelMesh
-    decode: ParallelMesh
+    prefill: EngineLayout
+    decode: EngineLayout
     model: str
     caches: Sequence[CacheRow]
     notes: Sequence[Note]
@@ -49,8 +47,8 @@ class PlanReport:
     """All that is told about a plan.
 
     Attributes:
-        prefill: The mesh that is read from.
-        decode: The mesh that reads.
+        prefill: The layout that is read from.
+        decode: The layout that reads.
         src: The shards of the prefill engine.
         dst: The shards of the decode engine.
         plan: The plan.
@@ -69,8 +67,8 @@ class PlanReport:
         notes: What engines would make of the model.
     """
 
-    prefill: ParallelMesh
-    decode: ParallelMesh
+    prefill: EngineLayout
+    decode: EngineLayout
     src: Sequence[Shard]
     dst: Sequence[Shard]
     plan: ReshardPlan
@@ -94,6 +92,11 @@ class PlanReport:
         return not self.caches or _main_name(self.is_mla) in {row.name for row in self.caches}
 
     @property
+    def has_shares(self) -> bool:
+        """Whether ranks of one of the engines share tokens out."""
+        return max(self.prefill.num_shares, self.decode.num_shares) > 1
+
+    @property
     def has_kinds(self) -> bool:
         """Whether layers keep more than heads or a latent."""
         return {row.name for row in self.caches} > {_main_name(self.is_mla)} or not self.keeps_main
@@ -108,7 +111,9 @@ class PlanReport:
             yield ReadPart(
                 name,
                 tuple(int(str(layer).partition("/")[0]) for layer in layers),
-                figures.read.num_units * sum(map(self.cache_format.token_bytes_of, layers)),
+                figures.read.num_units
+                * figures.portion
+                * sum(map(self.cache_format.token_bytes_of, layers)),
             )
 
 
@@ -163,12 +168,12 @@ def make_report(args: argparse.Namespace) -> PlanReport | UpstreamReport:
     sizes = _read_sizes(args)
     if sizes.caches and any(each.unserved for each in sizes.caches):
         return _left_to_upstream(args, sizes)
-    prefill, src = _read_layout(args, "prefill", sizes)
-    decode, dst = _read_layout(args, "decode", sizes)
+    cache_format = _cache_format(args, sizes)
+    prefill, src = _read_layout(args, "prefill", sizes, cache_format.src_block_tokens)
+    decode, dst = _read_layout(args, "decode", sizes, cache_format.dst_block_tokens)
     plan = plan_reshard(src, dst)
     faults = verify_plan(src, dst, plan)
     assert not faults, faults
-    cache_format = _cache_format(args, sizes)
     if not 1 <= args.prompt_tokens <= _MAX_PROMPT_TOKENS:
         raise ValueError(
             f"--prompt-tokens is {args.prompt_tokens} but must be between 1 and "
@@ -189,10 +194,10 @@ def make_report(args: argparse.Namespace) -> PlanReport | UpstreamReport:
         layers=sizes.layers,
         knows_bytes=sizes.slot_elements is not None,
         prompt_tokens=args.prompt_tokens,
-        state=_plan_state(args, sizes, prefill, decode),
+        state=_plan_state(args, sizes, prefill.mesh, decode.mesh),
         state_element_bytes=element_bytes(sizes.dtype),
         caches=_rows(sizes, cache_format),
-        notes=_judge(args, sizes, prefill, decode, cache_format),
+        notes=_judge(args, sizes, prefill.mesh, decode.mesh, cache_format),
     )
 
 
@@ -202,12 +207,14 @@ def _left_to_upstream(args: argparse.Namespace, sizes: _Sizes) -> UpstreamReport
     Raises:
         ValueError: Upstream's does not either.
     """
-    prefill, decode = _parse_mesh(args.prefill), _parse_mesh(args.decode)
+    prefill, decode = (parse_layout(each, 1) for each in (args.prefill, args.decode))
+    if max(prefill.num_shares, decode.num_shares) > 1:
+        _check_sharing(sizes)
     assert sizes.model is not None
     rows = (
         CacheRow(each.name, each.layers, each.unserved, 1, None, 0, None) for each in sizes.caches
     )
-    notes = judge(sizes.model, prefill, decode, (1, 1))
+    notes = judge(sizes.model, prefill.mesh, decode.mesh, (1, 1))
     return UpstreamReport(prefill, decode, _in_words(sizes), tuple(rows), notes)
 
 
@@ -274,7 +281,7 @@ def _plan_state(
     if sizes.model is None or _overrides(args):
         return ()
     ends = (
-        (mesh, _parse_partition(role, getattr(args, f"{role}_layer_partition")))
+        (mesh, parse_partition(role, getattr(args, f"{role}_layer_partition")))
         for role, mesh in (("prefill", prefill), ("decode", decode))
     )
     return plan_state(sizes.model.state, sizes.num_layers, *ends)
@@ -342,54 +349,46 @@ def _keeps_windows(args: argparse.Namespace, model: ModelSizes | None) -> bool:
 
 
 def _read_layout(
-    args: argparse.Namespace, role: str, sizes: _Sizes
-) -> tuple[ParallelMesh, tuple[Shard, ...]]:
-    """The mesh of one engine, and what its ranks hold.
+    args: argparse.Namespace, role: str, sizes: _Sizes, block_tokens: int
+) -> tuple[EngineLayout, tuple[Shard, ...]]:
+    """The layout of one engine, and what its ranks hold.
 
     Raises:
         ValueError: vLLM could not run it.
     """
-    partition = _parse_partition(role, getattr(args, f"{role}_layer_partition"))
+    partition = parse_partition(role, getattr(args, f"{role}_layer_partition"))
+    run_tokens = read_run_tokens(args, role, block_tokens)
     try:
-        mesh = _parse_mesh(getattr(args, role))
+        layout = parse_layout(getattr(args, role), run_tokens)
         num_kv_heads = {layer: each.num_kv_heads for layer, each in sizes.main_layers.items()}
+        if layout.num_shares > 1:
+            _check_sharing(sizes)
         if not sizes.caches:
-            return mesh, shard_model(mesh, sizes.num_layers, num_kv_heads, partition)
+            shared = layout.num_shares, layout.run_tokens
+            shape = layout.mesh, sizes.num_layers, num_kv_heads, partition
+            return layout, shard_model(*shape, *shared)
         units = {_main_name(sizes.is_mla): num_kv_heads} if sizes.has_main else {}
         units |= {each.name: dict.fromkeys(each.layers, 1) for each in sizes.caches}
-        return mesh, shard_kinds(mesh, sizes.num_layers, units, partition)
+        return layout, shard_kinds(layout.mesh, sizes.num_layers, units, partition)
     except ValueError as error:
         raise ValueError(f"--{role} {getattr(args, role)}: {error}") from error
 
 
-def _parse_mesh(text: str) -> ParallelMesh:
-    """Read `tp=4,pp=2`, of which what is left out is 1, or `tp4pp2`."""
-    if in_one_word := _ONE_WORD.fullmatch(text.strip()):
-        text = "tp={},pp={}".format(*in_one_word.groups())
-    sizes: dict[str, int] = {}
-    for item in text.split(","):
-        axis, _, size = item.strip().partition("=")
-        if axis not in ("tp", "pp") or axis in sizes or not size.isdecimal():
-            raise ValueError(
-                f"{item!r} is not understood: write tp=N,pp=N, each axis at most once, or tpNppN"
-            )
-        sizes[axis] = int(size)
-    tp_size, pp_size = sizes.get("tp", 1), sizes.get("pp", 1)
-    require_mesh(tp_size, pp_size)
-    return ParallelMesh(pp_size=pp_size, tp_size=tp_size)
+def _check_sharing(sizes: _Sizes) -> None:
+    """See that ranks can share the tokens of all layers out.
 
-
-def _parse_partition(role: str, text: str | None) -> list[int] | None:
-    """Read `10,22`."""
-    if text is None:
-        return None
-    try:
-        return [int(size) for size in text.split(",")]
-    except ValueError:
+    Raises:
+        ValueError: Some layers keep what they cannot, or what this command does not know.
+    """
+    if sizes.keeps_windows and sizes.model is not None and sizes.model.window_tokens_by_layer:
         raise ValueError(
-            f"--{role}-layer-partition {text!r} is not understood: write one number a stage, "
-            "separated by commas"
-        ) from None
+            "vLLM has no decode context parallelism for layers with windows: use dcp=1"
+        )
+    if sizes.caches:
+        raise ValueError(
+            "how ranks share out caches that layers keep beside heads or a latent is not known "
+            "here: give --num-layers, --head-size and --num-kv-heads or --mla of those alone"
+        )
 
 
 def _cache_format(args: argparse.Namespace, sizes: _Sizes) -> CacheFormat:

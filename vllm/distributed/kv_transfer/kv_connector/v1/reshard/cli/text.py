@@ -81,8 +81,8 @@ def _print_notes(notes: Sequence[Note], console: Console) -> None:
 
 def _print_heading(report: PlanReport | UpstreamReport, console: Console) -> None:
     rows = [
-        ("prefill", f"{report.prefill}, {_count(report.prefill.world_size, 'rank')}"),
-        ("decode", f"{report.decode}, {_count(report.decode.world_size, 'rank')}"),
+        ("prefill", f"{report.prefill}, {_count(report.prefill.mesh.world_size, 'rank')}"),
+        ("decode", f"{report.decode}, {_count(report.decode.mesh.world_size, 'rank')}"),
         ("model", report.model),
     ]
     if isinstance(report, PlanReport) and report.keeps_main:
@@ -131,8 +131,9 @@ def _caches(rows: Sequence[CacheRow]) -> Table:
 
 def _reads(report: PlanReport) -> Table:
     table = _table("Reads")
-    has_kinds = report.has_kinds
-    for name in ("decode", "reads from", *(("cache",) * has_kinds), "layers", "heads", "offsets"):
+    has_kinds, has_shares = report.has_kinds, report.has_shares
+    kinds, shares = ("cache",) * has_kinds, ("tokens",) * has_shares
+    for name in ("decode", "reads from", *kinds, "layers", "heads", "offsets", *shares):
         table.add_column(name)
     table.add_column("a token", justify="right")
     for reader in report.figures.readers:
@@ -146,6 +147,7 @@ def _reads(report: PlanReport) -> Table:
                     ranges_text(part.layers),
                     str(read.units),
                     f"{read.src_unit_offset} -> {read.dst_unit_offset}",
+                    *((f"{read.src_tokens} -> {read.dst_tokens}",) * has_shares),
                     _bytes(report, part.token_bytes),
                 ),
                 end_section=position == len(parts) - 1,

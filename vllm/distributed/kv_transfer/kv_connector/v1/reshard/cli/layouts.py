@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's layout, as `kv-plan` is told it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+
+from ..plan.mesh import ParallelMesh
+from .limits import require_mesh
+
+_ONE_WORD = re.compile(r"tp(\d+)pp(\d+)", re.ASCII | re.IGNORECASE)
+"""A layout as `make demo` and the tests of pairs write it."""
+
+_AXES = ("tp", "pp", "dcp")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayout:
+    """The parallel sizes of an engine.
+
+    Attributes:
+        mesh: Its workers.
+        num_shares: How many of them share the tokens of a head out, its size of decode context
+            parallelism.
+        run_tokens: Tokens that are dealt to one of them at a time.
+    """
+
+    mesh: ParallelMesh
+    num_shares: int = 1
+    run_tokens: int = 1
+
+    def __str__(self) -> str:
+        if self.num_shares == 1:
+            return str(self.mesh)
+        return f"{self.mesh} x DCP{self.num_shares} in runs of {self.run_tokens} tokens"
+
+
+def parse_layout(text: str, run_tokens: int) -> EngineLayout:
+    """Read `tp=4,pp=2,dcp=2`, of which what is left out is 1, or `tp4pp2`.
+
+    Args:
+        text: The layout.
+        run_tokens: Tokens of a run, where it has shares of tokens.
+
+    Raises:
+        ValueError: It is malformed, or of an engine that is too large.
+    """
+    if in_one_word := _ONE_WORD.fullmatch(text.strip()):
+        text = "tp={},pp={}".format(*in_one_word.groups())
+    sizes: dict[str, int] = {}
+    for item in text.split(","):
+        axis, _, size = item.strip().partition("=")
+        if axis not in _AXES or axis in sizes or not size.isdecimal():
+            raise ValueError(
+                f"{item!r} is not understood: write tp=N,pp=N or tp=N,pp=N,dcp=N, each axis at "
+                "most once, or tpNppN"
+            )
+        sizes[axis] = int(size)
+    tp_size, pp_size, num_shares = (sizes.get(axis, 1) for axis in _AXES)
+    require_mesh(tp_size, pp_size)
+    if num_shares < 1:
+        raise ValueError(f"dcp is {num_shares} but must be at least 1")
+    return EngineLayout(ParallelMesh(pp_size=pp_size, tp_size=tp_size), num_shares, run_tokens)
+
+
+def parse_partition(role: str, text: str | None) -> list[int] | None:
+    """Read `10,22`."""
+    if text is None:
+        return None
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--{role}-layer-partition {text!r} is not understood: write one number a stage, "
+            "separated by commas"
+        ) from None
+
+
+def read_run_tokens(args: argparse.Namespace, role: str, block_tokens: int) -> int:
+    """Tokens that an engine deals to a rank at a time: a block, unless it is said otherwise.
+
+    Raises:
+        ValueError: They do not divide a block.
+    """
+    name = f"{role}_interleave_size"
+    run_tokens = getattr(args, name)
+    if run_tokens is None:
+        return block_tokens
+    if run_tokens < 1 or block_tokens % run_tokens:
+        raise ValueError(
+            f"--{name.replace('_', '-')} is {run_tokens} but must divide the {block_tokens} tokens "
+            "of a block"
+        )
+    return int(run_tokens)
