@@ -24,17 +24,23 @@ class Caches:
         block_tokens: tokens of a block.
         format: how a block is filled, by the name of the plugin's backend.
         kernel_tokens: tokens of a block to the attention backend, where they are fewer.
+        shares: ranks that share tokens out, which is the size of decode context parallelism.
+        run_tokens: that each of them is dealt at a time; by default a whole block.
     """
 
     layout: str
     block_tokens: int
     format: str = "Slots"
     kernel_tokens: int | None = None
+    shares: int = 1
+    run_tokens: int | None = None
 
     def __str__(self) -> str:
         filled = "" if self.format == "Slots" else f"{self.format} "
         parts = f" by {self.kernel_tokens}" if self.kernel_tokens else ""
-        return f"{filled}{self.layout} {self.block_tokens}{parts}"
+        runs = f" in runs of {self.run_tokens}" if self.run_tokens else ""
+        shared = f", DCP{self.shares}{runs}" if self.shares > 1 else ""
+        return f"{filled}{self.layout} {self.block_tokens}{parts}{shared}"
 
     @property
     def has_few_bits(self) -> bool:
@@ -44,9 +50,14 @@ class Caches:
     @property
     def args(self) -> tuple[str, ...]:
         """More of the command line."""
-        bits = _BITS.get(self.format)
-        blocks = ("--block-size", str(self.block_tokens))
-        return (*blocks, "--kv-cache-dtype", bits) if bits else blocks
+        args = ["--block-size", str(self.block_tokens)]
+        if bits := _BITS.get(self.format):
+            args += ["--kv-cache-dtype", bits]
+        if self.shares > 1:
+            args += ["--decode-context-parallel-size", str(self.shares)]
+        if self.run_tokens is not None:
+            args += ["--cp-kv-cache-interleave-size", str(self.run_tokens)]
+        return tuple(args)
 
     @property
     def env(self) -> Mapping[str, str]:

@@ -103,6 +103,9 @@ MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
     "llama, 2 KV heads": lambda directory: write_tiny_llama(
         directory, num_layers=4, num_heads=4, num_kv_heads=2
     ),
+    "llama, 1 KV head": lambda directory: write_tiny_llama(
+        directory, num_layers=4, num_heads=4, num_kv_heads=1
+    ),
     "gemma 3": write_tiny_gemma3,
     "deepseek 2, MLA": write_tiny_deepseek2,
     "gemma 4": write_tiny_gemma4,
@@ -119,6 +122,7 @@ MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
 (
     _SIX,
     _TWO,
+    _SINGLE,
     _GEMMA,
     _MLA,
     _GEMMA4,
@@ -173,7 +177,13 @@ _COLD = (("missing_draft_layers", "compute"),)
 _UPSTREAM = Side(connector="upstream", env=(("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),))
 
 _UNEVEN = (Layout(3, 1), _RANKS)
-_CACHE_LAYOUTS = {**_LAYER_LAYOUTS, "TP not divisible": _UNEVEN, "PP x TP": (Layout(2, 2), _RANKS)}
+_CACHE_LAYOUTS = {
+    **_LAYER_LAYOUTS,
+    "TP not divisible": _UNEVEN,
+    "PP x TP": (Layout(2, 2), _RANKS),
+    "TP to TP": (_RANKS, _RANKS),
+    "TP4 to TP2": (Layout(4, 1), _RANKS),
+}
 
 # Model, caches of P and of D, and pairs of layouts. Of slots, each size of blocks and each order of
 # heads and tokens is at either end.
@@ -197,6 +207,33 @@ _OF_GPUS: tuple[tuple[str, Caches, Caches, tuple[str, ...]], ...] = (
     (_SIX, Caches("HND", 32, "ScalesLast"), Caches("HND", 32, "ScalesLast"), ("PP on P",)),
     (_SIX, Caches("NHD", 32, "Scrambled"), Caches("NHD", 32, "Scrambled"), ("PP on P", "PP x TP")),
     (_MLA, Caches("HND", 32, "Scrambled"), Caches("HND", 32, "Scrambled"), ("TP down", "PP to TP")),
+    # Decode context parallelism, in runs of a block where nothing else is said.
+    *(
+        (_SINGLE, cache_p, cache_d, (layouts,))
+        for cache_p, cache_d, layouts in (
+            (Caches("HND", 32), Caches("HND", 32, shares=2), "TP to TP"),
+            (Caches("HND", 32, shares=2), Caches("NHD", 48), "TP down"),
+            (
+                Caches("HND", 16, shares=4),
+                Caches("NHD", 32, shares=2, run_tokens=8),
+                "TP4 to TP2",
+            ),
+            (
+                Caches("NHD", 64, shares=2, run_tokens=1),
+                Caches("HND", 64, shares=2, run_tokens=1),
+                "PP x TP",
+            ),
+            (Caches("HND", 32), Caches("HND", 16, shares=2, run_tokens=4), "PP to TP"),
+        )
+    ),
+    (_MLA, Caches("HND", 16), Caches("HND", 32, shares=2), ("TP up", "PP to TP")),
+    (_MLA, Caches("HND", 32, shares=2), Caches("HND", 16), ("TP down",)),
+    (
+        _MLA,
+        Caches("HND", 32, shares=2),
+        Caches("HND", 16, shares=2, run_tokens=1),
+        ("TP to TP",),
+    ),
 )
 
 

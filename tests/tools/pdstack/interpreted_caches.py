@@ -14,10 +14,11 @@ from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend, B12xPaged
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
 from tests.v1.kv_connector.unit.reshard.engine.interpreted_writers import SCALES
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache, bare
-from tools.pdstack.modules.gpu_caches.gpu_caches import heads
+from tools.pdstack.modules.gpu_caches.gpu_caches import heads, shared_tokens
 
 LAYOUTS = pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BHLNC", "LHBNC"])
 HEADS, SIZE = 3, 32
@@ -124,3 +125,26 @@ def test_keys_and_values_apart(layout):
 
     theirs = Cache(B12xPagedAttentionBackend, spec(64), layout)
     compare(theirs, Cache(heads.Sides, spec(64), layout), write, heads.Sides)
+
+
+@pytest.mark.parametrize(("ranks", "run"), [(1, 1), (2, 1), (2, 16), (3, 8), (4, 4)])
+def test_slots_of_tokens_that_ranks_share_out(ranks, run):
+    """`ComputeSlotMappingKernel`, for each rank: of two requests, and padding behind them."""
+    starts = torch.tensor([0, 70, 75], dtype=torch.int32)
+    positions = torch.cat((torch.arange(70), torch.arange(113, 118)))
+    table = torch.randperm(40, generator=torch.Generator().manual_seed(1)).int().view(2, 20)
+    for rank in range(ranks):
+        theirs, ours = (torch.full((80,), 7) for _ in range(2))
+        common = 75, 80, starts, positions, table, 20
+        sizes = dict(
+            KV_CACHE_BLOCK_SIZE=16,
+            TOTAL_CP_WORLD_SIZE=ranks,
+            TOTAL_CP_RANK=rank,
+            CP_KV_CACHE_INTERLEAVE_SIZE=run,
+            PAD_ID=-1,
+            BLOCK_SIZE=1024,
+        )
+        ComputeSlotMappingKernel.kernel[(3,)](*common, theirs, **sizes)
+        shared_tokens.map_slots(*common, ours, **sizes)
+        assert (theirs >= 0).any()
+        assert ours.tolist() == theirs.tolist()

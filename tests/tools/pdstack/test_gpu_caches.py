@@ -31,12 +31,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
+from vllm.v1.attention.ops.dcp import _lse_weighted_combine
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache, bare
 from tools.pdstack.caches import Caches
 from tools.pdstack.modules.gpu_caches import gpu_caches
-from tools.pdstack.modules.gpu_caches.gpu_caches import heads, latents, platform
+from tools.pdstack.modules.gpu_caches.gpu_caches import heads, latents, platform, shared_tokens
 from vllm import _custom_ops as ops
 
 KV_HEADS, SIZE, LATENT, ROPE = 2, 32, 512, 64
@@ -68,6 +69,19 @@ def cache_of(backend, layout="LBHNC", block_tokens=32, **fields) -> Cache:
 def test_kernels_of_triton():
     """They are run by Triton's interpreter, in a process that has vLLM with it."""
     assert_passes(Path(__file__).with_name("interpreted_caches.py"))
+
+
+def test_what_ranks_find_is_weighed_as_vllm_does_it():
+    """By its reference for both of its kernels; a rank without a token has found nothing."""
+    random = torch.Generator().manual_seed(5)
+    found = torch.randn(3, 4, 2, 8, generator=random)
+    log_sums = torch.randn(3, 4, 2, generator=random)
+    log_sums[1, 2] = -torch.inf
+    right, total = _lse_weighted_combine(found, log_sums, return_lse=True)
+    parts = [shared_tokens.weigh(found[rank].clone(), log_sums, rank) for rank in range(3)]
+    torch.testing.assert_close(sum(part for part, _ in parts), right)
+    for _, each in parts:
+        torch.testing.assert_close(each, total)
 
 
 @FORMATS
@@ -218,7 +232,7 @@ def test_attention_is_the_releases(monkeypatch, blocks, backend, options):
     if options.get("sliding_window") and backend is not heads.Scrambled:
         # What is behind a window may be anything.
         view[1, :, :8] = torch.nan
-    batch = heads.Metadata(STARTS, LENGTHS, blocks.table, True)
+    batch = heads.Metadata(STARTS, LENGTHS, blocks.table, True, 1)
     found = impl.forward(None, query, None, None, view, batch, torch.zeros_like(query))
     assert (found - right).abs().max() < 1e-5
 

@@ -32,6 +32,7 @@ def register() -> None:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from . import shared_tokens
     from .platform import leave_block_size
 
     heads, latents = f"{__name__}.heads.{chosen}", f"{__name__}.latents.{chosen}"
@@ -40,3 +41,4 @@ def register() -> None:
     for place in (AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA):
         register_backend(place, latents)
     leave_block_size()
+    shared_tokens.install()

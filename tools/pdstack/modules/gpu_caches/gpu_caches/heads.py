@@ -21,7 +21,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from . import formats
+from vllm.distributed import get_dcp_group
+
+from . import formats, shared_tokens
 from .identity import takes_the_place_of
 
 BLOCK_COMPACT = tuple(layout for layout in KVCacheLayout if layout.is_block_compact)
@@ -43,12 +45,14 @@ class Metadata(AttentionMetadata):
         lengths: of each request, with its tokens in this batch.
         block_table: the blocks of each request.
         is_causal: whether tokens attend to none that come after them.
+        run_tokens: that are dealt to a rank at a time, where ranks share tokens out.
     """
 
     starts: list[int]
     lengths: list[int]
     block_table: torch.Tensor
     is_causal: bool
+    run_tokens: int
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -58,6 +62,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Not before: a connector may have had it changed.
+        self.run_tokens = vllm_config.parallel_config.cp_kv_cache_interleave_size
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -69,6 +75,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             batch.seq_lens[: batch.num_reqs].tolist(),
             batch.block_table_tensor,
             bool(batch.causal),
+            self.run_tokens,
         )
 
 
@@ -76,6 +83,8 @@ class Attention(AttentionImpl[Metadata]):
     """Attention at float32, request by request."""
 
     format: ClassVar[type[formats.Format]] = formats.Format
+    can_return_lse_for_decode = True
+    supports_dcp = True
 
     def __init__(
         self,
@@ -95,6 +104,11 @@ class Attention(AttentionImpl[Metadata]):
             raise ValueError(
                 f"attention of type {attn_type} with slopes {alibi_slopes} is not computed with "
                 "GPU_CACHES, only that of decoders without: unset it for this model"
+            )
+        if self.dcp_world_size > 1 and (sliding_window or sinks is not None):
+            raise ValueError(
+                "ranks cannot share the tokens of a window out, nor sinks, with GPU_CACHES: leave "
+                "out --decode-context-parallel-size for this model"
             )
         self.num_heads = num_heads
         self.head_size = head_size
@@ -134,8 +148,12 @@ class Attention(AttentionImpl[Metadata]):
         """Attend with queries, [tokens, heads, size], to what the cache has of their requests."""
         if attn_metadata is None:
             return output
-        batch, block_tokens = attn_metadata, kv_cache.shape[2]
+        batch, block_tokens, ranks = attn_metadata, kv_cache.shape[2], self.dcp_world_size
+        if ranks > 1:
+            # Each rank attends for all of them to its own tokens.
+            query = get_dcp_group().all_gather(query.contiguous(), dim=1)
         found = torch.zeros_like(query, dtype=torch.float32)
+        log_sums = torch.full(query.shape[:2], -torch.inf)
         for request, length in enumerate(batch.lengths):
             begin, end = batch.starts[request : request + 2]
             if begin == end:
@@ -144,16 +162,19 @@ class Attention(AttentionImpl[Metadata]):
             # Blocks in front of a window may be another request's by now.
             oldest = max(0, first + 1 - self.window) if self.window else 0
             skipped = oldest // block_tokens
-            blocks = batch.block_table[request, skipped : -(-length // block_tokens)].long()
+            places = shared_tokens.places(length, self.dcp_rank, ranks, batch.run_tokens)
+            blocks = batch.block_table[request, skipped : -(-len(places) // block_tokens)].long()
             keys, values = self.format.read(kv_cache, blocks, self.head_size)
-            places = torch.arange(skipped * block_tokens, length)
-            found[begin:end] = self._attend(
+            places = places[skipped * block_tokens :]
+            found[begin:end], log_sums[begin:end] = self._attend(
                 query[begin:end].float(),
                 keys[: len(places)],
                 values[: len(places)],
                 self._sees(torch.arange(first, length), places, batch.is_causal),
             )
-        output.copy_(found.view_as(output))
+        if ranks > 1:
+            found = shared_tokens.join(found, log_sums)
+        output.copy_(found.reshape(output.shape))
         return output
 
     def _sees(self, asking: torch.Tensor, places: torch.Tensor, is_causal: bool) -> torch.Tensor:
@@ -167,8 +188,8 @@ class Attention(AttentionImpl[Metadata]):
 
     def _attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sees: torch.Tensor
-    ) -> torch.Tensor:
-        """What queries find, [asking, heads, size]."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What queries find, [asking, heads, size], and the log-sums of their scores."""
         # A head of the cache is that of several queries.
         queries = queries.unflatten(1, (self.num_kv_heads, -1))
         scores = torch.einsum("thgd,nhd->hgtn", queries, keys) * self.scale
@@ -178,10 +199,13 @@ class Attention(AttentionImpl[Metadata]):
         if self.sinks is not None:
             sinks = self.sinks.float().view(self.num_kv_heads, -1, 1, 1)
             scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
-        weights = scores.softmax(-1)[..., : len(keys)]
+        log_sums = scores.logsumexp(-1)
+        # Of those that see nothing, as what they would is another rank's, there is no softmax.
+        weights = (scores - log_sums[..., None]).exp()[..., : len(keys)].nan_to_num(0.0)
         # What nobody sees may be anything, not a number included.
         values = values.masked_fill(~sees.any(0)[:, None, None], 0.0)
-        return torch.einsum("hgtn,nhd->thgd", weights, values).flatten(1, 2)
+        found = torch.einsum("hgtn,nhd->thgd", weights, values).flatten(1, 2)
+        return found, log_sums.flatten(0, 1).T
 
 
 class Backend(AttentionBackend):

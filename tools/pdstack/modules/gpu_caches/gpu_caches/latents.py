@@ -22,6 +22,15 @@ class Attention(CPUMLAImpl):
     """Writes tokens, and attends to them when it decodes; vLLM computes prompts."""
 
     format: ClassVar[type[formats.Format]] = formats.Format
+    can_return_lse_for_decode = True
+    supports_dcp = True
+    dcp_world_size: int
+
+    def __init__(self, *args: Any, **mla_args: Any) -> None:
+        ranks = self.dcp_world_size
+        super().__init__(*args, **mla_args)
+        # Which sets it to 1.
+        self.dcp_world_size = ranks
 
     def do_kv_cache_update(
         self,
@@ -48,20 +57,25 @@ class Attention(CPUMLAImpl):
         kv_c_and_k_pe_cache: torch.Tensor,
         attn_metadata: Any,
         layer: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Attend with one query a request, [requests, heads, latent and position]."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with one query a request, [requests, heads, latent and position].
+
+        Where ranks share tokens out, to those of this rank, of which vLLM says how many there are.
+        """
         queries = (torch.cat(q, -1) if isinstance(q, tuple) else q).float()
         view, decode = kv_c_and_k_pe_cache.unsqueeze(1), attn_metadata.decode
         block_tokens = view.shape[2]
         found = torch.zeros(*queries.shape[:2], self.kv_lora_rank)
+        log_sums = torch.full(queries.shape[:2], -torch.inf)
         for request, length in enumerate(decode.seq_lens.tolist()):
             blocks = decode.block_table[request, : -(-length // block_tokens)].long()
             latents, positions = (
                 each[:length, 0] for each in self.format.read(view, blocks, self.kv_lora_rank)
             )
             scores = queries[request] @ torch.cat((latents, positions), -1).T * self.scale
-            found[request] = scores.softmax(-1) @ latents
-        return found.to(q[0].dtype), None
+            log_sums[request] = scores.logsumexp(-1)
+            found[request] = (scores - log_sums[request, :, None]).exp().nan_to_num(0.0) @ latents
+        return found.to(q[0].dtype), log_sums
 
 
 class Backend(CPUMLABackend):
