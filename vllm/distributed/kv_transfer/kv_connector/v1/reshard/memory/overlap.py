@@ -130,7 +130,7 @@ def overlap(
         dst_block_tokens: The same at the destination.
     """
     chunk_tokens = tokens_of_chunk(src.tokens, dst.tokens, src_block_tokens, dst_block_tokens)
-    if src.tokens == dst.tokens:
+    if src.tokens == dst.tokens and not src.tokens.is_all:
         src, dst = (replace(span, tokens=ALL_TOKENS) for span in (src, dst))
     src_stretch, dst_stretch = src.stretch(src_block_tokens), dst.stretch(dst_block_tokens)
     start, stop = max(src_stretch[0], dst_stretch[0]), min(src_stretch[1], dst_stretch[1])

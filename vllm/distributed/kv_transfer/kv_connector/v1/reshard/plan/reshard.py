@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..errors import LocalLayoutError, RemoteLayoutError, ReshardError
 from .mesh import MeshRank
@@ -156,8 +156,7 @@ def _by_rank(
     return by_rank
 
 
-@dataclass(frozen=True, slots=True)
-class _Box:
+class _Box(NamedTuple):
     """What one rank holds of one layer: some units, of some tokens."""
 
     units: UnitInterval
@@ -234,9 +233,7 @@ def _elect(src: _Boxes, dst: _Boxes, replica_offset: int) -> Iterator[_Piece]:
     readers: dict[tuple[MeshRank, ...], list[MeshRank]] = defaultdict(list)
     for dst_rank, boxes in dst.items():
         for layer, needed in boxes.items():
-            held_by_share = held_by_layer[layer]
-            for share in _shares_for(layer, needed.tokens, held_by_share):
-                held_units = held_by_share.get(share, [])
+            for share, held_units in _held_of(layer, needed.tokens, held_by_layer[layer]):
                 pieces: list[_Piece] = []
                 for units in _cut(needed.units, [held for _, held in held_units]):
                     holders = tuple(rank for rank, held in held_units if held.contains(units))
@@ -257,13 +254,15 @@ def _elect(src: _Boxes, dst: _Boxes, replica_offset: int) -> Iterator[_Piece]:
                 yield from pieces
 
 
-def _shares_for(layer: Layer, needed: TokenShare, held: _Held) -> list[TokenShare]:
-    """The shares of a layer's tokens at the source that have some of those that are needed.
+def _held_of(
+    layer: Layer, needed: TokenShare, held: _Held
+) -> Iterable[tuple[TokenShare, list[tuple[MeshRank, UnitInterval]]]]:
+    """Who holds a layer's units at the source, by the shares that have some of the tokens needed.
 
-    Those are among them that no rank holds, where these are all.
+    Those are among them that no rank holds.
     """
-    if not held or held.keys() == {ALL_TOKENS}:
-        return [ALL_TOKENS]
+    if not held:
+        return [(ALL_TOKENS, [])]
     ways = {(share.num_shares, share.run_tokens) for share in held}
     if len(ways) > 1:
         named = " and ".join(f"{count} in runs of {run}" for count, run in sorted(ways)[:2])
@@ -272,8 +271,10 @@ def _shares_for(layer: Layer, needed: TokenShare, held: _Held) -> list[TokenShar
             "start all workers of an engine alike"
         )
     ((num_shares, run_tokens),) = ways
+    if num_shares == 1:
+        return held.items()
     shares = (TokenShare(index, num_shares, run_tokens) for index in range(num_shares))
-    return [share for share in shares if share.meets(needed)]
+    return [(share, held.get(share, [])) for share in shares if share.meets(needed)]
 
 
 def _cut(needed: UnitInterval, held: list[UnitInterval]) -> Iterator[UnitInterval]:
@@ -286,22 +287,24 @@ def _cut(needed: UnitInterval, held: list[UnitInterval]) -> Iterator[UnitInterva
 
 def _merge_layers(pieces: Iterable[_Piece], src: _Boxes, dst: _Boxes) -> Iterator[Read]:
     """Join the pieces that are alike in everything but the layer."""
+    # Pairs of shares where there are any; they take longer to be looked up.
     layers_by_slice: dict[
-        tuple[MeshRank, MeshRank, UnitInterval, int, int, TokenShare, TokenShare], list[Layer]
+        tuple[MeshRank, MeshRank, UnitInterval, int, int, tuple[TokenShare, TokenShare] | None],
+        list[Layer],
     ] = defaultdict(list)
     for piece in pieces:
         there, here = src[piece.src_rank][piece.layer], dst[piece.dst_rank][piece.layer]
+        are_all = there.tokens.num_shares == here.tokens.num_shares == 1
         layers_by_slice[
             piece.dst_rank,
             piece.src_rank,
             piece.units,
             piece.units.start - there.units.start,
             piece.units.start - here.units.start,
-            there.tokens,
-            here.tokens,
+            None if are_all else (there.tokens, here.tokens),
         ].append(piece.layer)
     for slice_, layers in layers_by_slice.items():
-        dst_rank, src_rank, units, src_offset, dst_offset, src_tokens, dst_tokens = slice_
+        dst_rank, src_rank, units, src_offset, dst_offset, shares = slice_
         yield Read(
             dst_rank,
             src_rank,
@@ -309,8 +312,7 @@ def _merge_layers(pieces: Iterable[_Piece], src: _Boxes, dst: _Boxes) -> Iterato
             units,
             src_offset,
             dst_offset,
-            src_tokens,
-            dst_tokens,
+            *(shares or (ALL_TOKENS, ALL_TOKENS)),
         )
 
 
