@@ -32,7 +32,7 @@ async def tell_connector(request: Request) -> None:
         request: What was refused. The server's state has the client of the engine, or `None` where
             it only renders.
     """
-    engine = getattr(request.app.state, "engine_client", None)
+    engine = request.app.state.engine_client
     if engine is None or engine.vllm_config.kv_transfer_config is None:
         return
     try:

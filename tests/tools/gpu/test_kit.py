@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cli import build_parser
+from benchmarks.cli import build_parser as build_benchmarks_parser
 from tools.gpu import cli, kit
 from tools.gpu.kit import Outcome, Step, run_all, run_kit
-from tools.pdstack.cli import _build_parser
+from tools.pdstack.cli import build_parser
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 300.0
@@ -92,8 +92,8 @@ def test_commands_of_all_steps_are_understood(tmp_path):
     """By the programs that they call."""
     by_name = {each.name: each for each in kit.steps(tmp_path)}
     assert list(by_name) == ["lane", "tests", "pair", "transfer"]
-    _build_parser().parse_args(by_name["pair"].command[3:])
-    args = build_parser().parse_args(by_name["transfer"].command[3:])
+    build_parser().parse_args(by_name["pair"].command[3:])
+    args = build_benchmarks_parser().parse_args(by_name["transfer"].command[3:])
     assert args.quick and args.strategy == ["direct", "staged"] and args.output == tmp_path
     # Where none were chosen, pytest would fail.
     tests = Path(by_name["tests"].command[-1])

@@ -101,7 +101,14 @@ REFUSALS = [
         "which this connector cannot read: use 1",
         HAS_IT_NOT,
         "that of 0.22.1 takes ranks with other tokens for replicas; later ones get it",
-        "test_left_to_upstream.py::test_context_parallelism_is_refused_where_upstream_does_not_look",
+        "test_left_to_upstream.py::test_context_parallelism_is_refused_where_layers_do_not_tell",
+    ),
+    Refusal(
+        "connector._refuse_what_upstream_cannot_share",
+        "knows --decode-context-parallel-size for models with MLA over all",
+        HAS_IT_NOT,
+        "it takes tokens of heads, or of some ranks each, for whole blocks",
+        "test_left_to_upstream.py::test_upstream_is_not_left_what_it_reads_wrong",
     ),
     Refusal(
         "connector.NixlConnector.__init__",

@@ -99,7 +99,7 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
         for name in heard.failed_recving:
             assert failed_at.setdefault(name, now) == now
         if heard.kv_connector_worker_meta is not None:
-            book.hear(heard.kv_connector_worker_meta.request_ids)
+            book.hear(heard.kv_connector_worker_meta.failed)
         passed.update(book.settle(heard.finished_recving or set()))
         may_be_written = {name for (name, _), (_, drained) in reads.items() if drained > now}
         assert may_be_written.isdisjoint(manager.given_back)
