@@ -52,6 +52,9 @@ _NO_ROOM_S = 0.01
 _LOOK_LIMIT_S = 5.0
 """A look that takes longer is none: its connection is given up."""
 
+_LEFT_REST_S = 0.1
+"""How long looks that nobody waits for are left alone: their connection cannot end before them."""
+
 
 @dataclass(slots=True)
 class _Waiting:
@@ -155,6 +158,9 @@ class EarlyRequests:
         # Why some will not be read that the scheduler may have given blocks meanwhile.
         self._faults: dict[RequestId, str] = {}
         self._news = EarlyNews()
+        # Looks that nobody waits for, and that may still land.
+        self._left: list[tuple[PeerConnection, Look]] = []
+        self._left_at_s = 0.0
         self._renewed: dict[RequestId, RemoteRequest] = {}
         self.ready: deque[tuple[RequestId, Receive]] = deque()
         self.refused: deque[Refusal] = deque()
@@ -181,6 +187,8 @@ class EarlyRequests:
         due_s += [
             each.watch.due_s for place in self._places.values() for each in place.waiting.values()
         ]
+        if self._left:
+            due_s.append(self._left_at_s)
         return min(due_s, default=math.inf)
 
     def begin(self, requests: Mapping[RequestId, RemoteRequest], now_s: float) -> None:
@@ -226,7 +234,7 @@ class EarlyRequests:
         place = self._places.get(peer.address)
         if place is None:
             return
-        place.connection = place.look = None
+        self._let_go(place)
         found = error.found if isinstance(error, RemoteEngineChangedError) else ""
         for request_id, waiting in list(place.waiting.items()):
             if found and waiting.watch.state is None and found != peer.address.engine_id:
@@ -237,12 +245,15 @@ class EarlyRequests:
 
     def advance(self, now_s: float) -> None:
         """Look where a look is due, and take note of what was seen."""
+        if self._left and now_s >= self._left_at_s:
+            self._left_at_s = now_s + _LEFT_REST_S
+            self._left = [each for each in self._left if _is_under_way(*each)]
         for address, place in list(self._places.items()):
             try:
                 self._advance(address, place, now_s)
             except Exception as error:
                 logger.exception("Requests at %s are not waited for", quote(address.engine_id))
-                place.look = None
+                self._let_go(place)
                 for request_id, waiting in list(place.waiting.items()):
                     self._fail(request_id, waiting, f"unforeseen: {one_line(repr(error))}")
 
@@ -399,10 +410,16 @@ class EarlyRequests:
 
     def _reconnect(self, address: RemoteEngineAddress, place: _Place, now_s: float) -> None:
         """Look on once there is another connection."""
-        place.look = place.connection = None
-        place.sightings = {}
+        self._let_go(place)
         if place.waiting:
             self._peers.get_or_connect(address, now_s)
+
+    def _let_go(self, place: _Place) -> None:
+        """Nobody waits for a place's look any more, or looks over its connection."""
+        if place.look is not None and place.connection is not None:
+            self._left.append((place.connection, place.look))
+        place.look = place.connection = None
+        place.sightings = {}
 
     def _hand_on(
         self,
@@ -447,3 +464,12 @@ class EarlyRequests:
 
     def _drop(self, request_id: RequestId) -> None:
         del self._places[self._at.pop(request_id)].waiting[request_id]
+
+
+def _is_under_way(connection: PeerConnection, look: Look) -> bool:
+    """Whether a look may still land; one that has ended is counted so."""
+    reader = connection.board() if connection.is_connected else None
+    try:
+        return reader is not None and reader.take(look) is None
+    except TransferError:
+        return False
