@@ -29,7 +29,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     FAILED_READS_ARE_NAMED,
     RECOMPUTES_IN_OTHER_BLOCKS,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyNews
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
@@ -67,10 +66,6 @@ class Played:
         """What has failed since the last call."""
         failed, self.failed = self.failed, {}
         return failed
-
-    def take_early_news(self) -> EarlyNews:
-        """Nothing is waited for."""
-        return EarlyNews()
 
     def fail(self, request_id: str) -> None:
         """A read has failed."""

@@ -160,8 +160,8 @@ def test_impossible_shares_of_tokens_are_refused(shares, reason):
 def test_who_shares_nothing_out_says_what_it_always_said():
     """So that a build reads it that knows of no shares."""
     fields = msgspec.msgpack.decode(encode_worker(describe()))
-    assert len(fields) == 11
-    assert len(msgspec.msgpack.decode(sharing((1, 2, 4), (1, 2, 4)))) == 12
+    assert len(fields) == 10
+    assert len(msgspec.msgpack.decode(sharing((1, 2, 4), (1, 2, 4)))) == 11
 
 
 @given(st.lists(descriptions(), min_size=1, max_size=4, unique_by=lambda said: said.shard.rank))
@@ -252,10 +252,7 @@ def wire(**changes: object) -> bytes:
     names = ("engine_id", "pp_rank", "tp_rank", "num_block_ids", "device_id")
     fields = dict(
         zip(
-            (
-                *(*names, "lease_address", "num_lease_buckets", "agent_metadata", "meanings"),
-                *("layers", "board_address"),
-            ),
+            (*names, "lease_address", "num_lease_buckets", "agent_metadata", "meanings", "layers"),
             msgspec.msgpack.decode(encode_worker(describe())),
             strict=True,
         )
@@ -361,14 +358,6 @@ def test_faults_in_a_description_are_named(changes, message):
     assert decode_worker(wire()) == describe()
     with pytest.raises(RemoteHandshakeError, match=message):
         decode_worker(wire(**changes))
-
-
-def test_board_may_be_missing():
-    """A worker says where it is, 0 for none; one that says nothing has none."""
-    said = dataclasses.replace(describe(), board_address=1 << 41)
-    assert decode_worker(encode_worker(said)) == said
-    short = encode(msgspec.msgpack.decode(encode_worker(describe()))[:-1])
-    assert decode_worker(short) == describe()
 
 
 def test_shard_and_cache_must_hold_the_same_layers():

@@ -31,7 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import (
     Dialer,
     LocalEndpoint,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
@@ -49,7 +48,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import Board, Posting
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
@@ -193,7 +191,7 @@ class Worker:
         )
         self.incoming: list[Incoming] = []
         self.scheduled: deque[SchedulerStep] = deque()
-        self.announced: deque[Announcement | Posting] = deque()
+        self.announced: deque[Announcement] = deque()
         self.jobs = Later(Thread())
         self._woken = False
         # Peers that others have cost their lane, while requests were read from them.
@@ -233,8 +231,7 @@ class Worker:
             ),
             self._ask,
         )
-        producer = ProducerSide(agent, world.limits.lease_s, stats, board=Board())
-        self.early = EarlyRequests(peers, stats.record_prefill_wait)
+        producer = ProducerSide(agent, world.limits.lease_s, stats)
         self.transfer_engine = TransferEngine(
             agent,
             producer,
@@ -245,7 +242,6 @@ class Worker:
             Renewals(world.limits.lease_s),
             stats,
             lambda: Budget(self._budget, partial(next, count())),
-            self.early,
         )
 
     def describe(self) -> WorkerDescription:
@@ -256,7 +252,6 @@ class Worker:
             self.memory.cache.cache,
             self.transfer_engine.producer.table_address,
             self.agent.metadata(),
-            self.transfer_engine.producer.board_address,
         )
 
     def turn(self, *, ticks: bool) -> Report:
@@ -390,8 +385,6 @@ class Worker:
             and not self.announced
             and not len(transfer_engine.producer)
             and not len(transfer_engine.consumer)
-            and not len(self.early)
-            and not self.early.is_looking
             and not len(transfer_engine.transfers)
             and not len(transfer_engine.peers)
             and not transfer_engine.peers.retired

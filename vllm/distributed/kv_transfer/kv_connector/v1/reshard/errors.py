@@ -54,16 +54,7 @@ class RemoteIncompatibleError(RemoteHandshakeError):
 
 
 class RemoteEngineChangedError(RemoteHandshakeError):
-    """Another engine than the expected one answers at the peer's address.
-
-    Args:
-        message: What there is to say.
-        found: The engine that answers; empty where it has not said.
-    """
-
-    def __init__(self, message: str, found: str = "") -> None:
-        super().__init__(message)
-        self.found = found
+    """Another engine than the expected one answers at the peer's address."""
 
 
 class LocalChannelError(ReshardError):

@@ -98,7 +98,6 @@ class WorkerDescription:
         cache: Where their bytes lie; the same layers.
         lease_table: Where it says which requests it holds.
         agent_metadata: What NIXL needs to connect to it.
-        board_address: Where it says how far it is with requests; 0 where it does not.
     """
 
     engine_id: str
@@ -106,7 +105,6 @@ class WorkerDescription:
     cache: RankCache
     lease_table: LeaseTableAddress
     agent_metadata: bytes
-    board_address: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,6 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     agent_metadata: _AgentMetadata
     meanings: _Meanings
     layers: Annotated[list[_WireLayer], Meta(min_length=1, max_length=_MAX_LAYERS)]
-    board_address: _Address = 0
 
 
 class _WireShare(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -270,7 +267,6 @@ def encode_worker(description: WorkerDescription) -> bytes:
             _wire_layer(layer, holding, cache.layers[layer], meanings)
             for layer, holding in shard.holdings.items()
         ],
-        description.board_address,
     )
     shares = [holding.tokens for holding in shard.holdings.values()]
     if all(share.is_all for share in shares):
@@ -558,7 +554,6 @@ def _read_worker(
         RankCache(wire.num_block_ids, wire.device_id, layers),
         LeaseTableAddress(wire.lease_address, wire.num_lease_buckets),
         wire.agent_metadata,
-        wire.board_address,
     )
 
 
