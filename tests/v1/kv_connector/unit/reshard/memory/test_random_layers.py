@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -233,6 +234,32 @@ def read_staged(leg, selected, source: Rank, reader: Rank, limit_bytes: int) -> 
     copies.close()
 
 
+def assert_all_arrives(src, dst, src_forms, dst_forms, replica_offset, read_leg):
+    """Have each destination rank read a sequence; all that it should hold arrives, nothing else.
+
+    Args:
+        src, dst: The shards of both engines.
+        src_forms, dst_forms: How each layer is kept.
+        replica_offset: Which replica reads.
+        read_leg: Moves what was selected of one leg, from a source to a reader.
+    """
+    said_src, said_dst = as_workers_say(src), as_workers_say(dst)
+    plan = plan_reshard(said_src, said_dst, replica_offset=replica_offset)
+    assert verify_plan(said_src, said_dst, plan) == []
+    sources = {shard.rank: Rank(shard, src_forms) for shard in src}
+    for shard in src:
+        sources[shard.rank].bytes[:] = sources[shard.rank].expected(shard)
+    num_layers = len(src_forms)
+    for shard in dst:
+        reader = Rank(shard, dst_forms)
+        for read in plan.reads_of(shard.rank):
+            source = sources[read.src_rank]
+            for leg in lower_read(read, source.cache, reader.cache):
+                selected = leg.select(spans(source, num_layers), spans(reader, num_layers))
+                read_leg(leg, selected, source, reader)
+        np.testing.assert_array_equal(reader.bytes, reader.expected(shard))
+
+
 @settings(max_examples=40)
 @given(data=st.data(), replica_offset=st.integers(0, 5))
 def test_every_byte_of_every_layer_lands_where_it_belongs(engine_pairs, data, replica_offset):
@@ -240,20 +267,8 @@ def test_every_byte_of_every_layer_lands_where_it_belongs(engine_pairs, data, re
     src, dst = data.draw(engine_pairs)
     num_layers = 1 + max(layer for shard in dst for layer in shard.holdings)
     src_forms, dst_forms = data.draw(engine_forms(num_layers))
-    said_src, said_dst = as_workers_say(src), as_workers_say(dst)
-    plan = plan_reshard(said_src, said_dst, replica_offset=replica_offset)
-    assert verify_plan(said_src, said_dst, plan) == []
-    sources = {shard.rank: Rank(shard, src_forms) for shard in src}
-    for shard in src:
-        sources[shard.rank].bytes[:] = sources[shard.rank].expected(shard)
-    for shard in dst:
-        reader = Rank(shard, dst_forms)
-        for read in plan.reads_of(shard.rank):
-            source = sources[read.src_rank]
-            for leg in lower_read(read, source.cache, reader.cache):
-                selected = leg.select(spans(source, num_layers), spans(reader, num_layers))
-                read_direct(leg, selected, source, reader)
-        np.testing.assert_array_equal(reader.bytes, reader.expected(shard))
+    assert len(src_forms) == num_layers
+    assert_all_arrives(src, dst, src_forms, dst_forms, replica_offset, read_direct)
 
 
 @settings(max_examples=150, deadline=None)
@@ -265,21 +280,5 @@ def test_every_byte_of_every_layer_lands_where_it_belongs(engine_pairs, data, re
 def test_every_token_lands_on_the_rank_that_it_is_dealt_to(sides, replica_offset, limit_bytes):
     """However two engines share tokens out, direct and by way of an arena."""
     (src, dst), (src_forms, dst_forms) = sides
-    num_layers = len(src_forms)
-    said_src, said_dst = as_workers_say(src), as_workers_say(dst)
-    plan = plan_reshard(said_src, said_dst, replica_offset=replica_offset)
-    assert verify_plan(said_src, said_dst, plan) == []
-    sources = {shard.rank: Rank(shard, src_forms) for shard in src}
-    for shard in src:
-        sources[shard.rank].bytes[:] = sources[shard.rank].expected(shard)
-    for shard in dst:
-        reader = Rank(shard, dst_forms)
-        for read in plan.reads_of(shard.rank):
-            source = sources[read.src_rank]
-            for leg in lower_read(read, source.cache, reader.cache):
-                selected = leg.select(spans(source, num_layers), spans(reader, num_layers))
-                if limit_bytes is None:
-                    read_direct(leg, selected, source, reader)
-                else:
-                    read_staged(leg, selected, source, reader, limit_bytes)
-        np.testing.assert_array_equal(reader.bytes, reader.expected(shard))
+    read_leg = read_direct if limit_bytes is None else partial(read_staged, limit_bytes=limit_bytes)
+    assert_all_arrives(src, dst, src_forms, dst_forms, replica_offset, read_leg)
