@@ -71,7 +71,8 @@ def _small_descriptors(figures: PlanFigures, cache_format: CacheFormat) -> Itera
     if not small:
         return
     shares = {each for read in reads for each in (read.read.src_tokens, read.read.dst_tokens)}
-    most_tokens = max(cache_format.src_block_tokens, cache_format.dst_block_tokens)
+    src_tokens, dst_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+    most_tokens = max(src_tokens, dst_tokens)
     are_cut = any(not each.is_all and each.run_tokens < most_tokens for each in shares)
     num_staged = sum(
         read.descriptor_bytes < SMALL_DESCRIPTOR_BYTES and read.strategy is Strategy.STAGED
@@ -84,7 +85,6 @@ def _small_descriptors(figures: PlanFigures, cache_format: CacheFormat) -> Itera
         if num_staged
         else ""
     )
-    src_tokens, dst_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
     if are_cut:
         remedy = (
             "have tokens dealt out in whole blocks, with one --cp-kv-cache-interleave-size and "

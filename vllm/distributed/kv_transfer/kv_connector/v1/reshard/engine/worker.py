@@ -195,9 +195,6 @@ class ReshardWorker:
             ),
             lambda address: client.request(address, required),
         )
-        if self._reads:
-            transfer_engine.peers.lanes.prepare(self._clock())
-            client.prepare(transfer_engine.agent.metadata())
         description = WorkerDescription(
             self._engine_id,
             shard,
@@ -205,6 +202,9 @@ class ReshardWorker:
             transfer_engine.producer.table_address,
             transfer_engine.agent.metadata(),
         )
+        if self._reads:
+            transfer_engine.peers.lanes.prepare(self._clock())
+            client.prepare(description.agent_metadata)
         self.handshake = ReshardHandshakeMetadata(self._factors, encode_worker(description))
         self._thread.start()
 

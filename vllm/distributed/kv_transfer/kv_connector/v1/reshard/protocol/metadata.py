@@ -568,9 +568,9 @@ def _read_share(
             f"{name}, which is none: run the same build on both engines"
         )
     share = TokenShare(wire.index, wire.num_shares, wire.run_tokens)
+    if share.is_all:
+        return share
     for plane in layer.planes:
-        if share.is_all:
-            continue
         if plane.per_sequence or plane.block_tokens % share.run_tokens:
             kept = "state" if plane.per_sequence else f"blocks of {plane.block_tokens} tokens"
             raise error(
