@@ -22,6 +22,7 @@ from .process import GRACE_S
 
 _CPU_MLA = "v1/attention/backends/mla/cpu_mla.py"
 _CPU_DEEPSEEK4 = "models/deepseek_v4/cpu/model.py"
+_CPU_RUNNER = "v1/worker/cpu/model_runner.py"
 _GIB = 1 << 30
 _LOOPBACK = "127.0.0.1,localhost"
 # Apart from all else: vLLM must not be found in here.
@@ -64,6 +65,17 @@ def why_no_deepseek4() -> str:
         UsageError: vLLM is not installed in this interpreter's environment.
     """
     return _why_not_on_cpu("the tiny DeepSeek V4", "DeepSeek V4", _CPU_DEEPSEEK4)
+
+
+def why_no_second_runner() -> str:
+    """Return why vLLM's second model runner cannot be had here; an empty string where it can.
+
+    Raises:
+        UsageError: vLLM is not installed in this interpreter's environment.
+    """
+    return _why_not_on_cpu(
+        "the second model runner by Triton's interpreter", "second model runner", _CPU_RUNNER
+    )
 
 
 def why_no_model(module: str) -> str:

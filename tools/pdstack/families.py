@@ -14,6 +14,7 @@ from .engine import (
     why_no_deepseek4,
     why_no_mla,
     why_no_model,
+    why_no_second_runner,
     why_no_state,
 )
 from .errors import UsageError
@@ -52,6 +53,7 @@ class Side:
         speculation: how each drafts, if it does.
         options: more of the connector's, as pairs.
         caches: what their caches are like, if not as vLLM for CPU has them.
+        second_runner: whether vLLM's second model runner runs them, by Triton's interpreter.
         installation: the vLLM that they run, if not this one.
     """
 
@@ -63,12 +65,14 @@ class Side:
     speculation: Speculation | None = None
     options: tuple[tuple[str, str], ...] = ()
     caches: Caches | None = None
+    second_runner: bool = False
     installation: Installation | None = None
 
     def __str__(self) -> str:
         times = f"{self.count} x " if self.count > 1 else ""
         stages = dict(self.env).get("VLLM_PP_LAYER_PARTITION")
-        said = (self.speculation, self.caches, self.installation)
+        runner = "second runner" if self.second_runner else None
+        said = (self.speculation, self.caches, runner, self.installation)
         more = "".join(f", {each}" for each in said if each)
         return f"{times}{self.layout}" + (f" ({stages})" if stages else "") + more
 
@@ -258,6 +262,13 @@ def _with_caches(model: str, cache_p: Caches, cache_d: Caches, layouts: str) -> 
     )
 
 
+# Which model runners there are at both ends, by what a family is called; and pairs of layouts.
+_RUNNERS: tuple[tuple[str, bool, bool, tuple[str, ...]], ...] = (
+    ("second runner", True, True, ("TP down", "TP up", "PP on P", "PP to TP")),
+    ("first to second runner", False, True, ("TP up", "PP to TP")),
+    ("second to first runner", True, False, ("TP down", "PP on P")),
+)
+
 FAMILIES: tuple[Family, ...] = (
     Family("PP on P", _SIX, Side(_STAGES), Side()),
     Family("PP on D", _SIX, Side(), Side(_STAGES)),
@@ -326,6 +337,29 @@ FAMILIES: tuple[Family, ...] = (
         for layouts, (prefill, decode) in _LAYER_LAYOUTS.items()
     ),
     Family("MTP on D", _MIMO, Side(_STAGES), Side(speculation=_MTP, options=_COLD)),
+    *(
+        Family(
+            f"{name}, {each}",
+            _SIX,
+            Side(_LAYER_LAYOUTS[each][0], second_runner=prefill),
+            Side(_LAYER_LAYOUTS[each][1], second_runner=decode),
+        )
+        for name, prefill, decode, layouts in _RUNNERS
+        for each in layouts
+    ),
+    Family(
+        "windows second runner, PP on P",
+        _GEMMA,
+        Side(_STAGES, second_runner=True),
+        Side(second_runner=True),
+        args=_HYBRID,
+    ),
+    Family(
+        "MLA second runner, TP down",
+        _MLA,
+        Side(_RANKS, second_runner=True),
+        Side(second_runner=True),
+    ),
     *(
         _with_caches(model, cache_p, cache_d, each)
         for model, cache_p, cache_d, layouts in _OF_GPUS
@@ -400,18 +434,24 @@ def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, s
     wanted = list(families)
     models = {family.model for family in wanted}
     why = {model: ask() for model, ask in WHY_NOT.items() if model in models}
-    of_caches = why_no_caches() if any(map(_has_caches, wanted)) else ""
-    left_out = {
-        family.name: reason
-        for family in wanted
-        if (reason := why.get(family.model) or (of_caches if _has_caches(family) else ""))
-    }
+    needs = ((_has_caches, why_no_caches), (_has_second_runner, why_no_second_runner))
+    asked = [(needed, ask()) for needed, ask in needs if any(map(needed, wanted))]
+    left_out = {}
+    for family in wanted:
+        reasons = [why.get(family.model), *(reason for needed, reason in asked if needed(family))]
+        if reason := next(filter(None, reasons), None):
+            left_out[family.name] = reason
     return [family for family in wanted if family.name not in left_out], left_out
 
 
 def _has_caches(family: Family) -> bool:
     """Whether its engines fill their caches in other ways than vLLM for CPU does."""
     return any(side.caches for side in (family.prefill, family.decode, family.one))
+
+
+def _has_second_runner(family: Family) -> bool:
+    """Whether vLLM's second model runner runs any of its engines."""
+    return any(side.second_runner for side in (family.prefill, family.decode, family.one))
 
 
 def subsets_of(family: Family) -> list[str]:

@@ -15,7 +15,7 @@ import httpx
 from rich import box
 from rich.table import Table
 
-from . import accuracy
+from . import accuracy, interpreter
 from .accuracy import Accuracy, Completion
 from .engine import UPSTREAM_AT_REST, EngineSpec, KVTransfer, ServedModel
 from .errors import PDStackError
@@ -248,12 +248,21 @@ def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> 
     options = [value for _, value in side.options]
     caches = str(side.caches or "").replace(" ", "-")
     release = side.installation.release if side.installation else ""
-    parts = [str(side.layout), stages, side.connector, drafts, caches, release, *options]
+    runner = "second-runner" if side.second_runner else ""
+    parts = [str(side.layout), stages, side.connector, drafts, caches, runner, release, *options]
     parts += [*side.args, *args]
     parts.append(str(number))
     name = "-".join(part.strip("-") for part in parts if part)
     # So many blocks hold the prompts of a sweep, but not longer ones that somebody asks for.
     is_longer = any(word.split("=")[0] == "--max-model-len" for word in side.args)
+    env: dict[str, str] = {}
+    module_dirs: list[Path] = []
+    if side.caches:
+        env |= side.caches.env
+        module_dirs += side.caches.module_dirs
+    if side.second_runner:
+        env |= interpreter.SECOND_RUNNER
+        module_dirs.append(interpreter.MODULE_DIR)
     num_blocks = _CACHE_TOKENS // (side.caches.block_tokens if side.caches else block_tokens)
     blocks = () if is_longer else ("--num-gpu-blocks-override", str(num_blocks))
     return EngineSpec(
@@ -261,10 +270,10 @@ def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> 
         side.layout,
         kv_transfer,
         extra_args=(*blocks, *(side.caches.args if side.caches else ()), *side.args, *args),
-        env={**(side.caches.env if side.caches else {}), **dict(side.env)},
+        env=env | dict(side.env),
         max_model_len=1024,
         speculation=side.speculation,
-        module_dirs=side.caches.module_dirs if side.caches else (),
+        module_dirs=module_dirs,
         scripts=side.installation.scripts if side.installation else None,
     )
 

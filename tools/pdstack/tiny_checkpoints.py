@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import interpreter
 from .engine import ServedModel
 from .tiny_models import (
     common_sizes,
@@ -66,8 +67,6 @@ DEEPSEEK4: Mapping[str, Any] = {
 }
 """What a tiny DeepSeek V4 says of itself, but for its layers. Sizes of heads, of the index and of
 experts are those that vLLM's kernels for CPU know."""
-
-_TRITON_ON_CPU = Path(__file__).with_name("modules") / "triton_on_cpu"
 
 _NEMOTRON_CONFIGURATION = '''\
 """What the configuration of a Nemotron-NAS checkpoint is read with: blocks by attribute."""
@@ -478,11 +477,7 @@ def write_tiny_deepseek4(
         # A whole prompt is one batch, as kernels for CPU want it.
         ("--dtype", "bfloat16", "--tokenizer-mode", "hf", "--max-num-batched-tokens", "4096"),
         block_tokens=4,
-        env=(
-            ("TRITON_INTERPRET", "1"),
-            ("TORCHDYNAMO_DISABLE", "1"),
-            ("PYTHONPATH", str(_TRITON_ON_CPU)),
-        ),
+        env=(*interpreter.ENV, ("PYTHONPATH", str(interpreter.MODULE_DIR))),
     )
 
 

@@ -177,7 +177,8 @@ def test_families_that_vllm_cannot_serve_are_left_out(monkeypatch, why):
     for model in families.WHY_NOT:
         monkeypatch.setitem(families.WHY_NOT, model, lambda: "")
     monkeypatch.setitem(families.WHY_NOT, "deepseek 2, MLA", lambda: why)
-    monkeypatch.setattr(families, "why_no_caches", lambda: "")
+    for ask in ("why_no_caches", "why_no_second_runner"):
+        monkeypatch.setattr(families, ask, lambda: "")
     served, left_out = split_by_vllm(FAMILIES)
     names = [family.name for family in FAMILIES if family.name.startswith("MLA ")]
     assert {"MLA TP down", "MLA PP on P", "MLA TP up"} < {*names}
@@ -204,6 +205,26 @@ def test_caches_of_a_side_reach_its_engine():
     (module_dir,) = spec.module_dirs
     assert (module_dir / "gpu_caches-1.dist-info/entry_points.txt").is_file()
     assert str(Side(caches=caches)) == "tp1pp1, Scaled NHD 64"
+
+
+def test_second_runner_of_a_side_reaches_its_engine():
+    """The environment chooses it; the interpreter is found beside the plugin of caches."""
+    spec = _spec(Side(caches=Caches("NHD", 64), second_runner=True), (), 0, 128)
+    assert spec.env["VLLM_USE_V2_MODEL_RUNNER"] == spec.env["TRITON_INTERPRET"] == "1"
+    assert spec.env["GPU_CACHES"] == "Slots"
+    assert [(each / "sitecustomize.py").is_file() for each in spec.module_dirs] == [False, True]
+    assert str(Side(second_runner=True)) == "tp1pp1, second runner"
+    first, second = (_spec(Side(second_runner=each), (), 0, 128) for each in (False, True))
+    assert first.name != second.name and not first.env
+
+
+def test_a_family_with_the_second_runner_needs_one(monkeypatch):
+    """Where there is none, it is left out with the reason; first runners are not asked about."""
+    monkeypatch.setattr(families, "why_no_second_runner", lambda: "there is none")
+    second = replace(FAMILY, name="second", decode=Side(second_runner=True))
+    assert split_by_vllm([FAMILY, second]) == ([FAMILY], {"second": "there is none"})
+    monkeypatch.setattr(families, "why_no_second_runner", Mock(side_effect=AssertionError))
+    assert split_by_vllm([FAMILY]) == ([FAMILY], {})
 
 
 def test_answers_of_few_bits_are_those_of_an_engine_with_as_many():
