@@ -102,7 +102,7 @@ def _in_order(pair: tuple[str, str]) -> list[list[int]]:
 def _came_to(row: Row) -> str:
     if row.fault:
         return f"no: {row.fault}"
-    equal = f"{row.equal} of {row.requests}"
+    equal = f"{row.equal} of {row.requests}" + (f", {row.tied} tied" if row.tied else "")
     return equal if row.exact else f"{equal}, {row.agreement:.0%} of tokens"
 
 

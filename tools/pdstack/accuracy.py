@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 import httpx
@@ -26,6 +27,11 @@ LOGPROB_BOUND = 1e-3
 which was seen to move them by less than a tenth of this; a wrong block moves them by far more."""
 
 
+CLEAR_MARGIN = 2 * LOGPROB_BOUND
+"""By how much log-probability a token must be likelier than the next one: where it is less, both may
+move to the other's place."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """A greedy answer.
@@ -34,11 +40,14 @@ class Completion:
         tokens: its tokens, as text.
         logprobs: of each token.
         ttft_s: until the first of them had come.
+        others: of each token, the likeliest other one, and its log-probability; without either
+            where there was none.
     """
 
     tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
     ttft_s: float
+    others: tuple[tuple[str, float] | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ class Accuracy:
     Attributes:
         requests: how many there were.
         equal: how many were the same, token for token.
+        tied: how many were not, and part at a token that was likelier than the other one by less
+            than `CLEAR_MARGIN`.
         agreement: share of tokens before the first one that differs, over all answers.
         logprob_gap: the largest difference of a log-probability among those tokens.
         ttft_p50_s: median time to the first token, of the stack.
@@ -56,6 +67,7 @@ class Accuracy:
 
     requests: int
     equal: int
+    tied: int
     agreement: float
     logprob_gap: float
     ttft_p50_s: float
@@ -111,7 +123,7 @@ def complete_all(
 
 def compare(references: Sequence[Completion], answers: Sequence[Completion]) -> Accuracy:
     """Compare a stack's answers with those of one engine; equally many, at least one."""
-    equal = agreeing = total = 0
+    equal = tied = agreeing = total = 0
     gap = 0.0
     for reference, answer in zip(references, answers, strict=True):
         equal += reference.tokens == answer.tokens
@@ -122,6 +134,7 @@ def compare(references: Sequence[Completion], answers: Sequence[Completion]) -> 
             min(len(reference.tokens), len(answer.tokens)),
         )
         agreeing += common
+        tied += _is_tie(reference, answer, common)
         gaps = [
             abs(one - other)
             for one, other in zip(
@@ -132,10 +145,23 @@ def compare(references: Sequence[Completion], answers: Sequence[Completion]) -> 
     return Accuracy(
         len(references),
         equal,
+        tied,
         agreeing / total,
         gap,
         statistics.median(each.ttft_s for each in answers),
         statistics.median(each.ttft_s for each in references),
+    )
+
+
+def _is_tie(reference: Completion, answer: Completion, number: int) -> bool:
+    """Whether a token of an answer is one that might as well have been the reference's."""
+    if number >= min(len(reference.others), len(answer.tokens)):
+        return False
+    other = reference.others[number]
+    return (
+        other is not None
+        and other[0] == answer.tokens[number]
+        and reference.logprobs[number] - other[1] < CLEAR_MARGIN
     )
 
 
@@ -170,7 +196,7 @@ async def complete(
         "prompt": list(prompt),
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0.0,
-        "logprobs": 0,
+        "logprobs": 2,
         "ignore_eos": True,
         "stream": True,
         **({} if salt is None else {"cache_salt": salt}),
@@ -187,7 +213,9 @@ async def complete(
             f"{url} answered with {len(answer.tokens)} tokens instead of {ANSWER_TOKENS} to a "
             f"prompt of {len(prompt)}"
         )
-    return Completion(tuple(answer.tokens), tuple(answer.logprobs), answer.ttft_s)
+    return Completion(
+        tuple(answer.tokens), tuple(answer.logprobs), answer.ttft_s, tuple(answer.others)
+    )
 
 
 @dataclass
@@ -197,6 +225,7 @@ class _Answer:
     tokens: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ttft_s: float | None = None
+    others: list[tuple[str, float] | None] = field(default_factory=list)
 
     def add(self, line: str, after_s: float) -> None:
         """Take one line of the stream."""
@@ -211,3 +240,6 @@ class _Answer:
                 self.ttft_s = after_s
             self.tokens += logprobs["tokens"]
             self.logprobs += logprobs["token_logprobs"]
+            for token, likeliest in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+                rest = [each for each in likeliest.items() if each[0] != token]
+                self.others.append(max(rest, key=itemgetter(1), default=None))

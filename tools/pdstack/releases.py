@@ -26,6 +26,7 @@ class Row:
         exact: whether all answers have to be equal.
         requests: how many there were.
         equal: how many had one engine's answer.
+        tied: how many more part from it where two tokens were as likely.
         agreement: share of tokens before the first one that differs.
         bytes_moved: what was read.
         fault: why it has not passed; empty where it has.
@@ -38,6 +39,7 @@ class Row:
     exact: bool
     requests: int
     equal: int
+    tied: int
     agreement: float
     bytes_moved: int
     fault: str
@@ -68,6 +70,7 @@ def row_of(result: Result, here: str) -> Row:
         family.exact,
         found.requests if found else 0,
         found.equal if found else 0,
+        found.tied if found else 0,
         round(found.agreement, 4) if found else 0.0,
         result.bytes_moved,
         result.fault or "",

@@ -62,8 +62,9 @@ def judge(family: Family, found: Accuracy, counters: NixlCounters) -> str | None
         return f"{counters.failed_transfers} reads failed"
     if not counters.bytes_moved:
         return "nothing was moved over NIXL"
-    if family.exact and found.equal < found.requests:
-        return f"{found.requests - found.equal} answers differ"
+    differing = found.requests - found.equal - found.tied
+    if family.exact and differing:
+        return f"{differing} answers differ"
     if found.logprob_gap > (accuracy.LOGPROB_BOUND if family.exact else BF16_LOGPROB_BOUND):
         return f"log-probabilities differ by {found.logprob_gap:.2g}"
     if found.agreement < BF16_AGREEMENT:
@@ -208,13 +209,18 @@ class _Group:
         return engines
 
 
+def equal_of(found: Accuracy) -> str:
+    """Return how many answers are equal, and how many more part where two tokens were as likely."""
+    return f"{found.equal} + {found.tied} tied" if found.tied else str(found.equal)
+
+
 def _figures(result: Result) -> str:
     """What a sweep that is ended early has found by then."""
     found = result.accuracy
     if found is None:
         return ""
     return (
-        f": {found.equal} of {found.requests} equal, gap {found.logprob_gap:.1e}, "
+        f": {equal_of(found)} of {found.requests} equal, gap {found.logprob_gap:.1e}, "
         f"{format_bytes(result.bytes_moved)} moved"
     )
 
@@ -300,7 +306,7 @@ def result_table(results: Sequence[Result]) -> Table:
             if found is None
             else [
                 str(found.requests),
-                str(found.equal),
+                equal_of(found),
                 f"{found.logprob_gap:.1e}",
                 format_bytes(result.bytes_moved),
                 f"{found.ttft_p50_s:.2f} s",

@@ -9,14 +9,10 @@ from typing import Any
 
 import httpx
 
+from tools.pdstack.accuracy import CLEAR_MARGIN
 from tools.pdstack.errors import PDStackError
 
 from .workload import Conversation, Turn, messages_before
-
-CLEAR_MARGIN = 2e-3
-"""By how much log-probability a token must be likelier than the next one. Layouts sum in other
-orders, which was seen to move log-probabilities of tiny models by less than a tenth of this at
-float32: where the margin is smaller, another answer need not be a wrong one."""
 
 _AT_ONCE = 4
 _LIMIT_S = 300.0

@@ -52,7 +52,11 @@ class FakeEngine:
 
     @staticmethod
     def _chunk(words: Sequence[str]) -> dict[str, Any]:
-        logprobs = {"tokens": list(words), "token_logprobs": [-1.0] * len(words)}
+        logprobs = {
+            "tokens": list(words),
+            "token_logprobs": [-1.0] * len(words),
+            "top_logprobs": [{word: -1.0} for word in words],
+        }
         choice = {"index": 0, "text": "".join(words), "logprobs": logprobs}
         return {
             "id": "x",

@@ -51,6 +51,28 @@ def test_tokens_agree_up_to_the_first_that_differs():
     assert (found.equal, found.agreement, found.logprob_gap) == (0, pytest.approx(1 / 3), 0.0)
 
 
+@pytest.mark.parametrize(
+    ("token", "other", "tied"),
+    [
+        pytest.param("x", ("x", -1.001), 1, id="hardly likelier"),
+        pytest.param("x", ("x", -1.1), 0, id="clear"),
+        pytest.param("y", ("x", -1.001), 0, id="a third token"),
+        pytest.param("x", None, 0, id="no other one is known"),
+    ],
+)
+def test_answers_that_part_where_two_tokens_are_as_likely_are_tied(token, other, tied):
+    """The likelier token has to be clear; and what is answered has to be the next likely one."""
+    reference = replace(ANSWER, others=(None, other, None))
+    found = compare([reference, reference], [replace(ANSWER, tokens=("a", token, "c")), ANSWER])
+    assert (found.equal, found.tied) == (1, tied)
+
+
+def test_an_answer_that_is_cut_off_is_no_tie():
+    """There is no token to compare."""
+    reference = replace(ANSWER, others=(None, None, ("x", -2.0)))
+    assert compare([reference], [replace(ANSWER, tokens=("a", "b"))]).tied == 0
+
+
 def test_the_largest_gap_counts():
     """One log-probability that is off is seen among many that are not."""
     other = replace(ANSWER, logprobs=(-0.5, -1.25, -2.0))
@@ -62,12 +84,18 @@ def test_a_stream_becomes_an_answer():
     """Tokens are collected over chunks, and the first one's time is kept."""
     answer = _Answer()
     for after_s, tokens in enumerate((["a"], ["b", "c"]), start=1):
-        logprobs = {"tokens": tokens, "token_logprobs": [-1.0] * len(tokens)}
+        likeliest = [{token: -1.0, "x": -3.0, "y": -2.0} for token in tokens]
+        logprobs = {
+            "tokens": tokens,
+            "token_logprobs": [-1.0] * len(tokens),
+            "top_logprobs": likeliest,
+        }
         chunk = {"choices": [{"text": "".join(tokens), "logprobs": logprobs}]}
         answer.add(f"data: {json.dumps(chunk)}", float(after_s))
         answer.add("", float(after_s))
     answer.add("data: [DONE]", 3.0)
     assert (answer.tokens, answer.logprobs, answer.ttft_s) == (["a", "b", "c"], [-1.0] * 3, 1.0)
+    assert answer.others == [("y", -2.0)] * 3
 
 
 def test_the_vocabulary_may_be_nested(tmp_path):

@@ -172,7 +172,7 @@ def accuracy(model: ServedModel, run_dir: Path, monkeypatch: pytest.MonkeyPatch)
     """Return a function that runs `accuracy` with a sweep that starts nothing."""
     result = sweep.Result(
         sweep.Family("accuracy", "model", sweep.Side(), sweep.Side()),
-        Accuracy(4, 4, 1.0, 1e-5, 0.3, 0.2),
+        Accuracy(4, 4, 0, 1.0, 1e-5, 0.3, 0.2),
         1 << 20,
         None,
     )

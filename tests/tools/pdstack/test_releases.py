@@ -17,7 +17,7 @@ from tools.pdstack.installation import Installation, ask, release_here
 from tools.pdstack.sweep import Result, _spec
 
 OTHER = Installation("9.8.7", Path("/other/bin"))
-FOUND = Accuracy(64, 63, 0.98765, 1e-5, 0.3, 0.2)
+FOUND = Accuracy(64, 62, 1, 0.98765, 1e-5, 0.3, 0.2)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_rows_take_the_place_of_earlier_ones(tmp_path, family):
     releases.store(path, [Result(forth, FOUND, 20, None)])
     first, second = releases.read(path)
     assert (first.family, first.fault, first.bytes_moved) == (family.name, "", 20)
-    assert (first.requests, first.equal, first.agreement) == (64, 63, 0.9877)
+    assert (first.requests, first.equal, first.tied, first.agreement) == (64, 62, 1, 0.9877)
     assert first.prefill == (release_here(), "tp3pp1") and first.decode == ("9.8.7", "tp2pp1")
     assert second.prefill == ("9.8.7", "tp3pp1") and second.bytes_moved == 10
 

@@ -44,7 +44,7 @@ CI_LIMIT_S = 20 * 60
 # The longest that an engine took to start, and a family with its engines up, on two cores.
 ENGINE_START_S, FAMILY_S = 100, 25
 
-GOOD = Accuracy(64, 64, 1.0, 1e-5, 0.3, 0.2)
+GOOD = Accuracy(64, 64, 0, 1.0, 1e-5, 0.3, 0.2)
 MOVED = NixlCounters(bytes_moved=1 << 20, transfers=4)
 FAMILY = Family("any", next(iter(MODELS)), Side(Layout(1, 2)), Side())
 
@@ -151,6 +151,7 @@ def test_what_comes_after_needs_right_answers(tmp_path, monkeypatch, answer, lat
     [
         (GOOD, MOVED, True, None),
         (replace(GOOD, equal=63), MOVED, True, "1 answers differ"),
+        (replace(GOOD, equal=63, tied=1), MOVED, True, None),
         (replace(GOOD, logprob_gap=0.1), MOVED, True, "log-probabilities differ by 0.1"),
         (replace(GOOD, equal=40, agreement=0.8, logprob_gap=0.1), MOVED, False, None),
         (replace(GOOD, logprob_gap=0.5), MOVED, False, "log-probabilities differ by 0.5"),
