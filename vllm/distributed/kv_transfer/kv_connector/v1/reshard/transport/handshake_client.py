@@ -34,8 +34,9 @@ from ..errors import (
     RemoteUnreachableError,
 )
 from ..protocol.bounds import ReplyBounds
+from ..protocol.description import WorkerDescription
 from ..protocol.messages import RemoteEngineAddress
-from ..protocol.metadata import OUR_REQUEST, WorkerDescription, decode_reply
+from ..protocol.metadata import OUR_REQUEST, decode_reply
 from ..protocol.quoting import one_line, quote
 from ..protocol.trust import TrustedPeers
 from ..protocol.versions import CONNECTOR_NAME

@@ -24,8 +24,8 @@ from ..plan.mesh import MeshRank
 from ..plan.reshard import ReshardPlan
 from ..plan.shards import TokenShare
 from ..plan.text import describe_reads
+from ..protocol.description import WorkerDescription
 from ..protocol.messages import Receive
-from ..protocol.metadata import WorkerDescription
 from ..protocol.quoting import one_line, quote
 from .agent import Prepared
 from .lease_check import PreparedTable, prepare_table
