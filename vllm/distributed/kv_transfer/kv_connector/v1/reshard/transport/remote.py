@@ -17,7 +17,8 @@ from vllm.logger import init_logger
 
 from ..errors import LocalLayoutError, RemoteLayoutError, TransferError
 from ..memory.cache import RankCache
-from ..memory.lowering import Leg, LegEnd, Rows, Selection, lower_read
+from ..memory.leg import Leg, LegEnd, Rows, Selection
+from ..memory.lowering import lower_read
 from ..memory.overlap import BlockSpan, Overlap, overlap
 from ..memory.staging import StagedLeg, stage_leg
 from ..plan.mesh import MeshRank
