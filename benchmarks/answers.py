@@ -25,13 +25,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import ReplyBounds
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    WorkerDescription,
+    encode_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    WorkerDescription,
     WorkerHandshake,
     decode_reply,
     encode_reply,
-    encode_worker,
 )
 
 from .cases import Shape

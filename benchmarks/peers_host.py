@@ -26,13 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import memory_regions
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import IDLE_LANE_S
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
-    RemoteEngineAddress,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
     decode_worker,
     encode_worker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 

@@ -20,7 +20,7 @@ from tools.pdstack.accuracy import Completion, complete_all, vocabulary_size
 from tools.pdstack.engine import EngineSpec, KVTransfer, why_no_deepseek4
 from tools.pdstack.layout import Layout
 from tools.pdstack.stack import PDStack
-from tools.pdstack.tiny_checkpoints import write_tiny_deepseek4
+from tools.pdstack.tiny_deepseek4 import write_tiny_deepseek4
 
 WHY_NOT = why_no_deepseek4()
 MODULES = Path(__file__).with_name("modules")

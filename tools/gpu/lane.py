@@ -28,6 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    WorkerDescription,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import fingerprint
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import (
     LeaseTable,
@@ -36,9 +39,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
     RemoteEngineAddress,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    WorkerDescription,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import (

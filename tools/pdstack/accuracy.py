@@ -28,8 +28,8 @@ which was seen to move them by less than a tenth of this; a wrong block moves th
 
 
 CLEAR_MARGIN = 2 * LOGPROB_BOUND
-"""By how much log-probability a token must be likelier than the next one: where it is less, both may
-move to the other's place."""
+"""By how much log-probability a token must be likelier than the next one. Where it is less, each
+may move to the other's place."""
 
 
 @dataclass(frozen=True)

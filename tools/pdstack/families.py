@@ -21,13 +21,13 @@ from .errors import UsageError
 from .installation import Installation
 from .layout import Layout
 from .tiny_checkpoints import (
-    write_tiny_deepseek4,
     write_tiny_llama_with_eagle,
     write_tiny_mimo,
     write_tiny_mimo2,
     write_tiny_nemotron_nas,
     write_tiny_step3p5,
 )
+from .tiny_deepseek4 import write_tiny_deepseek4
 from .tiny_models import (
     write_tiny_deepseek2,
     write_tiny_falcon_h1,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import interpreter
 from .engine import ServedModel
 from .tiny_models import (
     common_sizes,
@@ -27,46 +26,6 @@ Shapes = dict[str, tuple[int, ...]]
 
 _AS_LLAMA: Mapping[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 """What most of these models take from Llama, by the same names."""
-
-DEEPSEEK4: Mapping[str, Any] = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "head_dim": 512,
-    "hidden_size": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 128,
-    "o_groups": 8,
-    "o_lora_rank": 64,
-    "n_routed_experts": 256,
-    "moe_intermediate_size": 32,
-    "num_experts_per_tok": 6,
-    "n_shared_experts": 1,
-    "num_hash_layers": 1,
-    "norm_topk_prob": True,
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "routed_scaling_factor": 1.5,
-    "expert_dtype": "bf16",
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 512,
-    "sliding_window": 128,
-    "swiglu_limit": 10.0,
-    "compress_rope_theta": 160000.0,
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4,
-        "original_max_position_embeddings": 2048,
-        "beta_fast": 32,
-        "beta_slow": 1,
-    },
-}
-"""What a tiny DeepSeek V4 says of itself, but for its layers. Sizes of heads, of the index and of
-experts are those that vLLM's kernels for CPU know."""
 
 _NEMOTRON_CONFIGURATION = '''\
 """What the configuration of a Nemotron-NAS checkpoint is read with: blocks by attribute."""
@@ -359,126 +318,8 @@ def write_tiny_llama_with_eagle(
     # The first layer of a head takes its input as it is.
     del shapes[f"{prefix}.input_layernorm.weight"]
     shapes |= _mlp(prefix, config) | {"fc.weight": (hidden, 2 * hidden)}
-    _write_files(directory / "eagle", config, _drawn(shapes, seed + 1))
+    write_files(directory / "eagle", config, draw_all(shapes, seed + 1))
     return served
-
-
-def write_tiny_deepseek4(
-    directory: Path,
-    *,
-    compress_ratios: Sequence[int] = (0, 4, 128, 4, 0, 4, 128, 4),
-    num_heads: int = 64,
-    seed: int = 0,
-) -> ServedModel:
-    """Write a DeepSeek V4 with few and small layers, of all the kinds that it has.
-
-    Args:
-        directory: Where to; made if it is not there.
-        compress_ratios: Of each layer, how many tokens it compresses into one state; 0 where it has
-            a window only. A stage needs a layer of each kind.
-        num_heads: Query heads.
-        seed: Other weights for another number.
-    """
-    head_size, query_rank = DEEPSEEK4["head_dim"], DEEPSEEK4["q_lora_rank"]
-    hidden, groups, output_rank = (
-        DEEPSEEK4[size] for size in ("hidden_size", "o_groups", "o_lora_rank")
-    )
-    num_experts, inner, streams = (
-        DEEPSEEK4[size] for size in ("n_routed_experts", "moe_intermediate_size", "hc_mult")
-    )
-    index_heads, index_size = DEEPSEEK4["index_n_heads"], DEEPSEEK4["index_head_dim"]
-    config = {
-        **common_sizes(len(compress_ratios), num_heads, 1, head_size),
-        **DEEPSEEK4,
-        "compress_ratios": list(compress_ratios),
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-    }
-    vocabulary, mixes = config["vocab_size"], (2 + streams) * streams
-
-    def compressor(prefix: str, ratio: int, size: int) -> Shapes:
-        # Groups of four tokens overlap with those before them.
-        width = 2 * size if ratio == 4 else size
-        return {
-            f"{prefix}.ape": (ratio, width),
-            f"{prefix}.wkv.weight": (width, hidden),
-            f"{prefix}.wgate.weight": (width, hidden),
-            f"{prefix}.norm.weight": (size,),
-        }
-
-    shapes: Shapes = {
-        "embed.weight": (vocabulary, hidden),
-        "norm.weight": (hidden,),
-        "head.weight": (vocabulary, hidden),
-        "hc_head_fn": (streams, streams * hidden),
-        "hc_head_base": (streams,),
-        "hc_head_scale": (1,),
-    }
-    for layer, ratio in enumerate(compress_ratios):
-        prefix = f"layers.{layer}"
-        attention, experts = f"{prefix}.attn", f"{prefix}.ffn"
-        for part in ("attn", "ffn"):
-            shapes |= {
-                f"{prefix}.hc_{part}_fn": (mixes, streams * hidden),
-                f"{prefix}.hc_{part}_base": (mixes,),
-                f"{prefix}.hc_{part}_scale": (3,),
-                f"{prefix}.{part}_norm.weight": (hidden,),
-            }
-        shapes |= {
-            f"{attention}.attn_sink": (num_heads,),
-            f"{attention}.wq_a.weight": (query_rank, hidden),
-            f"{attention}.q_norm.weight": (query_rank,),
-            f"{attention}.wq_b.weight": (num_heads * head_size, query_rank),
-            f"{attention}.wkv.weight": (head_size, hidden),
-            f"{attention}.kv_norm.weight": (head_size,),
-            f"{attention}.wo_a.weight": (groups * output_rank, num_heads * head_size // groups),
-            f"{attention}.wo_b.weight": (hidden, groups * output_rank),
-        }
-        if ratio:
-            shapes |= compressor(f"{attention}.compressor", ratio, head_size)
-        if ratio == 4:
-            shapes |= {
-                f"{attention}.indexer.wq_b.weight": (index_heads * index_size, query_rank),
-                f"{attention}.indexer.weights_proj.weight": (index_heads, hidden),
-            }
-            shapes |= compressor(f"{attention}.indexer.compressor", ratio, index_size)
-        shapes[f"{experts}.gate.weight"] = (num_experts, hidden)
-        if layer >= config["num_hash_layers"]:
-            shapes[f"{experts}.gate.bias"] = (num_experts,)
-        parts = [f"{experts}.experts.{expert}" for expert in range(num_experts)]
-        for part in [*parts, f"{experts}.shared_experts"]:
-            shapes |= {
-                f"{part}.w1.weight": (inner, hidden),
-                f"{part}.w2.weight": (hidden, inner),
-                f"{part}.w3.weight": (inner, hidden),
-            }
-    import torch
-
-    weights = _drawn(shapes, seed)
-    silence_what_is_no_character(weights["head.weight"])
-    for name, weight in weights.items():
-        if name.endswith(".weight"):
-            weights[name] = weight.bfloat16()
-        elif name.endswith(".gate.bias"):
-            # So large that it chooses the experts: else two sums that are rounded in another order
-            # may choose others, and answers of equal engines soon have nothing in common.
-            weights[name] = 1e4 * weight
-    generator = torch.Generator().manual_seed(seed)
-    for layer in range(config["num_hash_layers"]):
-        # Which experts a token has, whatever it means: six of them, none twice.
-        weights[f"layers.{layer}.ffn.gate.tid2eid"] = torch.stack(
-            [torch.randperm(num_experts, generator=generator)[:6] for _ in range(vocabulary)]
-        ).int()
-    _write_files(directory, config, weights, "bfloat16")
-    write_tokenizer(directory)
-    return ServedModel(
-        directory,
-        directory.name,
-        # A whole prompt is one batch, as kernels for CPU want it.
-        ("--dtype", "bfloat16", "--tokenizer-mode", "hf", "--max-num-batched-tokens", "4096"),
-        block_tokens=4,
-        env=(*interpreter.ENV, ("PYTHONPATH", str(interpreter.MODULE_DIR))),
-    )
 
 
 def _ends(config: Mapping[str, Any]) -> Shapes:
@@ -514,7 +355,8 @@ def _mlp(prefix: str, config: Mapping[str, Any], name: str = "mlp") -> Shapes:
     }
 
 
-def _drawn(shapes: Shapes, seed: int) -> dict[str, Any]:
+def draw_all(shapes: Shapes, seed: int) -> dict[str, Any]:
+    """Draw a tensor of each shape, by name."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -526,16 +368,17 @@ def _drawn(shapes: Shapes, seed: int) -> dict[str, Any]:
 
 def _write(directory: Path, config: Mapping[str, Any], shapes: Shapes, seed: int) -> ServedModel:
     """Draw the weights, and write everything that vLLM looks for."""
-    weights = _drawn(shapes, seed)
+    weights = draw_all(shapes, seed)
     silence_what_is_no_character(weights["lm_head.weight"])
-    _write_files(directory, config, weights)
+    write_files(directory, config, weights)
     write_tokenizer(directory)
     return ServedModel(directory, directory.name)
 
 
-def _write_files(
+def write_files(
     directory: Path, config: Mapping[str, Any], weights: Mapping[str, Any], dtype: str = "float32"
 ) -> None:
+    """Write a configuration, and the weights under their names."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)

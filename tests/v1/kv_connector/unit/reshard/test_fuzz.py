@@ -40,6 +40,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import (
     check_meanings,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    encode_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
@@ -56,7 +59,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
     WorkerHandshake,
     decode_reply,
     encode_reply,
-    encode_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import (
     RemoteBlocks,

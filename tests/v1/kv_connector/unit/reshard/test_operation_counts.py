@@ -16,16 +16,14 @@ import torch
 
 from tests.v1.kv_connector.unit.reshard.memory.cases import read, span
 from tests.v1.kv_connector.unit.reshard.profiling import calls
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory import lowering
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory import leg as leg_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
-    count_merged,
-    lower_read,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import count_merged
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter, stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import StagingPolicy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
@@ -192,7 +190,7 @@ def test_what_many_ranks_have_in_common_is_found_once(monkeypatch):
     """A request that is read from 128 ranks is matched, and counted, for one of them."""
     match, count = Mock(wraps=remote.overlap), Mock(wraps=count_merged)
     monkeypatch.setattr(remote, "overlap", match)
-    monkeypatch.setattr(lowering, "count_merged", count)
+    monkeypatch.setattr(leg_module, "count_merged", count)
     area = StagingArea(torch.empty(64 << 20, dtype=torch.uint8), Counting(), StagingPolicy())
     legs = [prepared(1, 1, 4096, area) for _ in range(128)]
     transfers = Transfers(area)
@@ -211,7 +209,7 @@ def test_what_many_ranks_have_in_common_is_found_once(monkeypatch):
 
 def test_what_cannot_merge_is_not_compared(monkeypatch):
     """Heads of which the other end has more lie apart there, wherever their blocks are."""
-    monkeypatch.setattr(lowering, "count_merged", count := Mock())
+    monkeypatch.setattr(leg_module, "count_merged", count := Mock())
     leg = prepared(1, 2, 4096, None).leg
     blocks = [span(range(1, 1025))]
     assert leg.num_merged(leg.select(blocks, blocks)) == 1024 * PLANES

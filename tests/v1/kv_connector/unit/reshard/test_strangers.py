@@ -18,14 +18,16 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
 )
 from tests.v1.kv_connector.unit.reshard.transport.channels import serving
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import peers as peers_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    decode_worker,
+    encode_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
     WorkerHandshake,
-    decode_worker,
     encode_reply,
-    encode_worker,
 )
 
 

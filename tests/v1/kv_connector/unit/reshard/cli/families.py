@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tools.pdstack.tiny_checkpoints import DEEPSEEK4
+from tools.pdstack.tiny_deepseek4 import DEEPSEEK4
 
 COMMON: Mapping[str, Any] = {
     "num_hidden_layers": 4,

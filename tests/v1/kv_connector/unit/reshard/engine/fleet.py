@@ -29,6 +29,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
     STEADY_S,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import ConnectorThreadError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    decode_worker,
+    encode_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
     RemoteEngineAddress,
@@ -36,9 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     encode_announcement,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    decode_worker,
     encode_replies,
-    encode_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,

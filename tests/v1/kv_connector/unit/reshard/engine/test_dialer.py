@@ -25,11 +25,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    WorkerDescription,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    WorkerDescription,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
     DEFAULT_TIMEOUT_S,

@@ -38,8 +38,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker a
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard, shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    decode_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import decode_worker
 
 NUM_BLOCKS, NUM_TOKENS, WINDOW_TOKENS = 16, 48, 32
 

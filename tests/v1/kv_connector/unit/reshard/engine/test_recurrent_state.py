@@ -55,10 +55,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.recurrent_state
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import LayerCache, RankCache
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
-    BlockSpan,
-    lower_read,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank, ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (

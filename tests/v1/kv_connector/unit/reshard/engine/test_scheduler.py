@@ -37,6 +37,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import (
     ReshardScheduler,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    encode_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
@@ -47,7 +50,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteRequest,
     decode_announcement,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import encode_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sanitize_params
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Listener

@@ -36,6 +36,9 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
 from tests.v1.kv_connector.unit.reshard.protocol.tables import seen, strike
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    decode_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
     Notice,
     ProducerLedger,
@@ -47,9 +50,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
     RemoteRequest,
     encode_announcement,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    decode_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Announcer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker

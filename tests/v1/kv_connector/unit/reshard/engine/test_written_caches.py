@@ -32,11 +32,8 @@ from tools.pdstack.modules.gpu_caches.gpu_caches import heads, latents
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.ownership import shard_of_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
-    Leg,
-    LegEnd,
-    lower_read,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Leg, LegEnd
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank

@@ -23,9 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     Plane,
     RankCache,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
-    lower_read,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh

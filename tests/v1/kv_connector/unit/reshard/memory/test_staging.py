@@ -22,11 +22,8 @@ from tests.v1.kv_connector.unit.reshard.memory.cases import (
     transfers,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
-    Run,
-    count_merged,
-    lower_read,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Run, count_merged
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import StagedLeg, stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Work
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.scatter import (

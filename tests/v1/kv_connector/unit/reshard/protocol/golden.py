@@ -27,6 +27,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Shard,
     UnitInterval,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    WorkerDescription,
+    encode_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
     fingerprint,
@@ -45,12 +49,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
     OUR_REQUEST,
-    WorkerDescription,
     WorkerHandshake,
     encode_refusal,
     encode_refusal_for_upstream,
     encode_reply,
-    encode_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import (
     Params,

@@ -29,13 +29,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import
     MAX_STAGE_RANKS,
     ReplyBounds,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    WorkerDescription,
+    encode_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    WorkerDescription,
     WorkerHandshake,
     decode_reply,
     encode_reply,
-    encode_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import (
     CONNECTOR_NAME,

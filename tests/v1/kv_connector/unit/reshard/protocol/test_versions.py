@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import (
     compatibility,
+    description,
     metadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import (
@@ -156,7 +157,7 @@ def test_what_an_older_version_does_not_have_is_left_out(monkeypatch):
     factors = {**golden.FACTORS, "colour": "red"}
     said = {
         (each.shard.rank.pp_rank, 1): metadata.WorkerHandshake(
-            factors, metadata.encode_worker(each)
+            factors, description.encode_worker(each)
         )
         for each in golden.WORKERS
     }

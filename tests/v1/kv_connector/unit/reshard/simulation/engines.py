@@ -48,13 +48,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    WorkerDescription,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Announcement,
     RemoteEngineAddress,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    WorkerDescription,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection

@@ -27,15 +27,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Shard,
     UnitInterval,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    WorkerDescription,
+    encode_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTableAddress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    WorkerDescription,
     WorkerHandshake,
     encode_reply,
-    encode_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.authentication import ChannelKey
@@ -188,3 +190,28 @@ def ask(port: int, frame: bytes) -> list[bytes]:
     with open_socket(zmq.REQ, port) as bare:
         bare.send(frame)
         return bare.recv_multipart()
+
+
+class ScriptedResolver:
+    """Stands for this machine's resolver.
+
+    Knows some names at once, and says of the others that it knows nothing when it is told to.
+    """
+
+    def __init__(self) -> None:
+        self.known = {"engine.example": (HOST,)}
+        self.answers = threading.Event()
+        self.asked: list[str] = []
+
+    def addresses_of(self, name: str) -> tuple[str, ...]:
+        """As the function that it stands for."""
+        self.asked.append(name)
+        if name not in self.known:
+            self.answers.wait()
+            raise OSError(f"{name} is unknown")
+        return self.known[name]
+
+
+def no_more_threads(_: threading.Thread) -> None:
+    """Instead of starting one."""
+    raise RuntimeError("can't start new thread")

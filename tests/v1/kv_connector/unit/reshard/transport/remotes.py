@@ -19,13 +19,13 @@ from tests.v1.kv_connector.unit.reshard.transport.ranks import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    WorkerDescription,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    WorkerDescription,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     Transfer,

@@ -28,10 +28,8 @@ from tests.v1.kv_connector.unit.reshard.transport.ranks import (
 )
 from tests.v1.kv_connector.unit.reshard.transport.sources import Source, SourceProcess
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import (
-    Rows,
-    lower_read,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Rows
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import BlockSpan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy

@@ -40,14 +40,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteHandshakeError,
     RemoteUnreachableError,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    decode_worker,
+    encode_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
     WorkerHandshake,
-    decode_worker,
     encode_reply,
-    encode_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe as probe_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe_process

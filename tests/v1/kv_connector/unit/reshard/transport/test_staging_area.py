@@ -17,10 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import staging_area
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,

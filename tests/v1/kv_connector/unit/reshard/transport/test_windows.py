@@ -22,13 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
+    WorkerDescription,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
     RemoteEngineAddress,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata import (
-    WorkerDescription,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..memory.cache import LayerCache, Plane, RankCache
-from ..memory.lowering import Leg, lower_read
+from ..memory.leg import Leg
+from ..memory.lowering import lower_read
 from ..memory.overlap import BlockSpan
 from ..memory.staging import StagedLeg, stage_leg
 from ..memory.strategy import StagingPolicy, Strategy

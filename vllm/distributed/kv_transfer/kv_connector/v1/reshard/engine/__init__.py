@@ -16,7 +16,8 @@ stalls                      threads that do not come round
 dialer, plans               what takes long of a connection with another engine
 peers                       the engines that are known, and how they are connected
 consumer, readings,
-doubt, producer             requests that are read, and requests that are held for others
+completions, doubt          requests that are read, and what follows their end
+producer                    requests that are held for others
 queues                      how a turn works through what waits for it
 traces                      what they go through, in their clients' traces
 readers                     which request reads what is offered, and which gives it up

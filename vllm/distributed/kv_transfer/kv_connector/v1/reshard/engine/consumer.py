@@ -28,11 +28,12 @@ from ..transport.lane import Lane
 from ..transport.lease_check import LeaseCheckFailure, Verdict
 from ..transport.remote import LocalCache, RequestBlocks
 from ..transport.transfers import PartEvent, PartFailed, Transfers
+from .completions import CompletionHandler
 from .doubt import BlocksInDoubt
 from .notifier import Notifier
 from .peers import Peer, PeerTable
 from .queues import taken_once_done
-from .readings import MAY_BE_ANOTHERS, READ_FAILURES, REMEDIES, SPANS, Reading
+from .readings import READ_FAILURES, Reading
 from .stats import ReadFailure, ReshardStats
 from .traces import trace_of_read
 
@@ -65,7 +66,6 @@ class ConsumerSide:
         self._name = name
         self._peers = peers
         self._transfers = transfers
-        self._notifier = notifier
         self._stats = stats
         self._timeout_s = timeout_s
         self._ledger: ConsumerLedger[int] = ConsumerLedger()
@@ -87,6 +87,7 @@ class ConsumerSide:
         self._failed: deque[Outcome] = deque()
         self._ended: deque[Outcome] = deque()
         self._doubt = BlocksInDoubt(peers.lanes, stats)
+        self._completions = CompletionHandler(notifier, stats, self._doubt)
         self._reader: LocalCache | None = None
 
     def __len__(self) -> int:
@@ -153,7 +154,7 @@ class ConsumerSide:
             self._account(request_id, receive, peer, now_s)
         elif peer.connection is not None:
             # It waits for no read of another request's.
-            self._notify(receive, peer.connection)
+            self._completions.notify_producers(receive, peer.connection)
             return
         peer.waiting.append((request_id, receive))
 
@@ -249,9 +250,11 @@ class ConsumerSide:
         while self._failed:
             outcome = self._failed.popleft()
             reading = self._reading[outcome.request_id]
-            failed[outcome.request_id] = frozenset[int]().union(*reading.receive.local_block_ids)
+            block_ids = frozenset[int]().union(*reading.receive.local_block_ids)
+            failed[outcome.request_id] = block_ids
             try:
-                self._settle_failed(outcome, reading, len(failed[outcome.request_id]))
+                in_flight = self._ledger.num_parts_of(outcome.request_id)
+                self._completions.failed(outcome, reading, len(block_ids) if in_flight else 0)
             except Exception:
                 self._tell_cut_short(outcome)
         return failed
@@ -264,7 +267,9 @@ class ConsumerSide:
             outcome = self._ended.popleft()
             received.add(outcome.request_id)
             try:
-                self._settle_ended(outcome, self._reading.pop(outcome.request_id))
+                reading = self._reading.pop(outcome.request_id)
+                self._completions.ended(outcome, reading)
+                reading.enter(ReadState.ENDED, self._now_s)
             except Exception:
                 self._tell_cut_short(outcome)
         return received
@@ -275,66 +280,6 @@ class ConsumerSide:
             quote(outcome.request_id),
         )
 
-    def _settle_failed(self, outcome: Outcome, reading: Reading, num_blocks: int) -> None:
-        """Count a request that has failed, tell of it, and have its producers told."""
-        receive, failure = reading.receive, reading.failure
-        if self._ledger.num_parts_of(outcome.request_id):
-            reading.num_in_doubt = num_blocks
-            self._doubt.add(num_blocks)
-        if failure is None:
-            # The worker that could not read it has told so.
-            self._release(reading)
-            return
-        self._stats.record_failed_read(failure)
-        if failure not in MAY_BE_ANOTHERS:
-            self._release(reading)
-        # A failed handshake was told, with the requests that it cost.
-        if failure is not ReadFailure.HANDSHAKE:
-            state, for_s = reading.failed_in
-            still_s = reading.stood_still_s
-            still = f", after this worker stood still for {still_s:.1f} s" if still_s else ""
-            logger.error(
-                "KV cache of request %s could not be read from engine %s (%s for %.1f s%s): %s%s",
-                quote(outcome.request_id),
-                quote(receive.source.engine_id),
-                state.value,
-                for_s,
-                still,
-                one_line(outcome.failure),
-                one_line(REMEDIES.get(failure, "")),
-            )
-
-    def _settle_ended(self, outcome: Outcome, reading: Reading) -> None:
-        """Count a request that has ended, and have its producers told where it was received."""
-        if reading.num_in_doubt:
-            self._doubt.add(-reading.num_in_doubt)
-        if outcome.failure is None:
-            assert reading.connection is not None
-            reading.connection.lifetime.end_request()
-            # Where nothing was to be read, nothing was looked up.
-            if reading.peer is not None and reading.lease_tables:
-                reading.peer.is_proven = True
-            self._release(reading)
-        self._enter(outcome.request_id, reading, ReadState.ENDED)
-
-    def _enter(self, request_id: RequestId, reading: Reading, state: ReadState) -> None:
-        """Take note of a request's next state, and tell it in the log."""
-        logger.debug(
-            "Request %s: %s at engine %s, after %.1f ms of %s.",
-            quote(request_id),
-            state.value,
-            quote(reading.receive.source.engine_id),
-            1e3 * (self._now_s - reading.since_s),
-            one_line(reading.state.value),
-        )
-        if reading.trace is not None:
-            read = reading.trace.what_was_read() if reading.state is ReadState.READING else {}
-            failed = {} if reading.failure is None else {"error.type": reading.failure.value}
-            reading.trace.span(
-                SPANS[reading.state], reading.since_s, self._now_s, {**read, **failed}
-            )
-        reading.state, reading.since_s = state, self._now_s
-
     def _account(
         self, request_id: RequestId, receive: Receive, peer: Peer | None, now_s: float
     ) -> Reading:
@@ -342,7 +287,9 @@ class ConsumerSide:
         self._num_taken_up += 1
         due_at_s = now_s + self._timeout_s
         trace = trace_of_read(self._name, receive)
-        reading = Reading(self._num_taken_up, due_at_s, receive, peer, since_s=now_s, trace=trace)
+        reading = Reading(
+            request_id, self._num_taken_up, due_at_s, receive, peer, since_s=now_s, trace=trace
+        )
         self._ledger.begin(request_id)
         self._reading[request_id] = reading
         self._deadlines.append((reading.due_at_s, request_id, reading.number))
@@ -360,7 +307,7 @@ class ConsumerSide:
     ) -> None:
         """Begin the request that has waited longest for a peer."""
         if not any(receive.local_block_ids):
-            self._notify(receive, connection)
+            self._completions.notify_producers(receive, connection)
             return
         reading = self._reading.get(request_id)
         # It may have failed while it waited.
@@ -391,7 +338,7 @@ class ConsumerSide:
         read_from = {part.leg.remote.peer for part in parts}
         connection.lifetime.begin_request()
         reading.connection = connection
-        self._enter(request_id, reading, ReadState.READING)
+        reading.enter(ReadState.READING, self._now_s)
         reading.lease_tables = [
             table for name, table in engine.lease_tables.items() if name in read_from
         ]
@@ -431,7 +378,7 @@ class ConsumerSide:
         """All of a request was read: see that it was still held, and was what was wanted."""
         receive, connection = reading.receive, reading.connection
         assert receive.fingerprint is not None and connection is not None
-        self._enter(request_id, reading, ReadState.CHECKING)
+        reading.enter(ReadState.CHECKING, self._now_s)
         if not connection.is_connected:
             # What had landed in the arena was copied from there after its connection was closed.
             fault = "its connection was given up before its lease could be looked up"
@@ -484,7 +431,7 @@ class ConsumerSide:
             reading.failed_in = reading.state, self._now_s - reading.since_s
             reading.failure = failure
             self._transfers.give_up(request_id)
-            self._enter(request_id, reading, ReadState.FAILED)
+            reading.enter(ReadState.FAILED, self._now_s)
             if reading.connection is not None:
                 reading.connection.lifetime.end_request()
         self._ledger.fail(request_id, reason)
@@ -520,27 +467,3 @@ class ConsumerSide:
             self._break_off(reading, now_s)
         reason = f"waited {self._timeout_s:g} s for {waited_for}"
         self._fail(request_id, reading, reason, ReadFailure.DEADLINE)
-
-    def _release(self, reading: Reading) -> None:
-        """Tell the producers of a request's blocks that this worker is through with them."""
-        peer = reading.peer
-        producers = (peer and peer.connection) or reading.connection
-        if producers is None or (producers is reading.connection and not producers.is_connected):
-            return
-        # A peer that cannot be read from may be gone; that it cannot be notified is no news then.
-        known = reading.failure in (ReadFailure.TRANSFER, ReadFailure.DEADLINE)
-        self._notify(reading.receive, producers, known_as_broken=known)
-
-    def _notify(
-        self, receive: Receive, producers: PeerConnection, *, known_as_broken: bool = False
-    ) -> None:
-        """Have the producers of a request's blocks told, if this engine can say what they hold."""
-        if receive.secret is not None:
-            self._notifier.give_up(receive.remote_request_id, receive.secret, producers)
-        elif receive.fingerprint is not None:
-            self._notifier.release(
-                receive.remote_request_id,
-                receive.fingerprint,
-                producers,
-                known_as_broken=known_as_broken,
-            )

@@ -21,8 +21,8 @@ from vllm.logger import init_logger
 from ..plan.shards import Shard
 from ..plan.text import layers_text
 from ..protocol.compatibility import check_meanings
+from ..protocol.description import WorkerDescription
 from ..protocol.messages import RemoteEngineAddress
-from ..protocol.metadata import WorkerDescription
 from ..protocol.quoting import one_line, quote
 from ..transport.agent import NixlAgent
 from ..transport.handshake_client import DEFAULT_TIMEOUT_S

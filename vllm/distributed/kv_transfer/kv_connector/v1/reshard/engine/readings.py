@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that a worker reads, why it may fail, and what the log says of that."""
+"""A request that a worker reads, and how the log and its trace tell of what it goes through."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from vllm.logger import init_logger
+
 from ..protocol.ids import RequestId
 from ..protocol.ledgers import ReadState
 from ..protocol.messages import Receive
-from ..protocol.quoting import quote
+from ..protocol.quoting import one_line, quote
 from ..transport.connection import PeerConnection
 from ..transport.lease_check import LeaseCheckFailure, PreparedTable
 from .peers import Peer
 from .stats import ReadFailure
 from .traces import Trace
+
+logger = init_logger(__name__)
 
 READ_FAILURES = {
     LeaseCheckFailure.PEER: ReadFailure.TRANSFER,
@@ -22,21 +26,7 @@ READ_FAILURES = {
     LeaseCheckFailure.FINGERPRINT: ReadFailure.FINGERPRINT,
 }
 
-MAY_BE_ANOTHERS = frozenset({ReadFailure.FINGERPRINT, ReadFailure.PARAMETERS})
-"""Failures after which what is held under a request's name may be another's, whose blocks are not
-ours to give back: the lease ends it."""
-
-REMEDIES = {
-    ReadFailure.TRANSFER: ": check that the engine runs and can be reached, and send the request "
-    "through prefill again",
-    ReadFailure.DEADLINE: ": check that the engine runs and can be reached, or give it longer with "
-    "kv_read_timeout_s",
-    ReadFailure.DOUBT: ": restart the engines that do not answer, or this one",
-    ReadFailure.UNFORESEEN: ": report this, with the traceback above",
-}
-
-
-SPANS = {
+_SPANS = {
     ReadState.WAITING: "wait",
     ReadState.READING: "read",
     ReadState.CHECKING: "check",
@@ -50,6 +40,7 @@ class Reading:
     """A request being read, or waiting for that.
 
     Attributes:
+        request_id: Its name.
         number: Which of those that had this name.
         due_at_s: When it fails unless it was received.
         receive: What to read.
@@ -65,6 +56,7 @@ class Reading:
         num_in_doubt: Its blocks, since it has failed and while they may be written.
     """
 
+    request_id: RequestId
     number: int
     due_at_s: float
     receive: Receive
@@ -82,6 +74,22 @@ class Reading:
     def waits_for(self, receive: Receive) -> bool:
         """Whether it is this request of those that had its name, and waits to be read."""
         return self.receive is receive and self.state is ReadState.WAITING
+
+    def enter(self, state: ReadState, now_s: float) -> None:
+        """Take note of its next state, and tell it in the log and in its trace."""
+        logger.debug(
+            "Request %s: %s at engine %s, after %.1f ms of %s.",
+            quote(self.request_id),
+            state.value,
+            quote(self.receive.source.engine_id),
+            1e3 * (now_s - self.since_s),
+            one_line(self.state.value),
+        )
+        if self.trace is not None:
+            read = self.trace.what_was_read() if self.state is ReadState.READING else {}
+            failed = {} if self.failure is None else {"error.type": self.failure.value}
+            self.trace.span(_SPANS[self.state], self.since_s, now_s, {**read, **failed})
+        self.state, self.since_s = state, now_s
 
 
 def named(request_ids: Iterable[RequestId], most: int = 8) -> str:

@@ -23,9 +23,9 @@ from vllm.platforms import current_platform
 from ..plan.mesh import MeshRank
 from ..plan.shards import Shard, share_of_rank
 from ..protocol.bounds import ReplyBounds
+from ..protocol.description import WorkerDescription, encode_worker
 from ..protocol.ids import EngineId, RequestId
 from ..protocol.messages import RemoteEngineAddress, decode_announcement
-from ..protocol.metadata import WorkerDescription, encode_worker
 from ..transport.agent import NIXL_MODULE, NixlAgent, can_be_polled
 from ..transport.announcements import Listener, listen_to
 from ..transport.connection import PeerConnection

@@ -2,7 +2,8 @@
 """Floor 2: where bytes lie, and how reads become descriptors and indices. Knows numpy.
 
 cache           a rank's planes: addresses, strides, blocks
-lowering        reads -> lists of descriptors, requests -> indices
+lowering        reads -> legs: lists of descriptors at both ends
+leg, overlap    requests -> indices of their descriptors
 arena, staging  where staged reads stop over, and how they are cut and copied on
 strategy        direct or staged, by thresholds
 """

@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 from .arena import Span
 from .cache import Order, Plane, RankCache
-from .lowering import Indices, Leg, LegEnd, Run, Selection, count_chunks, write_end
+from .leg import Indices, Leg, LegEnd, Run, Selection, count_chunks
+from .lowering import write_end
 from .strategy import StagingPolicy, Strategy, Work
 
 

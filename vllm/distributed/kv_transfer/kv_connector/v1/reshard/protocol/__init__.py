@@ -7,7 +7,8 @@ lifetimes                   how long a connection must stay
 fingerprint                 what stands for tokens and blocks that are offered
 leases                      which requests a worker holds, where readers can see it
 versions                    which versions of the protocol engines speak to each other
-compatibility, metadata     what engines tell each other when they shake hands
+metadata, description,
+compatibility               what engines tell each other when they shake hands
 bounds, trust               what that may cost, and which hosts may be asked
 messages                    what travels afterwards
 params                      what requests ask for

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines say of themselves when they shake hands, and how it is written for the wire.
+"""What an engine answers when another one shakes hands, and how it is written for the wire.
 
     worker     WorkerDescription --encode_worker--> bytes, in a WorkerHandshake
     scheduler  WorkerHandshakes of all workers --encode_reply--> one reply, served to any peer
@@ -8,18 +8,16 @@
 A reply is frames: a greeting, and one for each worker. It is read in phases, each with types of its
 own, so that a later phase may change from version to version without making an earlier one
 unreadable: who answers (connector and version), then what must be equal (factors), both in the
-greeting, then the workers' descriptions, one by one. What a peer writes is bounded and checked
-before it is used, and nothing but a `RemoteHandshakeError` comes out of decoding. `bounds` says
-what a reply may cost.
+greeting, then the workers' descriptions, one by one (`description`). `bounds` says what a reply may
+cost.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -30,21 +28,11 @@ from ..errors import (
     RemoteHandshakeError,
     RemoteIncompatibleError,
     RemoteRefusedError,
-    ReshardError,
 )
-from ..memory.cache import LayerCache, Plane, RankCache
 from ..plan.mesh import MeshRank
-from ..plan.shards import ALL_TOKENS, Holding, Layer, Shard, TokenShare, UnitInterval
-from .bounds import (
-    MAX_AGENT_METADATA_BYTES,
-    MAX_GREETING_BYTES,
-    MAX_RANKS,
-    MAX_REPLY_BYTES,
-    MAX_STAGE_RANKS,
-    ReplyBounds,
-)
+from .bounds import MAX_GREETING_BYTES, MAX_RANKS, MAX_REPLY_BYTES, ReplyBounds
 from .compatibility import RELEASE_FACTOR, check_compatibility, known_factors, remedy
-from .leases import LeaseTableAddress
+from .description import WorkerDescription, decode, decode_worker
 from .quoting import one_line, quote
 from .versions import CONNECTOR_NAME, SPOKEN
 
@@ -58,53 +46,7 @@ OUR_REQUEST = (
 """What a request begins with in full. Upstream's listener logs what it does not know, whatever it
 is; the words behind the verb are for whoever reads that log."""
 
-# Bounds of what a peer may say. All are far above what exists, and together they keep every address
-# that is computed from a description within 64 bits.
-_Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
-_Address: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
-_Stride: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
-_SlotBytes: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 32)]
-_Head: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 17)]
-_HeadsPerUnit: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 14)]
-_Units: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 16)]
-_Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 14)]
-_Blocks: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 31)]
-_BlocksPerId: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 10)]
-_LeaseBuckets: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
-_Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 12)]
-_LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
-_LayerName: TypeAlias = Annotated[str, Meta(max_length=1 << 10, pattern=r"\A[ -~]+\Z")]
-_Meaning: TypeAlias = Annotated[
-    dict[Annotated[str, Meta(max_length=1 << 6)], Annotated[str, Meta(max_length=1 << 11)]],
-    Meta(max_length=1 << 4),
-]
-_Meanings: TypeAlias = Annotated[list[_Meaning], Meta(min_length=1, max_length=1 << 8)]
-_EngineId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
-_AgentMetadata: TypeAlias = Annotated[bytes, Meta(max_length=MAX_AGENT_METADATA_BYTES)]
 _Words: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
-
-_MAX_LAYERS = 1 << 12
-
-_Struct = TypeVar("_Struct")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDescription:
-    """What one worker says of itself.
-
-    Attributes:
-        engine_id: The engine that it belongs to; another one after a restart.
-        shard: Its place, and the layers and heads that it holds.
-        cache: Where their bytes lie; the same layers.
-        lease_table: Where it says which requests it holds.
-        agent_metadata: What NIXL needs to connect to it.
-    """
-
-    engine_id: str
-    shard: Shard
-    cache: RankCache
-    lease_table: LeaseTableAddress
-    agent_metadata: bytes
 
 
 @dataclass(frozen=True)
@@ -133,70 +75,6 @@ class Reply:
     version: int
     release: str | None
     workers: tuple[WorkerDescription, ...]
-
-
-class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`Plane`, field by field in the same order."""
-
-    address: _Address
-    block_stride_bytes: _Stride
-    head_stride_bytes: _Stride
-    slot_stride_bytes: _Stride
-    slot_bytes: _SlotBytes
-    num_heads: _Head
-    block_tokens: _Tokens
-    slot_tokens: _Tokens
-    heads_per_unit: _HeadsPerUnit
-    per_sequence: bool
-
-
-class _WireLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One layer of a shard and of its cache: `Holding` and `LayerCache`.
-
-    What its bytes mean is one of the worker's `meanings`: layers differ little in that.
-    """
-
-    layer: _LayerIndex | _LayerName
-    start: _Units
-    stop: _Units
-    num_units: _Units
-    may_repeat: bool
-    group: _Group
-    blocks_per_id: _BlocksPerId
-    meaning: _Rank
-    planes: Annotated[list[_WirePlane], Meta(min_length=1, max_length=4)]
-
-
-class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`WorkerDescription`."""
-
-    engine_id: _EngineId
-    pp_rank: _Rank
-    tp_rank: _Rank
-    num_block_ids: _Blocks
-    device_id: _Rank
-    lease_address: _Address
-    num_lease_buckets: _LeaseBuckets
-    agent_metadata: _AgentMetadata
-    meanings: _Meanings
-    layers: Annotated[list[_WireLayer], Meta(min_length=1, max_length=_MAX_LAYERS)]
-
-
-class _WireShare(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`TokenShare`."""
-
-    index: _Rank
-    num_shares: Annotated[int, Meta(ge=1, le=MAX_STAGE_RANKS)]
-    run_tokens: _Tokens
-
-
-class _WireSharingWorker(_WireWorker, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The same, with the tokens that it holds of each layer; none where it holds all of all.
-
-    Then it is left out, and a build reads what is said that knows of no shares. It refuses others.
-    """
-
-    shares: list[_WireShare] = []
 
 
 class _Greeting(msgspec.Struct, frozen=True):
@@ -231,65 +109,8 @@ class _UpstreamReply(msgspec.Struct, frozen=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_WORKER_DECODER = msgspec.msgpack.Decoder(_WireSharingWorker)
 _GREETING_DECODER = msgspec.msgpack.Decoder(_Greeting)
 _TERMS_DECODER = msgspec.msgpack.Decoder(_Terms)
-
-
-def encode_worker(description: WorkerDescription) -> bytes:
-    """Write a worker's description for the wire.
-
-    Raises:
-        LocalLayoutError: Its shard and its cache do not agree, or a peer would refuse it.
-    """
-    shard, cache = description.shard, description.cache
-    if shard.holdings.keys() != cache.layers.keys():
-        differing = shard.holdings.keys() ^ cache.layers.keys()
-        raise LocalLayoutError(
-            f"rank {shard.rank} does not hold the same layers as its cache; they differ in "
-            f"{', '.join(sorted(map(str, differing)))}: register the KV cache of every layer"
-        )
-    meanings: list[dict[str, str]] = []
-    for each in cache.layers.values():
-        if each.meaning not in meanings:
-            meanings.append(dict(each.meaning))
-    said = (
-        description.engine_id,
-        shard.rank.pp_rank,
-        shard.rank.tp_rank,
-        cache.num_block_ids,
-        cache.device_id,
-        description.lease_table.address,
-        description.lease_table.num_buckets,
-        description.agent_metadata,
-        meanings,
-        [
-            _wire_layer(layer, holding, cache.layers[layer], meanings)
-            for layer, holding in shard.holdings.items()
-        ],
-    )
-    shares = [holding.tokens for holding in shard.holdings.values()]
-    if all(share.is_all for share in shares):
-        data = _ENCODER.encode(_WireWorker(*said))
-    else:
-        wire_shares = [_WireShare(*dataclasses.astuple(share)) for share in shares]
-        data = _ENCODER.encode(_WireSharingWorker(*said, wire_shares))
-    # One set of rules for both directions: what we say, we would accept.
-    _read_worker(data, LocalLayoutError, "this worker's description")
-    return data
-
-
-def decode_worker(data: bytes, max_layers: int = _MAX_LAYERS) -> WorkerDescription:
-    """Read a worker's description from the wire.
-
-    Args:
-        data: The description.
-        max_layers: Layers that it may have.
-
-    Raises:
-        RemoteHandshakeError: It is malformed, out of bounds, or contradicts itself.
-    """
-    return _read_worker(data, RemoteHandshakeError, "a worker's description", max_layers)
 
 
 def encode_replies(
@@ -406,8 +227,8 @@ def decode_reply(
             f"the answer begins with {len(greeting)} bytes, which are more than "
             f"{MAX_GREETING_BYTES}: check that the port is an engine's VLLM_NIXL_SIDE_CHANNEL_PORT"
         )
-    _check_greeting(_decode(_GREETING_DECODER, greeting, RemoteHandshakeError, "the answer"))
-    terms = _decode(_TERMS_DECODER, greeting, RemoteHandshakeError, "the answer")
+    _check_greeting(decode(_GREETING_DECODER, greeting, RemoteHandshakeError, "the answer"))
+    terms = decode(_TERMS_DECODER, greeting, RemoteHandshakeError, "the answer")
     if local_factors is not None:
         check_compatibility(known_factors(local_factors, terms.version), terms.factors)
     if not 0 < len(bodies) <= MAX_RANKS:
@@ -469,127 +290,3 @@ def _check_greeting(greeting: _Greeting) -> None:
         )
     if greeting.refusal:
         raise RemoteRefusedError(f"the peer refuses: {quote(greeting.refusal)}")
-
-
-def _wire_layer(
-    layer: Layer, holding: Holding, cache: LayerCache, meanings: list[dict[str, str]]
-) -> _WireLayer:
-    return _WireLayer(
-        layer,
-        holding.units.start,
-        holding.units.stop,
-        holding.num_units,
-        holding.may_repeat,
-        cache.group,
-        cache.blocks_per_id,
-        meanings.index(dict(cache.meaning)),
-        [_WirePlane(*dataclasses.astuple(plane)) for plane in cache.planes],
-    )
-
-
-def _read_worker(
-    data: bytes, error: type[ReshardError], what: str, max_layers: int = _MAX_LAYERS
-) -> WorkerDescription:
-    """Decode a description and check what types cannot say."""
-    wire = _decode(_WORKER_DECODER, data, error, what)
-    rank = MeshRank(wire.pp_rank, wire.tp_rank)
-    if len(wire.layers) > max_layers:
-        raise error(
-            f"rank {rank} describes {len(wire.layers)} layers, but at most {max_layers} are read, "
-            "twice as many as this engine has: run the same model on both engines"
-        )
-    if wire.shares and len(wire.shares) != len(wire.layers):
-        raise error(
-            f"rank {rank} says which tokens it holds of {len(wire.shares)} layers, but describes "
-            f"{len(wire.layers)}: run the same build on both engines"
-        )
-    holdings: dict[Layer, Holding] = {}
-    layers: dict[Layer, LayerCache] = {}
-    for number, layer in enumerate(wire.layers):
-        share = ALL_TOKENS
-        if wire.shares:
-            share = _read_share(rank, layer, wire.shares[number], error)
-        if layer.layer in layers:
-            name = quote(str(layer.layer))
-            raise error(f"rank {rank} describes layer {name} twice: describe every layer once")
-        num_held = layer.stop - layer.start
-        if not 0 < num_held <= layer.num_units - layer.start or (layer.may_repeat and num_held > 1):
-            raise error(
-                f"rank {rank} holds heads [{layer.start}, {layer.stop}) of {layer.num_units} of "
-                f"layer {quote(str(layer.layer))}, which it cannot: run the same build on both "
-                "engines"
-            )
-        if layer.meaning >= len(wire.meanings):
-            raise error(
-                f"rank {rank} says that layer {quote(str(layer.layer))} means what is not among "
-                f"the {len(wire.meanings)} meanings that it names: run the same build on both "
-                "engines"
-            )
-        for plane in layer.planes:
-            if plane.block_tokens % plane.slot_tokens:
-                raise error(
-                    f"rank {rank} keeps {plane.slot_tokens} tokens in a slot of layer "
-                    f"{quote(str(layer.layer))}, which do not divide the {plane.block_tokens} of a "
-                    "block: run the same build on both engines"
-                )
-            if plane.num_heads != num_held * plane.heads_per_unit:
-                units = f" of {plane.heads_per_unit} channels" if plane.heads_per_unit > 1 else ""
-                raise error(
-                    f"rank {rank} holds {num_held} heads{units} of layer "
-                    f"{quote(str(layer.layer))}, but its cache has {plane.num_heads}: run the same "
-                    "build on both engines"
-                )
-        holdings[layer.layer] = Holding(
-            UnitInterval(layer.start, layer.stop), layer.num_units, layer.may_repeat, share
-        )
-        layers[layer.layer] = LayerCache(
-            tuple(Plane(*msgspec.structs.astuple(plane)) for plane in layer.planes),
-            layer.group,
-            layer.blocks_per_id,
-            wire.meanings[layer.meaning],
-        )
-    return WorkerDescription(
-        wire.engine_id,
-        Shard(rank, holdings),
-        RankCache(wire.num_block_ids, wire.device_id, layers),
-        LeaseTableAddress(wire.lease_address, wire.num_lease_buckets),
-        wire.agent_metadata,
-    )
-
-
-def _read_share(
-    rank: MeshRank, layer: _WireLayer, wire: _WireShare, error: type[ReshardError]
-) -> TokenShare:
-    """Check the share of a layer's tokens that a rank says it holds."""
-    name = quote(str(layer.layer))
-    if wire.index >= wire.num_shares:
-        raise error(
-            f"rank {rank} holds share {wire.index} of {wire.num_shares} of the tokens of layer "
-            f"{name}, which is none: run the same build on both engines"
-        )
-    share = TokenShare(wire.index, wire.num_shares, wire.run_tokens)
-    if share.is_all:
-        return share
-    for plane in layer.planes:
-        if plane.per_sequence or plane.block_tokens % share.run_tokens:
-            kept = "state" if plane.per_sequence else f"blocks of {plane.block_tokens} tokens"
-            raise error(
-                f"rank {rank} holds tokens of layer {name} in runs of {share.run_tokens}, which do "
-                f"not fit its {kept}: set --cp-kv-cache-interleave-size to a divisor of the "
-                "attention kernel's blocks"
-            )
-    return share
-
-
-def _decode(
-    decoder: msgspec.msgpack.Decoder[_Struct], data: bytes, error: type[ReshardError], what: str
-) -> _Struct:
-    """Decode what may be anything."""
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
-        # The last two escape from msgspec for strings that are not UTF-8 and for deep nesting.
-        raise error(
-            f"{one_line(what)} of {len(data)} bytes is not understood ({one_line(fault)}): run "
-            "the same build of the connector on both engines"
-        ) from fault

@@ -3,7 +3,7 @@
 
 agent                       NIXL
 side_channel                where other engines ask what this one is
-handshake_client            asks other engines what they are
+handshake_client, resolver  asks other engines what they are, and where their hosts are
 probe, probe_process        try other engines' NIXL metadata in a process that may end over it
 zmtp                        bounds what comes over a ZeroMQ connection
 authentication              the key that engines know one another by

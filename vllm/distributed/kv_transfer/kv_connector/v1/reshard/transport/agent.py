@@ -26,7 +26,7 @@ from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 from vllm.logger import init_logger
 
 from ..errors import InDoubtError, LocalLayoutError, TransferError
-from ..memory.lowering import Indices, Rows
+from ..memory.leg import Indices, Rows
 from ..protocol.quoting import one_line, quote
 from .cpu import running_on
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import InDoubtError
-from ..memory.lowering import Indices
+from ..memory.leg import Indices
 from ..protocol.lifetimes import Lifetime
 from .agent import Prepared, Transfer, TransferState
 from .lane import Lane

@@ -32,16 +32,17 @@ from ..errors import (
     RemoteEngineChangedError,
     RemoteHandshakeError,
     RemoteUnreachableError,
-    RemoteUntrustedError,
 )
 from ..protocol.bounds import ReplyBounds
+from ..protocol.description import WorkerDescription
 from ..protocol.messages import RemoteEngineAddress
-from ..protocol.metadata import OUR_REQUEST, WorkerDescription, decode_reply
+from ..protocol.metadata import OUR_REQUEST, decode_reply
 from ..protocol.quoting import one_line, quote
-from ..protocol.trust import TrustedPeers, numeric
+from ..protocol.trust import TrustedPeers
 from ..protocol.versions import CONNECTOR_NAME
 from .authentication import ChannelKey
 from .probe import MAX_AT_ONCE, MetadataProbe
+from .resolver import Resolver
 from .zmtp import (
     FRAME_OVERHEAD_BYTES,
     Allowance,
@@ -61,12 +62,6 @@ MAX_PENDING = 4096
 
 MAX_CONNECTIONS = 512
 """Connections at once, of five descriptors each; the others wait."""
-
-MAX_LOOKUPS = 512
-"""Names that are looked up at once, each in a thread; more are refused at once."""
-
-MAX_ADDRESSES = 4
-"""As many of a name's addresses are used."""
 
 SMALL_ANSWER_BYTES = 256 << 10
 """Answers of up to this size are received at once. An engine of eight workers says 100 KiB."""
@@ -287,7 +282,7 @@ class HandshakeClient:
             asyncio.Semaphore(MAX_LARGE_ANSWERS),
             SMALL_ANSWER_BYTES,
         )
-        self._lookups: dict[str, asyncio.Future[tuple[str, ...]]] = {}
+        self._resolver = Resolver(self._trusted)
         self._context = zmq.asyncio.Context()
         self._context.max_sockets = MAX_CONNECTIONS + _OTHER_SOCKETS
         try:
@@ -306,7 +301,7 @@ class HandshakeClient:
             except Exception as error:
                 self._breakdown, num_failed = error, len(self._pending)
                 logger.error("Handshakes broke off (%r): %d fail with it.", error, num_failed)
-            loop.run_until_complete(end([*self._lookups.values(), *asyncio.all_tasks(loop)]))
+            loop.run_until_complete(end([*self._resolver.lookups, *asyncio.all_tasks(loop)]))
         finally:
             self._context.destroy(linger=0)
             loop.close()
@@ -344,7 +339,7 @@ class HandshakeClient:
             with suppress(OSError):
                 # It is ready by the time that there is an answer.
                 self._probe.begin()
-        addresses = await self._resolve(handshake.address)
+        addresses = await self._resolver.resolve(handshake.address)
         handshake.reach(_Stage.PLACE)
         handshake.num_left = len(addresses)
         turns = enumerate(addresses)
@@ -359,49 +354,6 @@ class HandshakeClient:
         assert self._probe is not None
         with suppress(asyncio.TimeoutError, RemoteHandshakeError):
             await asyncio.wait_for(self._probe.try_all([metadata]), self._timeout_s)
-
-    async def _resolve(self, address: RemoteEngineAddress) -> list[str]:
-        """Where a host is, of that where it may be asked.
-
-        Raises:
-            RemoteUnreachableError: It is nowhere.
-            RemoteUntrustedError: It may be asked nowhere.
-        """
-        found: tuple[str, ...] = (address.host,)
-        try:
-            if not 0 < address.port < 1 << 16:
-                raise ValueError("a port is a number from 1 to 65535")
-            if numeric(address.host) is None:
-                # One answer is for all who ask meanwhile; whoever gives up leaves it to the others.
-                found = await asyncio.shield(self._look_up(address.host))
-        except (OSError, ValueError, RuntimeError) as error:
-            raise RemoteUnreachableError(
-                f"no address to connect to ({quote(str(error))}): check what the router passes on "
-                "as remote_host and remote_port"
-            ) from None
-        trusted = self._trusted
-        faults = {each: trusted and trusted.fault(each) for each in found}
-        admitted = [each for each, fault in faults.items() if fault is None]
-        if not admitted:
-            raise RemoteUntrustedError(faults[found[0]])
-        return admitted
-
-    def _look_up(self, name: str) -> asyncio.Future[tuple[str, ...]]:
-        """Ask the resolver in a thread of its own, as it cannot be interrupted.
-
-        In a pool, slow names would keep known ones waiting, and Python would wait for its threads
-        at the end.
-
-        Raises:
-            RuntimeError: Too many names are being looked up.
-        """
-        if (lookup := self._lookups.get(name)) is None:
-            if len(self._lookups) >= MAX_LOOKUPS:
-                raise RuntimeError(f"{MAX_LOOKUPS} other names are being looked up")
-            lookup = asyncio.wrap_future(_in_thread(name))
-            self._lookups[name] = lookup
-            lookup.add_done_callback(lambda _: self._lookups.pop(name))
-        return lookup
 
     async def _ask(self, address: str, number: int, handshake: _Handshake) -> Answer:
         """Connect to one address until it answers.
@@ -477,38 +429,6 @@ class HandshakeClient:
         await client.send(self._question)
         handshake.reach(_Stage.ANSWER)
         return await client.recv_multipart()
-
-
-def _in_thread(name: str) -> Future[tuple[str, ...]]:
-    """Ask the resolver, without anybody waiting for the thread."""
-    found: Future[tuple[str, ...]] = Future()
-    found.set_running_or_notify_cancel()
-
-    def resolve() -> None:
-        try:
-            found.set_result(addresses_of(name))
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=resolve, name="reshard-resolver", daemon=True).start()
-    return found
-
-
-def addresses_of(name: str) -> tuple[str, ...]:
-    """Ask the resolver for a name's addresses, however long it takes.
-
-    Raises:
-        OSError: It knows none.
-        ValueError: This cannot be a name.
-    """
-    if not name:
-        raise ValueError("no host is named")
-    families = (socket.AF_INET, socket.AF_INET6)
-    infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    addresses = [str(address[0]) for family, *_, address in infos if family in families]
-    if not addresses:
-        raise OSError("nothing was found")
-    return tuple(dict.fromkeys(addresses))[:MAX_ADDRESSES]
 
 
 def _broken_off(fault: Exception) -> RemoteUnreachableError:

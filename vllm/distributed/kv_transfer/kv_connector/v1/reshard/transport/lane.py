@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from vllm.logger import init_logger
 
 from ..errors import TransferError
-from ..memory.lowering import Rows
+from ..memory.leg import Rows
 from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.quoting import one_line, quote
 from .agent import NixlAgent, Prepared

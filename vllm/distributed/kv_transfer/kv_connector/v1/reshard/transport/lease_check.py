@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InDoubtError, TransferError
-from ..memory.lowering import Indices, Rows
+from ..memory.leg import Indices, Rows
 from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ids import RequestId
 from ..protocol.leases import (

@@ -17,15 +17,16 @@ from vllm.logger import init_logger
 
 from ..errors import LocalLayoutError, RemoteLayoutError, TransferError
 from ..memory.cache import RankCache
-from ..memory.lowering import Leg, LegEnd, Rows, Selection, lower_read
+from ..memory.leg import Leg, LegEnd, Rows, Selection
+from ..memory.lowering import lower_read
 from ..memory.overlap import BlockSpan, Overlap, overlap
 from ..memory.staging import StagedLeg, stage_leg
 from ..plan.mesh import MeshRank
 from ..plan.reshard import ReshardPlan
 from ..plan.shards import TokenShare
 from ..plan.text import describe_reads
+from ..protocol.description import WorkerDescription
 from ..protocol.messages import Receive
-from ..protocol.metadata import WorkerDescription
 from ..protocol.quoting import one_line, quote
 from .agent import Prepared
 from .lease_check import PreparedTable, prepare_table

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from ..errors import LocalLayoutError
 from ..memory.arena import ArenaAllocator
-from ..memory.lowering import MAX_DESCRIPTORS, Rows
+from ..memory.leg import MAX_DESCRIPTORS, Rows
 from ..memory.strategy import LARGEST_ARENA_BYTES, StagingPolicy
 from ..protocol.quoting import one_line
 from .scatter import DeviceScatterer, HostScatterer, Scatterer

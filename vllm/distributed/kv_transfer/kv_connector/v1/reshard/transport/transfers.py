@@ -29,7 +29,7 @@ from vllm.logger import init_logger
 
 from ..errors import InDoubtError, TransferError
 from ..memory.arena import Span
-from ..memory.lowering import Indices, Selection
+from ..memory.leg import Indices, Selection
 from ..memory.staging import Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId

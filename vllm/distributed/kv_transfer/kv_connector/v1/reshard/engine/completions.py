@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows once a request has failed or has been received: figures, the log, its producers.
+
+All of this belongs to the connector's thread.
+"""
+
+from __future__ import annotations
+
+from vllm.logger import init_logger
+
+from ..protocol.ledgers import Outcome
+from ..protocol.messages import Receive
+from ..protocol.quoting import one_line, quote
+from ..transport.connection import PeerConnection
+from .doubt import BlocksInDoubt
+from .notifier import Notifier
+from .readings import Reading
+from .stats import ReadFailure, ReshardStats
+
+logger = init_logger(__name__)
+
+_MAY_BE_ANOTHERS = frozenset({ReadFailure.FINGERPRINT, ReadFailure.PARAMETERS})
+"""Failures after which what is held under a request's name may be another's, whose blocks are not
+ours to give back: the lease ends it."""
+
+_REMEDIES = {
+    ReadFailure.TRANSFER: ": check that the engine runs and can be reached, and send the request "
+    "through prefill again",
+    ReadFailure.DEADLINE: ": check that the engine runs and can be reached, or give it longer with "
+    "kv_read_timeout_s",
+    ReadFailure.DOUBT: ": restart the engines that do not answer, or this one",
+    ReadFailure.UNFORESEEN: ": report this, with the traceback above",
+}
+
+
+class CompletionHandler:
+    """Counts requests that are over, tells of those that failed, and notifies producers.
+
+    Args:
+        notifier: Notifies the producers of their blocks.
+        stats: Where to count.
+        doubt: Where to count blocks that may still be written.
+    """
+
+    def __init__(self, notifier: Notifier, stats: ReshardStats, doubt: BlocksInDoubt) -> None:
+        self._notifier = notifier
+        self._stats = stats
+        self._doubt = doubt
+
+    def failed(self, outcome: Outcome, reading: Reading, num_in_doubt: int) -> None:
+        """A request has failed.
+
+        Args:
+            outcome: How.
+            reading: The request.
+            num_in_doubt: Its blocks, if they may still be written; else 0.
+        """
+        receive, failure = reading.receive, reading.failure
+        if num_in_doubt:
+            reading.num_in_doubt = num_in_doubt
+            self._doubt.add(num_in_doubt)
+        if failure is None:
+            # The worker that could not read it has told so.
+            self._release(reading)
+            return
+        self._stats.record_failed_read(failure)
+        if failure not in _MAY_BE_ANOTHERS:
+            self._release(reading)
+        # A failed handshake was told, with the requests that it cost.
+        if failure is not ReadFailure.HANDSHAKE:
+            state, for_s = reading.failed_in
+            still_s = reading.stood_still_s
+            still = f", after this worker stood still for {still_s:.1f} s" if still_s else ""
+            logger.error(
+                "KV cache of request %s could not be read from engine %s (%s for %.1f s%s): %s%s",
+                quote(outcome.request_id),
+                quote(receive.source.engine_id),
+                state.value,
+                for_s,
+                still,
+                one_line(outcome.failure),
+                one_line(_REMEDIES.get(failure, "")),
+            )
+
+    def ended(self, outcome: Outcome, reading: Reading) -> None:
+        """Nothing is written for a request any more: it has failed before, or was received."""
+        if reading.num_in_doubt:
+            self._doubt.add(-reading.num_in_doubt)
+        if outcome.failure is None:
+            assert reading.connection is not None
+            reading.connection.lifetime.end_request()
+            # Where nothing was to be read, nothing was looked up.
+            if reading.peer is not None and reading.lease_tables:
+                reading.peer.is_proven = True
+            self._release(reading)
+
+    def notify_producers(
+        self, receive: Receive, producers: PeerConnection, *, known_as_broken: bool = False
+    ) -> None:
+        """Have the producers of a request's blocks told, if this engine can say what they hold.
+
+        Args:
+            receive: The request.
+            producers: The connection over which they are told.
+            known_as_broken: Whether it is no news that they cannot be.
+        """
+        if receive.secret is not None:
+            self._notifier.give_up(receive.remote_request_id, receive.secret, producers)
+        elif receive.fingerprint is not None:
+            self._notifier.release(
+                receive.remote_request_id,
+                receive.fingerprint,
+                producers,
+                known_as_broken=known_as_broken,
+            )
+
+    def _release(self, reading: Reading) -> None:
+        """Tell the producers of a request's blocks that this worker is through with them."""
+        peer = reading.peer
+        producers = (peer and peer.connection) or reading.connection
+        if producers is None or (producers is reading.connection and not producers.is_connected):
+            return
+        # A peer that cannot be read from may be gone; that it cannot be notified is no news then.
+        known = reading.failure in (ReadFailure.TRANSFER, ReadFailure.DEADLINE)
+        self.notify_producers(reading.receive, producers, known_as_broken=known)
