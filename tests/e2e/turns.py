@@ -76,6 +76,13 @@ class Turns:
         assert answer.params is not None
         return answer.params
 
+    def assert_nothing_failed(self) -> None:
+        """No read did, nor was any offer forgotten."""
+        for engine in (self.prefill, self.decode):
+            counters = engine.nixl_counters()
+            assert counters.failed_transfers == counters.failed_notifications == 0
+            assert counters.expired_requests == 0
+
 
 def prompt_of(label: int, num_tokens: int) -> list[int]:
     """Token ids of characters, of which no block is that of another label's."""

@@ -198,36 +198,30 @@ def test_lossy_link_costs_time_only(far: Stage, network: Network) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", ["outward", "inward"])
-def test_host_that_is_cut_off_one_way(far: Stage, network: Network, way: str) -> None:
-    """Whether requests for bytes are lost or the bytes: the same, and as when both are."""
+@pytest.mark.parametrize(
+    ("links", "what"),
+    [
+        # Whether requests for bytes are lost or the bytes: the same, and as when both are.
+        pytest.param({"outward": CUT}, "packets of a host are lost one way", id="outward"),
+        pytest.param({"inward": CUT}, "packets of a host are lost one way", id="inward"),
+        # As where a tunnel holds less than its ends believe: messages pass, and blocks do not.
+        pytest.param({"outward": SMALL}, "large packets are lost", id="large packets"),
+    ],
+)
+def test_packets_that_are_lost(
+    far: Stage, network: Network, links: dict[str, Link], what: str
+) -> None:
+    """A read that waits for what is lost costs its request its time, and no other one."""
     far.assert_serving()
     text, other = far.text(), far.text()
     params = far.prefilled(text)
     log = Log(far.decode.child.log_path)
-    with network.link(SECOND, **{way: CUT}):
+    with network.link(SECOND, **links):
         reply = far.being_decoded(text, params)
         assert ask_unaided(far.decode, far.model, other)
         assert_failed(reply.result(READ_LIMIT_S + SLACK_S))
     (line,) = log.complaints()
-    row = ROWS["packets of a host are lost one way"]
-    assert row.tells("500", line, "lease"), line
-
-
-@pytest.mark.full
-def test_large_packets_that_are_lost(far: Stage, network: Network) -> None:
-    """As where a tunnel holds less than its ends believe: messages pass, and blocks do not."""
-    far.assert_serving()
-    text, other = far.text(), far.text()
-    params = far.prefilled(text)
-    log = Log(far.decode.child.log_path)
-    with network.link(SECOND, outward=SMALL):
-        reply = far.being_decoded(text, params)
-        assert ask_unaided(far.decode, far.model, other)
-        assert_failed(reply.result(READ_LIMIT_S + SLACK_S))
-    (line,) = log.complaints()
-    row = ROWS["large packets are lost"]
-    assert row.tells("500", line, "lease"), line
+    assert ROWS[what].tells("500", line, "lease"), line
 
 
 @pytest.mark.full

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,46 +50,21 @@ class DeciLMConfig(LlamaConfig):
 '''
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """What attends in a layer.
-
-    Attributes:
-        queries: query heads.
-        keys: KV heads.
-        size: of each, in elements.
-    """
-
-    queries: int
-    keys: int
-    size: int
-
-
-def write_tiny_mimo2(
-    directory: Path,
-    *,
-    num_layers: int = 6,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    num_window_kv_heads: int = 4,
-    head_size: int = 32,
-    sliding_window: int = 256,
-    seed: int = 0,
-) -> ServedModel:
+def write_tiny_mimo2(directory: Path, *, sliding_window: int = 256, seed: int = 0) -> ServedModel:
     """Write a MiMo-V2 without experts, whose layers with a window have other KV heads, and sinks.
 
-    Values are as large as keys, as they are not in the published one: only so does vLLM's attention
-    for CPU serve it.
+    Every other layer attends to all tokens. Values are as large as keys, as they are not in the
+    published one: only so does vLLM's attention for CPU serve it.
 
     Args:
         directory: Where to; made if it is not there.
-        num_kv_heads: KV heads of layers that attend to all tokens, which are every other one.
-        num_window_kv_heads: KV heads of the others.
-        head_size: One that the attention backend knows.
         sliding_window: In tokens.
         seed: Other weights for another number.
     """
-    config = common_sizes(num_layers, num_heads, num_kv_heads, head_size) | {
+    num_layers, num_window_kv_heads = 6, 4
+    sizes = common_sizes(num_layers)
+    num_heads, head_size = sizes["num_attention_heads"], sizes["head_dim"]
+    config = sizes | {
         "architectures": ["MiMoV2FlashForCausalLM"],
         "model_type": "mimo_v2_flash",
         "v_head_dim": head_size,
@@ -111,45 +85,35 @@ def write_tiny_mimo2(
     }
     shapes = _ends(config)
     for layer, has_window in enumerate(config["hybrid_layer_pattern"]):
-        heads = _Heads(num_heads, num_window_kv_heads if has_window else num_kv_heads, head_size)
         prefix = f"model.layers.{layer}"
-        shapes |= _attention(prefix, config, heads) | _mlp(prefix, config)
+        shapes |= _attention(prefix, config, num_window_kv_heads if has_window else None)
+        shapes |= _mlp(prefix, config)
         if has_window:
             shapes[f"{prefix}.self_attn.attention_sink_bias"] = (num_heads,)
     return _write(directory, config, shapes, seed)
 
 
-def write_tiny_step3p5(
-    directory: Path,
-    *,
-    num_layers: int = 6,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    num_window_kv_heads: int = 4,
-    head_size: int = 32,
-    sliding_window: int = 256,
-    seed: int = 0,
-) -> ServedModel:
+def write_tiny_step3p5(directory: Path, *, sliding_window: int = 256, seed: int = 0) -> ServedModel:
     """Write a Step-3.5, whose layers with a window have other heads: since 0.33 the same ones.
 
-    The last layer of each half has experts, as vLLM wants some in every stage. They are chosen by
-    softmax, which the published one's are not: vLLM's router for CPU wants that.
+    Every other layer attends to all tokens. The last layer of each half has experts, as vLLM wants
+    some in every stage. They are chosen by softmax, which the published one's are not: vLLM's
+    router for CPU wants that.
 
     Args:
         directory: Where to; made if it is not there.
-        num_kv_heads: KV heads of layers that attend to all tokens, which are every other one.
-        num_window_kv_heads: KV heads of the others.
-        head_size: One that the attention backend knows.
         sliding_window: In tokens.
         seed: Other weights for another number.
     """
-    sizes = common_sizes(num_layers, num_heads, num_kv_heads, head_size)
+    num_layers, num_window_kv_heads = 6, 4
+    sizes = common_sizes(num_layers)
+    num_heads, head_size = sizes["num_attention_heads"], sizes["head_dim"]
     num_experts, kinds = 4, ("sliding_attention", "full_attention")
     with_experts = (num_layers // 2 - 1, num_layers - 1)
     config = sizes | {
         "architectures": ["Step3p5ForCausalLM"],
         "model_type": "step3p5",
-        "num_attention_groups": num_kv_heads,
+        "num_attention_groups": sizes["num_key_value_heads"],
         "attention_other_setting": {
             "attention_type": kinds[0],
             "num_attention_heads": num_heads,
@@ -176,11 +140,8 @@ def write_tiny_step3p5(
     }
     shapes, hidden = _ends(config), config["hidden_size"]
     for layer, kind in enumerate(config["layer_types"]):
-        heads = _Heads(
-            num_heads, num_window_kv_heads if kind == kinds[0] else num_kv_heads, head_size
-        )
         prefix = f"model.layers.{layer}"
-        shapes |= _attention(prefix, config, heads)
+        shapes |= _attention(prefix, config, num_window_kv_heads if kind == kinds[0] else None)
         shapes[f"{prefix}.self_attn.g_proj.weight"] = (num_heads, hidden)
         shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (head_size,) for name in "qk"}
         if layer not in with_experts:
@@ -200,12 +161,7 @@ def write_tiny_step3p5(
 
 
 def write_tiny_nemotron_nas(
-    directory: Path,
-    *,
-    num_heads: int = 4,
-    kv_heads: Sequence[int] = (4, 0, 2, 1, 0, 4),
-    head_size: int = 32,
-    seed: int = 0,
+    directory: Path, *, kv_heads: Sequence[int] = (4, 0, 2, 1, 0, 4), seed: int = 0
 ) -> ServedModel:
     """Write a Nemotron-NAS, each layer of which has KV heads of its own number.
 
@@ -214,10 +170,10 @@ def write_tiny_nemotron_nas(
     Args:
         directory: Where to; made if it is not there.
         kv_heads: KV heads of each layer; 0 where it has no attention, as not the first.
-        head_size: One that the attention backend knows.
         seed: Other weights for another number.
     """
-    sizes = common_sizes(len(kv_heads), num_heads, num_heads, head_size)
+    num_heads = 4
+    sizes = common_sizes(len(kv_heads), num_heads, num_heads)
     config = sizes | {
         "architectures": ["DeciLMForCausalLM"],
         "model_type": "nemotron-nas",
@@ -238,7 +194,7 @@ def write_tiny_nemotron_nas(
     for layer, count in enumerate(kv_heads):
         prefix = f"model.layers.{layer}"
         if count:
-            shapes |= _attention(prefix, config, _Heads(num_heads, count, head_size))
+            shapes |= _attention(prefix, config, count)
         shapes |= _mlp(prefix, config)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "configuration_decilm.py").write_text(_NEMOTRON_CONFIGURATION)
@@ -246,33 +202,25 @@ def write_tiny_nemotron_nas(
     return ServedModel(served.directory, served.name, ("--trust-remote-code",))
 
 
-def write_tiny_mimo(
-    directory: Path,
-    *,
-    num_layers: int = 4,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_size: int = 32,
-    seed: int = 0,
-) -> ServedModel:
+def write_tiny_mimo(directory: Path, *, num_layers: int = 4, seed: int = 0) -> ServedModel:
     """Write a MiMo, which has a layer that predicts one token more (MTP).
 
     Args:
         directory: Where to; made if it is not there.
-        head_size: One that the attention backend knows.
         seed: Other weights for another number.
     """
-    config = common_sizes(num_layers, num_heads, num_kv_heads, head_size) | {
+    config = common_sizes(num_layers) | {
         "architectures": ["MiMoForCausalLM"],
         # What its own configuration is derived from, and all that differs is the next line.
         "model_type": "qwen2",
         "num_nextn_predict_layers": 1,
         **_AS_LLAMA,
     }
-    heads, hidden = _Heads(num_heads, num_kv_heads, head_size), config["hidden_size"]
+    hidden, head_size = config["hidden_size"], config["head_dim"]
+    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     shapes = _ends(config)
     for prefix in (*(f"model.layers.{n}" for n in range(num_layers)), "model.mtp_layers.0"):
-        shapes |= _attention(prefix, config, heads) | _mlp(prefix, config)
+        shapes |= _attention(prefix, config) | _mlp(prefix, config)
         for name, count in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
             shapes[f"{prefix}.self_attn.{name}_proj.bias"] = (count * head_size,)
     for name in ("token", "hidden", "final"):
@@ -281,40 +229,22 @@ def write_tiny_mimo(
     return _write(directory, config, shapes, seed)
 
 
-def write_tiny_llama_with_eagle(
-    directory: Path,
-    *,
-    num_layers: int = 4,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    num_draft_kv_heads: int = 4,
-    head_size: int = 32,
-    seed: int = 0,
-) -> ServedModel:
+def write_tiny_llama_with_eagle(directory: Path, *, seed: int = 0) -> ServedModel:
     """Write a Llama, and below it, in `eagle`, an EAGLE head: a layer that drafts for it.
 
     Args:
         directory: Where to; made if it is not there.
-        num_kv_heads: KV heads of the Llama.
-        num_draft_kv_heads: KV heads of the layer that drafts.
-        head_size: One that the attention backend knows.
         seed: Other weights for another number.
     """
-    served = write_tiny_llama(
-        directory,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        seed=seed,
-    )
-    config = common_sizes(1, num_heads, num_draft_kv_heads, head_size) | {
+    served = write_tiny_llama(directory, seed=seed)
+    # Twice as many KV heads as the Llama's.
+    config = common_sizes(1, num_kv_heads=4) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **_AS_LLAMA,
     }
     hidden, prefix = config["hidden_size"], "layers.0"
-    shapes = _attention(prefix, config, _Heads(num_heads, num_draft_kv_heads, head_size))
+    shapes = _attention(prefix, config)
     # The first layer of a head takes its input as it is.
     del shapes[f"{prefix}.input_layernorm.weight"]
     shapes |= _mlp(prefix, config) | {"fc.weight": (hidden, 2 * hidden)}
@@ -332,15 +262,17 @@ def _ends(config: Mapping[str, Any]) -> Shapes:
     }
 
 
-def _attention(prefix: str, config: Mapping[str, Any], heads: _Heads) -> Shapes:
-    """A layer's attention, and the norm before it."""
-    hidden = config["hidden_size"]
+def _attention(prefix: str, config: Mapping[str, Any], num_kv_heads: int | None = None) -> Shapes:
+    """A layer's attention, with as many KV heads as most layers by default; and the norm before."""
+    hidden, head_size = config["hidden_size"], config["head_dim"]
+    queries = config["num_attention_heads"] * head_size
+    keys = (num_kv_heads or config["num_key_value_heads"]) * head_size
     return {
         f"{prefix}.input_layernorm.weight": (hidden,),
-        f"{prefix}.self_attn.q_proj.weight": (heads.queries * heads.size, hidden),
-        f"{prefix}.self_attn.k_proj.weight": (heads.keys * heads.size, hidden),
-        f"{prefix}.self_attn.v_proj.weight": (heads.keys * heads.size, hidden),
-        f"{prefix}.self_attn.o_proj.weight": (hidden, heads.queries * heads.size),
+        f"{prefix}.self_attn.q_proj.weight": (queries, hidden),
+        f"{prefix}.self_attn.k_proj.weight": (keys, hidden),
+        f"{prefix}.self_attn.v_proj.weight": (keys, hidden),
+        f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
     }
 
 

@@ -6,7 +6,7 @@ It is written as those of `tiny_checkpoints` are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +55,18 @@ DEEPSEEK4: Mapping[str, Any] = {
 """What a tiny DeepSeek V4 says of itself, but for its layers. Sizes of heads, of the index and of
 experts are those that vLLM's kernels for CPU know."""
 
+_COMPRESS_RATIOS = (0, 4, 128, 4, 0, 4, 128, 4)
+"""Of each layer, how many tokens it compresses into one state; 0 where it has a window only. Each
+stage needs a layer of each kind."""
 
-def write_tiny_deepseek4(
-    directory: Path,
-    *,
-    compress_ratios: Sequence[int] = (0, 4, 128, 4, 0, 4, 128, 4),
-    num_heads: int = 64,
-    seed: int = 0,
-) -> ServedModel:
+
+def write_tiny_deepseek4(directory: Path) -> ServedModel:
     """Write a DeepSeek V4 with few and small layers, of all the kinds that it has.
 
     Args:
         directory: Where to; made if it is not there.
-        compress_ratios: Of each layer, how many tokens it compresses into one state; 0 where it has
-            a window only. A stage needs a layer of each kind.
-        num_heads: Query heads.
-        seed: Other weights for another number.
     """
-    head_size, query_rank = DEEPSEEK4["head_dim"], DEEPSEEK4["q_lora_rank"]
+    num_heads, head_size, query_rank = 64, DEEPSEEK4["head_dim"], DEEPSEEK4["q_lora_rank"]
     hidden, groups, output_rank = (
         DEEPSEEK4[size] for size in ("hidden_size", "o_groups", "o_lora_rank")
     )
@@ -81,9 +75,9 @@ def write_tiny_deepseek4(
     )
     index_heads, index_size = DEEPSEEK4["index_n_heads"], DEEPSEEK4["index_head_dim"]
     config = {
-        **common_sizes(len(compress_ratios), num_heads, 1, head_size),
+        **common_sizes(len(_COMPRESS_RATIOS), num_heads, 1, head_size),
         **DEEPSEEK4,
-        "compress_ratios": list(compress_ratios),
+        "compress_ratios": list(_COMPRESS_RATIOS),
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
     }
@@ -107,7 +101,7 @@ def write_tiny_deepseek4(
         "hc_head_base": (streams,),
         "hc_head_scale": (1,),
     }
-    for layer, ratio in enumerate(compress_ratios):
+    for layer, ratio in enumerate(_COMPRESS_RATIOS):
         prefix = f"layers.{layer}"
         attention, experts = f"{prefix}.attn", f"{prefix}.ffn"
         for part in ("attn", "ffn"):
@@ -147,7 +141,7 @@ def write_tiny_deepseek4(
             }
     import torch
 
-    weights = draw_all(shapes, seed)
+    weights = draw_all(shapes, seed=0)
     silence_what_is_no_character(weights["head.weight"])
     for name, weight in weights.items():
         if name.endswith(".weight"):
@@ -156,7 +150,7 @@ def write_tiny_deepseek4(
             # So large that it chooses the experts: else two sums that are rounded in another order
             # may choose others, and answers of equal engines soon have nothing in common.
             weights[name] = 1e4 * weight
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for layer in range(config["num_hash_layers"]):
         # Which experts a token has, whatever it means: six of them, none twice.
         weights[f"layers.{layer}.ffn.gate.tid2eid"] = torch.stack(

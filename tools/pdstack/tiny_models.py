@@ -70,9 +70,6 @@ def write_tiny_gemma3(
     directory: Path,
     *,
     num_layers: int = 4,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_size: int = 32,
     sliding_window: int = 256,
     full_attention_every: int = 2,
     seed: int = 0,
@@ -81,7 +78,6 @@ def write_tiny_gemma3(
 
     Args:
         directory: Where to; made if it is not there.
-        head_size: One that the attention backend knows; for CPU 32, 64, 80, 96, 112 or 128.
         sliding_window: In tokens.
         full_attention_every: One layer in so many attends to all tokens, the others to a window.
         seed: Other weights for another number.
@@ -89,7 +85,7 @@ def write_tiny_gemma3(
     import transformers
 
     config = transformers.Gemma3TextConfig(
-        **common_sizes(num_layers, num_heads, num_kv_heads, head_size),
+        **common_sizes(num_layers),
         sliding_window=sliding_window,
         layer_types=[
             "sliding_attention" if (layer + 1) % full_attention_every else "full_attention"
@@ -101,39 +97,24 @@ def write_tiny_gemma3(
     return _write(directory, transformers.Gemma3ForCausalLM(config), seed)
 
 
-def write_tiny_gemma4(
-    directory: Path,
-    *,
-    num_layers: int = 6,
-    num_heads: int = 4,
-    num_kv_heads: int = 4,
-    num_global_kv_heads: int = 2,
-    head_size: int = 32,
-    global_head_size: int = 64,
-    sliding_window: int = 256,
-    num_kv_shared_layers: int = 0,
-    seed: int = 0,
-) -> ServedModel:
+def write_tiny_gemma4(directory: Path, *, sliding_window: int = 256, seed: int = 0) -> ServedModel:
     """Write a text-only Gemma 4, every other layer of which has a window, and other heads.
 
     Args:
         directory: Where to; made if it is not there.
-        num_kv_heads: KV heads of layers with a window.
-        num_global_kv_heads: KV heads of the others, which have no values of their own.
-        head_size: Of layers with a window; one that the attention backend knows.
-        global_head_size: Of the others; likewise.
         sliding_window: In tokens.
-        num_kv_shared_layers: So many of the last layers use caches of layers before them.
         seed: Other weights for another number.
     """
     import transformers
 
+    num_layers = 6
     config = transformers.Gemma4TextConfig(
-        **common_sizes(num_layers, num_heads, num_kv_heads, head_size),
-        global_head_dim=global_head_size,
+        **common_sizes(num_layers, num_kv_heads=4),
+        global_head_dim=64,
+        # Layers without a window have no values of their own.
         attention_k_eq_v=True,
-        num_global_key_value_heads=num_global_kv_heads,
-        num_kv_shared_layers=num_kv_shared_layers,
+        num_global_key_value_heads=2,
+        num_kv_shared_layers=0,
         hidden_size_per_layer_input=0,
         sliding_window=sliding_window,
         layer_types=[
@@ -143,33 +124,22 @@ def write_tiny_gemma4(
     return _write(directory, transformers.Gemma4ForCausalLM(config), seed)
 
 
-def write_tiny_falcon_h1(
-    directory: Path,
-    *,
-    num_layers: int = 4,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_size: int = 32,
-    num_groups: int = 1,
-    seed: int = 0,
-) -> ServedModel:
+def write_tiny_falcon_h1(directory: Path, *, seed: int = 0) -> ServedModel:
     """Write a Falcon-H1, every layer of which has attention and Mamba 2 side by side.
 
     Args:
         directory: Where to; made if it is not there.
-        head_size: One that the attention backend knows; for CPU 32, 64, 80, 96, 112 or 128.
-        num_groups: Groups of Mamba's 8 heads; a TP size that does not divide them needs 1.
         seed: Other weights for another number.
     """
     import transformers
 
-    common = common_sizes(num_layers, num_heads, num_kv_heads, head_size)
     config = transformers.FalconH1Config(
-        **common,
+        **common_sizes(4),
         mamba_n_heads=8,
         mamba_d_head=16,
         mamba_d_ssm=128,
-        mamba_n_groups=num_groups,
+        # TP sizes that do not divide a number of groups need 1.
+        mamba_n_groups=1,
         mamba_d_state=32,
         mamba_chunk_size=64,
     )
@@ -179,26 +149,18 @@ def write_tiny_falcon_h1(
     return replace(written, engine_args=("--no-enable-prefix-caching",))
 
 
-def write_tiny_qwen3_next(
-    directory: Path,
-    *,
-    num_layers: int = 4,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_size: int = 32,
-    seed: int = 0,
-) -> ServedModel:
+def write_tiny_qwen3_next(directory: Path, *, seed: int = 0) -> ServedModel:
     """Write a Qwen3-Next, every other layer of which is a gated delta net.
 
     Args:
         directory: Where to; made if it is not there.
-        head_size: One that the attention backend knows; for CPU 32, 64, 80, 96, 112 or 128.
         seed: Other weights for another number.
     """
     import transformers
 
+    num_layers = 4
     config = transformers.Qwen3NextConfig(
-        **common_sizes(num_layers, num_heads, num_kv_heads, head_size),
+        **common_sizes(num_layers),
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         # Of the two sizes that vLLM's kernels for CPU know, the smaller.
@@ -225,12 +187,7 @@ def write_tiny_qwen3_next(
 
 
 def write_tiny_deepseek2(
-    directory: Path,
-    *,
-    num_layers: int = 6,
-    num_heads: int = 4,
-    head_size: int = 32,
-    seed: int = 0,
+    directory: Path, *, num_layers: int = 6, num_heads: int = 4, seed: int = 0
 ) -> ServedModel:
     """Write a DeepSeek-V2 without experts, whose layers keep one latent for all heads (MLA).
 
@@ -238,14 +195,13 @@ def write_tiny_deepseek2(
 
     Args:
         directory: Where to; made if it is not there.
-        head_size: Of the part of a query without a position, and of a value.
         seed: Other weights for another number.
     """
     import transformers
 
-    common = common_sizes(num_layers, num_heads, num_heads, head_size)
-    # Another name for the part with a position, here.
-    del common["head_dim"]
+    common = common_sizes(num_layers, num_heads, num_heads)
+    # Of the part of a query without a position, and of a value; here that name is another part's.
+    head_size = common.pop("head_dim")
     config = transformers.DeepseekV2Config(
         **common,
         q_lora_rank=None,
@@ -265,7 +221,7 @@ def write_tiny_deepseek2(
 
 
 def common_sizes(
-    num_layers: int, num_heads: int, num_kv_heads: int, head_size: int
+    num_layers: int, num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 32
 ) -> dict[str, Any]:
     """What all architectures call by the same name."""
     return {

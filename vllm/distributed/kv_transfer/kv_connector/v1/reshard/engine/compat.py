@@ -53,13 +53,6 @@ The scheduler of 0.22.1 learns of blocks, which its patches find in all groups; 
 blocks where there are several groups, and take ids always.
 """
 
-RECOMPUTES_IN_OTHER_BLOCKS = not _IS_0_22
-"""Whether a connector may take the blocks of a request that is to be computed anew.
-
-That of 0.22.1 is not shown the cache manager: there such a request waits until nothing can write
-into its blocks any more.
-"""
-
 LAYERS_SAY_WHAT_IS_SHARED = not _IS_0_22
 """Whether a layer says that ranks share out its tokens, as one of 0.22.1 does not.
 
@@ -200,7 +193,6 @@ __all__ = [
     "LAYERS_SAY_WHAT_IS_SHARED",
     "OUTPUTS_OUTLIVE_PREEMPTION",
     "PRODUCERS_KEEP_THE_LAST_WINDOW",
-    "RECOMPUTES_IN_OTHER_BLOCKS",
     "REQUEST_NUMBERS",
     "SLEEP_IS_UPSTREAMS",
     "STATE_IS_UPSTREAMS",

@@ -35,6 +35,11 @@ MAX_DESCRIPTORS = int(np.iinfo(np.int32).max)
 """Descriptors of one list: NIXL's indices are signed numbers of 32 bits."""
 
 
+def side_by_side(address: int, size_bytes: int, device_id: int, count: int) -> Rows:
+    """One row: so many descriptors of one size, each where the one before it ends."""
+    return np.array([(address, size_bytes, device_id, size_bytes, count)], dtype=np.uint64)
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Heads and tokens that one descriptor moves."""

@@ -59,13 +59,9 @@ class ReplyBounds:
     Attributes:
         units_by_layer: KV heads of each layer of our engine over all of its ranks, or more where
             each rank has one; 1 for MLA.
-        max_ranks: Workers of the other engine.
-        max_stage_ranks: Workers of one of its stages.
     """
 
     units_by_layer: Mapping[Layer, int]
-    max_ranks: int = MAX_RANKS
-    max_stage_ranks: int = MAX_STAGE_RANKS
 
     @classmethod
     def of(cls, shards: Iterable[Shard]) -> ReplyBounds:
@@ -89,7 +85,7 @@ class ReplyBounds:
     @property
     def max_reply_bytes(self) -> int:
         """Size of a reply."""
-        return min(MAX_REPLY_BYTES, self.max_rank_bytes * self.max_ranks)
+        return min(MAX_REPLY_BYTES, self.max_rank_bytes * MAX_RANKS)
 
     @property
     def max_frame_bytes(self) -> int:
@@ -103,9 +99,9 @@ class ReplyBounds:
             RemoteHandshakeError: They are, or one does.
         """
         sizes = list(ranks_bytes)
-        if len(sizes) > self.max_ranks:
+        if len(sizes) > MAX_RANKS:
             raise RemoteHandshakeError(
-                f"the answer describes {len(sizes)} ranks, but at most {self.max_ranks} are read: "
+                f"the answer describes {len(sizes)} ranks, but at most {MAX_RANKS} are read: "
                 f"{_REMEDY}"
             )
         if (largest := max(sizes, default=0)) > self.max_rank_bytes:
@@ -122,10 +118,10 @@ class ReplyBounds:
                 are too large.
         """
         tp_size, pp_size = last_rank.tp_rank + 1, last_rank.pp_rank + 1
-        if tp_size * pp_size != num_ranks or tp_size > self.max_stage_ranks:
+        if tp_size * pp_size != num_ranks or tp_size > MAX_STAGE_RANKS:
             raise RemoteHandshakeError(
                 f"the answer describes {num_ranks} ranks, the last of them {last_rank}, but an "
-                f"engine has one in each place of its mesh, and at most {self.max_stage_ranks} in "
+                f"engine has one in each place of its mesh, and at most {MAX_STAGE_RANKS} in "
                 f"a stage: {_REMEDY}"
             )
         return RankBounds(self, tp_size)

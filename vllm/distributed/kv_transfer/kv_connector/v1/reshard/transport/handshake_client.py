@@ -33,7 +33,7 @@ from ..errors import (
     RemoteHandshakeError,
     RemoteUnreachableError,
 )
-from ..protocol.bounds import ReplyBounds
+from ..protocol.bounds import MAX_RANKS, ReplyBounds
 from ..protocol.description import WorkerDescription
 from ..protocol.messages import RemoteEngineAddress
 from ..protocol.metadata import OUR_REQUEST, decode_reply
@@ -277,7 +277,7 @@ class HandshakeClient:
         self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
         self._trials = asyncio.Semaphore(MAX_AT_ONCE)
         self._allowance = Allowance(
-            self._limits.max_ranks + _OTHER_FRAMES,
+            MAX_RANKS + _OTHER_FRAMES,
             self._limits.max_reply_bytes,
             asyncio.Semaphore(MAX_LARGE_ANSWERS),
             SMALL_ANSWER_BYTES,

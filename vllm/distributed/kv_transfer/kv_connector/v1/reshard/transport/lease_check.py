@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InDoubtError, TransferError
-from ..memory.leg import Indices, Rows
+from ..memory.leg import Indices, Rows, side_by_side
 from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ids import RequestId
 from ..protocol.leases import (
@@ -337,6 +337,5 @@ def _verdict(wanted: _Wanted[Key], held: Held, peer: str) -> Verdict[Key]:
 
 
 def _rows(table: LeaseTableAddress) -> Rows:
-    """The descriptors of a table, one for each bucket; shape (1, 5), as in `lowering`."""
-    row = (table.address, BUCKET_BYTES, 0, BUCKET_BYTES, table.num_buckets)
-    return np.array([row], dtype=np.uint64)
+    """The descriptors of a table, one for each bucket; shape (1, 5)."""
+    return side_by_side(table.address, BUCKET_BYTES, 0, table.num_buckets)

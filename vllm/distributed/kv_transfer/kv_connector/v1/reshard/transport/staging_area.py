@@ -8,14 +8,13 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
 import psutil
 import torch
 from vllm.logger import init_logger
 
 from ..errors import LocalLayoutError
 from ..memory.arena import ArenaAllocator
-from ..memory.leg import MAX_DESCRIPTORS, Rows
+from ..memory.leg import MAX_DESCRIPTORS, Rows, side_by_side
 from ..memory.strategy import LARGEST_ARENA_BYTES, StagingPolicy
 from ..protocol.quoting import one_line
 from .scatter import DeviceScatterer, HostScatterer, Scatterer
@@ -51,27 +50,21 @@ class StagingArea:
         return self.memory.data_ptr(), self.memory.nbytes, max(self.memory.get_device(), 0)
 
     def rows(self, descriptor_bytes: int) -> Rows:
-        """The arena as descriptors of one size, side by side; shape (1, 5), as in `lowering`.
+        """The arena as descriptors of one size, side by side; shape (1, 5).
 
         Raises:
             LocalLayoutError: It would be more descriptors than NIXL's indices can count.
         """
-        count = self.memory.nbytes // descriptor_bytes
+        address, size_bytes, device_id = self.region
+        count = size_bytes // descriptor_bytes
         if count > MAX_DESCRIPTORS:
             raise LocalLayoutError(
-                f"an arena of {self.memory.nbytes} bytes is {count} descriptors of "
+                f"an arena of {size_bytes} bytes is {count} descriptors of "
                 f"{descriptor_bytes} bytes, more than one transfer list can hold, "
                 f"{MAX_DESCRIPTORS}: set staging_arena_bytes in kv_connector_extra_config to at "
                 f"most {MAX_DESCRIPTORS * descriptor_bytes}"
             )
-        row = (
-            self.memory.data_ptr(),
-            descriptor_bytes,
-            max(self.memory.get_device(), 0),
-            descriptor_bytes,
-            count,
-        )
-        return np.array([row], dtype=np.uint64)
+        return side_by_side(address, descriptor_bytes, device_id, count)
 
 
 def open_area(
