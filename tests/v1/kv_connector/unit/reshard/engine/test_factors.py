@@ -152,6 +152,20 @@ def test_drafts_may_lie_elsewhere_and_be_of_other_lengths(change):
     assert compatibility_factors(other) == DRAFTING
 
 
+def test_a_window_is_what_layers_attend_by():
+    """MiMo-V2's is said twice, and releases of transformers differ in what the other name means."""
+
+    def told(**sizes: int) -> str:
+        text_config = SimpleNamespace(model_type="mimo_v2_flash", **sizes)
+        return factors_module._architecture(text_config)
+
+    as_written = told(sliding_window=256, sliding_window_size=256)
+    assert as_written == "model_type mimo_v2_flash, sliding_window 256"
+    assert told(sliding_window=257, sliding_window_size=256) == as_written
+    assert told(sliding_window=257) == told(sliding_window=257, sliding_window_size=257)
+    assert told(sliding_window=257) != as_written
+
+
 def test_drafts_from_tokens_alone_are_each_engines_own():
     """One engine may draft by n-grams, and the other not."""
     by_ngrams = config(speculative=speculative(method="ngram"))

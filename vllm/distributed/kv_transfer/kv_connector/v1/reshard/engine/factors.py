@@ -123,8 +123,11 @@ def _architecture(text_config: object) -> str:
 
     Two trainings of one architecture cannot be told apart by this.
     """
-    values = [f"{name} {getattr(text_config, name, None)}" for name in _ARCHITECTURE]
-    return ", ".join(value for value in values if not value.endswith(" None"))
+    told = {name: getattr(text_config, name, None) for name in _ARCHITECTURE}
+    # MiMo-V2's layers attend by `sliding_window_size`. transformers 5.20.2 adds one to it for
+    # `sliding_window`, which 5.19.0 left as the checkpoint has it.
+    told["sliding_window"] = getattr(text_config, "sliding_window_size", told["sliding_window"])
+    return ", ".join(f"{name} {value}" for name, value in told.items() if value is not None)
 
 
 def _dtype_name(dtype: object) -> str:
