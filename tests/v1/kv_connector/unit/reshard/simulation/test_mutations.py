@@ -11,8 +11,12 @@ import torch
 
 from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import transfer_engine
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
+    early,
+    transfer_engine,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
@@ -28,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import scatt
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
-MAX_SCHEDULES = 1000
+MAX_SCHEDULES = 3000
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -251,6 +255,26 @@ def backlog_is_forgotten(monkeypatch):
     monkeypatch.setattr(Transfers, "is_moving", property(lambda self: bool(self._posted)))
 
 
+def looks_at_boards_have_no_end(monkeypatch):
+    """An engine that hangs is looked at for ever, over a connection that nobody gives up."""
+    monkeypatch.setattr(early, "_LOOK_LIMIT_S", math.inf)
+
+
+def broken_looks_are_not_begun_again(monkeypatch):
+    """The thread sleeps where the connection was lost that it had looked over."""
+
+    def forget(self, address, place, now_s):
+        place.look = place.connection = None
+        place.sightings = {}
+
+    monkeypatch.setattr(EarlyRequests, "_reconnect", forget)
+
+
+def clients_that_leave_are_not_heard_of(monkeypatch):
+    """Their blocks stay until prompts are computed that nobody wants."""
+    monkeypatch.setattr(EarlyRequests, "give_up", lambda *_: None)
+
+
 @pytest.mark.parametrize(
     ("plant", "fault"),
     [
@@ -284,6 +308,9 @@ def backlog_is_forgotten(monkeypatch):
         (peers_are_never_due, "is not over"),
         (leases_are_renewed_by_steps_alone, "sleeps while the lease"),
         (backlog_is_forgotten, "sleeps though"),
+        (looks_at_boards_have_no_end, "is not over"),
+        (broken_looks_are_not_begun_again, "sleeps though"),
+        (clients_that_leave_are_not_heard_of, "in its time|is not over"),
     ],
 )
 def test_planted_defect_is_found(plant: Plant, fault: str, monkeypatch):

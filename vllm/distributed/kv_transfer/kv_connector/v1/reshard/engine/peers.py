@@ -216,6 +216,15 @@ class PeerTable:
         self._active[address] = peer
         return peer
 
+    def connected_at(self, address: RemoteEngineAddress) -> RemoteEngineAddress | None:
+        """The engine that is connected at a host and port, whatever its id; None without one."""
+        for known in (address, *self._peers):
+            peer = self._peers.get(known)
+            at_its_place = (known.host, known.port) == (address.host, address.port)
+            if at_its_place and peer is not None and peer.connection is not None:
+                return known
+        return None
+
     def advance(self, now_s: float) -> list[tuple[Peer, Exception | None]]:
         """Begin and end handshakes, connect a worker of each peer, and forget peers that are gone.
 
