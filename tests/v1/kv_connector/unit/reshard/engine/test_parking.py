@@ -21,11 +21,7 @@ def test_request_waits_until_it_has_begun():
     parking.hear(["b"], {})
     assert "a" in parking
     parking.hear(["a"], {})
-    assert "a" not in parking and parking.leave("a") is None
-    # It is waited for on.
-    assert len(parking) == 1
-    parking.end("a")
-    assert not len(parking)
+    assert not len(parking) and parking.leave("a") is None
 
 
 def test_request_that_will_not_be_read_waits_no_more():

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.watch import 
     BELIEVED_AFTER_S,
     KNOWN_WITHIN_S,
     OFFERED_WITHIN_S,
+    Pace,
     Watch,
 )
 
@@ -100,3 +101,29 @@ def test_looks_are_rare_and_never_too_late(looks):
         if watch.overdue(now_s) or watch.see(state, now_s):
             return
         assert 1e-3 <= watch.rest_s <= 10e-3
+
+
+def test_begun_prompt_is_looked_at_when_it_may_be_through():
+    """Often around that time, and rarely before and after it; nobody knows how long a queue is."""
+    watch = Watch(0.0, takes_s=1.0)
+    watch.see(State.KNOWN, 0.9)
+    assert watch.rest_s == 1e-3
+    watch.see(State.BEGUN, 2.0)
+    rests_s = []
+    for at_s in (2.0, 2.9, 3.0, 3.1, 4.0):
+        watch.see(State.BEGUN, at_s)
+        rests_s.append(watch.rest_s)
+    assert rests_s == pytest.approx([10e-3, 5e-3, 1e-3, 5e-3, 10e-3])
+    watch.see(State.OFFERED, 4.5)
+    assert watch.took_s == pytest.approx(2.5)
+
+
+def test_pace_follows_what_was_seen():
+    """It is by tokens, and the last prompts count most."""
+    pace = Pace()
+    assert pace.of(100) is None
+    pace.learn(100, 1.0)
+    assert pace.of(50) == pytest.approx(0.5)
+    for _ in range(8):
+        pace.learn(200, 1.0)
+    assert pace.of(200) == pytest.approx(1.0, rel=0.01)

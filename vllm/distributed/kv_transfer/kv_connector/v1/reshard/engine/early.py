@@ -38,9 +38,10 @@ from ..protocol.ids import RequestId
 from ..protocol.leases import entry_of
 from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.quoting import one_line, quote
-from ..protocol.watch import Watch
+from ..protocol.watch import Pace, Watch
 from ..transport.board_reader import Look
 from ..transport.connection import PeerConnection
+from .left_looks import LOOK_LIMIT_S, LeftLooks
 from .peers import Peer, PeerTable
 from .stats import ReadFailure
 
@@ -48,12 +49,6 @@ logger = init_logger(__name__)
 
 _NO_ROOM_S = 0.01
 """When to try again where other looks have taken all rows."""
-
-_LOOK_LIMIT_S = 5.0
-"""A look that takes longer is none: its connection is given up."""
-
-_LEFT_REST_S = 0.1
-"""How long looks that nobody waits for are left alone: their connection cannot end before them."""
 
 
 @dataclass(slots=True)
@@ -97,6 +92,7 @@ class _Place:
 
     Attributes:
         waiting: The requests there that are not offered yet, by this engine's ids.
+        pace: How fast it was with the last ones, once it was looked at.
         look_at_s: When to look next.
         looked_s: When the look began that is under way.
         connection: What that is made with.
@@ -107,6 +103,7 @@ class _Place:
     """
 
     waiting: dict[RequestId, _Waiting] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
     look_at_s: float = 0.0
     looked_s: float = 0.0
     connection: PeerConnection | None = None
@@ -146,6 +143,7 @@ class EarlyRequests:
     Attributes:
         ready: Requests that can be read, or told to their producer. The caller takes them out.
         refused: Those that have blocks, and will not be read. The caller takes them out.
+        has_moved: The last look has found an offer, whose record is soon there.
     """
 
     def __init__(self, peers: PeerTable, record_wait: Callable[[float], None]) -> None:
@@ -158,12 +156,11 @@ class EarlyRequests:
         # Why some will not be read that the scheduler may have given blocks meanwhile.
         self._faults: dict[RequestId, str] = {}
         self._news = EarlyNews()
-        # Looks that nobody waits for, and that may still land.
-        self._left: list[tuple[PeerConnection, Look]] = []
-        self._left_at_s = 0.0
+        self._left = LeftLooks(peers)
         self._renewed: dict[RequestId, RemoteRequest] = {}
         self.ready: deque[tuple[RequestId, Receive]] = deque()
         self.refused: deque[Refusal] = deque()
+        self.has_moved = False
 
     def __len__(self) -> int:
         """Requests that are waited for, or for whose blocks is."""
@@ -187,9 +184,7 @@ class EarlyRequests:
         due_s += [
             each.watch.due_s for place in self._places.values() for each in place.waiting.values()
         ]
-        if self._left:
-            due_s.append(self._left_at_s)
-        return min(due_s, default=math.inf)
+        return min([self._left.next_due_s, *due_s])
 
     def begin(self, requests: Mapping[RequestId, RemoteRequest], now_s: float) -> None:
         """Watch some requests, under the names that both engines have for them."""
@@ -210,7 +205,10 @@ class EarlyRequests:
         elif request_id in self._offered:
             self._hand_on(request_id, receive, *self._offered.pop(request_id))
         elif request_id in self._at:
-            self._find(request_id).receive = receive
+            waiting = self._find(request_id)
+            waiting.receive = receive
+            pace = self._places[self._at[request_id]].pace
+            waiting.watch.takes_s = pace.of(receive.remote_tokens)
 
     def give_up(self, request_ids: Iterable[RequestId], reason: str) -> None:
         """Some requests are not wanted any more: their blocks are free, and offers are declined."""
@@ -245,9 +243,8 @@ class EarlyRequests:
 
     def advance(self, now_s: float) -> None:
         """Look where a look is due, and take note of what was seen."""
-        if self._left and now_s >= self._left_at_s:
-            self._left_at_s = now_s + _LEFT_REST_S
-            self._left = [each for each in self._left if _is_under_way(*each)]
+        self.has_moved = False
+        self._left.advance(now_s)
         for address, place in list(self._places.items()):
             try:
                 self._advance(address, place, now_s)
@@ -281,7 +278,8 @@ class EarlyRequests:
 
     def _look(self, address: RemoteEngineAddress, place: _Place, now_s: float) -> None:
         """Look at the buckets of all requests at an engine, as far as there is room."""
-        place.connection = self._peers.get_or_connect(address, now_s).connection
+        peer = self._peers.get_or_connect(address, now_s)
+        place.connection, place.pace = peer.connection, peer.pace
         if place.connection is None:
             return
         reader = place.connection.board()
@@ -310,7 +308,7 @@ class EarlyRequests:
             self._break_off(address, place, now_s)
             return
         if rows is None:
-            if now_s >= place.looked_s + _LOOK_LIMIT_S:
+            if now_s >= place.looked_s + LOOK_LIMIT_S:
                 self._break_off(address, place, now_s)
             return
         place.look = None
@@ -351,6 +349,7 @@ class EarlyRequests:
                 room -= sighting.num_rows
                 place.sightings[request_id] = sighting
         if place.sightings:
+            self.has_moved = True
             wanted = [
                 row
                 for each in place.sightings.values()
@@ -377,6 +376,8 @@ class EarlyRequests:
             self._drop(request_id)
             if waiting.has_waited:
                 self._record_wait(now_s - waiting.watch.since_s)
+            if waiting.watch.took_s is not None:
+                place.pace.learn(record.num_tokens, waiting.watch.took_s)
             receive = waiting.receive
             if receive is None or any(receive.local_block_ids):
                 self._renewed[request_id] = RemoteRequest(address, record.request_id)
@@ -417,7 +418,7 @@ class EarlyRequests:
     def _let_go(self, place: _Place) -> None:
         """Nobody waits for a place's look any more, or looks over its connection."""
         if place.look is not None and place.connection is not None:
-            self._left.append((place.connection, place.look))
+            self._left.add(place.connection, place.look, place.looked_s)
         place.look = place.connection = None
         place.sightings = {}
 
@@ -464,12 +465,3 @@ class EarlyRequests:
 
     def _drop(self, request_id: RequestId) -> None:
         del self._places[self._at.pop(request_id)].waiting[request_id]
-
-
-def _is_under_way(connection: PeerConnection, look: Look) -> bool:
-    """Whether a look may still land; one that has ended is counted so."""
-    reader = connection.board() if connection.is_connected else None
-    try:
-        return reader is not None and reader.take(look) is None
-    except TransferError:
-        return False

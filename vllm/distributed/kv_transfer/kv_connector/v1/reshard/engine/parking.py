@@ -14,25 +14,18 @@ from collections.abc import Iterable, Mapping
 from ..protocol.ids import RequestId
 from ..protocol.messages import RemoteRequest
 
-REST_S = 2e-3
-"""A step in which nothing is computed takes so much longer while such requests wait. vLLM rests for
-1 ms after it, as for blocks that are on their way; these wait as long as a prompt takes, and an
-engine that goes round as fast as that keeps half a core busy."""
-
 
 class Parking:
     """The requests that wait. Belongs to the scheduler's thread."""
 
     def __init__(self) -> None:
-        # Those that are not read, with blocks and without.
-        self._waiting: set[RequestId] = set()
         self._parked: set[RequestId] = set()
         self._faults: dict[RequestId, str] = {}
         self._untold: dict[RequestId, RemoteRequest] = {}
 
     def __len__(self) -> int:
-        """Requests that are not read, with blocks and without."""
-        return len(self._waiting)
+        """Requests that wait for blocks."""
+        return len(self._parked)
 
     def __contains__(self, request_id: RequestId) -> bool:
         """Whether a request waits for blocks."""
@@ -40,7 +33,6 @@ class Parking:
 
     def park(self, request_id: RequestId, request: RemoteRequest) -> None:
         """A request waits until an engine begins it that knows it by a shared name."""
-        self._waiting.add(request_id)
         self._parked.add(request_id)
         self._untold[request_id] = request
 
@@ -56,10 +48,6 @@ class Parking:
         """A request has blocks, or has ended; returns why it will not be read, if that is known."""
         self._parked.discard(request_id)
         return self._faults.pop(request_id, None)
-
-    def end(self, request_id: RequestId) -> None:
-        """A request was read, or has ended."""
-        self._waiting.discard(request_id)
 
     def take(self) -> dict[RequestId, RemoteRequest]:
         """The requests that workers were not told of."""

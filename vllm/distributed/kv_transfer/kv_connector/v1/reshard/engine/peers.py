@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from ..errors import TransferError
 from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteEngineAddress
+from ..protocol.watch import Pace
 from ..transport.connection import PeerConnection
 from ..transport.lane import Lane, Lanes
 from ..transport.remote import LoweredEngine
@@ -85,6 +86,7 @@ class Peer:
         retry_at_s: When the next handshake may begin.
         suspect_until_s: Until then it is suspected of breaking again, and not forgotten.
         is_proven: A request was read from it, and what was read was what it had to be.
+        pace: How fast it computes prompts that are waited for.
     """
 
     address: RemoteEngineAddress
@@ -104,6 +106,7 @@ class Peer:
     retry_at_s: float = 0.0
     suspect_until_s: float = 0.0
     is_proven: bool = False
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def is_idle(self) -> bool:

@@ -45,7 +45,7 @@ from .failed_reads import ReadBook
 from .geometry import state_groups, tokens_of_blocks, window_groups
 from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from .offers import OfferBook
-from .parking import REST_S, Parking
+from .parking import Parking
 from .postings import Postings
 from .readers import Readers, RemoteName, is_made_up
 from .settings import read_settings, remarks
@@ -258,12 +258,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         return max(upstreams, 1) if window_groups(self.kv_cache_config) else upstreams
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
-        """What the workers are asked to do in this step.
-
-        A decode engine that does nothing but wait for other engines' prompts takes its time.
-        """
-        if len(self._parking) and not scheduler_output.total_num_scheduled_tokens:
-            time.sleep(REST_S)
+        """What the workers are asked to do in this step."""
         wanted: dict[str, tuple[Request, BlockIds]] = {
             # What follows the blocks, if anything does, is for upstream's worker.
             request_id: entry[:2]
@@ -450,7 +445,6 @@ class ReshardScheduler(NixlConnectorScheduler):
         """As upstream's, which calls this when a request was received or has ended."""
         if req_id in self._renewed:
             self._renewed.remove(req_id)
-            self._parking.end(req_id)
             if self._awaited.pop(req_id, None) is None:
                 self._ended.add(req_id)
         super()._stop_heartbeat(req_id)

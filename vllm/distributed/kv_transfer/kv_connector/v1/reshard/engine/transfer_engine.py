@@ -250,8 +250,8 @@ class TransferEngine:
 
     @property
     def has_moved(self) -> bool:
-        """Whether something has arrived, after which its lease is looked up, and is soon known."""
-        return self.transfers.has_moved
+        """Whether something has arrived after which more does soon: a lease, or a record."""
+        return self.transfers.has_moved or (self._early is not None and self._early.has_moved)
 
     @property
     def is_moving(self) -> bool:

@@ -32,6 +32,30 @@ _SHORTEST_REST_S, _LONGEST_REST_S = 1e-3, 10e-3
 _REST_PER_WAIT = 0.02
 """Looks are as rare as it matters little: what is seen late is so by a fiftieth of the wait."""
 
+_REST_PER_DISTANCE = 0.05
+"""Around the time at which an offer is expected they are frequent, and rare far from it."""
+
+
+class Pace:
+    """How long a producer takes for a token of a prompt, as the last prompts have shown.
+
+    It tells when looks are worth their while, and nothing else: prefixes that are cached there, and
+    other prompts beside this one, make it wrong.
+    """
+
+    def __init__(self) -> None:
+        self._token_s: float | None = None
+
+    def learn(self, num_tokens: int, took_s: float) -> None:
+        """A prompt of so many tokens took so long from its begin to its offer."""
+        token_s = took_s / max(num_tokens, 1)
+        before_s = token_s if self._token_s is None else self._token_s
+        self._token_s = (before_s + token_s) / 2
+
+    def of(self, num_tokens: int) -> float | None:
+        """How long a prompt may take; None before the first."""
+        return None if self._token_s is None else self._token_s * num_tokens
+
 
 @dataclass(slots=True)
 class Watch:
@@ -43,6 +67,8 @@ class Watch:
         heard_s: When its producer could last be looked at.
         state: The last state that was seen and may lead to an offer; None before the first.
         num_misses: Looks that have found nothing, after one that had.
+        takes_s: How long it may take from its begin to its offer; None where nobody knows.
+        took_s: How long it took, once it is offered; None where its begin was not seen.
     """
 
     since_s: float
@@ -50,6 +76,8 @@ class Watch:
     heard_s: float = 0.0
     state: State | None = None
     num_misses: int = 0
+    takes_s: float | None = None
+    took_s: float | None = None
 
     def __post_init__(self) -> None:
         self.changed_s = self.heard_s = self.since_s
@@ -61,9 +89,12 @@ class Watch:
 
     @property
     def rest_s(self) -> float:
-        """How long to rest between two looks, by what was waited so far."""
+        """How long to rest between two looks: by what was waited so far, or is still to wait."""
         waited_s = self.heard_s - self.changed_s
-        return min(max(_REST_PER_WAIT * waited_s, _SHORTEST_REST_S), _LONGEST_REST_S)
+        rest_s = _REST_PER_WAIT * waited_s
+        if self.state is State.BEGUN and self.takes_s is not None:
+            rest_s = _REST_PER_DISTANCE * abs(self.takes_s - waited_s)
+        return min(max(rest_s, _SHORTEST_REST_S), _LONGEST_REST_S)
 
     def stood_still(self, for_s: float) -> None:
         """Nobody could look for so many seconds."""
@@ -88,6 +119,8 @@ class Watch:
             is_its = self.state is not None or now_s >= self.since_s + BELIEVED_AFTER_S
             return state.fault if is_its else None
         if state is not self.state:
+            if (self.state, state) == (State.BEGUN, State.OFFERED):
+                self.took_s = now_s - self.changed_s
             self.state, self.changed_s = state, now_s
         return None
 
