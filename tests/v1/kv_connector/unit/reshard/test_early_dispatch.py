@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from vllm.v1.engine import FinishReason
 
 from tests.v1.kv_connector.unit.reshard.engine.workers import assert_received, fill
@@ -18,15 +19,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import watch
 OPTION = {"early_dispatch": True}
 PREFILLED, DECODED = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-bbbbbbbb"
 POLICIES = ("fail", "recompute")
+LONG_TOKENS, WINDOW_TOKENS = 60, 20
 
 
 @pytest.fixture
 def pair(wholes):
     """Makes a prefill and a decode engine of some layouts, with the option on."""
 
-    def make(prefill=None, decode=None, policy="fail"):
-        p = wholes("prefill", {**(prefill or {}), **OPTION}, **OPTION)
-        d = wholes("decode", {**(decode or {}), **OPTION}, policy=policy, **OPTION)
+    def make(prefill=None, decode=None, policy="fail", **both):
+        p = wholes("prefill", {**(prefill or {}), **both, **OPTION}, **both, **OPTION)
+        both = {**both, **OPTION}
+        d = wholes("decode", {**(decode or {}), **both}, policy=policy, **both)
         return p, d
 
     return make
@@ -313,3 +316,100 @@ def test_prompts_are_bound_to_their_tokens(pair):
     d.serving.add(DECODED, coordinates(p))
     until(lambda: DECODED in d.serving.finished, p, d)
     assert d.serving.finished == {DECODED: FinishReason.ERROR}
+
+
+def test_prefix_that_is_cached_here_is_not_read(pair):
+    """Only what follows it waits, and is read."""
+    p, d = pair()
+    cut_prompts(p)
+    d.serving.add("before", max_tokens=1, num_tokens=2 * BLOCK_TOKENS)
+    d.step()
+    d.step()
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    p.step()
+    until(lambda: is_allocated(d), d)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    whole = compute(p)
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished[DECODED] is FinishReason.LENGTH
+    # The model has written nothing into what was cached.
+    start = 2 * BLOCK_TOKENS
+    assert_received(d.engine, blocks[2:3], whole[:, :, :, start:])
+    (worker,) = d.engine.workers.values()
+    assert worker.take_stats().data["bytes_transferred"] == [whole[:, :, :, start:].nbytes]
+
+
+def preempt(whole: Whole, request_id: str) -> None:
+    """Take a request's blocks away, as for others that need them."""
+    scheduler = whole.serving.scheduler
+    request = scheduler.requests[request_id]
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic())
+
+
+def test_prompt_that_is_preempted_there_is_read_once_it_is_computed_anew(pair):
+    """It has begun, and its blocks are others' for a while: nothing was read of them."""
+    p, d = pair()
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p), max_tokens=2)
+    p.step()
+    until(lambda: is_allocated(d), d)
+    preempt(p, PREFILLED)
+    (dst_blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    for _ in range(20):
+        d.step()
+    whole = compute(p)
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    assert_received(d.engine, dst_blocks[:3], whole)
+
+
+def test_request_that_is_preempted_here_is_computed_anew(pair):
+    """Nothing is waited for a second time."""
+    p, d = pair()
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p), max_tokens=4)
+    request = d.serving.scheduler.requests[DECODED]
+    until(lambda: request.num_output_tokens > 0, p, d)
+    preempt(d, DECODED)
+    until(lambda: is_quiet(p, d), p, d)
+    assert request.num_preemptions == 1
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+
+
+def test_client_that_leaves_while_its_prompt_is_read(pair):
+    """Its blocks are kept until nothing writes into them, and both engines are through then."""
+    p, d = pair()
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    (transfers,) = d.engine.transfer_engines.values()
+    until(lambda: len(transfers.consumer), p, d)
+    d.serving.abort(DECODED)
+    until(lambda: is_quiet(p, d), p, d)
+    (stats,) = (each.take_stats() for each in p.engine.workers.values())
+    assert stats is None or not stats.data["num_kv_expired_reqs"]
+
+
+def test_groups_with_windows_are_read(pair):
+    """Of what has a window, as many blocks as that reaches back to, in the group's own places."""
+    p, d = pair(window_tokens=WINDOW_TOKENS)
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
+    d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS)
+    p.step()
+    until(lambda: is_allocated(d), d)
+    (receive,) = d.serving.told.receive.values() or [None]
+    for layers in p.engine.caches.values():
+        for number, cache in enumerate(layers.values()):
+            cache.copy_(torch.rand(cache.shape, generator=torch.Generator().manual_seed(number)))
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    theirs = p.serving.handed_over[PREFILLED]["remote_block_ids"]
+    (sources,), (targets,) = p.engine.caches.values(), d.engine.caches.values()
+    for group, (src, dst) in enumerate(zip(theirs, receive.local_block_ids, strict=True)):
+        wanted = [block for block in dst if block]
+        for layer in list(sources)[group::2]:
+            found = targets[layer][:, wanted]
+            assert torch.equal(found, sources[layer][:, src[-len(wanted) :]])

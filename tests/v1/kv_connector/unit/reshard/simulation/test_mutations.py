@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.left_looks import LeftLooks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
@@ -257,7 +258,12 @@ def backlog_is_forgotten(monkeypatch):
 
 def looks_at_boards_have_no_end(monkeypatch):
     """An engine that hangs is looked at for ever, over a connection that nobody gives up."""
-    monkeypatch.setattr(early, "_LOOK_LIMIT_S", math.inf)
+    monkeypatch.setattr(early, "LOOK_LIMIT_S", math.inf)
+
+
+def looks_that_nobody_waits_for_are_forgotten(monkeypatch):
+    """Their connection is open, and drains, for as long as its lane lives."""
+    monkeypatch.setattr(LeftLooks, "add", lambda *_: None)
 
 
 def broken_looks_are_not_begun_again(monkeypatch):
@@ -309,6 +315,7 @@ def clients_that_leave_are_not_heard_of(monkeypatch):
         (leases_are_renewed_by_steps_alone, "sleeps while the lease"),
         (backlog_is_forgotten, "sleeps though"),
         (looks_at_boards_have_no_end, "is not over"),
+        (looks_that_nobody_waits_for_are_forgotten, "is not over"),
         (broken_looks_are_not_begun_again, "sleeps though"),
         (clients_that_leave_are_not_heard_of, "in its time|is not over"),
     ],
