@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InDoubtError, TransferError
-from ..memory.lowering import Rows
+from ..memory.leg import Rows
 from ..protocol.board import MAX_RECORD_ROWS, NUM_ROWS, ROW_BYTES, WORDS_PER_ROW
 from ..protocol.quoting import quote
 from .agent import NixlAgent, Prepared, Transfer, TransferState
