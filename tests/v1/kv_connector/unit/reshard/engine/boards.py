@@ -76,15 +76,18 @@ class Peers:
     Attributes:
         connections: By engine.
         broken_off: Connections that were given up.
+        num_asked: How often one was wanted.
     """
 
     def __init__(self) -> None:
         self.connections: dict[RemoteEngineAddress, Connection] = {}
         self.broken_off: list[Connection] = []
+        self.num_asked = 0
         self._peers: dict[RemoteEngineAddress, Peer] = {}
 
     def get_or_connect(self, address: RemoteEngineAddress, now_s: float) -> Peer:
         """The engine at an address."""
+        self.num_asked += 1
         peer = self._peers.setdefault(address, Peer(address, now_s))
         peer.connection = self.connections.setdefault(address, Connection())
         return peer

@@ -118,3 +118,17 @@ def test_look_that_hangs_while_its_engine_restarts_is_not_forgotten():
     assert request_id == "x" and not len(watched.early)
     watched.until(lambda: watched.peers.broken_off or watched.now_s > 2 * LOOK_LIMIT_S)
     assert watched.peers.broken_off == [gone]
+
+
+def test_engine_that_cannot_be_looked_at_is_asked_anew_at_once():
+    """Nobody else may want it, and the thread would sleep."""
+    watched = Watched()
+    watched.post("x", State.BEGUN)
+    watched.wait("x")
+    watched.until(lambda: watched.early.is_looking)
+    num_asked, watched.reader.fails = watched.peers.num_asked, True
+    watched.early.advance(watched.now_s)
+    assert watched.peers.broken_off and watched.peers.num_asked == num_asked + 1
+    watched.reader.fails = False
+    watched.post("x", State.OFFERED)
+    watched.until(lambda: watched.early.ready)

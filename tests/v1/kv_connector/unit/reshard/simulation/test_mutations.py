@@ -266,16 +266,6 @@ def looks_that_nobody_waits_for_are_forgotten(monkeypatch):
     monkeypatch.setattr(LeftLooks, "add", lambda *_: None)
 
 
-def broken_looks_are_not_begun_again(monkeypatch):
-    """The thread sleeps where the connection was lost that it had looked over."""
-
-    def forget(self, address, place, now_s):
-        place.look = place.connection = None
-        place.sightings = {}
-
-    monkeypatch.setattr(EarlyRequests, "_reconnect", forget)
-
-
 def clients_that_leave_are_not_heard_of(monkeypatch):
     """Their blocks stay until prompts are computed that nobody wants."""
     monkeypatch.setattr(EarlyRequests, "give_up", lambda *_: None)
@@ -316,7 +306,6 @@ def clients_that_leave_are_not_heard_of(monkeypatch):
         (backlog_is_forgotten, "sleeps though"),
         (looks_at_boards_have_no_end, "is not over"),
         (looks_that_nobody_waits_for_are_forgotten, "is not over"),
-        (broken_looks_are_not_begun_again, "sleeps though"),
         (clients_that_leave_are_not_heard_of, "in its time|is not over"),
     ],
 )
