@@ -343,9 +343,8 @@ def test_prefix_that_is_cached_here_is_not_read(pair):
 def preempt(whole: Whole, request_id: str) -> None:
     """Take a request's blocks away, as for others that need them."""
     scheduler = whole.serving.scheduler
-    request = scheduler.requests[request_id]
-    scheduler.running.remove(request)
-    scheduler._preempt_request(request, time.monotonic())
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert scheduler.requests[request_id].num_preemptions == 1
 
 
 def test_prompt_that_is_preempted_there_is_read_once_it_is_computed_anew(pair):
