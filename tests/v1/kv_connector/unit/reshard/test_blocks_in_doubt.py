@@ -29,6 +29,7 @@ from tests.v1.kv_connector.unit.reshard.serving import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     FAILED_READS_ARE_NAMED,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyNews
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
@@ -73,6 +74,10 @@ class Played:
         """What has failed since the last call."""
         failed, self.failed = self.failed, {}
         return failed
+
+    def take_early_news(self) -> EarlyNews:
+        """Nothing is waited for."""
+        return EarlyNews()
 
     def fail(self, request_id: str) -> None:
         """A read has failed."""

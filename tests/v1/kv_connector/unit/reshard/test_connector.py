@@ -297,6 +297,6 @@ def report(connector, failed):
         failed.append(lost)
     news = connector.build_connector_worker_meta()
     if news is not None:
-        told = ReshardConnectorMetadata(failed=set(news.metadata[0].request_ids))
+        told = ReshardConnectorMetadata(failed=set(news.metadata[0].failed))
         connector.bind_connector_metadata(MultiKVConnectorMetadata((told, KVConnectorMetadata())))
     return received

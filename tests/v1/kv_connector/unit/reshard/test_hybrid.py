@@ -42,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import
     unserved_layer,
     window_groups,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.parking import Parking
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import ReshardScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
@@ -261,8 +262,12 @@ def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, 
     )
     scheduler = ReshardScheduler.__new__(ReshardScheduler)
     scheduler.kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
+    scheduler._parking = Parking()
     request = SimpleNamespace(
-        num_tokens=NUM_TOKENS, prompt_token_ids=[0] * NUM_TOKENS, kv_transfer_params=None
+        request_id="d",
+        num_tokens=NUM_TOKENS,
+        prompt_token_ids=[0] * NUM_TOKENS,
+        kv_transfer_params=None,
     )
     assert scheduler.get_num_new_matched_tokens(request, cached) == expected
 

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.failed_reads im
     ReadBook,
     ReadReports,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import FailedReads
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import WorkerNews
 
 pytestmark = pytest.mark.skipif(
     not FAILED_READS_ARE_NAMED, reason="the scheduler of this base is told of blocks, at once"
@@ -92,14 +92,14 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
             output = KVConnectorOutput(
                 finished_recving=received,
                 failed_recving=failed,
-                kv_connector_worker_meta=FailedReads(frozenset(news)) if news else None,
+                kv_connector_worker_meta=WorkerNews(frozenset(news)) if news else None,
             )
             outputs.append(ModelRunnerOutput([], {}, kv_connector_output=output))
         heard = aggregator.aggregate(outputs).kv_connector_output
         for name in heard.failed_recving:
             assert failed_at.setdefault(name, now) == now
         if heard.kv_connector_worker_meta is not None:
-            book.hear(heard.kv_connector_worker_meta.request_ids)
+            book.hear(heard.kv_connector_worker_meta.failed)
         passed.update(book.settle(heard.finished_recving or set()))
         may_be_written = {name for (name, _), (_, drained) in reads.items() if drained > now}
         assert may_be_written.isdisjoint(manager.given_back)
@@ -138,5 +138,5 @@ def test_blocks_at_the_end_of_a_sequence_are_reused_first():
 
 def test_what_workers_say_in_one_step_comes_together():
     """Each is heard."""
-    both = FailedReads(frozenset({"a", "b"})).aggregate(FailedReads(frozenset({"b", "c"})))
-    assert both == FailedReads(frozenset({"a", "b", "c"}))
+    both = WorkerNews(frozenset({"a", "b"})).aggregate(WorkerNews(frozenset({"b", "c"})))
+    assert both == WorkerNews(frozenset({"a", "b", "c"}))

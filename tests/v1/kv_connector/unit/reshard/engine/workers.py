@@ -221,9 +221,9 @@ class Engine:
             }
         self.server: HandshakeServer | None = None
 
-    def _kept(self, rank: MeshRank, *parts: object) -> TransferEngine:
+    def _kept(self, rank: MeshRank, *parts: object, **others: object) -> TransferEngine:
         """A worker's transfer engine, which is kept for tests to look at."""
-        self.transfer_engines[rank] = TransferEngine(*parts)
+        self.transfer_engines[rank] = TransferEngine(*parts, **others)
         return self.transfer_engines[rank]
 
     @property

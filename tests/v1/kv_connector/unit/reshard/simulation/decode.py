@@ -13,11 +13,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     Report,
     SchedulerStep,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import OfferSecret
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
+    OfferSecret,
+    fingerprint,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
     RemoteRequest,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.watch import OFFERED_WITHIN_S
 
 
 @dataclass(eq=False)
@@ -35,6 +39,7 @@ class Request:
         due_at_s: When each worker is to have told of it, as far as it was taken up.
         failed_by: Workers that could not read it.
         received_by: Workers that are through with it.
+        is_early: It was asked for before it was offered.
     """
 
     request_id: str
@@ -47,6 +52,7 @@ class Request:
     due_at_s: dict[str, float] = field(default_factory=dict)
     failed_by: set[str] = field(default_factory=set)
     received_by: set[str] = field(default_factory=set)
+    is_early: bool = False
 
 
 class DecodeEngine(Engine):
@@ -55,6 +61,10 @@ class DecodeEngine(Engine):
     Attributes:
         reading: Requests that some worker is not through with.
         running: Requests that were received well.
+        parked: Requests that have no blocks yet, as the router has told them.
+        begun: Those of them that may have some.
+        faults: Those that will not be read.
+        num_early: Requests that were received of those.
         num_received: How many were.
         num_failed: How many could not be.
     """
@@ -63,6 +73,10 @@ class DecodeEngine(Engine):
         super().__init__(*arguments)
         self.reading: dict[str, Request] = {}
         self.running: list[Request] = []
+        self.parked: dict[str, Ticket] = {}
+        self.begun: set[str] = set()
+        self.faults: dict[str, str] = {}
+        self.num_early = 0
         self.num_received = self.num_failed = 0
         self._backlog: dict[str, list[SchedulerStep]] = {worker.name: [] for worker in self.workers}
 
@@ -117,6 +131,50 @@ class DecodeEngine(Engine):
             self.reading[request_id] = request
         return request
 
+    def park(self, request_id: str, ticket: Ticket) -> None:
+        """Wait for a request that has this name elsewhere; more of its ticket is not told."""
+        self.parked[request_id] = ticket
+        self.hand_over(early={request_id: RemoteRequest(ticket.address, ticket.request_id)})
+
+    def admit(self, request_id: str) -> Request | None:
+        """Give blocks to a request that waits, if there is room."""
+        ticket = self.parked[request_id]
+        count = -(-ticket.num_tokens // self.layout.block_tokens)
+        owner = Owner(f"{self.engine_id}'s {request_id}", reads=True)
+        blocks = self.allocate(count, owner)
+        if blocks is None:
+            return None
+        request = Request(request_id, ticket, ticket.content, ticket.num_tokens, 0, blocks, owner)
+        request.is_early = True
+        self.reading[request_id] = request
+        self._leave(request_id, [blocks])
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """The client of an early request has left."""
+        if request_id in self.parked:
+            self._leave(request_id, [], ended={request_id})
+        elif request_id in self.reading:
+            self.hand_over(ended={request_id})
+
+    def _leave(self, request_id: str, blocks: list[list[int]], **asked: object) -> None:
+        """Tell workers what to fill for a request that has waited, which may be nothing."""
+        ticket = self.parked.pop(request_id)
+        num_tokens = ticket.num_tokens
+        self.begun.discard(request_id)
+        receive = Receive(
+            ticket.address,
+            ticket.request_id,
+            blocks,
+            [],
+            num_tokens,
+            num_tokens,
+            fingerprint(tokens_of(ticket.content), num_tokens, None, []),
+            self.faults.pop(request_id, None),
+            is_early=True,
+        )
+        self.hand_over(receive={request_id: receive}, **asked)
+
     def give_up(self, ticket: Ticket, secret: OfferSecret) -> None:
         """Refuse a request, of which nothing but its parameters is known."""
         self.hand_over(
@@ -145,14 +203,24 @@ class DecodeEngine(Engine):
         backlog += steps
         while backlog and (backlog[0].before is None or backlog[0].before.query()):
             metadata = backlog.pop(0).metadata
+            for request_id in metadata.ended if metadata is not None else ():
+                if request_id in self.reading and request_id in worker.early._at:
+                    # It is not being read, and need not be waited for any more.
+                    self.reading[request_id].due_at_s[worker.name] = self.world.now_s
             for request_id in metadata.receive if metadata is not None else ():
                 if request_id in self.reading:
                     due_at_s = self.world.now_s + self.world.limits.read_timeout_s
+                    if self.reading[request_id].is_early:
+                        due_at_s += OFFERED_WITHIN_S
                     self.reading[request_id].due_at_s[worker.name] = due_at_s
 
     def hear(self, worker: Worker, report: Report) -> None:
         """A request fails at once, and is given back once it is quiet; both once each."""
         check(not report.sent, f"{worker.name} was never offered {report.sent}")
+        self.begun |= report.early.begun & self.parked.keys()
+        for request_id, reason in report.early.faults.items():
+            if request_id in self.parked:
+                self.faults[request_id] = reason
         failed = sorted(report.failed)
         for request_id in failed:
             request = self.reading.get(request_id)
@@ -178,13 +246,14 @@ class DecodeEngine(Engine):
             due_at_s = request.due_at_s.get(worker.name)
             late = due_at_s is not None and due_at_s <= self.world.now_s and not told
             check(not late, f"{worker.name} has not told of {request.request_id} in its time")
-            if due_at_s is not None and not told:
+            if due_at_s is not None and not told and not request.is_early:
                 self._check_renewed(worker, request)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is being read any more."""
-        return not self.reading and not self.running and super().is_over
+        waiting = self.reading or self.running or self.parked
+        return not waiting and super().is_over
 
     def _end(self, request: Request) -> None:
         del self.reading[request.request_id]
@@ -193,6 +262,7 @@ class DecodeEngine(Engine):
             self.give_back(request.blocks)
             return
         self.num_received += 1
+        self.num_early += request.is_early
         self._check_bytes(request)
         request.owner.reads = False
         self.running.append(request)

@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import (
     Dialer,
     LocalEndpoint,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
@@ -48,6 +49,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import Board, Posting
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
 )
@@ -191,7 +193,7 @@ class Worker:
         )
         self.incoming: list[Incoming] = []
         self.scheduled: deque[SchedulerStep] = deque()
-        self.announced: deque[Announcement] = deque()
+        self.announced: deque[Announcement | Posting] = deque()
         self.jobs = Later(Thread())
         self._woken = False
         # Peers that others have cost their lane, while requests were read from them.
@@ -231,7 +233,8 @@ class Worker:
             ),
             self._ask,
         )
-        producer = ProducerSide(agent, world.limits.lease_s, stats)
+        producer = ProducerSide(agent, world.limits.lease_s, stats, board=Board())
+        self.early = EarlyRequests(peers, stats.record_prefill_wait)
         self.transfer_engine = TransferEngine(
             agent,
             producer,
@@ -242,6 +245,7 @@ class Worker:
             Renewals(world.limits.lease_s),
             stats,
             lambda: Budget(self._budget, partial(next, count())),
+            self.early,
         )
 
     def describe(self) -> WorkerDescription:
@@ -252,6 +256,7 @@ class Worker:
             self.memory.cache.cache,
             self.transfer_engine.producer.table_address,
             self.agent.metadata(),
+            self.transfer_engine.producer.board_address,
         )
 
     def turn(self, *, ticks: bool) -> Report:
@@ -385,6 +390,8 @@ class Worker:
             and not self.announced
             and not len(transfer_engine.producer)
             and not len(transfer_engine.consumer)
+            and not len(self.early)
+            and not self.early.is_looking
             and not len(transfer_engine.transfers)
             and not len(transfer_engine.peers)
             and not transfer_engine.peers.retired

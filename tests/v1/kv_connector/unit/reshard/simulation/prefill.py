@@ -10,10 +10,12 @@ from functools import partial
 from tests.v1.kv_connector.unit.reshard.simulation.engines import Engine, Worker
 from tests.v1.kv_connector.unit.reshard.simulation.memory import MAX_TOKENS
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.postings import Postings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Report,
     SchedulerStep,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import State
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
     OfferSecret,
@@ -23,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Announcement,
     RemoteEngineAddress,
     Renew,
+    decode_announcement,
     decode_notification,
 )
 
@@ -88,6 +91,7 @@ class PrefillEngine(Engine):
         self.is_ahead = self.world.random.random() < 0.5
         self._num_offers = 0
         self.offers: dict[str, Offer] = {}
+        self.postings = Postings(self._announce)
         # Who was heard by a worker, for what, and of how many.
         self._heard: dict[tuple[str, str, OfferFingerprint | OfferSecret], dict[str, int]] = {}
         for worker in self.workers:
@@ -106,6 +110,11 @@ class PrefillEngine(Engine):
         ticket = Ticket(self.address, request_id, tuple(blocks), num_tokens, content, secret)
         offer = Offer(ticket, ticket.fingerprint(tokens_of(content)))
         self.offers[request_id] = offer
+        self.postings.know(request_id, request_id)
+        if self.world.random.random() < 0.3:
+            # It waits for its turn.
+            self.hand_over()
+        self.postings.begin(request_id)
         self.hand_over(num_offers=self._num_offers, admitted={request_id})
         for worker in self.workers:
             worker.memory.cache.compute(content, blocks)
@@ -114,6 +123,7 @@ class PrefillEngine(Engine):
     def withdraw(self, offer: Offer) -> None:
         """Abort a request that was not offered: its blocks are free at once."""
         request_id = offer.ticket.request_id
+        self.postings.end(request_id, State.ABORTED)
         self.hand_over(num_offers=self._num_offers, withdrawn={request_id})
         self._end(offer)
 
@@ -122,6 +132,7 @@ class PrefillEngine(Engine):
         request_id = offer.ticket.request_id
         offer.offered = True
         self._num_offers += 1
+        self.postings.offer(request_id, offer.ticket.num_tokens, [offer.ticket.blocks])
         if self.is_ahead:
             for worker in self.workers:
                 worker.announced.append(
@@ -171,7 +182,18 @@ class PrefillEngine(Engine):
         """Whether nothing is held any more."""
         return not self.offers and super().is_over
 
+    def hand_over(self, **asked: object) -> SchedulerStep:
+        """Have all workers do something, and tell them what others are to see."""
+        return super().hand_over(postings=self.postings.take(), **asked)
+
+    def _announce(self, message: bytes) -> None:
+        """Tell workers ahead of steps; some hear nothing."""
+        for worker in self.workers:
+            if self.is_ahead and self.world.random.random() < 0.8:
+                worker.announced.append(decode_announcement(message))
+
     def _end(self, offer: Offer) -> None:
+        self.postings.forget([offer.ticket.request_id])
         del self.offers[offer.ticket.request_id]
         self.give_back(offer.ticket.blocks)
 

@@ -86,7 +86,7 @@ class Simulation:
         self.gone: list[Engine] = []
         self.tickets: list[Ticket] = []
         self.num_received = self.num_failed = self.num_requests = 0
-        self.num_neighbours_served = 0
+        self.num_neighbours_served = self.num_early = 0
         self.copy_failures = self.confusion = self.handshake_failures = 0.0
         for _ in range(random.choice((1, 2, 3))):
             self._start_prefill(f"prefill{len(self.engines)}.example")
@@ -213,7 +213,7 @@ class Simulation:
         """A worker hears of an offer before the step that says so, or too late."""
         worker = self._any([worker for worker in self._workers(hung=False) if worker.announced])
         if worker is not None:
-            self._note(f"{worker.name} hears of {worker.announced[0].request_id}")
+            self._note(f"{worker.name} hears of {worker.announced[0].number}")
             worker.apply_announcement()
 
     def read(self) -> None:
@@ -238,6 +238,41 @@ class Simulation:
         )
         if request is not None:
             self._note(f"{engine.engine_id} reads {request}")
+
+    def park(self) -> None:
+        """A request is sent to both engines at once, or is another one than the name says."""
+        engine, prefill = self._any(self._decodes()), self._any(self._prefills())
+        if engine is None or prefill is None or not prefill.offers:
+            return
+        ticket = self._any(list(prefill.offers.values())).ticket
+        if self.random.random() < 0.1:
+            ticket = replace(ticket, request_id="nobody's")
+        if self.random.random() < 0.1:
+            known = replace(ticket.address, engine_id="before")
+            ticket = replace(ticket, address=known)
+        elif self.random.random() < self.confusion:
+            ticket = replace(ticket, content=self.world.new_content())
+        self.num_requests += 1
+        self._note(f"{engine.engine_id} waits for e{self.num_requests}: {ticket}")
+        engine.park(f"e{self.num_requests}", ticket)
+
+    def admit(self) -> None:
+        """A request that has waited has blocks, if there are enough."""
+        for engine in self._decodes():
+            request_id = self._any(sorted(engine.begun | engine.faults.keys()))
+            if request_id is not None and engine.admit(request_id) is not None:
+                self._note(f"{engine.engine_id} admits {request_id}")
+
+    def abort(self) -> None:
+        """The client of an early request leaves."""
+        engine = self._any(self._decodes())
+        if engine is None:
+            return
+        early = [each for each, request in engine.reading.items() if request.is_early]
+        request_id = self._any([*engine.parked, *early])
+        if request_id is not None:
+            self._note(f"{engine.engine_id} aborts {request_id}")
+            engine.abort(request_id)
 
     def refuse(self) -> None:
         """A request is refused by a decode engine, and may be another's that reads."""
@@ -361,6 +396,9 @@ class Simulation:
             self.begin_step: 12.0,
             self.apply_announcement: random.choice((0.5, 6.0)),
             self.read: 4.5,
+            self.park: random.choice((0.0, 4.0)),
+            self.admit: 4.0,
+            self.abort: some(1.0),
             self.refuse: 0.5,
             self.compute: 2.0,
             self.finish: 3.0,
@@ -397,7 +435,10 @@ class Simulation:
         if engine is None or hung or fails:
             answer.set_exception(RemoteUnreachableError(f"{where} does not answer"))
         elif engine.engine_id != address.engine_id:
-            answer.set_exception(RemoteEngineChangedError(f"{engine.engine_id} is at {where}"))
+            changed = RemoteEngineChangedError(
+                f"{engine.engine_id} is at {where}", engine.engine_id
+            )
+            answer.set_exception(changed)
         else:
             answer.set_result(tuple(worker.describe() for worker in engine.workers))
 
@@ -468,6 +509,8 @@ class Simulation:
         for engine in self._decodes():
             for request in list(engine.running):
                 engine.finish(request)
+            for request_id in sorted(engine.begun | engine.faults.keys()):
+                engine.admit(request_id)
         for worker in self._workers():
             while worker.announced:
                 worker.apply_announcement()
@@ -550,6 +593,7 @@ class Simulation:
         if isinstance(engine, DecodeEngine):
             self.num_received += engine.num_received
             self.num_failed += engine.num_failed
+            self.num_early += engine.num_early
 
     def _prefills(self) -> list[PrefillEngine]:
         return [engine for engine in self.engines if isinstance(engine, PrefillEngine)]

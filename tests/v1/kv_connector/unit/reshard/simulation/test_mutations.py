@@ -11,8 +11,13 @@ import torch
 
 from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import transfer_engine
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
+    early,
+    transfer_engine,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.left_looks import LeftLooks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
@@ -28,7 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import scatt
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
 
-MAX_SCHEDULES = 1000
+MAX_SCHEDULES = 3000
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -251,6 +256,21 @@ def backlog_is_forgotten(monkeypatch):
     monkeypatch.setattr(Transfers, "is_moving", property(lambda self: bool(self._posted)))
 
 
+def looks_at_boards_have_no_end(monkeypatch):
+    """An engine that hangs is looked at for ever, over a connection that nobody gives up."""
+    monkeypatch.setattr(early, "LOOK_LIMIT_S", math.inf)
+
+
+def looks_that_nobody_waits_for_are_forgotten(monkeypatch):
+    """Their connection is open, and drains, for as long as its lane lives."""
+    monkeypatch.setattr(LeftLooks, "add", lambda *_: None)
+
+
+def clients_that_leave_are_not_heard_of(monkeypatch):
+    """Their blocks stay until prompts are computed that nobody wants."""
+    monkeypatch.setattr(EarlyRequests, "give_up", lambda *_: None)
+
+
 @pytest.mark.parametrize(
     ("plant", "fault"),
     [
@@ -284,6 +304,9 @@ def backlog_is_forgotten(monkeypatch):
         (peers_are_never_due, "is not over"),
         (leases_are_renewed_by_steps_alone, "sleeps while the lease"),
         (backlog_is_forgotten, "sleeps though"),
+        (looks_at_boards_have_no_end, "is not over"),
+        (looks_that_nobody_waits_for_are_forgotten, "is not over"),
+        (clients_that_leave_are_not_heard_of, "in its time|is not over"),
     ],
 )
 def test_planted_defect_is_found(plant: Plant, fault: str, monkeypatch):

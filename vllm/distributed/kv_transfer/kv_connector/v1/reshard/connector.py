@@ -42,7 +42,7 @@ from .engine.content import counted_items
 from .engine.drafts import refuse_impossible_drafts
 from .engine.failed_reads import ReadReports
 from .engine.geometry import keeps_no_middle, unserved_layer
-from .engine.metadata import FailedReads, ReshardConnectorMetadata
+from .engine.metadata import ReshardConnectorMetadata, WorkerNews
 from .engine.scheduler import ReshardScheduler
 from .engine.settings import OWN_OPTIONS, read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
@@ -207,10 +207,11 @@ class NixlConnector(UpstreamConnector):
             return set()
         return set().union(*self._worker.take_failed().values())
 
-    def build_connector_worker_meta(self) -> FailedReads | None:
-        """Requests that could not be read, where vLLM would not say so at once."""
-        news = self._reports.take_news()
-        return FailedReads(frozenset(news)) if news else None
+    def build_connector_worker_meta(self) -> WorkerNews | None:
+        """What the scheduler should know, and vLLM would not tell it at once."""
+        early = self._worker.take_early_news()
+        failed = frozenset(self._reports.take_news())
+        return WorkerNews(failed, frozenset(early.begun), early.faults) or None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this worker measured; None on the scheduler's side."""

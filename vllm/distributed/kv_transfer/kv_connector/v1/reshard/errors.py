@@ -54,7 +54,16 @@ class RemoteIncompatibleError(RemoteHandshakeError):
 
 
 class RemoteEngineChangedError(RemoteHandshakeError):
-    """Another engine than the expected one answers at the peer's address."""
+    """Another engine than the expected one answers at the peer's address.
+
+    Args:
+        message: What there is to say.
+        found: The engine that answers; empty where it has not said.
+    """
+
+    def __init__(self, message: str, found: str = "") -> None:
+        super().__init__(message)
+        self.found = found
 
 
 class LocalChannelError(ReshardError):

@@ -141,13 +141,26 @@ class ConsumerSide:
                     self._account(request_id, receive, None, now_s)
             self._lose(request_id, error)
 
+    def refuse(
+        self,
+        request_id: RequestId,
+        receive: Receive,
+        reason: str,
+        failure: ReadFailure | None,
+        now_s: float,
+    ) -> None:
+        """Fail a request of which nothing was read; None for a failure that is told elsewhere."""
+        self._now_s = now_s
+        reading = self._reading.get(request_id)
+        if reading is None or reading.receive is not receive:
+            reading = self._account(request_id, receive, None, now_s)
+        self._fail(request_id, reading, reason, failure)
+
     def _start(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
         if receive.fault is not None:
-            if not any(receive.local_block_ids):
-                # Nothing was to be read, and no request waits for it.
-                return
-            reading = self._account(request_id, receive, None, now_s)
-            self._fail(request_id, reading, receive.fault, ReadFailure.PARAMETERS)
+            # Where nothing was to be read, no request waits for it.
+            if any(receive.local_block_ids):
+                self.refuse(request_id, receive, receive.fault, ReadFailure.PARAMETERS, now_s)
             return
         peer = self._peers.get_or_connect(receive.source, now_s)
         if any(receive.local_block_ids):

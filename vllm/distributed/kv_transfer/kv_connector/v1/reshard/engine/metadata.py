@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from ..protocol.board import Posting
 from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteRequest
@@ -49,6 +50,9 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         awaited: Requests that wait for blocks from now on, and whose leases are to be renewed
             until they have ended.
         ended: Requests that do not wait any longer.
+        early: Requests that other engines compute, and may not have offered yet: by the name that
+            both engines have for each.
+        postings: What other engines' workers are to see of the requests that this one computes.
     """
 
     receive: dict[RequestId, Receive] = field(default_factory=dict)
@@ -65,6 +69,8 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     announcer: AnnouncerAddress | None = None
     awaited: dict[RequestId, RemoteRequest] = field(default_factory=dict)
     ended: set[RequestId] = field(default_factory=set)
+    early: dict[RequestId, RemoteRequest] = field(default_factory=dict)
+    postings: list[Posting] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Whether anything is asked for."""
@@ -78,20 +84,33 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             or self.awaited
             or self.ended
             or self.failed
+            or self.early
+            or self.postings
         )
 
 
 @dataclass(frozen=True)
-class FailedReads(KVConnectorWorkerMetadata):
+class WorkerNews(KVConnectorWorkerMetadata):
     """What workers tell their scheduler in one step, as soon as they know.
 
     Attributes:
-        request_ids: Requests that a worker could not read.
+        failed: Requests that a worker could not read.
+        begun: Requests of `early` that other engines compute now.
+        faults: Those of them that will not be read, each with the reason.
     """
 
-    request_ids: frozenset[RequestId]
+    failed: frozenset[RequestId] = frozenset()
+    begun: frozenset[RequestId] = frozenset()
+    faults: Mapping[RequestId, str] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> FailedReads:
+    def __bool__(self) -> bool:
+        return bool(self.failed or self.begun or self.faults)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """What two workers say."""
-        assert isinstance(other, FailedReads)
-        return FailedReads(self.request_ids | other.request_ids)
+        assert isinstance(other, WorkerNews)
+        return WorkerNews(
+            self.failed | other.failed,
+            self.begun | other.begun,
+            {**self.faults, **other.faults},
+        )

@@ -67,10 +67,14 @@ class OfferBook:
         if trace_headers:
             self._trace_headers[request_id] = trace_headers
         self._num_offers += 1
-        if self._announcer is not None:
-            announcement = Announcement(self._num_offers, request_id, fingerprint)
-            self._announcer.tell(encode_announcement(announcement))
+        announcement = Announcement(self._num_offers, request_id, fingerprint)
+        self.announce(encode_announcement(announcement))
         return secret
+
+    def announce(self, message: bytes) -> None:
+        """Tell all workers before the next step, where that can be."""
+        if self._announcer is not None:
+            self._announcer.tell(message)
 
     def write_to(self, metadata: ReshardConnectorMetadata) -> None:
         """Have a step tell what is offered since the last one."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from ..errors import TransferError
 from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteEngineAddress
+from ..protocol.watch import Pace
 from ..transport.connection import PeerConnection
 from ..transport.lane import Lane, Lanes
 from ..transport.remote import LoweredEngine
@@ -85,6 +86,7 @@ class Peer:
         retry_at_s: When the next handshake may begin.
         suspect_until_s: Until then it is suspected of breaking again, and not forgotten.
         is_proven: A request was read from it, and what was read was what it had to be.
+        pace: How fast it computes prompts that are waited for.
     """
 
     address: RemoteEngineAddress
@@ -104,6 +106,7 @@ class Peer:
     retry_at_s: float = 0.0
     suspect_until_s: float = 0.0
     is_proven: bool = False
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def is_idle(self) -> bool:
@@ -215,6 +218,15 @@ class PeerTable:
         peer.wanted = True
         self._active[address] = peer
         return peer
+
+    def connected_at(self, address: RemoteEngineAddress) -> RemoteEngineAddress | None:
+        """The engine that is connected at a host and port, whatever its id; None without one."""
+        for known in (address, *self._peers):
+            peer = self._peers.get(known)
+            at_its_place = (known.host, known.port) == (address.host, address.port)
+            if at_its_place and peer is not None and peer.connection is not None:
+                return known
+        return None
 
     def advance(self, now_s: float) -> list[tuple[Peer, Exception | None]]:
         """Begin and end handshakes, connect a worker of each peer, and forget peers that are gone.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from vllm.logger import init_logger
 
 from ..errors import ReshardError
+from ..protocol.board import Board, Posting
 from ..protocol.ids import RequestId
 from ..protocol.leases import LeaseTable, LeaseTableAddress
 from ..protocol.ledgers import HeldState, Notice, ProducerLedger, Receipt
@@ -41,10 +42,16 @@ class ProducerSide:
         renewal_s: For how long a heartbeat renews a lease.
         stats: Where to count.
         name: The worker's, for traces.
+        board: Where readers see how far it is with requests; None where it does not say.
     """
 
     def __init__(
-        self, agent: NixlAgent, renewal_s: float, stats: ReshardStats, name: str = ""
+        self,
+        agent: NixlAgent,
+        renewal_s: float,
+        stats: ReshardStats,
+        name: str = "",
+        board: Board | None = None,
     ) -> None:
         self._name = name
         self._agent = agent
@@ -54,6 +61,9 @@ class ProducerSide:
         self._table = LeaseTable()
         address = self._table.address
         agent.register([(address.address, address.size_bytes, 0)], "DRAM")
+        self._board = board
+        if board is not None:
+            agent.register([(board.address, board.size_bytes, 0)], "DRAM")
         self._num_blocks: dict[RequestId, int] = {}
         self._held_blocks = 0
         self._counted_blocks = 0
@@ -70,6 +80,11 @@ class ProducerSide:
     def table_address(self) -> LeaseTableAddress:
         """Where readers see what is held."""
         return self._table.address
+
+    @property
+    def board_address(self) -> int:
+        """Where readers see how far it is with requests; 0 where it does not say."""
+        return 0 if self._board is None else self._board.address
 
     def apply_metadata(self, metadata: ReshardConnectorMetadata, now_s: float) -> None:
         """Do what the scheduler asks for in a step."""
@@ -103,14 +118,20 @@ class ProducerSide:
                 if not is_held:
                     # Its readers were faster.
                     self._end_trace(request_id, HeldState.RELEASED, now_s)
+        if self._board is not None:
+            # Last: who sees there that a request is offered finds its lease.
+            self._board.tell(metadata.postings)
 
-    def apply_announcement(self, announcement: Announcement) -> None:
+    def apply_announcement(self, announcement: Announcement | Posting) -> None:
         """Show readers what is offered, before the step that says so.
 
         That step does the rest: until then no reader can be through with it, and no lease runs.
         When it has been taken up, the name may be another request's.
         """
-        if announcement.number > self._num_offers:
+        if isinstance(announcement, Posting):
+            if self._board is not None:
+                self._board.announce(announcement)
+        elif announcement.number > self._num_offers:
             self._table.publish(announcement.request_id, announcement.fingerprint)
 
     def stood_still(self, for_s: float) -> None:
@@ -141,6 +162,8 @@ class ProducerSide:
             # Before the scheduler learns that the blocks may be used: see `leases`.
             self._table.remove(request_id)
             self._hold(request_id, 0)
+            if self._board is not None:
+                self._board.release(request_id)
         self._tell_mismatches()
         if self._held_blocks != self._counted_blocks:
             self._counted_blocks = self._held_blocks

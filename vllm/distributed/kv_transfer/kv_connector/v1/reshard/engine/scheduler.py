@@ -15,15 +15,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
+from vllm.v1.request import RequestStatus
 
+from ..protocol.board import State
+from ..protocol.early import decode_params, prefill_name, prefill_params
 from ..protocol.fingerprint import OfferFingerprint, fingerprint
 from ..protocol.ids import BlockIds, EngineId
 from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.metadata import encode_replies
 from ..protocol.params import (
+    Params,
     RemoteBlocks,
     already_requested,
+    faulty,
     is_disaggregated,
+    is_early,
     offered_tokens,
     remote_blocks,
     remote_request,
@@ -37,8 +43,10 @@ from .compat import OUTPUTS_OUTLIVE_PREEMPTION, PRODUCERS_KEEP_THE_LAST_WINDOW
 from .content import content_keys, content_token_ids
 from .failed_reads import ReadBook
 from .geometry import state_groups, tokens_of_blocks, window_groups
-from .metadata import FailedReads, ReshardConnectorMetadata, ReshardHandshakeMetadata
+from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from .offers import OfferBook
+from .parking import Parking
+from .postings import Postings
 from .readers import Readers, RemoteName, is_made_up
 from .settings import read_settings, remarks
 
@@ -66,6 +74,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         settings = read_settings(vllm_config.kv_transfer_config)
         self._key = settings.channel_key()
         self._trusted = settings.trusted()
+        self._dispatches_early = settings.early_dispatch
         super().__init__(vllm_config, engine_id, kv_cache_config)
         parallel_config = vllm_config.parallel_config
         # Whether steps are scheduled before the output of earlier ones is known.
@@ -83,6 +92,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         # Those whose leases workers renew, or are about to.
         self._renewed: set[str] = set()
         self._offers = OfferBook()
+        self._postings = Postings(self._offers.announce)
+        self._parking = Parking()
         self._readers = Readers()
         # Requests that vLLM made up since workers were told last. Not by their names, which are
         # what clients say, so that two may have one.
@@ -127,11 +138,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         read may still be going on. One that vLLM made up reads nothing, and gives up what no
         request of this engine has had: see `readers`.
         """
-        params, fault = sanitize_params(
-            request.kv_transfer_params,
-            reads_back=self.is_bidirectional_kv_xfer_enabled,
-            trusted=self._trusted,
-        )
+        params, fault = self._believable(request)
         if fault is not None:
             logger.warning(
                 "Computing all of request %s: %s", quote(request.request_id), one_line(fault)
@@ -152,14 +159,47 @@ class ReshardScheduler(NixlConnectorScheduler):
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
             if not isinstance(source, str):
-                self._awaited[request.request_id] = RemoteRequest(
-                    _address(source), source.remote_request_id
-                )
+                named = RemoteRequest(_address(source), source.remote_request_id)
+                if is_early(params):
+                    self._parking.park(request.request_id, named)
+                else:
+                    self._awaited[request.request_id] = named
                 self._renewed.add(request.request_id)
+        if self._dispatches_early and params and params.get("do_remote_decode"):
+            self._postings.know(request.request_id, prefill_name(request.request_id, params))
+
+    def _believable(self, request: Request) -> tuple[Params | None, str | None]:
+        """A request's parameters, made sound; and why nothing is read back, if so.
+
+        One that vLLM made up has no prompt, and its early parameters no secret: whoever offers it
+        is not told.
+        """
+        params: Any = request.kv_transfer_params
+        if self._dispatches_early:
+            early = decode_params(params, request.request_id, self._trusted)
+            if isinstance(early, str):
+                return faulty(early), None
+            if early is not None:
+                return (None if is_made_up(request) else early), None
+            params = prefill_params(params)
+        return sanitize_params(
+            params, reads_back=self.is_bidirectional_kv_xfer_enabled, trusted=self._trusted
+        )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
+        """As upstream's, but for requests that are dispatched early, which wait.
+
+        They have no blocks until the engine that computes their prompt has begun. What is cached
+        here whole need not wait.
+        """
+        count, is_async = self._num_to_read(request, num_computed_tokens)
+        if count > 0 and request.request_id in self._parking:
+            return None, False
+        return count, is_async
+
+    def _num_to_read(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """As upstream's, but for tokens that are not there, and a prompt's last one under windows.
 
         State is there for as many tokens as its producer says, and for no fewer: where fewer are
@@ -200,6 +240,13 @@ class ReshardScheduler(NixlConnectorScheduler):
             count = count - 1 if PRODUCERS_KEEP_THE_LAST_WINDOW else 0
         return count, is_async and count > 0
 
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """As upstream's; other engines see that a request has begun."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._postings.begin(request.request_id)
+
     def _prefill_backoff(self) -> int:
         """As upstream's, but at least the last token of a prompt where layers have windows.
 
@@ -229,6 +276,8 @@ class ReshardScheduler(NixlConnectorScheduler):
             },
             awaited=self._awaited,
             ended=self._ended,
+            early=self._parking.take(),
+            postings=self._postings.take(),
         )
         self._awaited, self._ended = {}, set()
         self._offers.write_to(metadata)
@@ -250,9 +299,11 @@ class ReshardScheduler(NixlConnectorScheduler):
         """As upstream's; vLLM hears of reads that have failed as `failed_reads` has it."""
         super().update_connector_output(connector_output)
         told = connector_output.kv_connector_worker_meta
-        if isinstance(told, FailedReads):
-            for request_id in self._reads.hear(told.request_ids):
+        if isinstance(told, WorkerNews):
+            for request_id in self._reads.hear(told.failed):
                 self._stop_heartbeat(request_id)
+            self._parking.hear(told.begun, told.faults)
+        self._postings.forget(connector_output.finished_sending or ())
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
                 connector_output.finished_recving
@@ -273,12 +324,14 @@ class ReshardScheduler(NixlConnectorScheduler):
         if isinstance(source, str):
             nowhere = RemoteEngineAddress("unknown", "unknown", 0)
             return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
+        early = is_early(request.kv_transfer_params)
+        fault = self._parking.leave(request.request_id) if early else None
         remote_tokens = self._num_held(request, source)
         # Where nothing is read of a prompt that is shorter than what is held, that is another's:
         # the lease ends it. A request that was made up has no prompt, and shows the secret instead.
         made_up = is_made_up(request)
         is_bound = not made_up and (any(local_block_ids) or request.num_tokens >= remote_tokens)
-        blocks = source.remote_block_ids
+        blocks = [] if early else source.remote_block_ids
         return Receive(
             _address(source),
             source.remote_request_id,
@@ -288,8 +341,10 @@ class ReshardScheduler(NixlConnectorScheduler):
             local_tokens=min(remote_tokens, request.num_computed_tokens),
             remote_tokens=remote_tokens,
             fingerprint=_fingerprint(request, remote_tokens, blocks) if is_bound else None,
+            fault=fault,
             secret=source.secret if made_up else None,
             trace_headers=request.trace_headers,
+            is_early=early,
         )
 
     def _num_held(self, request: Request, source: RemoteBlocks) -> int:
@@ -316,6 +371,18 @@ class ReshardScheduler(NixlConnectorScheduler):
         a step in flight may be filling: those of a request that began anew, where the output of
         the step before that can still end it.
         """
+        delay_free, params = self._request_finished(request, block_ids)
+        if not delay_free:
+            was_aborted = request.status is RequestStatus.FINISHED_ABORTED
+            self._postings.end(request.request_id, State.ABORTED if was_aborted else State.EMPTY)
+        if params is not None and self._dispatches_early and params.get("do_remote_prefill"):
+            # What routers take for a sign that the next engine needs this address alone.
+            params["transfer_mode"] = "push"
+        return delay_free, params
+
+    def _request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, Any] | None]:
         if not is_disaggregated(request.kv_transfer_params):
             return False, None
         remote = remote_request(request.kv_transfer_params or {})
@@ -348,6 +415,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 request.request_id, sum(map(len, block_ids)), fingerprint, request.trace_headers
             )
             params["remote_secret"] = write_secret(secret)
+            self._postings.offer(request.request_id, num_tokens, params["remote_block_ids"])
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params

@@ -37,6 +37,7 @@ _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 OWN_OPTIONS = frozenset(
     {
+        "early_dispatch",
         "kv_hung_peer_timeout_s",
         "kv_read_timeout_s",
         "missing_draft_layers",
@@ -94,6 +95,8 @@ class Settings(
         side_channel_key_file: The key that engines know one another by, on each of their machines;
             None where any host that reaches a side channel may ask there.
         trusted_peers: Networks that other engines are in; None for any.
+        early_dispatch: Whether routers may send a request to both engines at once: a prefill engine
+            says how far it is with each, and a decode engine waits for that.
         verify_plans: Whether each plan is checked by other means, which takes longer than planning.
         missing_draft_layers: What becomes of a draft's layers that this engine has and the one that
             it reads from has not: the engine is refused, or the draft computes what it needs from
@@ -122,6 +125,7 @@ class Settings(
     trusted_peers: tuple[str, ...] | None = None
     num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
     verify_plans: bool = False
+    early_dispatch: bool = False
 
     def channel_key(self) -> ChannelKey | None:
         """The key of `side_channel_key_file`; None without that.

@@ -56,6 +56,9 @@ class ReadFailure(str, Enum):
     PARAMETERS = "parameters"
     """Its kv_transfer_params do not say where they are, or name blocks that are not there."""
 
+    PREFILL = "prefill"
+    """It was sent to both engines at once, and the prefill engine has not offered it."""
+
     HANDSHAKE = "handshake"
     """The engine that holds them could not be connected."""
 
@@ -110,6 +113,7 @@ class ReshardStats(NixlKVConnectorStats):
     """What happened since the last report: upstream's lists of values, and these.
 
         handshake_seconds      duration of each handshake that succeeded
+        prefill_wait_seconds   how long each request that was dispatched early was waited for
         handshake_failures     a `HandshakeFailure` for each that did not
         read_failures          a `ReadFailure` for each request that could not be read
         read_strategies        a `Strategy` for each value of upstream's `transfer_duration`
@@ -146,6 +150,10 @@ class ReshardStats(NixlKVConnectorStats):
     def record_handshake(self, duration_s: float) -> None:
         """An engine was connected."""
         self.data["handshake_seconds"].append(duration_s)
+
+    def record_prefill_wait(self, duration_s: float) -> None:
+        """A request that was dispatched early is offered now."""
+        self.data["prefill_wait_seconds"].append(duration_s)
 
     def record_handshake_failure(self, error: Exception) -> None:
         """An engine could not be connected."""
@@ -188,6 +196,7 @@ class ReshardStats(NixlKVConnectorStats):
 
 _OWN = (
     "handshake_seconds",
+    "prefill_wait_seconds",
     "handshake_failures",
     "read_failures",
     "read_strategies",
@@ -214,6 +223,12 @@ class ReshardPromMetrics(NixlPromMetrics):
         self._handshakes: Any = histogram(
             name="vllm:nixl_handshake_seconds",
             documentation="Time from asking another engine what it is until all is prepared.",
+            buckets=_BUCKETS_S,
+            labelnames=labelnames,
+        )
+        self._prefill_waits: Any = histogram(
+            name="vllm:nixl_prefill_wait_seconds",
+            documentation="Time from a request dispatched early until its blocks are offered.",
             buckets=_BUCKETS_S,
             labelnames=labelnames,
         )
@@ -274,6 +289,7 @@ class ReshardPromMetrics(NixlPromMetrics):
                     metric.labels(*labels, value.value)
             for metric in (
                 self._handshakes,
+                self._prefill_waits,
                 self._notifications,
                 self._held_blocks,
                 self._blocks_in_doubt,
@@ -289,6 +305,8 @@ class ReshardPromMetrics(NixlPromMetrics):
         labels = self.per_engine_labelvalues[engine_idx]
         for duration_s in data["handshake_seconds"]:
             self._handshakes.labels(*labels).observe(duration_s)
+        for wait_s in data["prefill_wait_seconds"]:
+            self._prefill_waits.labels(*labels).observe(wait_s)
         for reason in data["handshake_failures"]:
             self._handshake_failures.labels(*labels, reason).inc()
         for reason in data["read_failures"]:

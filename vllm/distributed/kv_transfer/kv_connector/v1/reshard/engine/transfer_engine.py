@@ -20,6 +20,7 @@ from typing import Protocol
 
 from vllm.logger import init_logger
 
+from ..protocol.board import Posting
 from ..protocol.ids import RequestId
 from ..protocol.messages import Announcement, RemoteEngineAddress
 from ..protocol.quoting import one_line, quote
@@ -29,6 +30,7 @@ from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
 from ..transport.transfers import Transfers
 from .consumer import ConsumerSide
+from .early import EarlyNews, EarlyRequests
 from .metadata import ReshardConnectorMetadata
 from .notifier import Notifier
 from .peers import Peer, PeerTable
@@ -68,9 +70,9 @@ class SchedulerStep:
     before: Event | None = None
 
 
-Incoming = SchedulerStep | Announcement
-"""What a turn takes up. An announcement is of an offer that a later step has; another thread than
-the engine's hears of it."""
+Incoming = SchedulerStep | Announcement | Posting
+"""What a turn takes up. The last two are of what a later step has; another thread than the engine's
+hears of them."""
 
 
 @dataclass(slots=True)
@@ -83,12 +85,14 @@ class Report:
         failed: Requests that could not be read, each with its blocks. They may still be written
             until the request is received.
         stats: What was measured; None for nothing.
+        early: What was seen of requests that are not offered yet.
     """
 
     sent: set[RequestId] = field(default_factory=set)
     received: set[RequestId] = field(default_factory=set)
     failed: dict[RequestId, frozenset[int]] = field(default_factory=dict)
     stats: ReshardStats | None = None
+    early: EarlyNews = field(default_factory=EarlyNews)
 
     def __bool__(self) -> bool:
         return self.is_awaited or self.stats is not None
@@ -96,13 +100,14 @@ class Report:
     @property
     def is_awaited(self) -> bool:
         """True if it has request results, not only metrics."""
-        return bool(self.sent or self.received or self.failed)
+        return bool(self.sent or self.received or self.failed or self.early)
 
     def add(self, later: Report) -> None:
         """Take in what has ended since."""
         self.sent |= later.sent
         self.received |= later.received
         self.failed |= later.failed
+        self.early.add(later.early)
         if self.stats is None:
             self.stats = later.stats
         elif later.stats is not None:
@@ -126,6 +131,7 @@ class TransferEngine:
         renewals: The leases that it renews.
         stats: What is counted.
         budget: What a turn may take for each of looking and posting, beginning when it is called.
+        early: The requests that are not offered yet; None where there are none.
     """
 
     def __init__(
@@ -139,6 +145,7 @@ class TransferEngine:
         renewals: Renewals,
         stats: ReshardStats,
         budget: Callable[[], Budget] = _budget,
+        early: EarlyRequests | None = None,
     ) -> None:
         self.agent = agent
         self.producer = producer
@@ -149,6 +156,7 @@ class TransferEngine:
         self._renewals = renewals
         self._stats = stats
         self._budget = budget
+        self._early = early
         # What was not taken up yet, in order.
         self._incoming: deque[Incoming] = deque()
         # The engine asks what has ended.
@@ -184,6 +192,8 @@ class TransferEngine:
                 break
             self._apply(each, now_s)
         self._advance_peers(now_s)
+        if self._early is not None:
+            self._advance_early(self._early, now_s)
         for address, request_ids in self._renewals.take_due(now_s).items():
             try:
                 self._renew(address, request_ids, now_s)
@@ -211,6 +221,8 @@ class TransferEngine:
         """No turn was taken for so many seconds longer than was meant."""
         self.producer.stood_still(for_s)
         self.consumer.stood_still(for_s)
+        if self._early is not None:
+            self._early.stood_still(for_s)
 
     def tell_producers(self, now_s: float) -> None:
         """Notify the producers of what was read, and close connections that nothing is read with.
@@ -238,13 +250,14 @@ class TransferEngine:
 
     @property
     def has_moved(self) -> bool:
-        """Whether something has arrived, after which its lease is looked up, and is soon known."""
-        return self.transfers.has_moved
+        """Whether something has arrived after which more does soon: a lease, or a record."""
+        return self.transfers.has_moved or (self._early is not None and self._early.has_moved)
 
     @property
     def is_moving(self) -> bool:
         """True while a poll soon may have results of requests."""
-        return bool(self._incoming or self._has_ended or self.consumer.is_moving)
+        is_looking = self._early is not None and self._early.is_looking
+        return bool(self._incoming or self._has_ended or is_looking or self.consumer.is_moving)
 
     @property
     def is_talking(self) -> bool:
@@ -254,6 +267,8 @@ class TransferEngine:
     def next_due_s(self, now_s: float) -> float | None:
         """When the next poll is due though nothing is handed over or moves; None for never."""
         due_s = [self.peers.next_due_s, self._renewals.next_due_s]
+        if self._early is not None:
+            due_s.append(self._early.next_due_s)
         if (reads_due_s := self.consumer.next_due_s) is not None:
             due_s.append(reads_due_s)
         if self.transfers.is_lingering:
@@ -271,18 +286,27 @@ class TransferEngine:
         self.agent.close()
 
     def _apply(self, incoming: Incoming, now_s: float) -> None:
-        if isinstance(incoming, Announcement):
+        if not isinstance(incoming, SchedulerStep):
             self.producer.apply_announcement(incoming)
             return
         metadata = incoming.metadata
         if metadata is None:
             return
         self.producer.apply_metadata(metadata, now_s)
+        early = self._early
+        if early is not None:
+            early.begin(metadata.early, now_s)
         for request_id, receive in metadata.receive.items():
-            self.consumer.start_request(request_id, receive, now_s)
+            if early is not None and receive.is_early:
+                early.take_over(request_id, receive)
+            else:
+                self.consumer.start_request(request_id, receive, now_s)
         for receive in metadata.given_up:
             self.consumer.start_request("given up", receive, now_s)
         self.consumer.abandon(metadata.failed)
+        if early is not None:
+            early.give_up(metadata.failed, "another worker could not read it")
+            early.give_up(metadata.ended, "its client has left")
         self._renewals.end(metadata.ended)
         self._renewals.begin(metadata.awaited)
         self._renewals.end(
@@ -314,6 +338,8 @@ class TransferEngine:
             self.consumer.on_connected(peer)
             return
         address = peer.address
+        if self._early is not None:
+            self._early.fail_place(peer, error)
         self._stats.record_handshake_failure(error)
         failed = self.consumer.fail_waiting(peer, error)
         # One line for all of them, which have one remedy. Where heartbeats alone have asked, often
@@ -327,6 +353,19 @@ class TransferEngine:
             one_line(named(failed)),
             one_line(error),
         )
+
+    def _advance_early(self, early: EarlyRequests, now_s: float) -> None:
+        """See how far other engines are, and read what they offer."""
+        early.advance(now_s)
+        self._renewals.begin(early.take_renewed())
+        if early.ready:
+            for request_id, receive in taken_once_done(early.ready):
+                self.consumer.start_request(request_id, receive, now_s)
+            # They begin in this turn: their engine is connected.
+            self._advance_peers(now_s)
+        for refusal in taken_once_done(early.refused):
+            self.consumer.refuse(*refusal, now_s)
+        self._report.early.add(early.take_news())
 
     def _renew(
         self, address: RemoteEngineAddress, request_ids: set[RequestId], now_s: float
@@ -342,4 +381,6 @@ class TransferEngine:
 
 def _may_begin(incoming: Incoming) -> bool:
     """Whether nothing writes into the blocks that a step reads into."""
-    return isinstance(incoming, Announcement) or incoming.before is None or incoming.before.query()
+    if not isinstance(incoming, SchedulerStep):
+        return True
+    return incoming.before is None or incoming.before.query()

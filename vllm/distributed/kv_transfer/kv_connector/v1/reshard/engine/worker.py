@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 
 from ..plan.mesh import MeshRank
 from ..plan.shards import Shard, share_of_rank
+from ..protocol.board import Board
 from ..protocol.bounds import ReplyBounds
 from ..protocol.description import WorkerDescription, encode_worker
 from ..protocol.ids import EngineId, RequestId
@@ -42,6 +43,7 @@ from .connector_thread import ConnectorThread
 from .consumer import ConsumerSide
 from .dialer import Dialer, LocalEndpoint
 from .drafts import draft_identities
+from .early import EarlyNews, EarlyRequests
 from .factors import compared_factors, compatibility_factors
 from .geometry import (
     describe_cache,
@@ -125,9 +127,12 @@ class ReshardWorker:
             lambda: renewals.sources,
         )
         notifier = Notifier(self._name, stats)
+        is_early = self._settings.early_dispatch
+        early = EarlyRequests(peers, stats.record_prefill_wait) if is_early else None
+        board = Board() if is_early else None
         self._transfer_engine = TransferEngine(
             agent,
-            ProducerSide(agent, self._settings.lease_s, stats, self._name),
+            ProducerSide(agent, self._settings.lease_s, stats, self._name, board),
             peers,
             self._transfers,
             ConsumerSide(
@@ -141,6 +146,7 @@ class ReshardWorker:
             notifier,
             renewals,
             stats,
+            early=early,
         )
         self._clock = clock
         self._thread = ConnectorThread(
@@ -150,6 +156,7 @@ class ReshardWorker:
         self._handshake_client: HandshakeClient | None = None
         self._listener: Listener | None = None
         self._failed: dict[RequestId, frozenset[int]] = {}
+        self._early_news = EarlyNews()
         self._stats: ReshardStats | None = None
         # Known once the caches are registered.
         self._factors: dict[str, str] = {}
@@ -201,6 +208,7 @@ class ReshardWorker:
             cache,
             transfer_engine.producer.table_address,
             transfer_engine.agent.metadata(),
+            transfer_engine.producer.board_address,
         )
         if self._reads:
             transfer_engine.peers.lanes.prepare(self._clock())
@@ -226,6 +234,7 @@ class ReshardWorker:
         """
         report: Report = self._thread.collect()
         self._failed |= report.failed
+        self._early_news.add(report.early)
         if self._stats is None:
             self._stats = report.stats
         elif report.stats is not None:
@@ -236,6 +245,11 @@ class ReshardWorker:
         """Requests that could not be read, collected since the last call, with their blocks."""
         failed, self._failed = self._failed, {}
         return failed
+
+    def take_early_news(self) -> EarlyNews:
+        """What was seen of requests that are not offered yet, collected since the last call."""
+        news, self._early_news = self._early_news, EarlyNews()
+        return news
 
     def take_stats(self) -> ReshardStats | None:
         """What was measured since the last call."""

@@ -61,6 +61,7 @@ class WorkerDescription:
         cache: Where their bytes lie; the same layers.
         lease_table: Where it says which requests it holds.
         agent_metadata: What NIXL needs to connect to it.
+        board_address: Where it says how far it is with requests; 0 where it does not.
     """
 
     engine_id: str
@@ -68,6 +69,7 @@ class WorkerDescription:
     cache: RankCache
     lease_table: LeaseTableAddress
     agent_metadata: bytes
+    board_address: int = 0
 
 
 class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -134,8 +136,16 @@ class _WireSharingWorker(_WireWorker, frozen=True, array_like=True, forbid_unkno
     shares: list[_WireShare] = []
 
 
+class _WirePostingWorker(
+    _WireSharingWorker, frozen=True, array_like=True, forbid_unknown_fields=True
+):
+    """The same, with its board; without one that is left out as well."""
+
+    board_address: _Address = 0
+
+
 _ENCODER = msgspec.msgpack.Encoder()
-_WORKER_DECODER = msgspec.msgpack.Decoder(_WireSharingWorker)
+_WORKER_DECODER = msgspec.msgpack.Decoder(_WirePostingWorker)
 
 
 def encode_worker(description: WorkerDescription) -> bytes:
@@ -171,11 +181,16 @@ def encode_worker(description: WorkerDescription) -> bytes:
         ],
     )
     shares = [holding.tokens for holding in shard.holdings.values()]
-    if all(share.is_all for share in shares):
-        data = _ENCODER.encode(_WireWorker(*said))
-    else:
+    wire_shares: list[_WireShare] = []
+    if not all(share.is_all for share in shares):
         wire_shares = [_WireShare(*dataclasses.astuple(share)) for share in shares]
-        data = _ENCODER.encode(_WireSharingWorker(*said, wire_shares))
+    if description.board_address:
+        wire: _WireWorker = _WirePostingWorker(*said, wire_shares, description.board_address)
+    elif wire_shares:
+        wire = _WireSharingWorker(*said, wire_shares)
+    else:
+        wire = _WireWorker(*said)
+    data = _ENCODER.encode(wire)
     # One set of rules for both directions: what we say, we would accept.
     _read_worker(data, LocalLayoutError, "this worker's description")
     return data
@@ -277,6 +292,7 @@ def _read_worker(
         RankCache(wire.num_block_ids, wire.device_id, layers),
         LeaseTableAddress(wire.lease_address, wire.num_lease_buckets),
         wire.agent_metadata,
+        wire.board_address,
     )
 
 

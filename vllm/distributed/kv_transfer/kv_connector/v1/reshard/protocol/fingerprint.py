@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TypeAlias
 
@@ -91,12 +91,22 @@ def fingerprint(
         # The interpreter is let go of in between: no other thread waits for all of a long prompt.
         content.update(_words(token_ids[start : min(start + _TOKENS_AT_ONCE, stop)]))
     content.update(msgspec.msgpack.encode(extra_keys, enc_hook=repr))
+    return with_blocks(OfferFingerprint(num_tokens, _word(content.digest()), 0), block_ids)
+
+
+def with_blocks(tokens: OfferFingerprint, block_ids: BlockIds) -> OfferFingerprint:
+    """The fingerprint of the same tokens in some blocks, which were not known before.
+
+    Args:
+        tokens: Their fingerprint in any blocks.
+        block_ids: The blocks as they are offered, for each KV-cache group.
+    """
     blocks = sha256()
     for group in block_ids:
         ids = _words(group)
         blocks.update(len(group).to_bytes(8, "little"))
         blocks.update(ids)
-    return OfferFingerprint(num_tokens, _word(content.digest()), _word(blocks.digest()))
+    return replace(tokens, blocks=_word(blocks.digest()))
 
 
 def _words(ids: Sequence[int]) -> array[int]:

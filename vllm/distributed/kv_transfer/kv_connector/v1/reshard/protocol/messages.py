@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import RemoteLayoutError
+from .board import Posting
 from .fingerprint import OfferFingerprint, OfferSecret
 from .ids import BlockIds, EngineId, RequestId
 from .quoting import one_line
@@ -55,6 +56,8 @@ class Receive:
             known, so that the source cannot be told.
         fault: Why the request cannot be read at all; None where nothing is known against it.
         trace_headers: What its client's trace is known by; None where it has none.
+        is_early: Its source may not have offered it yet: what it is called there, the blocks, and
+            their part of the fingerprint are still to be found out. Its name is the shared one.
     """
 
     source: RemoteEngineAddress
@@ -67,6 +70,7 @@ class Receive:
     fault: str | None = None
     secret: OfferSecret | None = None
     trace_headers: Mapping[str, str] | None = None
+    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class RemoteRequest:
     request_id: RequestId
 
 
-class Announcement(msgspec.Struct, frozen=True, array_like=True):
+class Announcement(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """A request that is offered, as workers hear of it before the step that says so.
 
     Attributes:
@@ -200,7 +204,9 @@ _NUMBERS_BYTES = 1 + 3 + 2 * 5 + 2 * 9
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
-_ANNOUNCEMENT_DECODER = msgspec.msgpack.Decoder(Announcement)
+_ANNOUNCEMENT_DECODER: msgspec.msgpack.Decoder[Announcement | Posting] = msgspec.msgpack.Decoder(
+    Announcement | Posting
+)
 
 
 def encode_notification(notification: Notification) -> bytes:
@@ -225,12 +231,12 @@ def decode_notification(data: bytes) -> Notification:
     return notification
 
 
-def encode_announcement(announcement: Announcement) -> bytes:
+def encode_announcement(announcement: Announcement | Posting) -> bytes:
     """Write an announcement, for workers of the same engine."""
     return _ENCODER.encode(announcement)
 
 
-def decode_announcement(data: bytes) -> Announcement:
+def decode_announcement(data: bytes) -> Announcement | Posting:
     """Read what this engine's own scheduler has written."""
     return _ANNOUNCEMENT_DECODER.decode(data)
 

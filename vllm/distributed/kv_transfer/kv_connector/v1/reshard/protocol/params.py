@@ -24,11 +24,13 @@ Params = dict[str, Any]
 _FAULT = "_fault"
 _ASKED = "_remote_blocks_processed"
 """Upstream's: the workers have been told to read, or that there is nothing to read."""
-_OURS = frozenset({_FAULT, _ASKED, "_p_side_truncated"})
+MARK_EARLY = "_early"
+"""The request is read once its prompt is computed: see `early`."""
+_OURS = frozenset({_FAULT, _ASKED, MARK_EARLY, "_p_side_truncated"})
 """What the schedulers note down, and no client may."""
 _REMOTE_PREFIX = "remote_"
 
-_Text = Annotated[
+Text = Annotated[
     str, msgspec.Meta(min_length=1, max_length=1 << 10, pattern=r"\A[^\ud800-\udfff]*\Z")
 ]
 """JSON may name half a character (a surrogate), which cannot be sent on or looked up."""
@@ -52,9 +54,9 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
             router has dropped it.
     """
 
-    remote_engine_id: _Text
-    remote_request_id: _Text
-    remote_host: _Text
+    remote_engine_id: Text
+    remote_request_id: Text
+    remote_host: Text
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_block_ids: Annotated[list[list[_BlockId]], msgspec.Meta(min_length=1)]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
@@ -87,12 +89,12 @@ def sanitize_params(
         return None, None
     # Options of vLLM's that take anything have brought them by the front end.
     if not isinstance(params, dict) or not all(isinstance(name, str) for name in params):
-        return _faulty(_malformed(f"they are no object, but {type(params).__name__}")), None
+        return faulty(malformed(f"they are no object, but {type(params).__name__}")), None
     if _OURS & params.keys():
         params = {name: value for name, value in params.items() if name not in _OURS}
     if params.get("do_remote_prefill"):
         fault = _fault(params, trusted)
-        return (params if fault is None else _faulty(fault)), None
+        return (params if fault is None else faulty(fault)), None
     if not params.get("remote_block_ids"):
         return params, None
     fault = _fault(params, trusted) if reads_back else None
@@ -141,6 +143,11 @@ def offered_tokens(params: Params | None) -> int | None:
     return count if isinstance(count, int) and count > 0 else None
 
 
+def is_early(params: Params | None) -> bool:
+    """Whether `sound` parameters name a producer, and no blocks yet."""
+    return bool((params or {}).get(MARK_EARLY))
+
+
 def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:
     """Where to read from, out of `sound` parameters, or why that is not known."""
     fault = params.get(_FAULT)
@@ -158,20 +165,26 @@ def _fault(params: Params, trusted: TrustedPeers | None) -> str | None:
         source = msgspec.convert(params, RemoteBlocks)
     except (msgspec.ValidationError, RecursionError, UnicodeError) as error:
         # The last one for half a character in the place of something else.
-        return _malformed(str(error))
-    if trusted is not None and (fault := trusted.fault(source.remote_host)) is not None:
+        return malformed(str(error))
+    return check_host(source.remote_host, trusted)
+
+
+def check_host(host: str, trusted: TrustedPeers | None) -> str | None:
+    """Why an engine at a host is not asked; None where it is."""
+    if trusted is not None and (fault := trusted.fault(host)) is not None:
         return f"its kv_transfer_params are not followed: {one_line(fault)}"
     return None
 
 
-def _malformed(why: str) -> str:
+def malformed(why: str) -> str:
+    """What is wrong with parameters, in words."""
     return (
         f"its kv_transfer_params are malformed ({one_line(why)}): the router must pass on "
         "unchanged those that the other engine returned"
     )
 
 
-def _faulty(fault: str) -> Params:
+def faulty(fault: str) -> Params:
     """Parameters that make upstream's scheduler ask for a read, which is then refused."""
     address: Params = {"remote_engine_id": "", "remote_request_id": "", "remote_host": ""}
     return {

@@ -58,7 +58,7 @@ class VersionRange:
 #      backend keeps them; planes say how many heads are a unit, and whether they hold state
 #   4  each worker's description is a frame of its own
 #   5  layers say what their bytes mean, and not which attention backend keeps them; a slot may
-#      stand for several tokens
+#      stand for several tokens; workers that have a board say where
 SPOKEN = VersionRange(5, 5)
 """What this build speaks."""
 

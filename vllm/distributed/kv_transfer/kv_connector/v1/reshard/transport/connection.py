@@ -13,6 +13,7 @@ from ..errors import InDoubtError
 from ..memory.leg import Indices
 from ..protocol.lifetimes import Lifetime
 from .agent import Prepared, Transfer, TransferState
+from .board_reader import BoardReader
 from .lane import Lane
 from .lease_check import LeaseChecker
 from .remote import LoweredEngine, RemoteEngine
@@ -77,6 +78,15 @@ class PeerConnection:
             raise
         self.lifetime.begin()
         return transfer
+
+    def board(self) -> BoardReader | None:
+        """What its board is read with; None where it has none.
+
+        Raises:
+            TransferError: There is no memory to read it into.
+        """
+        board = self.engine.board
+        return None if board is None else BoardReader(self.lane.boards, self, board)
 
     def doubt(self) -> None:
         """A read may have been posted that is not known: it ends with the lane."""

@@ -142,7 +142,10 @@ class _Handshake:
     def error(self, error: RemoteHandshakeError) -> RemoteHandshakeError:
         """An error that says who was asked."""
         address = self.address
-        return type(error)(f"side channel {quote(address.host)}:{address.port}: {error}")
+        message = f"side channel {quote(address.host)}:{address.port}: {error}"
+        if isinstance(error, RemoteEngineChangedError):
+            return RemoteEngineChangedError(message, error.found)
+        return type(error)(message)
 
 
 class HandshakeClient:
@@ -413,7 +416,8 @@ class HandshakeClient:
             raise RemoteEngineChangedError(
                 f"engine {quote(engine_id)} answers, not {quote(expected)}: the peer was restarted "
                 "and has lost its KV cache, or the address is another engine's; send the request "
-                "through prefill again"
+                "through prefill again",
+                engine_id,
             )
         logger.info(
             "Engine %s runs vLLM %s, and speaks %s/%d.",

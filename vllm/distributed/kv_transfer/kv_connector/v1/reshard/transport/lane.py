@@ -24,6 +24,7 @@ from ..memory.leg import Rows
 from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.quoting import one_line, quote
 from .agent import NixlAgent, Prepared
+from .board_reader import RowBuffer
 from .lease_check import LookupBuffer
 
 if TYPE_CHECKING:
@@ -74,7 +75,19 @@ class Lane:
         self._local: dict[bytes, Prepared] = {}
         self._num_users: Counter[bytes] = Counter()
         self._metadata: dict[str, bytes] = {}
+        self._boards: RowBuffer | None = None
         self._num_connections: Counter[str] = Counter()
+
+    @property
+    def boards(self) -> RowBuffer:
+        """Where rows of boards land, once some are read.
+
+        Raises:
+            TransferError: The memory cannot be registered.
+        """
+        if self._boards is None:
+            self._boards = RowBuffer(self.agent)
+        return self._boards
 
     @property
     def is_open(self) -> bool:

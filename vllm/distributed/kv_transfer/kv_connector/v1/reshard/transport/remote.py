@@ -29,6 +29,7 @@ from ..protocol.description import WorkerDescription
 from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
 from .agent import Prepared
+from .board_reader import prepare_board
 from .lease_check import PreparedTable, prepare_table
 from .staging_area import StagingArea
 
@@ -268,6 +269,7 @@ class RemoteEngine:
         legs: What to read for every request.
         lease_tables: The table of each of its workers that is read from, by the agent's name.
         releases: The workers to notify when a request was read, with the number of notifiers.
+        board: The board of the first of its workers that has one.
     """
 
     def __init__(self, lane: Lane, lowered: LoweredEngine) -> None:
@@ -281,6 +283,7 @@ class RemoteEngine:
         self.legs: list[PreparedLeg] = []
         self.lease_tables: dict[str, PreparedTable] = {}
         self.releases: list[tuple[str, int]] = []
+        self.board: Prepared | None = None
 
     def connect_next(self) -> bool:
         """Connect one more worker; returns whether all are connected.
@@ -295,6 +298,8 @@ class RemoteEngine:
             if worker.legs:
                 table = prepare_table(self._lane.agent, worker.description.lease_table, name)
                 self.lease_tables[name] = table
+            if self.board is None and (address := worker.description.board_address):
+                self.board = prepare_board(self._lane.agent, address, name)
             self.legs += [self._prepare(each, name) for each in worker.legs]
             if worker.num_notifiers:
                 self.releases.append((name, worker.num_notifiers))
@@ -307,6 +312,8 @@ class RemoteEngine:
             agent.release_prepared(prepared)
         for table in self.lease_tables.values():
             agent.release_prepared(table.buckets)
+        if self.board is not None:
+            agent.release_prepared(self.board)
         for rows, _ in self._local.values():
             self._lane.release_local_list(rows)
         for name in self._names:

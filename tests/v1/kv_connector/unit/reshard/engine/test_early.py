@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a worker looks at other engines' boards, and what becomes of looks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.v1.kv_connector.unit.reshard.engine.boards import Connection, Peers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.left_looks import LOOK_LIMIT_S
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteEngineChangedError
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
+    Board,
+    Posting,
+    Record,
+    State,
+    encode_record,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import fingerprint
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Receive,
+    RemoteEngineAddress,
+    RemoteRequest,
+)
+
+ADDRESS = RemoteEngineAddress("prefill", "10.0.0.1", 5600)
+NUM_TOKENS, BLOCKS = 64, [[3, 1]]
+
+
+class Watched:
+    """An engine that computes prompts of the same length, and a worker that waits for them."""
+
+    def __init__(self) -> None:
+        self.peers, self.board, self.waits = Peers(), Board(), []
+        self.early = EarlyRequests(self.peers, self.waits.append)
+        self.reader.board, self.reader.lands = self.board, True
+        self.now_s = 0.0
+        self._number = 0
+
+    @property
+    def reader(self):
+        """What its board is read with."""
+        return self.peers.connections.setdefault(ADDRESS, Connection()).reader
+
+    def post(self, name: str, state: State) -> None:
+        """The engine goes on with a request."""
+        self._number += 1
+        record = b""
+        if state is State.OFFERED:
+            record = encode_record(Record.of(f"p-{name}", NUM_TOKENS, BLOCKS))
+        self.board.tell([Posting(self._number, name, state, f"p-{name}", record)])
+
+    def wait(self, name: str) -> None:
+        """Another one does, too, and has blocks for it."""
+        self.early.begin({name: RemoteRequest(ADDRESS, name)}, self.now_s)
+        self.until(lambda: name in self.early.take_news().begun)
+        bound = fingerprint(range(NUM_TOKENS), NUM_TOKENS, None, [])
+        receive = Receive(ADDRESS, name, [[7, 8]], [], NUM_TOKENS, NUM_TOKENS, bound, is_early=True)
+        self.early.take_over(name, receive)
+
+    def until(self, is_so) -> None:
+        """Turns, each when it is due, and looks that land at once."""
+        for _ in range(10_000):
+            self.early.advance(self.now_s)
+            if is_so():
+                return
+            due_s = self.now_s if self.early.is_looking else self.early.next_due_s
+            self.now_s = max(self.now_s + 1e-4, due_s)
+        pytest.fail("nothing comes")
+
+    def compute(self, name: str, took_s: float) -> float:
+        """Have a prompt computed in that time; returns how late its offer was seen."""
+        self.post(name, State.BEGUN)
+        self.wait(name)
+        offered_s = self.now_s + took_s
+        self.until(lambda: self.now_s >= offered_s)
+        self.post(name, State.OFFERED)
+        self.until(lambda: self.early.ready)
+        ((request_id, receive),) = self.early.ready
+        self.early.ready.clear()
+        assert request_id == name and receive.remote_block_ids == BLOCKS
+        return self.now_s - offered_s
+
+
+def test_offer_is_seen_soon_where_it_is_expected():
+    """Once a prompt was seen, looks are frequent when the next of its length should be through."""
+    watched = Watched()
+    assert watched.compute("first", 1.0) < 12e-3
+    looks = watched.reader.num_posted
+    late_s = [watched.compute(f"next {number}", 1.0) for number in range(5)]
+    assert max(late_s) < 2e-3
+    # A look is 10 ms away from the next one, elsewhere: and two more are for each record.
+    assert watched.reader.num_posted - looks < 5 * 170
+    assert watched.waits and max(watched.waits) < 1.1
+
+
+def test_offer_that_comes_when_none_is_expected_is_seen_all_the_same():
+    """Sooner, as where the prompt's prefix is cached there, or later: 10 ms are the most."""
+    watched = Watched()
+    watched.compute("first", 1.0)
+    assert watched.compute("sooner", 0.1) < 12e-3
+    assert watched.compute("later", 3.0) < 12e-3
+
+
+def test_look_that_hangs_while_its_engine_restarts_is_not_forgotten():
+    """Its engine is gone, and its connection with it: nobody else would miss that look."""
+    watched = Watched()
+    watched.post("x", State.BEGUN)
+    watched.wait("x")
+    watched.reader.lands = False
+    watched.until(lambda: watched.early.is_looking)
+    gone = watched.peers.connections.pop(ADDRESS)
+    error = RemoteEngineChangedError("another one is there", "next")
+    watched.early.fail_place(Peer(ADDRESS, 0.0), error)
+    ((request_id, *_),) = watched.early.refused
+    watched.early.refused.clear()
+    assert request_id == "x" and not len(watched.early)
+    watched.until(lambda: watched.peers.broken_off or watched.now_s > 2 * LOOK_LIMIT_S)
+    assert watched.peers.broken_off == [gone]
+
+
+def test_engine_that_cannot_be_looked_at_is_asked_anew_at_once():
+    """Nobody else may want it, and the thread would sleep."""
+    watched = Watched()
+    watched.post("x", State.BEGUN)
+    watched.wait("x")
+    watched.until(lambda: watched.early.is_looking)
+    num_asked, watched.reader.fails = watched.peers.num_asked, True
+    watched.early.advance(watched.now_s)
+    assert watched.peers.broken_off and watched.peers.num_asked == num_asked + 1
+    watched.reader.fails = False
+    watched.post("x", State.OFFERED)
+    watched.until(lambda: watched.early.ready)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a reader waits for a request that another engine computes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import State
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.watch import (
+    BELIEVED_AFTER_S,
+    KNOWN_WITHIN_S,
+    OFFERED_WITHIN_S,
+    Pace,
+    Watch,
+)
+
+GOOD = (State.KNOWN, State.BEGUN, State.OFFERED)
+BAD = tuple(state for state in State if state.fault is not None)
+
+
+def test_request_goes_on():
+    """It has blocks from when it has begun."""
+    watch = Watch(0.0)
+    seen = []
+    for at_s, state in enumerate((None, *GOOD)):
+        assert watch.see(state, float(at_s)) is None and watch.overdue(float(at_s)) is None
+        seen.append(watch.has_begun)
+    assert seen == [False, False, True, True]
+
+
+@pytest.mark.parametrize("state", BAD)
+@pytest.mark.parametrize("before", GOOD[:2])
+def test_end_of_what_was_known_is_believed_at_once(before, state):
+    """It is this request's."""
+    watch = Watch(0.0)
+    watch.see(before, 0.001)
+    assert watch.see(state, 0.002) == state.fault
+
+
+@pytest.mark.parametrize("state", BAD)
+def test_end_that_is_seen_first_may_be_an_earlier_requests(state):
+    """It is believed once the producer has had time to take it down."""
+    watch = Watch(0.0)
+    assert watch.see(state, 0.1) is None
+    assert watch.see(state, BELIEVED_AFTER_S) == state.fault
+
+
+def test_request_that_is_not_known_in_time():
+    """The message says what to look at."""
+    watch = Watch(0.0)
+    assert watch.see(None, KNOWN_WITHIN_S - 0.01) is None
+    assert watch.overdue(KNOWN_WITHIN_S - 0.01) is None
+    assert "early_dispatch on both" in watch.overdue(KNOWN_WITHIN_S)
+
+
+def test_engine_that_is_not_heard_of():
+    """However far the request was."""
+    watch = Watch(0.0)
+    watch.see(State.BEGUN, 100.0)
+    assert watch.overdue(100.0 + KNOWN_WITHIN_S - 0.01) is None
+    assert "could not be looked at" in watch.overdue(100.0 + KNOWN_WITHIN_S)
+
+
+def test_reader_that_stood_still_has_not_waited():
+    """Nobody could look meanwhile."""
+    watch = Watch(0.0)
+    watch.stood_still(60.0)
+    assert watch.overdue(60.0) is None
+    assert watch.overdue(60.0 + KNOWN_WITHIN_S) is not None
+
+
+def test_entry_that_is_being_changed_is_not_gone():
+    """One that is missing again and again is."""
+    watch = Watch(0.0)
+    watch.see(State.BEGUN, 1.0)
+    assert [watch.see(None, 2.0) for _ in range(2)] == [None, None]
+    assert watch.see(State.BEGUN, 2.0) is None
+    faults = [watch.see(None, 3.0) for _ in range(3)]
+    assert faults[:2] == [None, None] and "not known there any more" in faults[2]
+
+
+def test_no_prompt_is_waited_for_for_ever():
+    """Also where its engine is well."""
+    watch = Watch(0.0)
+    for at_s in range(int(OFFERED_WITHIN_S)):
+        watch.see(State.KNOWN, float(at_s))
+        assert watch.overdue(float(at_s)) is None
+    assert "was not offered" in watch.overdue(OFFERED_WITHIN_S)
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.sampled_from([None, *GOOD])), max_size=40))
+def test_looks_are_rare_and_never_too_late(looks):
+    """A rest is between 1 and 10 ms; what is overdue is so at a time that was told before."""
+    watch, now_s = Watch(0.0), 0.0
+    for wait_s, state in looks:
+        due_s = watch.due_s
+        now_s += wait_s
+        assert (watch.overdue(now_s) is not None) == (now_s >= due_s)
+        if watch.overdue(now_s) or watch.see(state, now_s):
+            return
+        assert 1e-3 <= watch.rest_s <= 10e-3
+
+
+def test_begun_prompt_is_looked_at_when_it_may_be_through():
+    """Often around that time, and rarely before and after it; nobody knows how long a queue is."""
+    watch = Watch(0.0, takes_s=1.0)
+    watch.see(State.KNOWN, 0.9)
+    assert watch.rest_s == 1e-3
+    watch.see(State.BEGUN, 2.0)
+    rests_s = []
+    for at_s in (2.0, 2.9, 3.0, 3.1, 4.0):
+        watch.see(State.BEGUN, at_s)
+        rests_s.append(watch.rest_s)
+    assert rests_s == pytest.approx([10e-3, 5e-3, 1e-3, 5e-3, 10e-3])
+    watch.see(State.OFFERED, 4.5)
+    assert watch.took_s == pytest.approx(2.5)
+
+
+def test_pace_follows_what_was_seen():
+    """It is by tokens, and the last prompts count most."""
+    pace = Pace()
+    assert pace.of(100) is None
+    pace.learn(100, 1.0)
+    assert pace.of(50) == pytest.approx(0.5)
+    for _ in range(8):
+        pace.learn(200, 1.0)
+    assert pace.of(200) == pytest.approx(1.0, rel=0.01)

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that are sent to both engines at once: vLLM's schedulers, and workers over real NIXL.
+
+There is no model: a step of the prefill engine computes what the test has filled its cache with.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from vllm.v1.engine import FinishReason
+
+from tests.v1.kv_connector.unit.reshard.engine.workers import assert_received, fill
+from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import watch
+
+OPTION = {"early_dispatch": True}
+PREFILLED, DECODED = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-bbbbbbbb"
+POLICIES = ("fail", "recompute")
+LONG_TOKENS, WINDOW_TOKENS = 60, 20
+
+
+@pytest.fixture
+def pair(wholes):
+    """Makes a prefill and a decode engine of some layouts, with the option on."""
+
+    def make(prefill=None, decode=None, policy="fail", **both):
+        p = wholes("prefill", {**(prefill or {}), **both, **OPTION}, **both, **OPTION)
+        both = {**both, **OPTION}
+        d = wholes("decode", {**(decode or {}), **both}, policy=policy, **both)
+        return p, d
+
+    return make
+
+
+def coordinates(p: Whole, **changes) -> dict:
+    """What vllm-router tells a decode engine of a prefill engine that it takes for a pusher."""
+    scheduler = p.serving.scheduler.connector.connector_scheduler
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "prefill",
+        "remote_host": "127.0.0.1",
+        "remote_port": scheduler.side_channel_port,
+        "tp_size": 1,
+        "remote_request_id": "x",
+        **changes,
+    }
+
+
+def parked(d: Whole, request_id: str = DECODED) -> bool:
+    """Whether a request waits without blocks."""
+    return request_id in d.serving.scheduler.connector.connector_scheduler._parking
+
+
+def is_allocated(d: Whole) -> bool:
+    """Whether some request has blocks."""
+    return d.serving.num_used_blocks() > 0
+
+
+def is_quiet(*wholes: Whole) -> bool:
+    """Whether nothing is left of any request, in schedulers or workers."""
+    return all(
+        whole.serving.is_through()
+        and not len(whole.serving.scheduler.connector.connector_scheduler._parking)
+        and not len(whole.serving.scheduler.connector.connector_scheduler._postings)
+        and all(
+            not len(each._early) and not len(each.producer) and not len(each.consumer)
+            for each in whole.engine.transfer_engines.values()
+        )
+        for whole in wholes
+    )
+
+
+def compute(p: Whole) -> dict:
+    """Take all steps that a prompt needs; returns the bytes of its blocks, in their order."""
+    blocks: list[int] = []
+    while PREFILLED in p.serving.scheduler.requests and PREFILLED not in p.serving.finished:
+        scheduled = p.serving.begin()
+        (blocks,) = p.serving.scheduler.kv_cache_manager.get_block_ids(PREFILLED)
+        p.end(scheduled)
+    return fill(p.engine, blocks)
+
+
+def cut_prompts(p: Whole) -> None:
+    """Have the prefill engine compute a block in each step."""
+    p.serving.scheduler.max_num_scheduled_tokens = BLOCK_TOKENS
+
+
+def test_prefill_engine_says_that_its_address_is_enough(pair):
+    """What vllm-router looks at, and what serial routers pass on as ever."""
+    p, _ = pair()
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    p.step()
+    params = p.serving.handed_over[PREFILLED]
+    assert params["transfer_mode"] == "push" and params["tp_size"] == 1
+    assert params["remote_block_ids"] and params["remote_request_id"] == PREFILLED
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [({}, {}), ({"tp": 2}, {}), ({"pp": 2}, {"tp": 2})],
+    ids=["TP1-TP1", "TP2-TP1", "PP2-TP2"],
+)
+def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, decode):
+    """It is known, then begun, and has blocks; then it is offered, and read, and right."""
+    p, d = pair(prefill, decode)
+    d.serving.add(DECODED, coordinates(p), max_tokens=2)
+    for _ in range(20):
+        assert d.step() == {}
+    assert parked(d) and not is_allocated(d)
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    p.step()
+    until(lambda: is_allocated(d), d)
+    assert not parked(d)
+    request = d.serving.scheduler.requests[DECODED]
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    for _ in range(20):
+        d.step()
+    assert request.num_output_tokens == 0
+    whole = compute(p)
+    until(lambda: request.num_output_tokens > 0, p, d)
+    assert_received(d.engine, blocks[:3], whole)
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    stats = [worker.take_stats() for worker in d.engine.workers.values()]
+    # A worker that was connected late may have found it offered.
+    assert any(each and each.data["prefill_wait_seconds"] for each in stats)
+
+
+def test_request_that_is_offered_already_is_read_at_once(pair):
+    """The first one of a router goes to one engine after the other, and names no blocks either."""
+    p, d = pair()
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    compute(p)
+    d.serving.add(DECODED, coordinates(p))
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    (worker,) = d.engine.workers.values()
+    assert not worker.take_stats().data["prefill_wait_seconds"]
+
+
+def test_serial_router_passes_blocks_on_as_before(pair):
+    """What names blocks is read as ever, with the option on."""
+    p, d = pair()
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    compute(p)
+    d.serving.add(DECODED, p.serving.handed_over[PREFILLED])
+    d.step()
+    (receive,) = d.serving.told.receive.values()
+    assert not receive.is_early and any(receive.remote_block_ids)
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("begun", [False, True], ids=["known", "begun"])
+def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, begun):
+    """By the policy: an error, or the prompt is computed."""
+    p, d = pair(policy=policy)
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    if begun:
+        p.step()
+        until(lambda: is_allocated(d), d)
+    p.serving.abort(PREFILLED)
+    until(lambda: is_quiet(p, d), p, d)
+    ended = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
+    assert d.serving.finished == {DECODED: ended}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_request_that_is_never_known_fails(pair, policy, monkeypatch):
+    """After ten seconds, which are fewer here; the log says what to look at."""
+    monkeypatch.setattr(watch, "KNOWN_WITHIN_S", 0.3)
+    p, d = pair(policy=policy)
+    d.serving.add(DECODED, coordinates(p))
+    until(lambda: is_quiet(p, d), p, d)
+    ended = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
+    assert d.serving.finished == {DECODED: ended}
+
+
+def test_requests_of_one_name_are_not_guessed(pair):
+    """Two clients with one X-Request-Id: neither reads the other's."""
+    p, d = pair(policy="recompute")
+    cut_prompts(p)
+    for request_id in (PREFILLED, "cmpl-x-0-cccccccc"):
+        p.serving.add(request_id, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    until(lambda: DECODED in d.serving.finished, p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    # Nobody reads what is offered: only leases end that.
+    assert not any(len(each.consumer) for each in d.engine.transfer_engines.values())
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["parked", "with blocks"])
+def test_client_that_leaves_stops_all(pair, begun):
+    """Its blocks are free at once; what is offered for it later is released, and not by a lease."""
+    p, d = pair()
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    d.step()
+    if begun:
+        p.step()
+        until(lambda: is_allocated(d), d)
+    d.serving.abort(DECODED)
+    until(lambda: not is_allocated(d), d)
+    assert PREFILLED not in p.serving.finished
+    compute(p)
+    assert p.serving.num_used_blocks()
+    until(lambda: is_quiet(p, d), p, d)
+    (stats,) = (each.take_stats() for each in p.engine.workers.values())
+    assert stats is None or not stats.data["num_kv_expired_reqs"]
+
+
+def test_prompt_that_is_cached_here_does_not_wait(pair):
+    """It starts at once, and its producer is told once it offers it."""
+    p, d = pair()
+    cut_prompts(p)
+    scheduler = d.serving.scheduler.connector.connector_scheduler
+    d.serving.add("before", max_tokens=1)
+    d.step()
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    # So that nothing is left to read: as where layers have windows, or a prompt goes on.
+    scheduler._num_to_read = lambda request, num_computed_tokens: (0, False)
+    d.step()
+    d.step()
+    assert d.serving.finished[DECODED] is FinishReason.LENGTH
+    assert PREFILLED not in p.serving.finished
+    compute(p)
+    until(lambda: is_quiet(p, d), p, d)
+
+
+def test_engine_that_has_restarted_is_followed(pair):
+    """Where the router still names the one before, whether that was connected or not."""
+    p, d = pair()
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    compute(p)
+    d.serving.add(DECODED, coordinates(p, remote_engine_id="before"))
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    (worker,) = d.engine.workers.values()
+    assert worker.take_stats().data["handshake_failures"] == ["engine_changed"]
+    d.serving.add("cmpl-y-0-bbbbbbbb", coordinates(p, remote_engine_id="b", remote_request_id="y"))
+    p.serving.add("cmpl-y-0-aaaaaaaa", {"do_remote_decode": True})
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished["cmpl-y-0-bbbbbbbb"] is FinishReason.LENGTH
+    # It is connected under its own name: nobody asks for the one before again.
+    assert not worker.take_stats().data["handshake_failures"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("begun", [False, True], ids=["known", "begun"])
+def test_engine_that_has_gone_ends_the_wait(pair, policy, begun):
+    """As soon as it cannot be asked any more."""
+    p, d = pair(policy=policy)
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    p.step()
+    until(lambda: is_allocated(d) if begun else True, d)
+    p.engine.close()
+    began_s = time.monotonic()
+    until(lambda: is_quiet(d), d)
+    ended = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
+    assert d.serving.finished == {DECODED: ended}
+    assert time.monotonic() - began_s < watch.KNOWN_WITHIN_S
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_engine_without_the_option_is_told_from_others(wholes, policy):
+    """It says nothing of its requests: nobody waits for it."""
+    p = wholes("prefill", {})
+    d = wholes("decode", OPTION, policy=policy, **OPTION)
+    d.serving.add(DECODED, coordinates(p))
+    until(lambda: is_quiet(d), d)
+    ended = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
+    assert d.serving.finished == {DECODED: ended}
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"do_remote_decode": True, "transfer_id": "t"}, {"transfer_id": "t"}),
+        ({"remote_decoder": {"kv_request_id": "k"}}, None),
+    ],
+    ids=["transfer_id", "remote_prefiller"],
+)
+def test_names_of_llm_ds_routers(pair, asked, told):
+    """The engines' own ids have nothing in common; each child is paired with its like."""
+    p, d = pair()
+    if told is None:
+        address = {"remote_host": "127.0.0.1", "remote_port": coordinates(p)["remote_port"]}
+        told = {"remote_prefiller": {"kv_request_id": "k", **address}}
+    else:
+        told = coordinates(p, **told)
+    for child in (0, 1):
+        p.serving.add(f"{child}_cmpl-p-0-aaaaaaaa", dict(asked), first_token=100 * child)
+        d.serving.add(f"{child}_cmpl-d-0-bbbbbbbb", dict(told), first_token=100 * child)
+    until(lambda: is_quiet(p, d), p, d)
+    assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
+    (stats,) = (each.take_stats() for each in d.engine.workers.values())
+    assert not (stats and stats.data["read_failures"])
+
+
+def test_prompts_are_bound_to_their_tokens(pair):
+    """One name, and other prompts: what was read is not believed."""
+    p, d = pair()
+    p.serving.add(PREFILLED, {"do_remote_decode": True}, first_token=500)
+    d.serving.add(DECODED, coordinates(p))
+    until(lambda: DECODED in d.serving.finished, p, d)
+    assert d.serving.finished == {DECODED: FinishReason.ERROR}
+
+
+def test_prefix_that_is_cached_here_is_not_read(pair):
+    """Only what follows it waits, and is read."""
+    p, d = pair()
+    cut_prompts(p)
+    d.serving.add("before", max_tokens=1, num_tokens=2 * BLOCK_TOKENS)
+    d.step()
+    d.step()
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    p.step()
+    until(lambda: is_allocated(d), d)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    whole = compute(p)
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished[DECODED] is FinishReason.LENGTH
+    # The model has written nothing into what was cached.
+    start = 2 * BLOCK_TOKENS
+    assert_received(d.engine, blocks[2:3], whole[:, :, :, start:])
+    (worker,) = d.engine.workers.values()
+    assert worker.take_stats().data["bytes_transferred"] == [whole[:, :, :, start:].nbytes]
+
+
+def preempt(whole: Whole, request_id: str) -> None:
+    """Take a request's blocks away, as for others that need them."""
+    scheduler = whole.serving.scheduler
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert scheduler.requests[request_id].num_preemptions == 1
+
+
+def test_prompt_that_is_preempted_there_is_read_once_it_is_computed_anew(pair):
+    """It has begun, and its blocks are others' for a while: nothing was read of them."""
+    p, d = pair()
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p), max_tokens=2)
+    p.step()
+    until(lambda: is_allocated(d), d)
+    preempt(p, PREFILLED)
+    (dst_blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    for _ in range(20):
+        d.step()
+    whole = compute(p)
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    assert_received(d.engine, dst_blocks[:3], whole)
+
+
+def test_request_that_is_preempted_here_is_computed_anew(pair):
+    """Nothing is waited for a second time."""
+    p, d = pair()
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p), max_tokens=4)
+    request = d.serving.scheduler.requests[DECODED]
+    until(lambda: request.num_output_tokens > 0, p, d)
+    preempt(d, DECODED)
+    until(lambda: is_quiet(p, d), p, d)
+    assert request.num_preemptions == 1
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+
+
+def test_client_that_leaves_while_its_prompt_is_read(pair):
+    """Its blocks are kept until nothing writes into them, and both engines are through then."""
+    p, d = pair()
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    (consumer,) = (each.consumer for each in d.engine.transfer_engines.values())
+    with pytest.MonkeyPatch.context() as patch:
+        # Whatever arrives meanwhile, nobody takes note of it.
+        patch.setattr(consumer, "advance", lambda *_: None)
+        until(lambda: len(consumer), p, d)
+        d.serving.abort(DECODED)
+        d.step()
+        assert is_allocated(d)
+    until(lambda: is_quiet(p, d), p, d)
+    (stats,) = (each.take_stats() for each in p.engine.workers.values())
+    assert stats is None or not stats.data["num_kv_expired_reqs"]
+
+
+def test_groups_with_windows_are_read(pair):
+    """Of what has a window, as many blocks as that reaches back to, in the group's own places."""
+    p, d = pair(window_tokens=WINDOW_TOKENS)
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
+    d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS)
+    p.step()
+    until(lambda: is_allocated(d), d)
+    (receive,) = d.serving.told.receive.values() or [None]
+    for layers in p.engine.caches.values():
+        for number, cache in enumerate(layers.values()):
+            cache.copy_(torch.rand(cache.shape, generator=torch.Generator().manual_seed(number)))
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    theirs = p.serving.handed_over[PREFILLED]["remote_block_ids"]
+    (sources,), (targets,) = p.engine.caches.values(), d.engine.caches.values()
+    for group, (src, dst) in enumerate(zip(theirs, receive.local_block_ids, strict=True)):
+        wanted = [block for block in dst if block]
+        for layer in list(sources)[group::2]:
+            found = targets[layer][:, wanted]
+            assert torch.equal(found, sources[layer][:, src[-len(wanted) :]])

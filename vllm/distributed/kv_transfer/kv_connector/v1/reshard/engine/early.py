@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that a worker hears of before the engine that computes their prompts has offered them.
+
+    asked for  ->  watched on the other engine's board  ->  offered  ->  read like any other request
+                      |  begun, or a fault: the scheduler hears of it
+
+A request is handed on once two things are known: what is offered, from the board, and the blocks to
+fill, from the scheduler, which gives it some when it has begun. Each worker watches for itself, so
+that none waits for another one's step: one small read of each engine at a time, and a rest after
+it. Nothing is read into blocks here, so that a request that is given up is quiet at once.
+
+All of this belongs to the connector's thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from vllm.logger import init_logger
+
+from ..errors import RemoteEngineChangedError, TransferError
+from ..protocol.board import (
+    NUM_BUCKETS,
+    Record,
+    Sighting,
+    State,
+    look_up,
+    read_record,
+)
+from ..protocol.fingerprint import with_blocks
+from ..protocol.ids import RequestId
+from ..protocol.leases import entry_of
+from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
+from ..protocol.quoting import one_line, quote
+from ..protocol.watch import Pace, Watch
+from ..transport.board_reader import Look
+from ..transport.connection import PeerConnection
+from .left_looks import LOOK_LIMIT_S, LeftLooks
+from .peers import Peer, PeerTable
+from .stats import ReadFailure
+
+logger = init_logger(__name__)
+
+_NO_ROOM_S = 0.01
+"""When to try again where other looks have taken all rows."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that is watched.
+
+    Attributes:
+        name: The name that both engines have for it.
+        watch: What was seen of it.
+        receive: What to fill, once the scheduler has said so.
+        is_told: The scheduler has heard that it has begun.
+        has_waited: It was not offered at the first look, as it is where a router is serial.
+    """
+
+    name: str
+    watch: Watch
+    receive: Receive | None = None
+    is_told: bool = False
+    has_waited: bool = False
+
+
+class Refusal(NamedTuple):
+    """A request that has blocks, and will not be read.
+
+    Attributes:
+        request_id: The request.
+        receive: What should have been read.
+        reason: Why it is not.
+        failure: Of what kind that is; None where it is told elsewhere.
+    """
+
+    request_id: RequestId
+    receive: Receive
+    reason: str
+    failure: ReadFailure | None
+
+
+@dataclass(slots=True)
+class _Place:
+    """An engine that is watched.
+
+    Attributes:
+        waiting: The requests there that are not offered yet, by this engine's ids.
+        pace: How fast it was with the last ones, once it was looked at.
+        look_at_s: When to look next.
+        looked_s: When the look began that is under way.
+        connection: What that is made with.
+        look: That look; None without one.
+        asked: The requests whose buckets it is for.
+        sightings: What these have said of requests whose records are looked at; empty where
+            buckets are.
+    """
+
+    waiting: dict[RequestId, _Waiting] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
+    look_at_s: float = 0.0
+    looked_s: float = 0.0
+    connection: PeerConnection | None = None
+    look: Look | None = None
+    asked: list[RequestId] = field(default_factory=list)
+    sightings: dict[RequestId, Sighting] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class EarlyNews:
+    """What the scheduler should hear.
+
+    Attributes:
+        begun: Requests that are to have blocks now.
+        faults: Requests that will not be read, each with the reason.
+    """
+
+    begun: set[RequestId] = field(default_factory=set)
+    faults: dict[RequestId, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.begun or self.faults)
+
+    def add(self, later: EarlyNews) -> None:
+        """Take in what was seen since."""
+        self.begun |= later.begun
+        self.faults |= later.faults
+
+
+class EarlyRequests:
+    """All requests of a worker that are not offered yet.
+
+    Args:
+        peers: The engines that compute them.
+        record_wait: Called with the seconds that a request has waited until it was offered.
+
+    Attributes:
+        ready: Requests that can be read, or told to their producer. The caller takes them out.
+        refused: Those that have blocks, and will not be read. The caller takes them out.
+        has_moved: The last look has found an offer, whose record is soon there.
+    """
+
+    def __init__(self, peers: PeerTable, record_wait: Callable[[float], None]) -> None:
+        self._peers = peers
+        self._record_wait = record_wait
+        self._places: dict[RemoteEngineAddress, _Place] = {}
+        self._at: dict[RequestId, RemoteEngineAddress] = {}
+        # Those that are offered, and have no blocks yet.
+        self._offered: dict[RequestId, tuple[RemoteEngineAddress, Record]] = {}
+        # Why some will not be read that the scheduler may have given blocks meanwhile.
+        self._faults: dict[RequestId, str] = {}
+        self._news = EarlyNews()
+        self._left = LeftLooks(peers)
+        self._renewed: dict[RequestId, RemoteRequest] = {}
+        self.ready: deque[tuple[RequestId, Receive]] = deque()
+        self.refused: deque[Refusal] = deque()
+        self.has_moved = False
+
+    def __len__(self) -> int:
+        """Requests that are waited for, or for whose blocks is."""
+        return len(self._at) + len(self._offered) + len(self._faults)
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether a look is under way."""
+        return any(place.look is not None for place in self._places.values())
+
+    @property
+    def next_due_s(self) -> float:
+        """When there is something to do next."""
+        if self.ready or self.refused or self._news:
+            return -math.inf
+        due_s = [
+            place.look_at_s if place.connection else -math.inf
+            for address, place in self._places.items()
+            if place.connection or self._peers.connected_at(address) == address
+        ]
+        due_s += [
+            each.watch.due_s for place in self._places.values() for each in place.waiting.values()
+        ]
+        return min([self._left.next_due_s, *due_s])
+
+    def begin(self, requests: Mapping[RequestId, RemoteRequest], now_s: float) -> None:
+        """Watch some requests, under the names that both engines have for them."""
+        for request_id, request in requests.items():
+            if request_id not in self._at:
+                there = self._peers.connected_at(request.source)
+                waiting = _Waiting(request.request_id, Watch(now_s))
+                self._put(request_id, waiting, there or request.source)
+
+    def take_over(self, request_id: RequestId, receive: Receive) -> None:
+        """A request has blocks; or it needs none, and its producer is told once it offers it."""
+        fault = self._faults.pop(request_id, None) or receive.fault
+        if fault is not None:
+            self._offered.pop(request_id, None)
+            if request_id in self._at:
+                self._drop(request_id)
+            self._refuse(request_id, receive, fault, ReadFailure.PREFILL)
+        elif request_id in self._offered:
+            self._hand_on(request_id, receive, *self._offered.pop(request_id))
+        elif request_id in self._at:
+            waiting = self._find(request_id)
+            waiting.receive = receive
+            pace = self._places[self._at[request_id]].pace
+            waiting.watch.takes_s = pace.of(receive.remote_tokens)
+
+    def give_up(self, request_ids: Iterable[RequestId], reason: str) -> None:
+        """Some requests are not wanted any more: their blocks are free, and offers are declined."""
+        for request_id in request_ids:
+            self._faults.pop(request_id, None)
+            if request_id not in self._at:
+                continue
+            waiting = self._find(request_id)
+            if waiting.receive is not None:
+                self._refuse(request_id, waiting.receive, reason, None)
+                waiting.receive = replace(waiting.receive, local_block_ids=())
+
+    def stood_still(self, for_s: float) -> None:
+        """This worker could not look for so many seconds."""
+        for place in self._places.values():
+            for waiting in place.waiting.values():
+                waiting.watch.stood_still(for_s)
+
+    def fail_place(self, peer: Peer, error: Exception) -> None:
+        """An engine cannot be connected; where another one answers, new requests are that one's."""
+        place = self._places.get(peer.address)
+        if place is None:
+            return
+        self._let_go(place)
+        found = error.found if isinstance(error, RemoteEngineChangedError) else ""
+        for request_id, waiting in list(place.waiting.items()):
+            if found and waiting.watch.state is None and found != peer.address.engine_id:
+                self._drop(request_id)
+                self._put(request_id, waiting, replace(peer.address, engine_id=found))
+            else:
+                self._fail(request_id, waiting, f"handshake failed: {one_line(error)}")
+
+    def advance(self, now_s: float) -> None:
+        """Look where a look is due, and take note of what was seen."""
+        self.has_moved = False
+        self._left.advance(now_s)
+        for address, place in list(self._places.items()):
+            try:
+                self._advance(address, place, now_s)
+            except Exception as error:
+                logger.exception("Requests at %s are not waited for", quote(address.engine_id))
+                self._let_go(place)
+                for request_id, waiting in list(place.waiting.items()):
+                    self._fail(request_id, waiting, f"unforeseen: {one_line(repr(error))}")
+
+    def take_renewed(self) -> dict[RequestId, RemoteRequest]:
+        """Requests that wait for blocks of an offer since the last call: its lease is to last."""
+        renewed, self._renewed = self._renewed, {}
+        return renewed
+
+    def take_news(self) -> EarlyNews:
+        """What the scheduler should hear since the last call."""
+        news, self._news = self._news, EarlyNews()
+        return news
+
+    def _advance(self, address: RemoteEngineAddress, place: _Place, now_s: float) -> None:
+        for request_id, waiting in list(place.waiting.items()):
+            if (fault := waiting.watch.overdue(now_s)) is not None:
+                self._fail(request_id, waiting, fault)
+        if not place.waiting and place.look is None:
+            del self._places[address]
+            return
+        if place.look is not None:
+            self._take(address, place, now_s)
+        elif now_s >= place.look_at_s or place.connection is None:
+            self._look(address, place, now_s)
+
+    def _look(self, address: RemoteEngineAddress, place: _Place, now_s: float) -> None:
+        """Look at the buckets of all requests at an engine, as far as there is room."""
+        peer = self._peers.get_or_connect(address, now_s)
+        place.connection, place.pace = peer.connection, peer.pace
+        if place.connection is None:
+            return
+        reader = place.connection.board()
+        if reader is None:
+            why = "that engine does not say how far it is: set early_dispatch there, too"
+            for request_id, waiting in list(place.waiting.items()):
+                self._fail(request_id, waiting, why)
+            return
+        place.asked = list(place.waiting)[: reader.num_free]
+        rows = [entry_of(place.waiting[each].name, NUM_BUCKETS).bucket for each in place.asked]
+        place.sightings = {}
+        self._post(address, place, rows, now_s)
+
+    def _take(self, address: RemoteEngineAddress, place: _Place, now_s: float) -> None:
+        """Take note of what a look has found, if it is over."""
+        connection = place.connection
+        assert connection is not None and place.look is not None
+        if not connection.is_connected:
+            self._reconnect(address, place, now_s)
+            return
+        reader = connection.board()
+        assert reader is not None
+        try:
+            rows = reader.take(place.look)
+        except TransferError:
+            self._break_off(address, place, now_s)
+            return
+        if rows is None:
+            if now_s >= place.looked_s + LOOK_LIMIT_S:
+                self._break_off(address, place, now_s)
+            return
+        place.look = None
+        if place.sightings:
+            self._read_records(address, place, rows, now_s)
+        else:
+            self._read_buckets(address, place, rows, now_s)
+        if place.look is None:
+            rests_s = [each.watch.rest_s for each in place.waiting.values()]
+            place.look_at_s = now_s + min(rests_s, default=0.0)
+
+    def _read_buckets(
+        self,
+        address: RemoteEngineAddress,
+        place: _Place,
+        rows: npt.NDArray[np.uint64],
+        now_s: float,
+    ) -> None:
+        """See how far requests are, and read the records of those that are offered."""
+        assert place.connection is not None
+        reader = place.connection.board()
+        assert reader is not None
+        room = reader.num_free
+        for request_id, row in zip(place.asked, rows, strict=True):
+            waiting = place.waiting.get(request_id)
+            if waiting is None:
+                continue
+            sighting = look_up(row, waiting.name)
+            waiting.has_waited |= sighting.state is not State.OFFERED
+            fault = waiting.watch.see(sighting.state, now_s)
+            if fault is not None:
+                self._fail(request_id, waiting, fault)
+                continue
+            if waiting.watch.has_begun and not waiting.is_told and waiting.receive is None:
+                waiting.is_told = True
+                self._news.begun.add(request_id)
+            if sighting.has_record and sighting.num_rows <= room:
+                room -= sighting.num_rows
+                place.sightings[request_id] = sighting
+        if place.sightings:
+            self.has_moved = True
+            wanted = [
+                row
+                for each in place.sightings.values()
+                for row in range(each.first_row, each.first_row + each.num_rows)
+            ]
+            self._post(address, place, wanted, now_s)
+
+    def _read_records(
+        self,
+        address: RemoteEngineAddress,
+        place: _Place,
+        rows: npt.NDArray[np.uint64],
+        now_s: float,
+    ) -> None:
+        """Hand on what is offered; what was changed while it was read is looked at again."""
+        first = 0
+        for request_id, sighting in place.sightings.items():
+            data = rows[first : first + sighting.num_rows].tobytes()[: sighting.size_bytes]
+            first += sighting.num_rows
+            waiting = place.waiting.get(request_id)
+            record = read_record(data, sighting.digest)
+            if waiting is None or record is None:
+                continue
+            self._drop(request_id)
+            if waiting.has_waited:
+                self._record_wait(now_s - waiting.watch.since_s)
+            if waiting.watch.took_s is not None:
+                place.pace.learn(record.num_tokens, waiting.watch.took_s)
+            receive = waiting.receive
+            if receive is None or any(receive.local_block_ids):
+                self._renewed[request_id] = RemoteRequest(address, record.request_id)
+            if receive is None:
+                self._offered[request_id] = address, record
+            else:
+                self._hand_on(request_id, receive, address, record)
+        place.sightings = {}
+
+    def _post(
+        self, address: RemoteEngineAddress, place: _Place, rows: list[int], now_s: float
+    ) -> None:
+        if not rows:
+            # There is no room, or nobody waits any more.
+            place.look_at_s = now_s + _NO_ROOM_S
+            return
+        connection = place.connection
+        assert connection is not None
+        reader = connection.board()
+        assert reader is not None
+        try:
+            place.look, place.looked_s = reader.post(rows), now_s
+        except TransferError:
+            self._break_off(address, place, now_s)
+
+    def _break_off(self, address: RemoteEngineAddress, place: _Place, now_s: float) -> None:
+        """A look has failed: the engine is asked anew, if it is there, and if it is the same."""
+        assert place.connection is not None
+        self._peers.break_off(place.connection, now_s)
+        self._reconnect(address, place, now_s)
+
+    def _reconnect(self, address: RemoteEngineAddress, place: _Place, now_s: float) -> None:
+        """Look on once there is another connection."""
+        self._let_go(place)
+        if place.waiting:
+            self._peers.get_or_connect(address, now_s)
+
+    def _let_go(self, place: _Place) -> None:
+        """Nobody waits for a place's look any more, or looks over its connection."""
+        if place.look is not None and place.connection is not None:
+            self._left.add(place.connection, place.look, place.looked_s)
+        place.look = place.connection = None
+        place.sightings = {}
+
+    def _hand_on(
+        self,
+        request_id: RequestId,
+        receive: Receive,
+        address: RemoteEngineAddress,
+        record: Record,
+    ) -> None:
+        """A request is one like any other from now on: what is to be read, and where, is known."""
+        blocks = record.blocks()
+        whole = replace(
+            receive,
+            source=address,
+            remote_request_id=record.request_id,
+            remote_block_ids=blocks,
+            fingerprint=receive.fingerprint and with_blocks(receive.fingerprint, blocks),
+            is_early=False,
+        )
+        self.ready.append((request_id, whole))
+
+    def _fail(self, request_id: RequestId, waiting: _Waiting, reason: str) -> None:
+        self._drop(request_id)
+        if waiting.receive is None:
+            self._news.faults[request_id] = self._faults[request_id] = reason
+        else:
+            self._refuse(request_id, waiting.receive, reason, ReadFailure.PREFILL)
+
+    def _refuse(
+        self, request_id: RequestId, receive: Receive, reason: str, failure: ReadFailure | None
+    ) -> None:
+        if any(receive.local_block_ids):
+            self.refused.append(Refusal(request_id, receive, reason, failure))
+
+    def _find(self, request_id: RequestId) -> _Waiting:
+        return self._places[self._at[request_id]].waiting[request_id]
+
+    def _put(self, request_id: RequestId, waiting: _Waiting, address: RemoteEngineAddress) -> None:
+        place = self._places.setdefault(address, _Place())
+        place.waiting[request_id] = waiting
+        place.look_at_s = 0.0
+        self._at[request_id] = address
+
+    def _drop(self, request_id: RequestId) -> None:
+        del self._places[self._at.pop(request_id)].waiting[request_id]

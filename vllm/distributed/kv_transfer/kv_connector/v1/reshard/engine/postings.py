@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefill engine's scheduler says of its requests while it computes them.
+
+    known  ->  begun  ->  offered  ->  (the workers take it down when it was read)
+       +---------+---->  aborted, or empty
+
+The names are those that decode engines derive, too. Of two requests that have one name at the same
+time, nobody could say which is meant: it is ambiguous until both have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ..protocol.board import Posting, Record, State, encode_record
+from ..protocol.ids import BlockIds, RequestId
+from ..protocol.messages import encode_announcement
+
+
+class Postings:
+    """The requests that other engines may wait for. Belongs to the scheduler's thread.
+
+    Args:
+        announce: Tells all workers before the next step, where that can be.
+    """
+
+    def __init__(self, announce: Callable[[bytes], None]) -> None:
+        self._announce = announce
+        self._names: dict[RequestId, str] = {}
+        # Those that have not ended, by name.
+        self._living: dict[str, set[RequestId]] = {}
+        self._ambiguous: set[str] = set()
+        self._number = 0
+        self._untold: list[Posting] = []
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._names)
+
+    def know(self, request_id: RequestId, name: str) -> None:
+        """A request has come, of which another engine has that name."""
+        self._names[request_id] = name
+        living = self._living.setdefault(name, set())
+        living.add(request_id)
+        if len(living) > 1:
+            self._ambiguous.add(name)
+            self._post(name, State.AMBIGUOUS)
+        else:
+            self._post(name, State.KNOWN, request_id)
+
+    def begin(self, request_id: RequestId) -> None:
+        """A request has blocks, and is computed from the next step on."""
+        self._post_of(request_id, State.BEGUN)
+
+    def offer(self, request_id: RequestId, num_tokens: int, block_ids: BlockIds) -> None:
+        """A request's blocks are held for readers."""
+        record = encode_record(Record.of(request_id, num_tokens, block_ids))
+        self._post_of(request_id, State.OFFERED, record)
+
+    def end(self, request_id: RequestId, state: State) -> None:
+        """A request has ended, and is not offered."""
+        self._post_of(request_id, state)
+        self.forget([request_id])
+
+    def forget(self, request_ids: Iterable[RequestId]) -> None:
+        """Requests are held no more: their names may be others'."""
+        for request_id in request_ids:
+            name = self._names.pop(request_id, None)
+            if name is None:
+                continue
+            living = self._living[name]
+            living.remove(request_id)
+            if not living:
+                del self._living[name]
+                if name in self._ambiguous:
+                    self._ambiguous.remove(name)
+                    self._post(name, None)
+
+    def take(self) -> list[Posting]:
+        """What workers were not told of by a step."""
+        untold, self._untold = self._untold, []
+        return untold
+
+    def _post_of(self, request_id: RequestId, state: State, record: bytes = b"") -> None:
+        name = self._names.get(request_id)
+        if name is not None and name not in self._ambiguous:
+            self._post(name, state, request_id, record)
+
+    def _post(
+        self, name: str, state: State | None, request_id: RequestId = "", record: bytes = b""
+    ) -> None:
+        self._number += 1
+        posting = Posting(self._number, name, state, request_id, record)
+        self._untold.append(posting)
+        self._announce(encode_announcement(posting))

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a producer says of requests that readers were sent to before their prompt was computed.
+
+A reader that was sent a request at the same time as its producer knows no blocks, and not what the
+producer calls the request. It knows a name that both have. So each worker of the producer keeps a
+board in host memory, which readers look into as into the table of leases:
+
+    KNOWN     the producer has the request
+    BEGUN     it has blocks, and is being computed
+    OFFERED   it is held for readers; a record says under which id, and in which blocks
+    ABORTED, EMPTY, AMBIGUOUS   it will not be offered, and why
+
+The board binds nothing. What a record says is what routers pass on otherwise, and a reader believes
+what it has read only once it has found the lease: see `leases`.
+
+Board and records are rows of one size, so that a reader has one list of them. First the buckets of
+a hash table, as in `leases`, then the rows that records lie in, each in adjoining ones. An entry is
+four words:
+
+    name      what stands for the shared name; 0 where the place is free
+    state     a `State`; 0 while the entry is being changed
+    record    its first row, and its size in bytes
+    digest    of the record: what was read while it was changed has another one
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Annotated, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from ..memory.arena import ArenaAllocator, Span
+from .ids import RequestId
+from .leases import entry_of
+
+ROW_BYTES = 512
+_WORD_BYTES = 8
+WORDS_PER_ROW = ROW_BYTES // _WORD_BYTES
+_WORDS_PER_ENTRY = 4
+
+NUM_BUCKETS = 1 << 10
+"""16384 entries; with a thousand requests at once, no bucket is ever full."""
+
+NUM_ROWS = NUM_BUCKETS + (1 << 13)
+"""Rows of a board in all, 4.5 MiB: records for a million block ids."""
+
+MAX_RECORD_ROWS = 1 << 10
+"""Of one request, 130000 block ids: a reader has room for as many."""
+
+MAX_GONE = 1 << 10
+"""So many requests that will not be offered are told of, the last ones."""
+
+_NAME, _STATE, _RECORD, _DIGEST = range(_WORDS_PER_ENTRY)
+
+
+class State(IntEnum):
+    """How far a producer has come with a request."""
+
+    KNOWN = 1
+    BEGUN = 2
+    OFFERED = 3
+    ABORTED = 4
+    EMPTY = 5
+    AMBIGUOUS = 6
+
+    @property
+    def fault(self) -> str | None:
+        """Why the request will not be offered; None where it may be, or is."""
+        return _FAULTS.get(self)
+
+
+_FAULTS = {
+    State.ABORTED: "its prefill was aborted",
+    State.EMPTY: "its prefill has ended with nothing that can be read",
+    State.AMBIGUOUS: "several requests have its name there: give each an X-Request-Id of its own",
+}
+
+
+class Posting(msgspec.Struct, frozen=True, array_like=True, tag="posting"):
+    """A request's state, on its way from a producer's scheduler to its workers.
+
+    Attributes:
+        number: Which of the scheduler's postings.
+        name: The shared name.
+        state: The state; None where the request is told of no more.
+        request_id: What the producer calls it.
+        record: What is offered, encoded; empty in other states.
+    """
+
+    number: int
+    name: str
+    state: State | None
+    request_id: RequestId = ""
+    record: bytes = b""
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """What is offered, and where.
+
+    Attributes:
+        request_id: What the producer calls the request.
+        num_tokens: How many of its tokens the blocks hold.
+        block_ids: The blocks of each KV-cache group, as 32-bit words.
+    """
+
+    request_id: Annotated[str, Meta(min_length=1, max_length=1 << 10)]
+    num_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    block_ids: Annotated[list[bytes], Meta(min_length=1, max_length=1 << 12)]
+
+    @classmethod
+    def of(
+        cls, request_id: RequestId, num_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> Record:
+        """The record of some tokens in some blocks."""
+        return cls(request_id, num_tokens, [np.array(each, "<u4").tobytes() for each in block_ids])
+
+    def blocks(self) -> list[list[int]]:
+        """The blocks of each KV-cache group."""
+        whole = (each[: len(each) // 4 * 4] for each in self.block_ids)
+        return [np.frombuffer(each, "<u4").tolist() for each in whole]
+
+
+class Sighting(NamedTuple):
+    """What a reader finds on a board under a name.
+
+    Attributes:
+        state: The state; None where nothing is said.
+        first_row: Where its record begins.
+        size_bytes: Size of the record; 0 without one.
+        digest: What the record must give.
+    """
+
+    state: State | None
+    first_row: int = 0
+    size_bytes: int = 0
+    digest: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the record takes."""
+        return -(-self.size_bytes // ROW_BYTES)
+
+    @property
+    def has_record(self) -> bool:
+        """Whether there is a record, where one can be: a peer may have written anything."""
+        stop = self.first_row + self.num_rows
+        return (
+            self.state is State.OFFERED
+            and 0 < self.num_rows <= MAX_RECORD_ROWS
+            and self.first_row >= NUM_BUCKETS
+            and stop <= NUM_ROWS
+        )
+
+
+_RECORD_DECODER = msgspec.msgpack.Decoder(Record)
+_STATES = {state.value: state for state in State}
+
+
+def encode_record(record: Record) -> bytes:
+    """Write a record for a board."""
+    return msgspec.msgpack.encode(record)
+
+
+def read_record(data: bytes, digest: int) -> Record | None:
+    """A record as it was written; None where that was changed meanwhile."""
+    if digest_of(data) != digest:
+        return None
+    try:
+        return _RECORD_DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def digest_of(data: bytes) -> int:
+    """What a record's entry says of it."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def look_up(row: npt.NDArray[np.uint64], name: str) -> Sighting:
+    """What a bucket says of a shared name.
+
+    Args:
+        row: Its words, shape (`WORDS_PER_ROW`,).
+        name: The name.
+    """
+    wanted = entry_of(name, NUM_BUCKETS).name
+    for entry in row.reshape(-1, _WORDS_PER_ENTRY).tolist():
+        if entry[_NAME] == wanted:
+            place = entry[_RECORD]
+            state = _STATES.get(entry[_STATE])
+            return Sighting(state, place >> 32, place & 0xFFFFFFFF, entry[_DIGEST])
+    return Sighting(None)
+
+
+@dataclass(slots=True)
+class _Posted:
+    """What stands under a name.
+
+    Attributes:
+        request_id: What the producer calls the request.
+        state: Its state.
+        span: Where its record lies, if it has one.
+    """
+
+    request_id: RequestId
+    state: State
+    span: Span | None = None
+
+
+class Board:
+    """The board of one worker. Belongs to the connector's thread.
+
+    Postings come twice: announced, perhaps, and with a step, surely. The announced ones are ahead
+    of steps, or lost; each name keeps the newest that was said of it.
+    """
+
+    def __init__(self) -> None:
+        raw = np.zeros(NUM_ROWS * ROW_BYTES + ROW_BYTES, dtype=np.uint8)
+        start = -raw.ctypes.data % ROW_BYTES
+        self._rows = raw[start : start + NUM_ROWS * ROW_BYTES].view(np.uint64)
+        self._rows = self._rows.reshape(NUM_ROWS, WORDS_PER_ROW)
+        self._records = ArenaAllocator((NUM_ROWS - NUM_BUCKETS) * ROW_BYTES)
+        self._posted: dict[str, _Posted] = {}
+        # Shared names by what the producer calls the requests that are offered.
+        self._offered: dict[RequestId, str] = {}
+        # Those that will not be, the oldest first.
+        self._gone: dict[str, None] = {}
+        # The newest posting of each name that was announced and that no step has told of.
+        self._ahead: dict[str, int] = {}
+        self._num_told = 0
+
+    @property
+    def address(self) -> int:
+        """Of the first row, in host memory."""
+        return int(self._rows.ctypes.data)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all rows."""
+        return int(self._rows.nbytes)
+
+    def announce(self, posting: Posting) -> None:
+        """Show what a later step tells as well."""
+        if posting.number > self._num_told:
+            self._ahead[posting.name] = posting.number
+            self._show(posting)
+
+    def tell(self, postings: Sequence[Posting]) -> None:
+        """Show what a step tells, in order, as far as it is news."""
+        for posting in postings:
+            if posting.number > self._ahead.get(posting.name, 0):
+                self._show(posting)
+            self._num_told = max(self._num_told, posting.number)
+        if postings:
+            self._ahead = {
+                name: number for name, number in self._ahead.items() if number > self._num_told
+            }
+
+    def release(self, request_id: RequestId) -> None:
+        """A request that was offered is held no more: its name may be another's soon."""
+        name = self._offered.pop(request_id, None)
+        if name is not None:
+            self._forget(name)
+
+    def _show(self, posting: Posting) -> None:
+        if posting.state is None:
+            self._forget(posting.name)
+            return
+        entry = self._entry(posting.name)
+        if entry is None:
+            return
+        posted = self._posted.get(posting.name)
+        if posted is not None:
+            self._free(posted)
+        posted = self._posted[posting.name] = _Posted(posting.request_id, posting.state)
+        self._gone.pop(posting.name, None)
+        entry[_STATE] = entry[_RECORD] = 0
+        entry[_NAME] = entry_of(posting.name, NUM_BUCKETS).name
+        if posting.state is State.OFFERED:
+            self._write(entry, posted, posting.record)
+            self._offered[posting.request_id] = posting.name
+        entry[_STATE] = posted.state
+        if posted.state.fault is not None:
+            self._gone[posting.name] = None
+            if len(self._gone) > MAX_GONE:
+                self._forget(next(iter(self._gone)))
+
+    def _write(self, entry: npt.NDArray[np.uint64], posted: _Posted, record: bytes) -> None:
+        """Write a record; without room for it there is nothing to read."""
+        size_bytes = -(-len(record) // ROW_BYTES) * ROW_BYTES
+        span = None
+        if 0 < size_bytes <= MAX_RECORD_ROWS * ROW_BYTES:
+            span = self._records.allocate(size_bytes, ROW_BYTES)
+        if span is None:
+            posted.state = State.EMPTY
+            return
+        posted.span = span
+        first_row = NUM_BUCKETS + span.start_bytes // ROW_BYTES
+        rows = self._rows[first_row:].reshape(-1).view(np.uint8)
+        rows[: len(record)] = np.frombuffer(record, dtype=np.uint8)
+        entry[_RECORD] = (first_row << 32) | len(record)
+        entry[_DIGEST] = digest_of(record)
+
+    def _entry(self, name: str) -> npt.NDArray[np.uint64] | None:
+        """A name's entry, or a free one; None where its bucket is full."""
+        bucket, wanted = entry_of(name, NUM_BUCKETS)
+        entries: npt.NDArray[np.uint64] = self._rows[bucket].reshape(-1, _WORDS_PER_ENTRY)
+        for looked_for in (wanted, 0):
+            places = np.flatnonzero(entries[:, _NAME] == np.uint64(looked_for))
+            if len(places):
+                found: npt.NDArray[np.uint64] = entries[places[0]]
+                return found
+        return None
+
+    def _forget(self, name: str) -> None:
+        posted = self._posted.pop(name, None)
+        if posted is None:
+            return
+        entry = self._entry(name)
+        assert entry is not None
+        entry[:] = 0
+        self._free(posted)
+        self._gone.pop(name, None)
+
+    def _free(self, posted: _Posted) -> None:
+        self._offered.pop(posted.request_id, None)
+        if posted.span is not None:
+            self._records.free(posted.span)

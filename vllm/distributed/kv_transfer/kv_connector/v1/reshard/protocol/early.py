@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that a router sends to both engines at once: their names, and their parameters.
+
+What such a router knows is where the producer is, and not what that will call the request or which
+blocks it will have. So both engines derive one name for it:
+
+    transfer_id, or kv_request_id   where the router gives one to both
+    the request's id without the random characters that vLLM has added   where it does not
+
+A prompt may have several answers (`n`), and a request several prompts. The ids of such children
+differ, in the same way on both engines; to a router's name, which they share, their places are
+added.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from .ids import RequestId
+from .params import MARK_EARLY, Params, Text, check_host, malformed
+from .quoting import quote
+from .trust import TrustedPeers
+
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
+_CHILD = re.compile(r"\A(\d+)_")
+_PROMPT = re.compile(r"\A(?:\d+_)?cmpl-.*-(\d+)\Z", re.DOTALL)
+
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+_Name = Annotated[str, Meta(min_length=1, max_length=1 << 9, pattern=r"\A[^\ud800-\udfff]*\Z")]
+
+
+class EarlySource(msgspec.Struct, frozen=True):
+    """Where a request is being prefilled.
+
+    Attributes:
+        remote_host: Host of the engine's side channel.
+        remote_port: TCP port of its side channel.
+        remote_engine_id: The engine, as far as the router knows; another one may answer.
+        remote_request_id: What the router calls the request, with which both engines' ids are made.
+        transfer_id: A name that the router has given the request.
+    """
+
+    remote_host: Text
+    remote_port: _Port
+    remote_engine_id: Text | None = None
+    remote_request_id: Text | None = None
+    transfer_id: _Name | None = None
+
+
+class _RemotePrefiller(msgspec.Struct, frozen=True):
+    """The same, as llm-d's routers write it for transfers between peers."""
+
+    kv_request_id: _Name
+    remote_host: Text
+    remote_port: _Port
+
+
+class _RemoteDecoder(msgspec.Struct, frozen=True):
+    """What they tell the producer."""
+
+    kv_request_id: _Name
+
+
+def shared_name(request_id: RequestId, given: str | None) -> str:
+    """What both engines call a request.
+
+    Args:
+        request_id: What this one calls it.
+        given: What the router does; None where it has not told both.
+    """
+    base = _RANDOM_SUFFIX.sub("", request_id)
+    if given is None:
+        return base
+    child, prompt = _CHILD.match(base), _PROMPT.match(base)
+    return "/".join((given, *(each[1] if each else "0" for each in (child, prompt))))
+
+
+def prefill_params(params: Any) -> Any:
+    """What a producer is asked, in the words that schedulers know."""
+    if not isinstance(params, dict) or "remote_decoder" not in params:
+        return params
+    try:
+        decoder = msgspec.convert(params["remote_decoder"], _RemoteDecoder)
+    except msgspec.ValidationError:
+        return params
+    rest = {name: value for name, value in params.items() if name != "remote_decoder"}
+    return {**rest, "do_remote_decode": True, "transfer_id": decoder.kv_request_id}
+
+
+def prefill_name(request_id: RequestId, params: Params) -> str:
+    """The shared name of a request that a producer is asked for."""
+    try:
+        given = msgspec.convert(params.get("transfer_id"), _Name | None)
+    except msgspec.ValidationError:
+        given = None
+    return shared_name(request_id, given)
+
+
+def decode_params(
+    params: Any, request_id: RequestId, trusted: TrustedPeers | None
+) -> Params | str | None:
+    """What a decode engine is asked, in the words that schedulers know.
+
+    Args:
+        params: What came with the request.
+        request_id: What this engine calls it.
+        trusted: Where other engines may be; None for anywhere.
+
+    Returns:
+        Parameters that name the producer, and the request by its shared name; what is wrong with
+        them; or None where they are no early request's.
+    """
+    if not isinstance(params, dict) or params.get("remote_block_ids"):
+        return None
+    if not (params.get("do_remote_prefill") or "remote_prefiller" in params):
+        return None
+    try:
+        source = _source(params)
+    except (msgspec.ValidationError, RecursionError, UnicodeError) as error:
+        return malformed(str(error))
+    if (fault := check_host(source.remote_host, trusted)) is not None:
+        return fault
+    try:
+        name = msgspec.convert(shared_name(request_id, source.transfer_id), Text)
+    except (msgspec.ValidationError, UnicodeError):
+        return malformed(f"the request's id, of {len(request_id)} characters, is none")
+    router_id = source.remote_request_id
+    if source.transfer_id is None and router_id is not None and router_id not in name:
+        return malformed(
+            f"remote_request_id is {quote(router_id)}, and this request is called {quote(name)}: "
+            "the router must send both engines the same X-Request-Id"
+        )
+    return {
+        "do_remote_prefill": True,
+        "remote_engine_id": source.remote_engine_id or "unknown",
+        "remote_request_id": name,
+        "remote_host": source.remote_host,
+        "remote_port": source.remote_port,
+        # Upstream's scheduler asks for a read where blocks are named.
+        "remote_block_ids": [[0]],
+        MARK_EARLY: True,
+    }
+
+
+def _source(params: Params) -> EarlySource:
+    """Where parameters say that a request is being prefilled.
+
+    Raises:
+        ValidationError: They do not.
+    """
+    if "remote_prefiller" not in params:
+        return msgspec.convert(params, EarlySource)
+    prefiller = msgspec.convert(params["remote_prefiller"], _RemotePrefiller)
+    return EarlySource(
+        prefiller.remote_host, prefiller.remote_port, transfer_id=prefiller.kv_request_id
+    )
