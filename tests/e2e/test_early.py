@@ -24,6 +24,8 @@ LONG_TOKENS = 7 * BLOCK_TOKENS
 
 pytestmark = [
     pytest.mark.e2e,
+    # Schedulers and workers of `test_early_dispatch` decide; here are the router and processes.
+    pytest.mark.full,
     pytest.mark.parametrize("case", [Case(STAGES, ONE, reads=2)], ids=str, scope="module"),
 ]
 
