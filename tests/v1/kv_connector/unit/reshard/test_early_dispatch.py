@@ -15,6 +15,7 @@ from vllm.v1.engine import FinishReason
 from tests.v1.kv_connector.unit.reshard.engine.workers import assert_received, fill
 from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import watch
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import State
 
 OPTION = {"early_dispatch": True}
 PREFILLED, DECODED = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-bbbbbbbb"
@@ -60,6 +61,16 @@ def is_allocated(d: Whole) -> bool:
     return d.serving.num_used_blocks() > 0
 
 
+def sees_begun(d: Whole) -> bool:
+    """Whether some worker has seen that a request is computed."""
+    return any(
+        waiting.watch.state is State.BEGUN
+        for each in d.engine.transfer_engines.values()
+        for place in each._early._places.values()
+        for waiting in place.waiting.values()
+    )
+
+
 def is_quiet(*wholes: Whole) -> bool:
     """Whether nothing is left of any request, in schedulers or workers."""
     return all(
@@ -84,6 +95,13 @@ def compute(p: Whole) -> dict:
     return fill(p.engine, blocks)
 
 
+def allocated(p: Whole, d: Whole) -> list[int]:
+    """Take the steps after which a request has blocks; returns these."""
+    until(lambda: is_allocated(d), p, d)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    return list(blocks)
+
+
 def cut_prompts(p: Whole) -> None:
     """Have the prefill engine compute a block in each step."""
     p.serving.scheduler.max_num_scheduled_tokens = BLOCK_TOKENS
@@ -105,7 +123,7 @@ def test_prefill_engine_says_that_its_address_is_enough(pair):
     ids=["TP1-TP1", "TP2-TP1", "PP2-TP2"],
 )
 def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, decode):
-    """It is known, then begun, and has blocks; then it is offered, and read, and right."""
+    """It is known, then begun; then it is offered, has blocks, and is read, and right."""
     p, d = pair(prefill, decode)
     d.serving.add(DECODED, coordinates(p), max_tokens=2)
     for _ in range(20):
@@ -114,14 +132,12 @@ def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, de
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     p.step()
-    until(lambda: is_allocated(d), d)
-    assert not parked(d)
+    until(lambda: sees_begun(d), d)
+    assert parked(d) and not is_allocated(d)
     request = d.serving.scheduler.requests[DECODED]
-    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
-    for _ in range(20):
-        d.step()
-    assert request.num_output_tokens == 0
     whole = compute(p)
+    blocks = allocated(p, d)
+    assert not parked(d)
     until(lambda: request.num_output_tokens > 0, p, d)
     assert_received(d.engine, blocks[:3], whole)
     until(lambda: is_quiet(p, d), p, d)
@@ -166,7 +182,7 @@ def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, begun):
     d.serving.add(DECODED, coordinates(p))
     if begun:
         p.step()
-        until(lambda: is_allocated(d), d)
+        until(lambda: sees_begun(d), d)
     p.serving.abort(PREFILLED)
     until(lambda: is_quiet(p, d), p, d)
     ended = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
@@ -197,9 +213,9 @@ def test_requests_of_one_name_are_not_guessed(pair):
     assert not any(len(each.consumer) for each in d.engine.transfer_engines.values())
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["parked", "with blocks"])
+@pytest.mark.parametrize("begun", [False, True], ids=["known", "begun"])
 def test_client_that_leaves_stops_all(pair, begun):
-    """Its blocks are free at once; what is offered for it later is released, and not by a lease."""
+    """What is offered for it later is released, and not by a lease."""
     p, d = pair()
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
@@ -207,10 +223,10 @@ def test_client_that_leaves_stops_all(pair, begun):
     d.step()
     if begun:
         p.step()
-        until(lambda: is_allocated(d), d)
+        until(lambda: sees_begun(d), d)
     d.serving.abort(DECODED)
-    until(lambda: not is_allocated(d), d)
-    assert PREFILLED not in p.serving.finished
+    d.step()
+    assert not is_allocated(d) and PREFILLED not in p.serving.finished
     compute(p)
     assert p.serving.num_used_blocks()
     until(lambda: is_quiet(p, d), p, d)
@@ -264,7 +280,8 @@ def test_engine_that_has_gone_ends_the_wait(pair, policy, begun):
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
     p.step()
-    until(lambda: is_allocated(d) if begun else True, d)
+    if begun:
+        until(lambda: sees_begun(d), d)
     p.engine.close()
     began_s = time.monotonic()
     until(lambda: is_quiet(d), d)
@@ -327,10 +344,8 @@ def test_prefix_that_is_cached_here_is_not_read(pair):
     d.step()
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    p.step()
-    until(lambda: is_allocated(d), d)
-    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
     whole = compute(p)
+    blocks = allocated(p, d)
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished[DECODED] is FinishReason.LENGTH
     # The model has written nothing into what was cached.
@@ -354,12 +369,13 @@ def test_prompt_that_is_preempted_there_is_read_once_it_is_computed_anew(pair):
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p), max_tokens=2)
     p.step()
-    until(lambda: is_allocated(d), d)
+    until(lambda: sees_begun(d), d)
     preempt(p, PREFILLED)
-    (dst_blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
     for _ in range(20):
         d.step()
+    assert parked(d)
     whole = compute(p)
+    dst_blocks = allocated(p, d)
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
     assert_received(d.engine, dst_blocks[:3], whole)
@@ -402,12 +418,12 @@ def test_groups_with_windows_are_read(pair):
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
     d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS)
-    p.step()
-    until(lambda: is_allocated(d), d)
-    (receive,) = d.serving.told.receive.values() or [None]
     for layers in p.engine.caches.values():
         for number, cache in enumerate(layers.values()):
             cache.copy_(torch.rand(cache.shape, generator=torch.Generator().manual_seed(number)))
+    until(lambda: PREFILLED in p.serving.finished, p)
+    until(lambda: is_allocated(d), p, d)
+    (receive,) = d.serving.told.receive.values()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
     theirs = p.serving.handed_over[PREFILLED]["remote_block_ids"]

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.parking import Parking
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    EarlyRequest,
     RemoteEngineAddress,
     RemoteRequest,
 )
 
-REQUEST = RemoteRequest(RemoteEngineAddress("prefill", "10.0.0.1", 5600), "x")
+REQUEST = EarlyRequest(RemoteRequest(RemoteEngineAddress("prefill", "10.0.0.1", 5600), "x"), 9)
 
 
-def test_request_waits_until_it_has_begun():
+def test_request_waits_until_it_is_offered():
     """Workers are told of it once."""
     parking = Parking()
     parking.park("a", REQUEST)
