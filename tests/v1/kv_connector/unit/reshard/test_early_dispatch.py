@@ -15,7 +15,6 @@ from vllm.v1.engine import FinishReason
 from tests.v1.kv_connector.unit.reshard.engine.workers import assert_received, fill
 from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import watch
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import State
 
 OPTION = {"early_dispatch": True}
 PREFILLED, DECODED = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-bbbbbbbb"
@@ -61,16 +60,6 @@ def is_allocated(d: Whole) -> bool:
     return d.serving.num_used_blocks() > 0
 
 
-def sees_begun(d: Whole) -> bool:
-    """Whether some worker has seen that a request is computed."""
-    return any(
-        waiting.watch.state is State.BEGUN
-        for each in d.engine.transfer_engines.values()
-        for place in each._early._places.values()
-        for waiting in place.waiting.values()
-    )
-
-
 def is_quiet(*wholes: Whole) -> bool:
     """Whether nothing is left of any request, in schedulers or workers."""
     return all(
@@ -95,13 +84,6 @@ def compute(p: Whole) -> dict:
     return fill(p.engine, blocks)
 
 
-def allocated(p: Whole, d: Whole) -> list[int]:
-    """Take the steps after which a request has blocks; returns these."""
-    until(lambda: is_allocated(d), p, d)
-    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
-    return list(blocks)
-
-
 def cut_prompts(p: Whole) -> None:
     """Have the prefill engine compute a block in each step."""
     p.serving.scheduler.max_num_scheduled_tokens = BLOCK_TOKENS
@@ -123,7 +105,7 @@ def test_prefill_engine_says_that_its_address_is_enough(pair):
     ids=["TP1-TP1", "TP2-TP1", "PP2-TP2"],
 )
 def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, decode):
-    """It is known, then begun; then it is offered, has blocks, and is read, and right."""
+    """It is known, then begun, and has blocks; then it is offered, and read, and right."""
     p, d = pair(prefill, decode)
     d.serving.add(DECODED, coordinates(p), max_tokens=2)
     for _ in range(20):
@@ -132,12 +114,14 @@ def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, de
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     p.step()
-    until(lambda: sees_begun(d), d)
-    assert parked(d) and not is_allocated(d)
-    request = d.serving.scheduler.requests[DECODED]
-    whole = compute(p)
-    blocks = allocated(p, d)
+    until(lambda: is_allocated(d), d)
     assert not parked(d)
+    request = d.serving.scheduler.requests[DECODED]
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    for _ in range(20):
+        d.step()
+    assert request.num_output_tokens == 0
+    whole = compute(p)
     until(lambda: request.num_output_tokens > 0, p, d)
     assert_received(d.engine, blocks[:3], whole)
     until(lambda: is_quiet(p, d), p, d)
@@ -182,7 +166,7 @@ def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, begun):
     d.serving.add(DECODED, coordinates(p))
     if begun:
         p.step()
-        until(lambda: sees_begun(d), d)
+        until(lambda: is_allocated(d), d)
     p.serving.abort(PREFILLED)
     until(lambda: is_quiet(p, d), p, d)
     ended = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
@@ -213,9 +197,9 @@ def test_requests_of_one_name_are_not_guessed(pair):
     assert not any(len(each.consumer) for each in d.engine.transfer_engines.values())
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["known", "begun"])
+@pytest.mark.parametrize("begun", [False, True], ids=["parked", "with blocks"])
 def test_client_that_leaves_stops_all(pair, begun):
-    """What is offered for it later is released, and not by a lease."""
+    """Its blocks are free at once; what is offered for it later is released, and not by a lease."""
     p, d = pair()
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
@@ -223,10 +207,10 @@ def test_client_that_leaves_stops_all(pair, begun):
     d.step()
     if begun:
         p.step()
-        until(lambda: sees_begun(d), d)
+        until(lambda: is_allocated(d), d)
     d.serving.abort(DECODED)
-    d.step()
-    assert not is_allocated(d) and PREFILLED not in p.serving.finished
+    until(lambda: not is_allocated(d), d)
+    assert PREFILLED not in p.serving.finished
     compute(p)
     assert p.serving.num_used_blocks()
     until(lambda: is_quiet(p, d), p, d)
@@ -280,8 +264,7 @@ def test_engine_that_has_gone_ends_the_wait(pair, policy, begun):
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
     p.step()
-    if begun:
-        until(lambda: sees_begun(d), d)
+    until(lambda: is_allocated(d) if begun else True, d)
     p.engine.close()
     began_s = time.monotonic()
     until(lambda: is_quiet(d), d)
@@ -344,8 +327,10 @@ def test_prefix_that_is_cached_here_is_not_read(pair):
     d.step()
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
+    p.step()
+    until(lambda: is_allocated(d), d)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
     whole = compute(p)
-    blocks = allocated(p, d)
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished[DECODED] is FinishReason.LENGTH
     # The model has written nothing into what was cached.
@@ -369,13 +354,12 @@ def test_prompt_that_is_preempted_there_is_read_once_it_is_computed_anew(pair):
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p), max_tokens=2)
     p.step()
-    until(lambda: sees_begun(d), d)
+    until(lambda: is_allocated(d), d)
     preempt(p, PREFILLED)
+    (dst_blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
     for _ in range(20):
         d.step()
-    assert parked(d)
     whole = compute(p)
-    dst_blocks = allocated(p, d)
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
     assert_received(d.engine, dst_blocks[:3], whole)
@@ -418,12 +402,12 @@ def test_groups_with_windows_are_read(pair):
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
     d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS)
+    p.step()
+    until(lambda: is_allocated(d), d)
+    (receive,) = d.serving.told.receive.values() or [None]
     for layers in p.engine.caches.values():
         for number, cache in enumerate(layers.values()):
             cache.copy_(torch.rand(cache.shape, generator=torch.Generator().manual_seed(number)))
-    until(lambda: PREFILLED in p.serving.finished, p)
-    until(lambda: is_allocated(d), p, d)
-    (receive,) = d.serving.told.receive.values()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
     theirs = p.serving.handed_over[PREFILLED]["remote_block_ids"]

@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import 
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import fingerprint
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
-    EarlyRequest,
     Receive,
     RemoteEngineAddress,
     RemoteRequest,
@@ -54,9 +53,8 @@ class Watched:
 
     def wait(self, name: str) -> None:
         """Another one does, too, and has blocks for it."""
-        early = EarlyRequest(RemoteRequest(ADDRESS, name), NUM_TOKENS)
-        self.early.begin({name: early}, self.now_s)
-        self.until(lambda: self.early._find(name).watch.state is not None)
+        self.early.begin({name: RemoteRequest(ADDRESS, name)}, self.now_s)
+        self.until(lambda: name in self.early.take_news().begun)
         bound = fingerprint(range(NUM_TOKENS), NUM_TOKENS, None, [])
         receive = Receive(ADDRESS, name, [[7, 8]], [], NUM_TOKENS, NUM_TOKENS, bound, is_early=True)
         self.early.take_over(name, receive)
@@ -134,27 +132,3 @@ def test_engine_that_cannot_be_looked_at_is_asked_anew_at_once():
     watched.reader.fails = False
     watched.post("x", State.OFFERED)
     watched.until(lambda: watched.early.ready)
-
-
-def test_all_are_looked_at_where_one_look_has_no_room_for_them():
-    """Those that were left out are first the next time."""
-    watched = Watched()
-    watched.reader.num_free = 2
-    for name in "abcde":
-        watched.post(name, State.BEGUN)
-        watched.wait(name)
-    watched.post("e", State.OFFERED)
-    watched.until(lambda: watched.early.ready)
-    assert watched.early.ready[0][0] == "e"
-
-
-def test_scheduler_hears_of_an_offer_and_not_before():
-    """A request with blocks would wait for those of another one, which waits for its own."""
-    watched = Watched()
-    watched.post("x", State.BEGUN)
-    watched.early.begin({"x": EarlyRequest(RemoteRequest(ADDRESS, "x"), NUM_TOKENS)}, 0.0)
-    watched.until(lambda: watched.early._find("x").watch.state is State.BEGUN)
-    assert not watched.early.take_news()
-    watched.post("x", State.OFFERED)
-    watched.until(lambda: watched.early.next_due_s < 0)
-    assert watched.early.take_news().offered == {"x"}

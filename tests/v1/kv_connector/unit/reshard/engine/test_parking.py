@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.parking import Parking
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
-    EarlyRequest,
     RemoteEngineAddress,
     RemoteRequest,
 )
 
-REQUEST = EarlyRequest(RemoteRequest(RemoteEngineAddress("prefill", "10.0.0.1", 5600), "x"), 9)
+REQUEST = RemoteRequest(RemoteEngineAddress("prefill", "10.0.0.1", 5600), "x")
 
 
-def test_request_waits_until_it_is_offered():
+def test_request_waits_until_it_has_begun():
     """Workers are told of it once."""
     parking = Parking()
     parking.park("a", REQUEST)

@@ -21,13 +21,13 @@ BAD = tuple(state for state in State if state.fault is not None)
 
 
 def test_request_goes_on():
-    """State by state, and no fault between."""
+    """It has blocks from when it has begun."""
     watch = Watch(0.0)
     seen = []
     for at_s, state in enumerate((None, *GOOD)):
         assert watch.see(state, float(at_s)) is None and watch.overdue(float(at_s)) is None
-        seen.append(watch.state)
-    assert seen == [None, *GOOD]
+        seen.append(watch.has_begun)
+    assert seen == [False, False, True, True]
 
 
 @pytest.mark.parametrize("state", BAD)

@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
     fingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
-    EarlyRequest,
     Receive,
     RemoteRequest,
 )
@@ -63,7 +62,7 @@ class DecodeEngine(Engine):
         reading: Requests that some worker is not through with.
         running: Requests that were received well.
         parked: Requests that have no blocks yet, as the router has told them.
-        offered: Those of them that may have some.
+        begun: Those of them that may have some.
         faults: Those that will not be read.
         num_early: Requests that were received of those.
         num_received: How many were.
@@ -75,7 +74,7 @@ class DecodeEngine(Engine):
         self.reading: dict[str, Request] = {}
         self.running: list[Request] = []
         self.parked: dict[str, Ticket] = {}
-        self.offered: set[str] = set()
+        self.begun: set[str] = set()
         self.faults: dict[str, str] = {}
         self.num_early = 0
         self.num_received = self.num_failed = 0
@@ -135,13 +134,7 @@ class DecodeEngine(Engine):
     def park(self, request_id: str, ticket: Ticket) -> None:
         """Wait for a request that has this name elsewhere; more of its ticket is not told."""
         self.parked[request_id] = ticket
-        self.hand_over(
-            early={
-                request_id: EarlyRequest(
-                    RemoteRequest(ticket.address, ticket.request_id), ticket.num_tokens
-                )
-            }
-        )
+        self.hand_over(early={request_id: RemoteRequest(ticket.address, ticket.request_id)})
 
     def admit(self, request_id: str) -> Request | None:
         """Give blocks to a request that waits, if there is room."""
@@ -168,7 +161,7 @@ class DecodeEngine(Engine):
         """Tell workers what to fill for a request that has waited, which may be nothing."""
         ticket = self.parked.pop(request_id)
         num_tokens = ticket.num_tokens
-        self.offered.discard(request_id)
+        self.begun.discard(request_id)
         receive = Receive(
             ticket.address,
             ticket.request_id,
@@ -224,7 +217,7 @@ class DecodeEngine(Engine):
     def hear(self, worker: Worker, report: Report) -> None:
         """A request fails at once, and is given back once it is quiet; both once each."""
         check(not report.sent, f"{worker.name} was never offered {report.sent}")
-        self.offered |= report.early.offered & self.parked.keys()
+        self.begun |= report.early.begun & self.parked.keys()
         for request_id, reason in report.early.faults.items():
             if request_id in self.parked:
                 self.faults[request_id] = reason

@@ -259,7 +259,7 @@ class Simulation:
     def admit(self) -> None:
         """A request that has waited has blocks, if there are enough."""
         for engine in self._decodes():
-            request_id = self._any(sorted(engine.offered | engine.faults.keys()))
+            request_id = self._any(sorted(engine.begun | engine.faults.keys()))
             if request_id is not None and engine.admit(request_id) is not None:
                 self._note(f"{engine.engine_id} admits {request_id}")
 
@@ -509,7 +509,7 @@ class Simulation:
         for engine in self._decodes():
             for request in list(engine.running):
                 engine.finish(request)
-            for request_id in sorted(engine.offered | engine.faults.keys()):
+            for request_id in sorted(engine.begun | engine.faults.keys()):
                 engine.admit(request_id)
         for worker in self._workers():
             while worker.announced:

@@ -2,19 +2,18 @@
 """Requests that a worker hears of before the engine that computes their prompts has offered them.
 
     asked for  ->  watched on the other engine's board  ->  offered  ->  read like any other request
-                      |  offered, or a fault: the scheduler hears of it
+                      |  begun, or a fault: the scheduler hears of it
 
 A request is handed on once two things are known: what is offered, from the board, and the blocks to
-fill, from the scheduler, which gives it some when it hears of the offer. Each worker watches for
-itself, so that none waits for another one's step: one small read of each engine at a time, and a
-rest after it. Nothing is read into blocks here: a request that is given up is quiet at once.
+fill, from the scheduler, which gives it some when it has begun. Each worker watches for itself, so
+that none waits for another one's step: one small read of each engine at a time, and a rest after
+it. Nothing is read into blocks here, so that a request that is given up is quiet at once.
 
 All of this belongs to the connector's thread.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +36,7 @@ from ..protocol.board import (
 from ..protocol.fingerprint import with_blocks
 from ..protocol.ids import RequestId
 from ..protocol.leases import entry_of
-from ..protocol.messages import EarlyRequest, Receive, RemoteEngineAddress, RemoteRequest
+from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.quoting import one_line, quote
 from ..protocol.watch import Pace, Watch
 from ..transport.board_reader import Look
@@ -58,16 +57,16 @@ class _Waiting:
 
     Attributes:
         name: The name that both engines have for it.
-        num_tokens: Of its prompt.
         watch: What was seen of it.
         receive: What to fill, once the scheduler has said so.
+        is_told: The scheduler has heard that it has begun.
         has_waited: It was not offered at the first look, as it is where a router is serial.
     """
 
     name: str
-    num_tokens: int
     watch: Watch
     receive: Receive | None = None
+    is_told: bool = False
     has_waited: bool = False
 
 
@@ -118,19 +117,19 @@ class EarlyNews:
     """What the scheduler should hear.
 
     Attributes:
-        offered: Requests that are to have blocks now.
+        begun: Requests that are to have blocks now.
         faults: Requests that will not be read, each with the reason.
     """
 
-    offered: set[RequestId] = field(default_factory=set)
+    begun: set[RequestId] = field(default_factory=set)
     faults: dict[RequestId, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.offered or self.faults)
+        return bool(self.begun or self.faults)
 
     def add(self, later: EarlyNews) -> None:
         """Take in what was seen since."""
-        self.offered |= later.offered
+        self.begun |= later.begun
         self.faults |= later.faults
 
 
@@ -187,14 +186,13 @@ class EarlyRequests:
         ]
         return min([self._left.next_due_s, *due_s])
 
-    def begin(self, requests: Mapping[RequestId, EarlyRequest], now_s: float) -> None:
+    def begin(self, requests: Mapping[RequestId, RemoteRequest], now_s: float) -> None:
         """Watch some requests, under the names that both engines have for them."""
         for request_id, request in requests.items():
             if request_id not in self._at:
-                remote = request.remote
-                there = self._peers.connected_at(remote.source)
-                waiting = _Waiting(remote.request_id, request.num_tokens, Watch(now_s))
-                self._put(request_id, waiting, there or remote.source)
+                there = self._peers.connected_at(request.source)
+                waiting = _Waiting(request.request_id, Watch(now_s))
+                self._put(request_id, waiting, there or request.source)
 
     def take_over(self, request_id: RequestId, receive: Receive) -> None:
         """A request has blocks; or it needs none, and its producer is told once it offers it."""
@@ -207,7 +205,10 @@ class EarlyRequests:
         elif request_id in self._offered:
             self._hand_on(request_id, receive, *self._offered.pop(request_id))
         elif request_id in self._at:
-            self._find(request_id).receive = receive
+            waiting = self._find(request_id)
+            waiting.receive = receive
+            pace = self._places[self._at[request_id]].pace
+            waiting.watch.takes_s = pace.of(receive.remote_tokens)
 
     def give_up(self, request_ids: Iterable[RequestId], reason: str) -> None:
         """Some requests are not wanted any more: their blocks are free, and offers are declined."""
@@ -281,21 +282,13 @@ class EarlyRequests:
         place.connection, place.pace = peer.connection, peer.pace
         if place.connection is None:
             return
-        try:
-            reader = place.connection.board()
-        except TransferError:
-            self._break_off(address, place, now_s)
-            return
+        reader = place.connection.board()
         if reader is None:
             why = "that engine does not say how far it is: set early_dispatch there, too"
             for request_id, waiting in list(place.waiting.items()):
                 self._fail(request_id, waiting, why)
             return
-        place.asked = list(itertools.islice(place.waiting, reader.num_free))
-        if len(place.asked) < len(place.waiting):
-            # The others are first in the next look.
-            for request_id in place.asked:
-                place.waiting[request_id] = place.waiting.pop(request_id)
+        place.asked = list(place.waiting)[: reader.num_free]
         rows = [entry_of(place.waiting[each].name, NUM_BUCKETS).bucket for each in place.asked]
         place.sightings = {}
         self._post(address, place, rows, now_s)
@@ -345,11 +338,13 @@ class EarlyRequests:
                 continue
             sighting = look_up(row, waiting.name)
             waiting.has_waited |= sighting.state is not State.OFFERED
-            waiting.watch.takes_s = place.pace.of(waiting.num_tokens)
             fault = waiting.watch.see(sighting.state, now_s)
             if fault is not None:
                 self._fail(request_id, waiting, fault)
                 continue
+            if waiting.watch.has_begun and not waiting.is_told and waiting.receive is None:
+                waiting.is_told = True
+                self._news.begun.add(request_id)
             if sighting.has_record and sighting.num_rows <= room:
                 room -= sighting.num_rows
                 place.sightings[request_id] = sighting
@@ -388,7 +383,6 @@ class EarlyRequests:
                 self._renewed[request_id] = RemoteRequest(address, record.request_id)
             if receive is None:
                 self._offered[request_id] = address, record
-                self._news.offered.add(request_id)
             else:
                 self._hand_on(request_id, receive, address, record)
         place.sightings = {}

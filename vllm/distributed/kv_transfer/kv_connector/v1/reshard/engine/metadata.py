@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ..protocol.board import Posting
 from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
-from ..protocol.messages import EarlyRequest, Receive, RemoteRequest
+from ..protocol.messages import Receive, RemoteRequest
 from ..protocol.metadata import WorkerHandshake
 from ..transport.announcements import AnnouncerAddress
 
@@ -69,7 +69,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     announcer: AnnouncerAddress | None = None
     awaited: dict[RequestId, RemoteRequest] = field(default_factory=dict)
     ended: set[RequestId] = field(default_factory=set)
-    early: dict[RequestId, EarlyRequest] = field(default_factory=dict)
+    early: dict[RequestId, RemoteRequest] = field(default_factory=dict)
     postings: list[Posting] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -95,22 +95,22 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
     Attributes:
         failed: Requests that a worker could not read.
-        offered: Requests of `early` that other engines offer now.
+        begun: Requests of `early` that other engines compute now.
         faults: Those of them that will not be read, each with the reason.
     """
 
     failed: frozenset[RequestId] = frozenset()
-    offered: frozenset[RequestId] = frozenset()
+    begun: frozenset[RequestId] = frozenset()
     faults: Mapping[RequestId, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.offered or self.faults)
+        return bool(self.failed or self.begun or self.faults)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """What two workers say."""
         assert isinstance(other, WorkerNews)
         return WorkerNews(
             self.failed | other.failed,
-            self.offered | other.offered,
+            self.begun | other.begun,
             {**self.faults, **other.faults},
         )

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that a decode engine's scheduler has, and gives no blocks yet.
 
-A request that was sent to both engines at once waits until the other one offers its prompt: until
-then it holds no blocks and is in nobody's way. One that will not be offered has blocks, too: vLLM
-hears of failed reads only where something is read, and does as `kv_load_failure_policy` says.
-
-With blocks of its own, a request would wait for the other engine's, and that engine for those of
-another request, which waits for blocks here: neither would go on.
+A request that was sent to both engines at once waits until the other one computes its prompt: until
+then it holds no blocks and is in nobody's way. It has blocks when that begins, so that workers read
+as soon as it is offered, without a step in between. One that will not be offered has blocks, too:
+vLLM hears of failed reads only where something is read, and does as `kv_load_failure_policy` says.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..protocol.ids import RequestId
-from ..protocol.messages import EarlyRequest
+from ..protocol.messages import RemoteRequest
 
 
 class Parking:
@@ -23,7 +21,7 @@ class Parking:
     def __init__(self) -> None:
         self._parked: set[RequestId] = set()
         self._faults: dict[RequestId, str] = {}
-        self._untold: dict[RequestId, EarlyRequest] = {}
+        self._untold: dict[RequestId, RemoteRequest] = {}
 
     def __len__(self) -> int:
         """Requests that wait for blocks."""
@@ -33,14 +31,14 @@ class Parking:
         """Whether a request waits for blocks."""
         return request_id in self._parked
 
-    def park(self, request_id: RequestId, request: EarlyRequest) -> None:
-        """A request waits until an engine offers it that knows it by a shared name."""
+    def park(self, request_id: RequestId, request: RemoteRequest) -> None:
+        """A request waits until an engine begins it that knows it by a shared name."""
         self._parked.add(request_id)
         self._untold[request_id] = request
 
-    def hear(self, offered: Iterable[RequestId], faults: Mapping[RequestId, str]) -> None:
+    def hear(self, begun: Iterable[RequestId], faults: Mapping[RequestId, str]) -> None:
         """Take note of what a worker has seen of requests; those that wait do so no more."""
-        self._parked.difference_update(offered)
+        self._parked.difference_update(begun)
         for request_id, reason in faults.items():
             if request_id in self._parked:
                 self._parked.remove(request_id)
@@ -51,7 +49,7 @@ class Parking:
         self._parked.discard(request_id)
         return self._faults.pop(request_id, None)
 
-    def take(self) -> dict[RequestId, EarlyRequest]:
+    def take(self) -> dict[RequestId, RemoteRequest]:
         """The requests that workers were not told of."""
         untold, self._untold = self._untold, {}
         return untold

@@ -54,9 +54,8 @@ class Postings:
 
     def offer(self, request_id: RequestId, num_tokens: int, block_ids: BlockIds) -> None:
         """A request's blocks are held for readers."""
-        if request_id in self._names:
-            record = encode_record(Record.of(request_id, num_tokens, block_ids))
-            self._post_of(request_id, State.OFFERED, record)
+        record = encode_record(Record.of(request_id, num_tokens, block_ids))
+        self._post_of(request_id, State.OFFERED, record)
 
     def end(self, request_id: RequestId, state: State) -> None:
         """A request has ended, and is not offered."""

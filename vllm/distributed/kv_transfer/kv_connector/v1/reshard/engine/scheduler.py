@@ -21,7 +21,7 @@ from ..protocol.board import State
 from ..protocol.early import decode_params, prefill_name, prefill_params
 from ..protocol.fingerprint import OfferFingerprint, fingerprint
 from ..protocol.ids import BlockIds, EngineId
-from ..protocol.messages import EarlyRequest, Receive, RemoteEngineAddress, RemoteRequest
+from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.metadata import encode_replies
 from ..protocol.params import (
     Params,
@@ -161,8 +161,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             if not isinstance(source, str):
                 named = RemoteRequest(_address(source), source.remote_request_id)
                 if is_early(params):
-                    early = EarlyRequest(named, request.num_prompt_tokens)
-                    self._parking.park(request.request_id, early)
+                    self._parking.park(request.request_id, named)
                 else:
                     self._awaited[request.request_id] = named
                 self._renewed.add(request.request_id)
@@ -192,8 +191,8 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[int | None, bool]:
         """As upstream's, but for requests that are dispatched early, which wait.
 
-        They have no blocks until the engine that computes their prompt has offered it. What is
-        cached here whole need not wait.
+        They have no blocks until the engine that computes their prompt has begun. What is cached
+        here whole need not wait.
         """
         count, is_async = self._num_to_read(request, num_computed_tokens)
         if count > 0 and request.request_id in self._parking:
@@ -303,7 +302,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         if isinstance(told, WorkerNews):
             for request_id in self._reads.hear(told.failed):
                 self._stop_heartbeat(request_id)
-            self._parking.hear(told.offered, told.faults)
+            self._parking.hear(told.begun, told.faults)
         self._postings.forget(connector_output.finished_sending or ())
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(

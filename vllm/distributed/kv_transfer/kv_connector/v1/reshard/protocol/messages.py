@@ -86,19 +86,6 @@ class RemoteRequest:
     request_id: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyRequest:
-    """A request that another engine computes, and may not have offered yet.
-
-    Attributes:
-        remote: It, by the name that both engines have for it.
-        num_tokens: Of its prompt.
-    """
-
-    remote: RemoteRequest
-    num_tokens: int
-
-
 class Announcement(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """A request that is offered, as workers hear of it before the step that says so.
 

@@ -83,6 +83,11 @@ class Watch:
         self.changed_s = self.heard_s = self.since_s
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the producer computes it, or has."""
+        return self.state is State.BEGUN or self.state is State.OFFERED
+
+    @property
     def rest_s(self) -> float:
         """How long to rest between two looks: by what was waited so far, or is still to wait."""
         waited_s = self.heard_s - self.changed_s
