@@ -11,13 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools.pdstack.interpreter import MODULE_DIR
+
 _ROOT = Path(__file__).resolve().parents[1]
-_MODULES = _ROOT / "tools/pdstack/modules/triton_on_cpu"
 
 
 def assert_passes(module: Path) -> None:
     """See that the tests of a module pass in a process that has vLLM with the interpreter."""
-    paths = [str(_MODULES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(MODULE_DIR), *filter(None, [os.environ.get("PYTHONPATH")])]
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(module)],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},

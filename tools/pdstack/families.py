@@ -99,6 +99,11 @@ class Family:
     args: tuple[str, ...] = ()
     one: Side = field(default_factory=Side)
 
+    @property
+    def sides(self) -> tuple[Side, Side, Side]:
+        """All engines that it needs."""
+        return self.prefill, self.decode, self.one
+
 
 MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
     "llama, 6 KV heads": lambda directory: write_tiny_llama(
@@ -434,24 +439,28 @@ def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, s
     wanted = list(families)
     models = {family.model for family in wanted}
     why = {model: ask() for model, ask in WHY_NOT.items() if model in models}
-    needs = ((_has_caches, why_no_caches), (_has_second_runner, why_no_second_runner))
-    asked = [(needed, ask()) for needed, ask in needs if any(map(needed, wanted))]
-    left_out = {}
-    for family in wanted:
-        reasons = [why.get(family.model), *(reason for needed, reason in asked if needed(family))]
-        if reason := next(filter(None, reasons), None):
-            left_out[family.name] = reason
+    of_caches = why_no_caches() if any(map(_has_caches, wanted)) else ""
+    of_runner = why_no_second_runner() if any(map(_has_second_runner, wanted)) else ""
+    left_out = {
+        family.name: reason
+        for family in wanted
+        if (
+            reason := why.get(family.model)
+            or (of_caches if _has_caches(family) else "")
+            or (of_runner if _has_second_runner(family) else "")
+        )
+    }
     return [family for family in wanted if family.name not in left_out], left_out
 
 
 def _has_caches(family: Family) -> bool:
     """Whether its engines fill their caches in other ways than vLLM for CPU does."""
-    return any(side.caches for side in (family.prefill, family.decode, family.one))
+    return any(side.caches for side in family.sides)
 
 
 def _has_second_runner(family: Family) -> bool:
     """Whether vLLM's second model runner runs any of its engines."""
-    return any(side.second_runner for side in (family.prefill, family.decode, family.one))
+    return any(side.second_runner for side in family.sides)
 
 
 def subsets_of(family: Family) -> list[str]:

@@ -74,6 +74,12 @@ def is_quiet(*wholes: Whole) -> bool:
     )
 
 
+def assert_ended_by(policy: str, d: Whole) -> None:
+    """See that a request that was not read has failed, or was computed, and nothing else."""
+    ended = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
+    assert d.serving.finished == {DECODED: ended}
+
+
 def compute(p: Whole) -> dict:
     """Take all steps that a prompt needs; returns the bytes of its blocks, in their order."""
     blocks: list[int] = []
@@ -169,8 +175,7 @@ def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, begun):
         until(lambda: is_allocated(d), d)
     p.serving.abort(PREFILLED)
     until(lambda: is_quiet(p, d), p, d)
-    ended = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
-    assert d.serving.finished == {DECODED: ended}
+    assert_ended_by(policy, d)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -180,8 +185,7 @@ def test_request_that_is_never_known_fails(pair, policy, monkeypatch):
     p, d = pair(policy=policy)
     d.serving.add(DECODED, coordinates(p))
     until(lambda: is_quiet(p, d), p, d)
-    ended = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
-    assert d.serving.finished == {DECODED: ended}
+    assert_ended_by(policy, d)
 
 
 def test_requests_of_one_name_are_not_guessed(pair):
@@ -268,8 +272,7 @@ def test_engine_that_has_gone_ends_the_wait(pair, policy, begun):
     p.engine.close()
     began_s = time.monotonic()
     until(lambda: is_quiet(d), d)
-    ended = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
-    assert d.serving.finished == {DECODED: ended}
+    assert_ended_by(policy, d)
     assert time.monotonic() - began_s < watch.KNOWN_WITHIN_S
 
 
@@ -280,8 +283,7 @@ def test_engine_without_the_option_is_told_from_others(wholes, policy):
     d = wholes("decode", OPTION, policy=policy, **OPTION)
     d.serving.add(DECODED, coordinates(p))
     until(lambda: is_quiet(d), d)
-    ended = FinishReason.ERROR if policy == "fail" else FinishReason.LENGTH
-    assert d.serving.finished == {DECODED: ended}
+    assert_ended_by(policy, d)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.postings import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import State
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     decode_announcement,
+    encode_announcement,
 )
 
 
 def made() -> tuple[Postings, list]:
     """Postings, and what they announce."""
     announced: list = []
-    return Postings(lambda message: announced.append(decode_announcement(message))), announced
+    return Postings(
+        lambda posting: announced.append(decode_announcement(encode_announcement(posting)))
+    ), announced
 
 
 def states(postings: Postings) -> list[tuple[str, State | None]]:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     Report,
     SchedulerStep,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import State
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import Posting, State
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
     OfferSecret,
@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Announcement,
     RemoteEngineAddress,
     Renew,
-    decode_announcement,
     decode_notification,
 )
 
@@ -186,11 +185,11 @@ class PrefillEngine(Engine):
         """Have all workers do something, and tell them what others are to see."""
         return super().hand_over(postings=self.postings.take(), **asked)
 
-    def _announce(self, message: bytes) -> None:
+    def _announce(self, posting: Posting) -> None:
         """Tell workers ahead of steps; some hear nothing."""
         for worker in self.workers:
             if self.is_ahead and self.world.random.random() < 0.8:
-                worker.announced.append(decode_announcement(message))
+                worker.announced.append(posting)
 
     def _end(self, offer: Offer) -> None:
         self.postings.forget([offer.ticket.request_id])

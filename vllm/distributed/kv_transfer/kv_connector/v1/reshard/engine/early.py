@@ -39,7 +39,7 @@ from ..protocol.leases import entry_of
 from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.quoting import one_line, quote
 from ..protocol.watch import Pace, Watch
-from ..transport.board_reader import Look
+from ..transport.board_reader import BoardReader, Look
 from ..transport.connection import PeerConnection
 from .left_looks import LOOK_LIMIT_S, LeftLooks
 from .peers import Peer, PeerTable
@@ -110,6 +110,14 @@ class _Place:
     look: Look | None = None
     asked: list[RequestId] = field(default_factory=list)
     sightings: dict[RequestId, Sighting] = field(default_factory=dict)
+
+    @property
+    def reader(self) -> BoardReader:
+        """What its board is read with, where it is known to be connected, and to have one."""
+        assert self.connection is not None
+        reader = self.connection.board()
+        assert reader is not None
+        return reader
 
 
 @dataclass(slots=True)
@@ -295,15 +303,12 @@ class EarlyRequests:
 
     def _take(self, address: RemoteEngineAddress, place: _Place, now_s: float) -> None:
         """Take note of what a look has found, if it is over."""
-        connection = place.connection
-        assert connection is not None and place.look is not None
-        if not connection.is_connected:
+        assert place.connection is not None and place.look is not None
+        if not place.connection.is_connected:
             self._reconnect(address, place, now_s)
             return
-        reader = connection.board()
-        assert reader is not None
         try:
-            rows = reader.take(place.look)
+            rows = place.reader.take(place.look)
         except TransferError:
             self._break_off(address, place, now_s)
             return
@@ -328,10 +333,7 @@ class EarlyRequests:
         now_s: float,
     ) -> None:
         """See how far requests are, and read the records of those that are offered."""
-        assert place.connection is not None
-        reader = place.connection.board()
-        assert reader is not None
-        room = reader.num_free
+        room = place.reader.num_free
         for request_id, row in zip(place.asked, rows, strict=True):
             waiting = place.waiting.get(request_id)
             if waiting is None:
@@ -394,12 +396,8 @@ class EarlyRequests:
             # There is no room, or nobody waits any more.
             place.look_at_s = now_s + _NO_ROOM_S
             return
-        connection = place.connection
-        assert connection is not None
-        reader = connection.board()
-        assert reader is not None
         try:
-            place.look, place.looked_s = reader.post(rows), now_s
+            place.look, place.looked_s = place.reader.post(rows), now_s
         except TransferError:
             self._break_off(address, place, now_s)
 

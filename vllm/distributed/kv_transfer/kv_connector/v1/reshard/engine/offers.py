@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 
+from ..protocol.board import Posting
 from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
 from ..protocol.messages import Announcement, encode_announcement
@@ -67,14 +68,13 @@ class OfferBook:
         if trace_headers:
             self._trace_headers[request_id] = trace_headers
         self._num_offers += 1
-        announcement = Announcement(self._num_offers, request_id, fingerprint)
-        self.announce(encode_announcement(announcement))
+        self.announce(Announcement(self._num_offers, request_id, fingerprint))
         return secret
 
-    def announce(self, message: bytes) -> None:
+    def announce(self, announcement: Announcement | Posting) -> None:
         """Tell all workers before the next step, where that can be."""
         if self._announcer is not None:
-            self._announcer.tell(message)
+            self._announcer.tell(encode_announcement(announcement))
 
     def write_to(self, metadata: ReshardConnectorMetadata) -> None:
         """Have a step tell what is offered since the last one."""

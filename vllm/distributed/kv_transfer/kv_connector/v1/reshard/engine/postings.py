@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 
 from ..protocol.board import Posting, Record, State, encode_record
 from ..protocol.ids import BlockIds, RequestId
-from ..protocol.messages import encode_announcement
 
 
 class Postings:
@@ -24,7 +23,7 @@ class Postings:
         announce: Tells all workers before the next step, where that can be.
     """
 
-    def __init__(self, announce: Callable[[bytes], None]) -> None:
+    def __init__(self, announce: Callable[[Posting], None]) -> None:
         self._announce = announce
         self._names: dict[RequestId, str] = {}
         # Those that have not ended, by name.
@@ -54,8 +53,9 @@ class Postings:
 
     def offer(self, request_id: RequestId, num_tokens: int, block_ids: BlockIds) -> None:
         """A request's blocks are held for readers."""
-        record = encode_record(Record.of(request_id, num_tokens, block_ids))
-        self._post_of(request_id, State.OFFERED, record)
+        if request_id in self._names:
+            record = encode_record(Record.of(request_id, num_tokens, block_ids))
+            self._post_of(request_id, State.OFFERED, record)
 
     def end(self, request_id: RequestId, state: State) -> None:
         """A request has ended, and is not offered."""
@@ -92,4 +92,4 @@ class Postings:
         self._number += 1
         posting = Posting(self._number, name, state, request_id, record)
         self._untold.append(posting)
-        self._announce(encode_announcement(posting))
+        self._announce(posting)

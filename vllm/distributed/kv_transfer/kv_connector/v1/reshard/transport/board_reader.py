@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InDoubtError, TransferError
-from ..memory.leg import Rows
+from ..memory.leg import side_by_side
 from ..protocol.board import MAX_RECORD_ROWS, NUM_ROWS, ROW_BYTES, WORDS_PER_ROW
 from ..protocol.quoting import quote
 from .agent import NixlAgent, Prepared, Transfer, TransferState
@@ -42,7 +42,7 @@ class RowBuffer:
         self.rows = np.zeros((_ROOM_ROWS, WORDS_PER_ROW), dtype=np.uint64)
         address = self.rows.ctypes.data
         agent.register([(address, self.rows.nbytes, 0)], "DRAM")
-        self.local = agent.prepare(_list_of(address, _ROOM_ROWS), memory="DRAM")
+        self.local = agent.prepare(side_by_side(address, ROW_BYTES, 0, _ROOM_ROWS), memory="DRAM")
         self.free = deque(range(_ROOM_ROWS))
 
 
@@ -116,9 +116,4 @@ def prepare_board(agent: NixlAgent, address: int, peer: str) -> Prepared:
     Raises:
         TransferError: NIXL does not know the peer, or not this memory of its.
     """
-    return agent.prepare(_list_of(address, NUM_ROWS), peer, "DRAM")
-
-
-def _list_of(address: int, num_rows: int) -> Rows:
-    """The descriptors of some rows; shape (1, 5), as in `lowering`."""
-    return np.array([(address, ROW_BYTES, 0, ROW_BYTES, num_rows)], dtype=np.uint64)
+    return agent.prepare(side_by_side(address, ROW_BYTES, 0, NUM_ROWS), peer, "DRAM")
