@@ -186,7 +186,9 @@ class ReshardScheduler(NixlConnectorScheduler):
             params, reads_back=self.is_bidirectional_kv_xfer_enabled, trusted=self._trusted
         )
 
-    def get_num_new_matched_tokens(
+    # Upstream's scheduler promises an int; the connector's interface lets it answer None, and vLLM
+    # then asks again in the next step.
+    def get_num_new_matched_tokens(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """As upstream's, but for requests that are dispatched early, which wait.
