@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,3 +98,9 @@ def test_slots_are_counted_in_tokens():
     """Either base's way to say it means the same."""
     spec = SimpleNamespace(block_size=16, storage_block_size=4, tokens_per_state=4)
     assert compat.tokens_per_slot(spec) == 4
+
+
+def test_kernels_of_rocm_are_not_asked_for_elsewhere(monkeypatch):
+    """Where they are looked for, operators are loaded that end a process without AVX-512."""
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.flydsl_turboquant_decode", None)
+    assert not compat.keeps_turboquants_scales_apart()

@@ -165,9 +165,13 @@ def draft_cache_dtype(speculative: SpeculativeConfig, cache_config: CacheConfig)
 def keeps_turboquants_scales_apart() -> bool:
     """Whether TurboQuant puts a block's scales behind all else of it, as 0.22.1 never does.
 
-    Later ones do where FlyDSL's kernels read: `TurboQuantAttentionImpl._soa_store`.
+    Later ones do where FlyDSL's kernels read: `TurboQuantAttentionImpl._soa_store`. These are of
+    ROCm alone, and to ask for them elsewhere loads operators that end the process: on a CPU without
+    AVX-512, `vllm._C` beside `vllm._C_AVX2`.
     """
-    if _IS_0_22:
+    from vllm.platforms import current_platform
+
+    if _IS_0_22 or not current_platform.is_rocm():
         return False
     from vllm.v1.attention.ops.flydsl_turboquant_decode import is_flydsl_available
 
