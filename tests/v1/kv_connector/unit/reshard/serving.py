@@ -252,6 +252,10 @@ class Whole:
 
     def end(self, scheduled: SchedulerOutput) -> None:
         """Let workers hear of what was begun, and the scheduler of what they report."""
+        self.serving.end(scheduled, heard=self.work(scheduled))
+
+    def work(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
+        """Let workers hear of what was begun; returns what they report."""
         outputs = []
         for connector in self.connectors:
             connector.bind_connector_metadata(scheduled.kv_connector_metadata)
@@ -263,8 +267,7 @@ class Whole:
                 **failed,
             )
             outputs.append(ModelRunnerOutput([], {}, kv_connector_output=report))
-        heard = self.aggregator.aggregate(outputs).kv_connector_output
-        self.serving.end(scheduled, heard=heard)
+        return self.aggregator.aggregate(outputs).kv_connector_output
 
 
 @pytest.fixture

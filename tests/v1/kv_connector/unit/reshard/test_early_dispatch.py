@@ -7,6 +7,8 @@ There is no model: a step of the prefill engine computes what the test has fille
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -80,14 +82,31 @@ def assert_ended_by(policy: str, d: Whole) -> None:
     assert d.serving.finished == {DECODED: ended}
 
 
+def begin_last_chunk(p: Whole) -> Callable[[], dict]:
+    """Take all steps that a prompt needs, and begin the last one, without an end.
+
+    Returns:
+        Ends it; returns the bytes of its blocks in the first group, in their order.
+    """
+    request = p.serving.scheduler.requests[PREFILLED]
+    while True:
+        scheduled = p.serving.begin()
+        if request.num_computed_tokens >= request.num_prompt_tokens:
+            break
+        p.end(scheduled)
+    blocks, *_ = p.serving.scheduler.kv_cache_manager.get_block_ids(PREFILLED)
+    heard = p.work(scheduled)
+
+    def end() -> dict:
+        p.serving.end(scheduled, heard=heard)
+        return fill(p.engine, blocks)
+
+    return end
+
+
 def compute(p: Whole) -> dict:
     """Take all steps that a prompt needs; returns the bytes of its blocks, in their order."""
-    blocks: list[int] = []
-    while PREFILLED in p.serving.scheduler.requests and PREFILLED not in p.serving.finished:
-        scheduled = p.serving.begin()
-        (blocks,) = p.serving.scheduler.kv_cache_manager.get_block_ids(PREFILLED)
-        p.end(scheduled)
-    return fill(p.engine, blocks)
+    return begin_last_chunk(p)()
 
 
 def cut_prompts(p: Whole) -> None:
@@ -111,7 +130,7 @@ def test_prefill_engine_says_that_its_address_is_enough(pair):
     ids=["TP1-TP1", "TP2-TP1", "PP2-TP2"],
 )
 def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, decode):
-    """It is known, then begun, and has blocks; then it is offered, and read, and right."""
+    """It has blocks once its last chunk is computed; then it is offered, and read, and right."""
     p, d = pair(prefill, decode)
     d.serving.add(DECODED, coordinates(p), max_tokens=2)
     for _ in range(20):
@@ -120,6 +139,10 @@ def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, de
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     p.step()
+    for _ in range(20):
+        assert d.step() == {}
+    assert parked(d) and not is_allocated(d)
+    end = begin_last_chunk(p)
     until(lambda: is_allocated(d), d)
     assert not parked(d)
     request = d.serving.scheduler.requests[DECODED]
@@ -127,7 +150,7 @@ def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, de
     for _ in range(20):
         d.step()
     assert request.num_output_tokens == 0
-    whole = compute(p)
+    whole = end()
     until(lambda: request.num_output_tokens > 0, p, d)
     assert_received(d.engine, blocks[:3], whole)
     until(lambda: is_quiet(p, d), p, d)
@@ -135,6 +158,32 @@ def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, de
     stats = [worker.take_stats() for worker in d.engine.workers.values()]
     # A worker that was connected late may have found it offered.
     assert any(each and each.data["prefill_wait_seconds"] for each in stats)
+
+
+def test_two_full_engines_do_not_wait_for_each_other(pair):
+    """What still needs blocks there has none here, where what is offered there needs them."""
+    p, d = pair()
+    # As where several prompts have been admitted together, each with room for itself.
+    p.serving.scheduler.scheduler_reserve_full_isl = False
+    for whole, num_left in ((p, 4), (d, 5)):
+        pool = whole.serving.scheduler.kv_cache_manager.block_pool
+        pool.get_new_blocks(pool.get_num_free_blocks() - num_left)
+    offered = "cmpl-y-0-bbbbbbbb"
+    p.serving.add("cmpl-y-0-aaaaaaaa", {"do_remote_decode": True}, first_token=500)
+    p.step()
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    (watching,) = (each._early for each in d.engine.transfer_engines.values())
+    until(lambda: DECODED in watching._at, p, d)
+    until(lambda: watching._find(DECODED).watch.state is not None, p, d)
+    for _ in range(20):
+        p.step()
+        d.step()
+    assert PREFILLED not in p.serving.finished
+    d.serving.add(offered, coordinates(p, remote_request_id="y"), first_token=500)
+    until(lambda: len(d.serving.finished) == 2, p, d)
+    assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
 
 
 def test_request_that_is_offered_already_is_read_at_once(pair):
@@ -163,15 +212,15 @@ def test_serial_router_passes_blocks_on_as_before(pair):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("begun", [False, True], ids=["known", "begun"])
-def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, begun):
+@pytest.mark.parametrize("admitted", [False, True], ids=["parked", "with blocks"])
+def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, admitted):
     """By the policy: an error, or the prompt is computed."""
     p, d = pair(policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    if begun:
-        p.step()
+    if admitted:
+        begin_last_chunk(p)
         until(lambda: is_allocated(d), d)
     p.serving.abort(PREFILLED)
     until(lambda: is_quiet(p, d), p, d)
@@ -201,21 +250,21 @@ def test_requests_of_one_name_are_not_guessed(pair):
     assert not any(len(each.consumer) for each in d.engine.transfer_engines.values())
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["parked", "with blocks"])
-def test_client_that_leaves_stops_all(pair, begun):
+@pytest.mark.parametrize("admitted", [False, True], ids=["parked", "with blocks"])
+def test_client_that_leaves_stops_all(pair, admitted):
     """Its blocks are free at once; what is offered for it later is released, and not by a lease."""
     p, d = pair()
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
     d.step()
-    if begun:
-        p.step()
+    end = begin_last_chunk(p) if admitted else partial(compute, p)
+    if admitted:
         until(lambda: is_allocated(d), d)
     d.serving.abort(DECODED)
     until(lambda: not is_allocated(d), d)
     assert PREFILLED not in p.serving.finished
-    compute(p)
+    end()
     assert p.serving.num_used_blocks()
     until(lambda: is_quiet(p, d), p, d)
     (stats,) = (each.take_stats() for each in p.engine.workers.values())
@@ -260,15 +309,19 @@ def test_engine_that_has_restarted_is_followed(pair):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("begun", [False, True], ids=["known", "begun"])
-def test_engine_that_has_gone_ends_the_wait(pair, policy, begun):
+@pytest.mark.parametrize("admitted", [False, True], ids=["parked", "with blocks"])
+def test_engine_that_has_gone_ends_the_wait(pair, policy, admitted):
     """As soon as it cannot be asked any more."""
     p, d = pair(policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    p.step()
-    until(lambda: is_allocated(d) if begun else True, d)
+    if admitted:
+        begin_last_chunk(p)
+        until(lambda: is_allocated(d), d)
+    else:
+        p.step()
+        d.step()
     p.engine.close()
     began_s = time.monotonic()
     until(lambda: is_quiet(d), d)
@@ -329,10 +382,10 @@ def test_prefix_that_is_cached_here_is_not_read(pair):
     d.step()
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    p.step()
+    end = begin_last_chunk(p)
     until(lambda: is_allocated(d), d)
     (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
-    whole = compute(p)
+    whole = end()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished[DECODED] is FinishReason.LENGTH
     # The model has written nothing into what was cached.
@@ -350,18 +403,20 @@ def preempt(whole: Whole, request_id: str) -> None:
 
 
 def test_prompt_that_is_preempted_there_is_read_once_it_is_computed_anew(pair):
-    """It has begun, and its blocks are others' for a while: nothing was read of them."""
+    """Its blocks are others' for a while: nobody waits for it with blocks meanwhile."""
     p, d = pair()
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p), max_tokens=2)
     p.step()
-    until(lambda: is_allocated(d), d)
     preempt(p, PREFILLED)
-    (dst_blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
     for _ in range(20):
         d.step()
-    whole = compute(p)
+    assert parked(d) and not is_allocated(d)
+    end = begin_last_chunk(p)
+    until(lambda: is_allocated(d), d)
+    (dst_blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    whole = end()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
     assert_received(d.engine, dst_blocks[:3], whole)
@@ -404,9 +459,10 @@ def test_groups_with_windows_are_read(pair):
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
     d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS)
-    p.step()
+    end = begin_last_chunk(p)
     until(lambda: is_allocated(d), d)
     (receive,) = d.serving.told.receive.values() or [None]
+    end()
     for layers in p.engine.caches.values():
         for number, cache in enumerate(layers.values()):
             cache.copy_(torch.rand(cache.shape, generator=torch.Generator().manual_seed(number)))

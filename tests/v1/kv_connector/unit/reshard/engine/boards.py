@@ -31,7 +31,7 @@ class Reader:
         num_posted: Those that were begun.
     """
 
-    num_free = 100
+    num_free = 1000
 
     def __init__(self) -> None:
         self.board: Board | None = None

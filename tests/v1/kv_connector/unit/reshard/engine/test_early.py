@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.engine.boards import Connection, Peers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import early
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.left_looks import LOOK_LIMIT_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
@@ -32,7 +33,7 @@ class Watched:
     """An engine that computes prompts of the same length, and a worker that waits for them."""
 
     def __init__(self) -> None:
-        self.peers, self.board, self.waits = Peers(), Board(), []
+        self.peers, self.board, self.waits = Peers(), Board(ADDRESS.engine_id), []
         self.early = EarlyRequests(self.peers, self.waits.append)
         self.reader.board, self.reader.lands = self.board, True
         self.now_s = 0.0
@@ -49,12 +50,13 @@ class Watched:
         record = b""
         if state is State.OFFERED:
             record = encode_record(Record.of(f"p-{name}", NUM_TOKENS, BLOCKS))
-        self.board.tell([Posting(self._number, name, state, f"p-{name}", record)])
+        tokens = NUM_TOKENS if state is State.LAST_CHUNK else 0
+        self.board.tell([Posting(self._number, name, state, f"p-{name}", record, tokens)])
 
     def wait(self, name: str) -> None:
         """Another one does, too, and has blocks for it."""
         self.early.begin({name: RemoteRequest(ADDRESS, name)}, self.now_s)
-        self.until(lambda: name in self.early.take_news().begun)
+        self.until(lambda: name in self.early.take_news().admissible)
         bound = fingerprint(range(NUM_TOKENS), NUM_TOKENS, None, [])
         receive = Receive(ADDRESS, name, [[7, 8]], [], NUM_TOKENS, NUM_TOKENS, bound, is_early=True)
         self.early.take_over(name, receive)
@@ -71,7 +73,7 @@ class Watched:
 
     def compute(self, name: str, took_s: float) -> float:
         """Have a prompt computed in that time; returns how late its offer was seen."""
-        self.post(name, State.BEGUN)
+        self.post(name, State.LAST_CHUNK)
         self.wait(name)
         offered_s = self.now_s + took_s
         self.until(lambda: self.now_s >= offered_s)
@@ -106,7 +108,7 @@ def test_offer_that_comes_when_none_is_expected_is_seen_all_the_same():
 def test_look_that_hangs_while_its_engine_restarts_is_not_forgotten():
     """Its engine is gone, and its connection with it: nobody else would miss that look."""
     watched = Watched()
-    watched.post("x", State.BEGUN)
+    watched.post("x", State.LAST_CHUNK)
     watched.wait("x")
     watched.reader.lands = False
     watched.until(lambda: watched.early.is_looking)
@@ -120,10 +122,79 @@ def test_look_that_hangs_while_its_engine_restarts_is_not_forgotten():
     assert watched.peers.broken_off == [gone]
 
 
+def test_all_are_looked_at_where_one_look_has_no_room_for_them():
+    """Those that were left out are first the next time."""
+    watched = Watched()
+    watched.reader.num_free = 2
+    for name in "abcde":
+        watched.post(name, State.LAST_CHUNK)
+        watched.wait(name)
+    watched.post("e", State.OFFERED)
+    watched.until(lambda: watched.early.ready)
+    assert watched.early.ready[0][0] == "e"
+
+
+def test_look_is_bounded_however_many_wait():
+    """A thread that goes through all of them at once is kept from reads."""
+    watched = Watched()
+    names = [f"x{number}" for number in range(2 * early._LOOK_REQUESTS + 1)]
+    for name in names:
+        watched.post(name, State.KNOWN)
+    requests = {name: RemoteRequest(ADDRESS, name) for name in names}
+    watched.early.begin(requests, watched.now_s)
+    for name in names:
+        watched.post(name, State.LAST_CHUNK)
+    told: set[str] = set()
+
+    def all_are_told() -> bool:
+        told.update(watched.early.take_news().admissible)
+        return told == set(names)
+
+    watched.until(all_are_told)
+    assert watched.reader.num_posted == 3
+
+
+def test_offer_that_cannot_be_understood_ends_the_wait():
+    """As of a producer whose names are longer than a record may say."""
+    watched = Watched()
+    watched.post("x", State.LAST_CHUNK)
+    watched.wait("x")
+    record = encode_record(Record.of("p" * 2000, NUM_TOKENS, BLOCKS))
+    watched.board.tell([Posting(9, "x", State.OFFERED, "p", record)])
+    watched.until(lambda: watched.early.refused)
+    ((request_id, _, reason, _),) = watched.early.refused
+    assert request_id == "x" and "cannot be understood" in reason
+
+
+def test_blocks_that_come_for_a_request_that_is_not_waited_for():
+    """It fails: nobody else would tell of it."""
+    watched = Watched()
+    receive = Receive(ADDRESS, "x", [[7, 8]], [], NUM_TOKENS, NUM_TOKENS, None, is_early=True)
+    watched.early.take_over("x", receive)
+    ((request_id, *_),) = watched.early.refused
+    assert request_id == "x"
+
+
+def test_time_in_which_nobody_could_look_is_no_time():
+    """A look that was under way meanwhile has all of its time left."""
+    watched = Watched()
+    watched.post("x", State.LAST_CHUNK)
+    watched.wait("x")
+    watched.reader.lands = False
+    watched.until(lambda: watched.early.is_looking)
+    watched.now_s += 2 * LOOK_LIMIT_S
+    watched.early.stood_still(2 * LOOK_LIMIT_S)
+    watched.early.advance(watched.now_s)
+    assert not watched.peers.broken_off
+    watched.now_s += LOOK_LIMIT_S
+    watched.early.advance(watched.now_s)
+    assert watched.peers.broken_off
+
+
 def test_engine_that_cannot_be_looked_at_is_asked_anew_at_once():
     """Nobody else may want it, and the thread would sleep."""
     watched = Watched()
-    watched.post("x", State.BEGUN)
+    watched.post("x", State.LAST_CHUNK)
     watched.wait("x")
     watched.until(lambda: watched.early.is_looking)
     num_asked, watched.reader.fails = watched.peers.num_asked, True

@@ -51,6 +51,16 @@ def test_look_that_neither_ends_nor_fails_ends_with_its_lane(left):
     assert looks.next_due_s == float("inf")
 
 
+def test_time_in_which_nobody_could_look_is_no_time(left):
+    """The look has all of its time left."""
+    looks, peers, _ = left
+    looks.stood_still(LOOK_LIMIT_S)
+    looks.advance(LOOK_LIMIT_S + 1.0)
+    assert not peers.broken_off
+    looks.advance(2 * LOOK_LIMIT_S)
+    assert peers.broken_off
+
+
 def test_look_that_fails_ends_with_its_lane(left):
     """It may still be written into."""
     looks, peers, connection = left

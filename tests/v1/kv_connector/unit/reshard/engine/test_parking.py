@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 REQUEST = RemoteRequest(RemoteEngineAddress("prefill", "10.0.0.1", 5600), "x")
 
 
-def test_request_waits_until_it_has_begun():
+def test_request_waits_until_it_may_have_blocks():
     """Workers are told of it once."""
     parking = Parking()
     parking.park("a", REQUEST)

@@ -24,15 +24,24 @@ def states(postings: Postings) -> list[tuple[str, State | None]]:
     return [(each.name, each.state) for each in postings.take()]
 
 
-def test_request_is_known_begun_and_offered():
-    """Each is announced, and told by the next step once."""
+def complete(postings: Postings, request_id: str) -> None:
+    """Compute a request's prompt, in two steps."""
+    postings.admit(request_id, 40)
+    postings.compute([("another", 99), (request_id, 32)], 64)
+    postings.compute([(request_id, 40)], 9)
+    postings.compute([(request_id, 41)], 1)
+
+
+def test_request_is_known_computed_and_offered():
+    """Each is announced, and told by the next step once; of its steps the last is."""
     postings, announced = made()
     postings.know("a", "x")
-    postings.begin("a")
+    complete(postings, "a")
     postings.offer("a", 40, [[5, 2, 9]])
     told = postings.take()
     assert told == announced and postings.take() == []
-    assert [each.state for each in told] == [State.KNOWN, State.BEGUN, State.OFFERED]
+    assert [each.state for each in told] == [State.KNOWN, State.LAST_CHUNK, State.OFFERED]
+    assert [each.step_tokens for each in told] == [0, 9, 0]
     assert [each.number for each in told] == [1, 2, 3]
     postings.forget(["a"])
     assert states(postings) == [] and not len(postings)
@@ -41,7 +50,7 @@ def test_request_is_known_begun_and_offered():
 def test_requests_that_nobody_waits_for_are_not_told_of():
     """As those of clients that ask this engine alone."""
     postings, announced = made()
-    postings.begin("a")
+    complete(postings, "a")
     postings.end("a", State.ABORTED)
     postings.forget(["a"])
     assert not announced
@@ -52,7 +61,7 @@ def test_two_requests_of_one_name_are_ambiguous_until_both_have_ended():
     postings, _ = made()
     for request_id in ("a", "b"):
         postings.know(request_id, "x")
-    postings.begin("a")
+    complete(postings, "a")
     postings.offer("a", 40, [[1]])
     postings.end("b", State.ABORTED)
     assert states(postings) == [("x", State.KNOWN), ("x", State.AMBIGUOUS)]

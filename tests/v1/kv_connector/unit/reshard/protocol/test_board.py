@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
@@ -22,12 +23,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import 
     Record,
     Sighting,
     State,
+    board_entry,
     encode_record,
     look_up,
     read_record,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import entry_of
 
+ENGINE = "prefill"
 NAMES = [f"cmpl-{number}" for number in range(5)]
 
 
@@ -39,7 +41,9 @@ def rows_of(board: Board) -> np.ndarray:
 
 def sighting(board: Board, name: str) -> Sighting:
     """What a reader finds under a name."""
-    return look_up(rows_of(board)[entry_of(name, NUM_BUCKETS).bucket], name)
+    entry = board_entry(ENGINE, name)
+    (found,) = look_up(rows_of(board)[[entry.bucket]], [entry.name])
+    return found
 
 
 def record_of(board: Board, name: str) -> Record | None:
@@ -53,7 +57,7 @@ def record_of(board: Board, name: str) -> Record | None:
 
 def test_record_says_what_is_offered():
     """Byte by byte, also where it takes several rows and groups differ."""
-    board = Board()
+    board = Board(ENGINE)
     blocks = [[5, 2, 9], [], list(range(1000, 1500))]
     record = Record.of("cmpl-x-0-aaaaaaaa", 40, blocks)
     board.tell([Posting(1, "x", State.OFFERED, record.request_id, encode_record(record))])
@@ -63,14 +67,50 @@ def test_record_says_what_is_offered():
     assert sighting(board, "y") == Sighting(None)
 
 
+def test_step_that_completes_a_prompt_says_how_long_it_is():
+    """Readers look when it should be over."""
+    board = Board(ENGINE)
+    board.tell([Posting(1, "x", State.LAST_CHUNK, "a", step_tokens=8192)])
+    assert sighting(board, "x") == Sighting(State.LAST_CHUNK, step_tokens=8192)
+
+
+def test_buckets_cannot_be_told_from_names():
+    """Who wants to fill one has to know the engine's id."""
+    names = [f"x{number}" for number in range(1000)]
+    entries = [{board_entry(engine, name) for name in names} for engine in (ENGINE, "another")]
+    assert not entries[0] & entries[1]
+
+
+def test_entry_is_there_while_it_goes_from_state_to_state(monkeypatch):
+    """A reader that looks at any moment finds the one or the next."""
+    board, seen = Board(ENGINE), []
+    bucket, name = board_entry(ENGINE, "x")
+    kept = board._rows
+
+    class Watched(np.ndarray):
+        """Rows that a reader looks at whenever a word was written."""
+
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            (found,) = look_up(np.asarray(kept)[[bucket]], [name])
+            seen.append(found.state)
+
+    board._rows = kept.view(Watched)
+    for number, state in enumerate((State.KNOWN, State.LAST_CHUNK, State.OFFERED, State.KNOWN)):
+        record = encode_record(Record.of("a", 4, [[1]])) if state is State.OFFERED else b""
+        board.tell([Posting(number + 1, "x", state, "a", record)])
+    states = [state for state, _ in itertools.groupby(seen)]
+    assert states == [None, State.KNOWN, State.LAST_CHUNK, State.OFFERED, State.KNOWN]
+
+
 def test_board_is_aligned():
     """No entry crosses a cache line."""
-    assert Board().address % ROW_BYTES == 0
+    assert Board(ENGINE).address % ROW_BYTES == 0
 
 
 def test_release_takes_an_offer_down():
     """Its rows are another's, and its name, too; another request under that name stays."""
-    board = Board()
+    board = Board(ENGINE)
     board.tell([Posting(1, "x", State.OFFERED, "a", encode_record(Record.of("a", 4, [[1]])))])
     board.release("b")
     assert record_of(board, "x") is not None
@@ -83,7 +123,7 @@ def test_release_takes_an_offer_down():
 
 def test_what_is_too_long_to_be_named_is_empty():
     """A reader has room for so many rows and no more."""
-    board = Board()
+    board = Board(ENGINE)
     blocks = [list(range(MAX_RECORD_ROWS * ROW_BYTES // 4))]
     long = encode_record(Record.of("a", 1 << 20, blocks))
     board.tell([Posting(1, "x", State.OFFERED, "a", long)])
@@ -93,7 +133,7 @@ def test_what_is_too_long_to_be_named_is_empty():
 def test_only_the_last_that_are_gone_are_told_of(monkeypatch):
     """Or a board would fill up."""
     monkeypatch.setattr(board_module, "MAX_GONE", 2)
-    board = Board()
+    board = Board(ENGINE)
     board.tell([Posting(n + 1, name, State.ABORTED, name) for n, name in enumerate(NAMES)])
     states = [sighting(board, name).state for name in NAMES]
     assert states == [None, None, None, State.ABORTED, State.ABORTED]
@@ -101,9 +141,9 @@ def test_only_the_last_that_are_gone_are_told_of(monkeypatch):
 
 def test_announcement_is_ahead_of_its_step_and_never_behind():
     """What a step has told is not taken back by what was announced before."""
-    board = Board()
+    board = Board(ENGINE)
     begun, offered = (
-        Posting(2, "x", State.BEGUN, "a"),
+        Posting(2, "x", State.LAST_CHUNK, "a", step_tokens=4),
         Posting(3, "x", State.OFFERED, "a", encode_record(Record.of("a", 4, [[1]]))),
     )
     board.announce(offered)
@@ -134,7 +174,8 @@ def test_record_that_cannot_be_is_none(place):
 def test_bytes_that_are_no_record(data, digest):
     """Nothing is raised over what another engine has written."""
     assert read_record(data, digest) is None
-    assert read_record(data, board_module.digest_of(data)) is None or data
+    found = read_record(data, board_module.digest_of(data))
+    assert isinstance(found, Record) or "cannot be understood" in found
 
 
 STATES = st.sampled_from([*State, None])
@@ -144,7 +185,7 @@ STATES = st.sampled_from([*State, None])
 @given(st.data())
 def test_readers_find_what_was_said_last(data):
     """Announcements are lost, early or late; steps tell everything, in order, in any pieces."""
-    board, now = Board(), {}
+    board, now = Board(ENGINE), {}
     postings = []
     for number in range(1, data.draw(st.integers(1, 30)) + 1):
         name, state = data.draw(st.sampled_from(NAMES)), data.draw(STATES)

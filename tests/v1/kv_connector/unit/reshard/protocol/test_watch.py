@@ -10,23 +10,24 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import State
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.watch import (
     BELIEVED_AFTER_S,
+    COMPUTED_WITHIN_S,
     KNOWN_WITHIN_S,
     OFFERED_WITHIN_S,
     Pace,
     Watch,
 )
 
-GOOD = (State.KNOWN, State.BEGUN, State.OFFERED)
+GOOD = (State.KNOWN, State.LAST_CHUNK, State.OFFERED)
 BAD = tuple(state for state in State if state.fault is not None)
 
 
 def test_request_goes_on():
-    """It has blocks from when it has begun."""
+    """It has blocks from when its last chunk is computed."""
     watch = Watch(0.0)
     seen = []
     for at_s, state in enumerate((None, *GOOD)):
         assert watch.see(state, float(at_s)) is None and watch.overdue(float(at_s)) is None
-        seen.append(watch.has_begun)
+        seen.append(watch.may_have_blocks)
     assert seen == [False, False, True, True]
 
 
@@ -58,7 +59,7 @@ def test_request_that_is_not_known_in_time():
 def test_engine_that_is_not_heard_of():
     """However far the request was."""
     watch = Watch(0.0)
-    watch.see(State.BEGUN, 100.0)
+    watch.see(State.LAST_CHUNK, 100.0)
     assert watch.overdue(100.0 + KNOWN_WITHIN_S - 0.01) is None
     assert "could not be looked at" in watch.overdue(100.0 + KNOWN_WITHIN_S)
 
@@ -71,14 +72,21 @@ def test_reader_that_stood_still_has_not_waited():
     assert watch.overdue(60.0 + KNOWN_WITHIN_S) is not None
 
 
-def test_entry_that_is_being_changed_is_not_gone():
-    """One that is missing again and again is."""
+def test_entry_that_was_there_and_is_not_is_gone():
+    """It is never missing while it is changed."""
     watch = Watch(0.0)
-    watch.see(State.BEGUN, 1.0)
-    assert [watch.see(None, 2.0) for _ in range(2)] == [None, None]
-    assert watch.see(State.BEGUN, 2.0) is None
-    faults = [watch.see(None, 3.0) for _ in range(3)]
-    assert faults[:2] == [None, None] and "not known there any more" in faults[2]
+    assert watch.see(None, 1.0) is None
+    watch.see(State.LAST_CHUNK, 2.0)
+    assert "not known there any more" in watch.see(None, 3.0)
+
+
+def test_last_chunk_is_a_step_and_takes_no_longer():
+    """A request has blocks meanwhile."""
+    watch = Watch(0.0)
+    watch.see(State.LAST_CHUNK, 100.0)
+    watch.see(State.LAST_CHUNK, 100.0 + COMPUTED_WITHIN_S - 0.01)
+    assert watch.overdue(100.0 + COMPUTED_WITHIN_S - 0.01) is None
+    assert "last chunk" in watch.overdue(100.0 + COMPUTED_WITHIN_S)
 
 
 def test_no_prompt_is_waited_for_for_ever():
@@ -103,15 +111,15 @@ def test_looks_are_rare_and_never_too_late(looks):
         assert 1e-3 <= watch.rest_s <= 10e-3
 
 
-def test_begun_prompt_is_looked_at_when_it_may_be_through():
+def test_last_chunk_is_looked_at_when_it_may_be_through():
     """Often around that time, and rarely before and after it; nobody knows how long a queue is."""
     watch = Watch(0.0, takes_s=1.0)
     watch.see(State.KNOWN, 0.9)
     assert watch.rest_s == 1e-3
-    watch.see(State.BEGUN, 2.0)
+    watch.see(State.LAST_CHUNK, 2.0)
     rests_s = []
     for at_s in (2.0, 2.9, 3.0, 3.1, 4.0):
-        watch.see(State.BEGUN, at_s)
+        watch.see(State.LAST_CHUNK, at_s)
         rests_s.append(watch.rest_s)
     assert rests_s == pytest.approx([10e-3, 5e-3, 1e-3, 5e-3, 10e-3])
     watch.see(State.OFFERED, 4.5)

@@ -62,7 +62,7 @@ class DecodeEngine(Engine):
         reading: Requests that some worker is not through with.
         running: Requests that were received well.
         parked: Requests that have no blocks yet, as the router has told them.
-        begun: Those of them that may have some.
+        admissible: Those of them that may have some.
         faults: Those that will not be read.
         num_early: Requests that were received of those.
         num_received: How many were.
@@ -74,7 +74,7 @@ class DecodeEngine(Engine):
         self.reading: dict[str, Request] = {}
         self.running: list[Request] = []
         self.parked: dict[str, Ticket] = {}
-        self.begun: set[str] = set()
+        self.admissible: set[str] = set()
         self.faults: dict[str, str] = {}
         self.num_early = 0
         self.num_received = self.num_failed = 0
@@ -161,7 +161,7 @@ class DecodeEngine(Engine):
         """Tell workers what to fill for a request that has waited, which may be nothing."""
         ticket = self.parked.pop(request_id)
         num_tokens = ticket.num_tokens
-        self.begun.discard(request_id)
+        self.admissible.discard(request_id)
         receive = Receive(
             ticket.address,
             ticket.request_id,
@@ -217,7 +217,7 @@ class DecodeEngine(Engine):
     def hear(self, worker: Worker, report: Report) -> None:
         """A request fails at once, and is given back once it is quiet; both once each."""
         check(not report.sent, f"{worker.name} was never offered {report.sent}")
-        self.begun |= report.early.begun & self.parked.keys()
+        self.admissible |= report.early.admissible & self.parked.keys()
         for request_id, reason in report.early.faults.items():
             if request_id in self.parked:
                 self.faults[request_id] = reason

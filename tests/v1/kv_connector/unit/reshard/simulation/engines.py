@@ -233,7 +233,7 @@ class Worker:
             ),
             self._ask,
         )
-        producer = ProducerSide(agent, world.limits.lease_s, stats, board=Board())
+        producer = ProducerSide(agent, world.limits.lease_s, stats, board=Board(engine.engine_id))
         self.early = EarlyRequests(peers, stats.record_prefill_wait)
         self.transfer_engine = TransferEngine(
             agent,

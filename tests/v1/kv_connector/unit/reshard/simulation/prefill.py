@@ -113,7 +113,8 @@ class PrefillEngine(Engine):
         if self.world.random.random() < 0.3:
             # It waits for its turn.
             self.hand_over()
-        self.postings.begin(request_id)
+        self.postings.admit(request_id, num_tokens)
+        self.postings.compute([(request_id, num_tokens)], num_tokens)
         self.hand_over(num_offers=self._num_offers, admitted={request_id})
         for worker in self.workers:
             worker.memory.cache.compute(content, blocks)

@@ -39,12 +39,12 @@ def _unforeseen(*_: object) -> None:
     raise Violation(f"the connector is not prepared for {sys.exc_info()[1]!r}")
 
 
-def run(seed: int) -> Simulation:
-    """Run one schedule.
+def run(seed: int, **weights: float) -> Simulation:
+    """Run one schedule; some events can be made more frequent, or rarer.
 
     Raises:
         Violation: See `Simulation.run`.
     """
-    simulation = Simulation(seed)
+    simulation = Simulation(seed, weights)
     simulation.run()
     return simulation

@@ -9,7 +9,7 @@ nothing may be left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from random import Random
@@ -63,15 +63,17 @@ class Simulation:
     """A schedule and the world that it runs in.
 
     Args:
-        seed: Decides everything.
+        seed: Decides everything else.
+        weights: How often some events happen, by their names, in place of what the seed says.
 
     Attributes:
         trace: What has happened, one line an event.
         engines: Those that are alive.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, weights: Mapping[str, float]) -> None:
         self.seed, self.random = seed, Random(seed)
+        self._weights = weights
         random = self.random
         limits = Limits(
             read_timeout_s=random.choice((2.0, 20.0, 60.0)),
@@ -259,7 +261,7 @@ class Simulation:
     def admit(self) -> None:
         """A request that has waited has blocks, if there are enough."""
         for engine in self._decodes():
-            request_id = self._any(sorted(engine.begun | engine.faults.keys()))
+            request_id = self._any(sorted(engine.admissible | engine.faults.keys()))
             if request_id is not None and engine.admit(request_id) is not None:
                 self._note(f"{engine.engine_id} admits {request_id}")
 
@@ -409,6 +411,7 @@ class Simulation:
             self.restart_prefill: some(1.0),
             self.restart_decode: some(0.5),
         }
+        weights |= {getattr(self, name): weight for name, weight in self._weights.items()}
         return list(weights), list(accumulate(weights.values()))
 
     def _turn(self, worker: Worker) -> None:
@@ -509,7 +512,7 @@ class Simulation:
         for engine in self._decodes():
             for request in list(engine.running):
                 engine.finish(request)
-            for request_id in sorted(engine.begun | engine.faults.keys()):
+            for request_id in sorted(engine.admissible | engine.faults.keys()):
                 engine.admit(request_id)
         for worker in self._workers():
             while worker.announced:

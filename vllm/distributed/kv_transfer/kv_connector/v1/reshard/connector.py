@@ -211,7 +211,7 @@ class NixlConnector(UpstreamConnector):
         """What the scheduler should know, and vLLM would not tell it at once."""
         early = self._worker.take_early_news()
         failed = frozenset(self._reports.take_news())
-        return WorkerNews(failed, frozenset(early.begun), early.faults) or None
+        return WorkerNews(failed, frozenset(early.admissible), early.faults) or None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this worker measured; None on the scheduler's side."""

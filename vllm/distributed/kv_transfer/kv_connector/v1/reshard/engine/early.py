@@ -2,12 +2,13 @@
 """Requests that a worker hears of before the engine that computes their prompts has offered them.
 
     asked for  ->  watched on the other engine's board  ->  offered  ->  read like any other request
-                      |  begun, or a fault: the scheduler hears of it
+                      |  last chunk, or a fault: the scheduler hears of it
 
 A request is handed on once two things are known: what is offered, from the board, and the blocks to
-fill, from the scheduler, which gives it some when it has begun. Each worker watches for itself, so
-that none waits for another one's step: one small read of each engine at a time, and a rest after
-it. Nothing is read into blocks here, so that a request that is given up is quiet at once.
+fill, from the scheduler, which gives it some when its last chunk is computed. Each worker watches
+for itself, so that none waits for another one's step: one small read of each engine at a time, and
+a rest after it. Nothing is read into blocks here, so that a request that is given up is quiet at
+once.
 
 All of this belongs to the connector's thread.
 """
@@ -18,6 +19,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -25,17 +27,10 @@ import numpy.typing as npt
 from vllm.logger import init_logger
 
 from ..errors import RemoteEngineChangedError, TransferError
-from ..protocol.board import (
-    NUM_BUCKETS,
-    Record,
-    Sighting,
-    State,
-    look_up,
-    read_record,
-)
+from ..protocol.board import Record, Sighting, State, board_entry, look_up, read_record
 from ..protocol.fingerprint import with_blocks
 from ..protocol.ids import RequestId
-from ..protocol.leases import entry_of
+from ..protocol.leases import Entry
 from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.quoting import one_line, quote
 from ..protocol.watch import Pace, Watch
@@ -50,6 +45,10 @@ logger = init_logger(__name__)
 _NO_ROOM_S = 0.01
 """When to try again where other looks have taken all rows."""
 
+_LOOK_REQUESTS = 256
+"""So many requests are looked at together: what is found takes 0.7 ms to go through, and a thousand
+would keep the thread from reads."""
+
 
 @dataclass(slots=True)
 class _Waiting:
@@ -57,17 +56,21 @@ class _Waiting:
 
     Attributes:
         name: The name that both engines have for it.
+        entry: What stands for that on the boards of the engine that computes it.
         watch: What was seen of it.
         receive: What to fill, once the scheduler has said so.
-        is_told: The scheduler has heard that it has begun.
+        is_told: The scheduler has heard that it may have blocks.
         has_waited: It was not offered at the first look, as it is where a router is serial.
+        step_tokens: How many tokens the step of its last chunk computes; 0 until that is known.
     """
 
     name: str
+    entry: Entry
     watch: Watch
     receive: Receive | None = None
     is_told: bool = False
     has_waited: bool = False
+    step_tokens: int = 0
 
 
 class Refusal(NamedTuple):
@@ -94,6 +97,7 @@ class _Place:
         waiting: The requests there that are not offered yet, by this engine's ids.
         pace: How fast it was with the last ones, once it was looked at.
         look_at_s: When to look next.
+        overdue_s: When some request may be overdue.
         looked_s: When the look began that is under way.
         connection: What that is made with.
         look: That look; None without one.
@@ -105,6 +109,7 @@ class _Place:
     waiting: dict[RequestId, _Waiting] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     look_at_s: float = 0.0
+    overdue_s: float = math.inf
     looked_s: float = 0.0
     connection: PeerConnection | None = None
     look: Look | None = None
@@ -125,19 +130,19 @@ class EarlyNews:
     """What the scheduler should hear.
 
     Attributes:
-        begun: Requests that are to have blocks now.
+        admissible: Requests that are to have blocks now.
         faults: Requests that will not be read, each with the reason.
     """
 
-    begun: set[RequestId] = field(default_factory=set)
+    admissible: set[RequestId] = field(default_factory=set)
     faults: dict[RequestId, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.begun or self.faults)
+        return bool(self.admissible or self.faults)
 
     def add(self, later: EarlyNews) -> None:
         """Take in what was seen since."""
-        self.begun |= later.begun
+        self.admissible |= later.admissible
         self.faults |= later.faults
 
 
@@ -189,18 +194,16 @@ class EarlyRequests:
             for address, place in self._places.items()
             if place.connection or self._peers.connected_at(address) == address
         ]
-        due_s += [
-            each.watch.due_s for place in self._places.values() for each in place.waiting.values()
-        ]
+        due_s += [place.overdue_s for place in self._places.values()]
         return min([self._left.next_due_s, *due_s])
 
     def begin(self, requests: Mapping[RequestId, RemoteRequest], now_s: float) -> None:
         """Watch some requests, under the names that both engines have for them."""
         for request_id, request in requests.items():
             if request_id not in self._at:
-                there = self._peers.connected_at(request.source)
-                waiting = _Waiting(request.request_id, Watch(now_s))
-                self._put(request_id, waiting, there or request.source)
+                there = self._peers.connected_at(request.source) or request.source
+                entry = board_entry(there.engine_id, request.request_id)
+                self._put(request_id, _Waiting(request.request_id, entry, Watch(now_s)), there)
 
     def take_over(self, request_id: RequestId, receive: Receive) -> None:
         """A request has blocks; or it needs none, and its producer is told once it offers it."""
@@ -213,10 +216,9 @@ class EarlyRequests:
         elif request_id in self._offered:
             self._hand_on(request_id, receive, *self._offered.pop(request_id))
         elif request_id in self._at:
-            waiting = self._find(request_id)
-            waiting.receive = receive
-            pace = self._places[self._at[request_id]].pace
-            waiting.watch.takes_s = pace.of(receive.remote_tokens)
+            self._find(request_id).receive = receive
+        else:
+            self._refuse(request_id, receive, "it is not waited for", ReadFailure.PREFILL)
 
     def give_up(self, request_ids: Iterable[RequestId], reason: str) -> None:
         """Some requests are not wanted any more: their blocks are free, and offers are declined."""
@@ -231,7 +233,9 @@ class EarlyRequests:
 
     def stood_still(self, for_s: float) -> None:
         """This worker could not look for so many seconds."""
+        self._left.stood_still(for_s)
         for place in self._places.values():
+            place.looked_s += for_s
             for waiting in place.waiting.values():
                 waiting.watch.stood_still(for_s)
 
@@ -245,6 +249,7 @@ class EarlyRequests:
         for request_id, waiting in list(place.waiting.items()):
             if found and waiting.watch.state is None and found != peer.address.engine_id:
                 self._drop(request_id)
+                waiting.entry = board_entry(found, waiting.name)
                 self._put(request_id, waiting, replace(peer.address, engine_id=found))
             else:
                 self._fail(request_id, waiting, f"handshake failed: {one_line(error)}")
@@ -273,9 +278,12 @@ class EarlyRequests:
         return news
 
     def _advance(self, address: RemoteEngineAddress, place: _Place, now_s: float) -> None:
-        for request_id, waiting in list(place.waiting.items()):
-            if (fault := waiting.watch.overdue(now_s)) is not None:
-                self._fail(request_id, waiting, fault)
+        if now_s >= place.overdue_s:
+            for request_id, waiting in list(place.waiting.items()):
+                if (fault := waiting.watch.overdue(now_s)) is not None:
+                    self._fail(request_id, waiting, fault)
+            due_s = (each.watch.due_s for each in place.waiting.values())
+            place.overdue_s = min(due_s, default=math.inf)
         if not place.waiting and place.look is None:
             del self._places[address]
             return
@@ -285,19 +293,26 @@ class EarlyRequests:
             self._look(address, place, now_s)
 
     def _look(self, address: RemoteEngineAddress, place: _Place, now_s: float) -> None:
-        """Look at the buckets of all requests at an engine, as far as there is room."""
+        """Look at the buckets of requests at an engine, of those first that were not last."""
         peer = self._peers.get_or_connect(address, now_s)
         place.connection, place.pace = peer.connection, peer.pace
         if place.connection is None:
             return
-        reader = place.connection.board()
+        try:
+            reader = place.connection.board()
+        except TransferError:
+            self._break_off(address, place, now_s)
+            return
         if reader is None:
             why = "that engine does not say how far it is: set early_dispatch there, too"
             for request_id, waiting in list(place.waiting.items()):
                 self._fail(request_id, waiting, why)
             return
-        place.asked = list(place.waiting)[: reader.num_free]
-        rows = [entry_of(place.waiting[each].name, NUM_BUCKETS).bucket for each in place.asked]
+        place.asked = list(islice(place.waiting, min(reader.num_free, _LOOK_REQUESTS)))
+        if len(place.asked) < len(place.waiting):
+            for request_id in place.asked:
+                place.waiting[request_id] = place.waiting.pop(request_id)
+        rows = [place.waiting[each].entry.bucket for each in place.asked]
         place.sightings = {}
         self._post(address, place, rows, now_s)
 
@@ -322,7 +337,8 @@ class EarlyRequests:
         else:
             self._read_buckets(address, place, rows, now_s)
         if place.look is None:
-            rests_s = [each.watch.rest_s for each in place.waiting.values()]
+            left = [place.waiting[each] for each in place.asked if each in place.waiting]
+            rests_s = [each.watch.rest_s for each in left]
             place.look_at_s = now_s + min(rests_s, default=0.0)
 
     def _read_buckets(
@@ -334,19 +350,24 @@ class EarlyRequests:
     ) -> None:
         """See how far requests are, and read the records of those that are offered."""
         room = place.reader.num_free
-        for request_id, row in zip(place.asked, rows, strict=True):
-            waiting = place.waiting.get(request_id)
+        watched = [place.waiting.get(each) for each in place.asked]
+        names = [each.entry.name if each else 0 for each in watched]
+        for request_id, waiting, sighting in zip(
+            place.asked, watched, look_up(rows, names), strict=True
+        ):
             if waiting is None:
                 continue
-            sighting = look_up(row, waiting.name)
             waiting.has_waited |= sighting.state is not State.OFFERED
+            if sighting.step_tokens and not waiting.step_tokens:
+                waiting.step_tokens = sighting.step_tokens
+                waiting.watch.takes_s = place.pace.of(sighting.step_tokens)
             fault = waiting.watch.see(sighting.state, now_s)
             if fault is not None:
                 self._fail(request_id, waiting, fault)
                 continue
-            if waiting.watch.has_begun and not waiting.is_told and waiting.receive is None:
+            if waiting.watch.may_have_blocks and not waiting.is_told and waiting.receive is None:
                 waiting.is_told = True
-                self._news.begun.add(request_id)
+                self._news.admissible.add(request_id)
             if sighting.has_record and sighting.num_rows <= room:
                 room -= sighting.num_rows
                 place.sightings[request_id] = sighting
@@ -375,11 +396,14 @@ class EarlyRequests:
             record = read_record(data, sighting.digest)
             if waiting is None or record is None:
                 continue
+            if isinstance(record, str):
+                self._fail(request_id, waiting, record)
+                continue
             self._drop(request_id)
             if waiting.has_waited:
                 self._record_wait(now_s - waiting.watch.since_s)
             if waiting.watch.took_s is not None:
-                place.pace.learn(record.num_tokens, waiting.watch.took_s)
+                place.pace.learn(waiting.step_tokens, waiting.watch.took_s)
             receive = waiting.receive
             if receive is None or any(receive.local_block_ids):
                 self._renewed[request_id] = RemoteRequest(address, record.request_id)
@@ -459,6 +483,7 @@ class EarlyRequests:
         place = self._places.setdefault(address, _Place())
         place.waiting[request_id] = waiting
         place.look_at_s = 0.0
+        place.overdue_s = min(place.overdue_s, waiting.watch.due_s)
         self._at[request_id] = address
 
     def _drop(self, request_id: RequestId) -> None:

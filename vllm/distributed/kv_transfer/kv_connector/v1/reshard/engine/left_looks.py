@@ -64,6 +64,11 @@ class LeftLooks:
         """Nobody waits for a look any more that was posted at that time."""
         self._left.append(_Left(connection, look, posted_s + LOOK_LIMIT_S))
 
+    def stood_still(self, for_s: float) -> None:
+        """This worker could not look after them for so many seconds."""
+        for left in self._left:
+            left.limit_s += for_s
+
     def advance(self, now_s: float) -> None:
         """Give up connections whose looks do not land."""
         if now_s < self._due_s:

@@ -95,22 +95,22 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
     Attributes:
         failed: Requests that a worker could not read.
-        begun: Requests of `early` that other engines compute now.
+        admissible: Requests of `early` that may have blocks.
         faults: Those of them that will not be read, each with the reason.
     """
 
     failed: frozenset[RequestId] = frozenset()
-    begun: frozenset[RequestId] = frozenset()
+    admissible: frozenset[RequestId] = frozenset()
     faults: Mapping[RequestId, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.begun or self.faults)
+        return bool(self.failed or self.admissible or self.faults)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """What two workers say."""
         assert isinstance(other, WorkerNews)
         return WorkerNews(
             self.failed | other.failed,
-            self.begun | other.begun,
+            self.admissible | other.admissible,
             {**self.faults, **other.faults},
         )

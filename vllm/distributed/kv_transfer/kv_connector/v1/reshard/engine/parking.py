@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that a decode engine's scheduler has, and gives no blocks yet.
 
-A request that was sent to both engines at once waits until the other one computes its prompt: until
-then it holds no blocks and is in nobody's way. It has blocks when that begins, so that workers read
-as soon as it is offered, without a step in between. One that will not be offered has blocks, too:
-vLLM hears of failed reads only where something is read, and does as `kv_load_failure_policy` says.
+A request that was sent to both engines at once waits until the other one computes the last chunk of
+its prompt: until then it holds no blocks and is in nobody's way. It has blocks then, so that
+workers read as soon as it is offered, without a step in between. One that will not be offered has
+blocks, too: vLLM hears of failed reads only where something is read, and does as
+`kv_load_failure_policy` says.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class Parking:
         return request_id in self._parked
 
     def park(self, request_id: RequestId, request: RemoteRequest) -> None:
-        """A request waits until an engine begins it that knows it by a shared name."""
+        """A request waits for an engine that knows it by a shared name."""
         self._parked.add(request_id)
         self._untold[request_id] = request
 
-    def hear(self, begun: Iterable[RequestId], faults: Mapping[RequestId, str]) -> None:
+    def hear(self, admissible: Iterable[RequestId], faults: Mapping[RequestId, str]) -> None:
         """Take note of what a worker has seen of requests; those that wait do so no more."""
-        self._parked.difference_update(begun)
+        self._parked.difference_update(admissible)
         for request_id, reason in faults.items():
             if request_id in self._parked:
                 self._parked.remove(request_id)

@@ -8,7 +8,8 @@ the handshake, which serves all stages, and what the workers are told.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -20,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from ..protocol.board import State
 from ..protocol.early import decode_params, prefill_name, prefill_params
 from ..protocol.fingerprint import OfferFingerprint, fingerprint
-from ..protocol.ids import BlockIds, EngineId
+from ..protocol.ids import BlockIds, EngineId, RequestId
 from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.metadata import encode_replies
 from ..protocol.params import (
@@ -193,8 +194,8 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[int | None, bool]:
         """As upstream's, but for requests that are dispatched early, which wait.
 
-        They have no blocks until the engine that computes their prompt has begun. What is cached
-        here whole need not wait.
+        They have no blocks until the engine that computes their prompt needs no more for it. What
+        is cached here whole need not wait.
         """
         count, is_async = self._num_to_read(request, num_computed_tokens)
         if count > 0 and request.request_id in self._parking:
@@ -245,9 +246,9 @@ class ReshardScheduler(NixlConnectorScheduler):
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
-        """As upstream's; other engines see that a request has begun."""
+        """As upstream's; what is left of a prompt is known then."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._postings.begin(request.request_id)
+        self._postings.admit(request.request_id, request.num_prompt_tokens)
 
     def _prefill_backoff(self) -> int:
         """As upstream's, but at least the last token of a prompt where layers have windows.
@@ -261,6 +262,9 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """What the workers are asked to do in this step."""
+        self._postings.compute(
+            _reached(scheduler_output), scheduler_output.total_num_scheduled_tokens
+        )
         wanted: dict[str, tuple[Request, BlockIds]] = {
             # What follows the blocks, if anything does, is for upstream's worker.
             request_id: entry[:2]
@@ -304,7 +308,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         if isinstance(told, WorkerNews):
             for request_id in self._reads.hear(told.failed):
                 self._stop_heartbeat(request_id)
-            self._parking.hear(told.begun, told.faults)
+            self._parking.hear(told.admissible, told.faults)
         self._postings.forget(connector_output.finished_sending or ())
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
@@ -458,6 +462,16 @@ class ReshardScheduler(NixlConnectorScheduler):
             self._server.close()
             self._server = None
         super().shutdown()
+
+
+def _reached(scheduled: SchedulerOutput) -> Iterator[tuple[RequestId, int]]:
+    """The requests of a step, each with how many of its tokens are computed after it."""
+    cached = scheduled.scheduled_cached_reqs
+    for request_id, num_computed in chain(
+        ((new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs),
+        zip(cached.req_ids, cached.num_computed_tokens, strict=True),
+    ):
+        yield request_id, num_computed + scheduled.num_scheduled_tokens[request_id]
 
 
 def _address(source: RemoteBlocks) -> RemoteEngineAddress:

@@ -129,7 +129,7 @@ class ReshardWorker:
         notifier = Notifier(self._name, stats)
         is_early = self._settings.early_dispatch
         early = EarlyRequests(peers, stats.record_prefill_wait) if is_early else None
-        board = Board() if is_early else None
+        board = Board(engine_id) if is_early else None
         self._transfer_engine = TransferEngine(
             agent,
             ProducerSide(agent, self._settings.lease_s, stats, self._name, board),

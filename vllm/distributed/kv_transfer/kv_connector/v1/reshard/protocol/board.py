@@ -5,9 +5,9 @@ A reader that was sent a request at the same time as its producer knows no block
 producer calls the request. It knows a name that both have. So each worker of the producer keeps a
 board in host memory, which readers look into as into the table of leases:
 
-    KNOWN     the producer has the request
-    BEGUN     it has blocks, and is being computed
-    OFFERED   it is held for readers; a record says under which id, and in which blocks
+    KNOWN       the producer has the request
+    LAST_CHUNK  the step that completes its prompt is computed: it needs no more blocks there
+    OFFERED     it is held for readers; a record says under which id, and in which blocks
     ABORTED, EMPTY, AMBIGUOUS   it will not be offered, and why
 
 The board binds nothing. What a record says is what routers pass on otherwise, and a reader believes
@@ -18,9 +18,16 @@ a hash table, as in `leases`, then the rows that records lie in, each in adjoini
 four words:
 
     name      what stands for the shared name; 0 where the place is free
-    state     a `State`; 0 while the entry is being changed
-    record    its first row, and its size in bytes
+    state     a `State`
+    record    of an offer, its first row, and its size in bytes; of a last chunk, how many tokens
+              its step computes, of all requests
     digest    of the record: what was read while it was changed has another one
+
+The name is written last where it is new, and the state last where it is not: an entry says one
+state or the next until it is taken down.
+
+Clients may choose names. What stands for one is made with the engine's id, which they are not told:
+else they could choose some that fill a bucket.
 """
 
 from __future__ import annotations
@@ -37,8 +44,9 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from ..memory.arena import ArenaAllocator, Span
-from .ids import RequestId
-from .leases import entry_of
+from .ids import EngineId, RequestId
+from .leases import Entry, entry_of
+from .quoting import one_line
 
 ROW_BYTES = 512
 _WORD_BYTES = 8
@@ -64,7 +72,7 @@ class State(IntEnum):
     """How far a producer has come with a request."""
 
     KNOWN = 1
-    BEGUN = 2
+    LAST_CHUNK = 2
     OFFERED = 3
     ABORTED = 4
     EMPTY = 5
@@ -92,6 +100,7 @@ class Posting(msgspec.Struct, frozen=True, array_like=True, tag="posting"):
         state: The state; None where the request is told of no more.
         request_id: What the producer calls it.
         record: What is offered, encoded; empty in other states.
+        step_tokens: How many tokens the step computes that completes the prompt; 0 in other states.
     """
 
     number: int
@@ -99,6 +108,7 @@ class Posting(msgspec.Struct, frozen=True, array_like=True, tag="posting"):
     state: State | None
     request_id: RequestId = ""
     record: bytes = b""
+    step_tokens: int = 0
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -135,12 +145,14 @@ class Sighting(NamedTuple):
         first_row: Where its record begins.
         size_bytes: Size of the record; 0 without one.
         digest: What the record must give.
+        step_tokens: How many tokens its last chunk's step computes; 0 in other states.
     """
 
     state: State | None
     first_row: int = 0
     size_bytes: int = 0
     digest: int = 0
+    step_tokens: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -168,14 +180,18 @@ def encode_record(record: Record) -> bytes:
     return msgspec.msgpack.encode(record)
 
 
-def read_record(data: bytes, digest: int) -> Record | None:
-    """A record as it was written; None where that was changed meanwhile."""
+def read_record(data: bytes, digest: int) -> Record | str | None:
+    """A record as it was written.
+
+    Returns:
+        It; what is wrong with it; or None where it was changed while it was read.
+    """
     if digest_of(data) != digest:
         return None
     try:
         return _RECORD_DECODER.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return f"what is offered there cannot be understood: {one_line(error)}"
 
 
 def digest_of(data: bytes) -> int:
@@ -183,20 +199,29 @@ def digest_of(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def look_up(row: npt.NDArray[np.uint64], name: str) -> Sighting:
-    """What a bucket says of a shared name.
+def board_entry(engine_id: EngineId, name: str) -> Entry:
+    """What stands for a shared name on an engine's boards."""
+    return entry_of("/".join((engine_id, name)), NUM_BUCKETS)
+
+
+def look_up(rows: npt.NDArray[np.uint64], names: Sequence[int]) -> list[Sighting]:
+    """What buckets say of shared names.
 
     Args:
-        row: Its words, shape (`WORDS_PER_ROW`,).
-        name: The name.
+        rows: The words of a bucket for each name, shape (names, `WORDS_PER_ROW`).
+        names: What stands for each.
     """
-    wanted = entry_of(name, NUM_BUCKETS).name
-    for entry in row.reshape(-1, _WORDS_PER_ENTRY).tolist():
-        if entry[_NAME] == wanted:
-            place = entry[_RECORD]
-            state = _STATES.get(entry[_STATE])
-            return Sighting(state, place >> 32, place & 0xFFFFFFFF, entry[_DIGEST])
-    return Sighting(None)
+    entries = rows.reshape(len(names), -1, _WORDS_PER_ENTRY)
+    is_its = entries[:, :, _NAME] == np.array(names, dtype=np.uint64)[:, None]
+    found = entries[np.arange(len(names)), is_its.argmax(axis=1)]
+    found[~is_its.any(axis=1)] = 0
+    return [_sighting(*words[_STATE:]) for words in found.tolist()]
+
+
+def _sighting(state: int, record: int, digest: int) -> Sighting:
+    if state == State.LAST_CHUNK:
+        return Sighting(State.LAST_CHUNK, step_tokens=record & 0x7FFFFFFF)
+    return Sighting(_STATES.get(state), record >> 32, record & 0xFFFFFFFF, digest)
 
 
 @dataclass(slots=True)
@@ -219,9 +244,13 @@ class Board:
 
     Postings come twice: announced, perhaps, and with a step, surely. The announced ones are ahead
     of steps, or lost; each name keeps the newest that was said of it.
+
+    Args:
+        engine_id: The engine's id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine_id: EngineId) -> None:
+        self._engine_id = engine_id
         raw = np.zeros(NUM_ROWS * ROW_BYTES + ROW_BYTES, dtype=np.uint8)
         start = -raw.ctypes.data % ROW_BYTES
         self._rows = raw[start : start + NUM_ROWS * ROW_BYTES].view(np.uint64)
@@ -281,12 +310,12 @@ class Board:
             self._free(posted)
         posted = self._posted[posting.name] = _Posted(posting.request_id, posting.state)
         self._gone.pop(posting.name, None)
-        entry[_STATE] = entry[_RECORD] = 0
-        entry[_NAME] = entry_of(posting.name, NUM_BUCKETS).name
+        entry[_RECORD] = posting.step_tokens
         if posting.state is State.OFFERED:
             self._write(entry, posted, posting.record)
             self._offered[posting.request_id] = posting.name
         entry[_STATE] = posted.state
+        entry[_NAME] = board_entry(self._engine_id, posting.name).name
         if posted.state.fault is not None:
             self._gone[posting.name] = None
             if len(self._gone) > MAX_GONE:
@@ -310,7 +339,7 @@ class Board:
 
     def _entry(self, name: str) -> npt.NDArray[np.uint64] | None:
         """A name's entry, or a free one; None where its bucket is full."""
-        bucket, wanted = entry_of(name, NUM_BUCKETS)
+        bucket, wanted = board_entry(self._engine_id, name)
         entries: npt.NDArray[np.uint64] = self._rows[bucket].reshape(-1, _WORDS_PER_ENTRY)
         for looked_for in (wanted, 0):
             places = np.flatnonzero(entries[:, _NAME] == np.uint64(looked_for))

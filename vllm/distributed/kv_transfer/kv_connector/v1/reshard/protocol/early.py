@@ -25,6 +25,7 @@ from .params import MARK_EARLY, Params, Text, check_host, malformed
 from .quoting import quote
 from .trust import TrustedPeers
 
+_NOT_UNDERSTOOD = (msgspec.ValidationError, RecursionError, UnicodeError)
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
 _CHILD = re.compile(r"\A(\d+)_")
 _PROMPT = re.compile(r"\A(?:\d+_)?cmpl-.*-(\d+)\Z", re.DOTALL)
@@ -85,7 +86,7 @@ def prefill_params(params: Any) -> Any:
         return params
     try:
         decoder = msgspec.convert(params["remote_decoder"], _RemoteDecoder)
-    except msgspec.ValidationError:
+    except _NOT_UNDERSTOOD:
         return params
     rest = {name: value for name, value in params.items() if name != "remote_decoder"}
     return {**rest, "do_remote_decode": True, "transfer_id": decoder.kv_request_id}
@@ -95,7 +96,7 @@ def prefill_name(request_id: RequestId, params: Params) -> str:
     """The shared name of a request that a producer is asked for."""
     try:
         given = msgspec.convert(params.get("transfer_id"), _Name | None)
-    except msgspec.ValidationError:
+    except _NOT_UNDERSTOOD:
         given = None
     return shared_name(request_id, given)
 
@@ -120,13 +121,13 @@ def decode_params(
         return None
     try:
         source = _source(params)
-    except (msgspec.ValidationError, RecursionError, UnicodeError) as error:
+    except _NOT_UNDERSTOOD as error:
         return malformed(str(error))
     if (fault := check_host(source.remote_host, trusted)) is not None:
         return fault
     try:
         name = msgspec.convert(shared_name(request_id, source.transfer_id), Text)
-    except (msgspec.ValidationError, UnicodeError):
+    except _NOT_UNDERSTOOD:
         return malformed(f"the request's id, of {len(request_id)} characters, is none")
     router_id = source.remote_request_id
     if source.transfer_id is None and router_id is not None and router_id not in name:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a reader waits for a request that another engine computes, without sockets or clocks.
 
-    see a board  ->  nothing yet  ->  known  ->  begun  ->  offered
-                          |             |          |
-                          +-------------+----------+---->  a fault: it waits no longer
+    see a board  ->  nothing yet  ->  known  ->  last chunk  ->  offered
+                          |             |             |
+                          +-------------+-------------+---->  a fault: it waits no longer
 
 Time is passed in, in seconds of any clock that only grows.
 """
@@ -25,8 +25,8 @@ BELIEVED_AFTER_S = 0.5
 """What is found at the first look may be of an earlier request with the same name, which the
 producer takes down when it hears of the new one: it is no fault before this."""
 
-_MOST_MISSES = 3
-"""An entry is missing while it is being changed. So often one after the other it is gone."""
+COMPUTED_WITHIN_S = 300.0
+"""So long a step may take, as vLLM has it: `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`."""
 
 _SHORTEST_REST_S, _LONGEST_REST_S = 1e-3, 10e-3
 _REST_PER_WAIT = 0.02
@@ -37,23 +37,23 @@ _REST_PER_DISTANCE = 0.05
 
 
 class Pace:
-    """How long a producer takes for a token of a prompt, as the last prompts have shown.
+    """How long a producer takes for a token of a step, as the last steps have shown.
 
-    It tells when looks are worth their while, and nothing else: prefixes that are cached there, and
-    other prompts beside this one, make it wrong.
+    It tells when looks are worth their while, and nothing else: how far back tokens attend, for
+    one, makes it wrong.
     """
 
     def __init__(self) -> None:
         self._token_s: float | None = None
 
     def learn(self, num_tokens: int, took_s: float) -> None:
-        """A prompt of so many tokens took so long from its begin to its offer."""
+        """A step of so many tokens took so long until its prompts were offered."""
         token_s = took_s / max(num_tokens, 1)
         before_s = token_s if self._token_s is None else self._token_s
         self._token_s = (before_s + token_s) / 2
 
     def of(self, num_tokens: int) -> float | None:
-        """How long a prompt may take; None before the first."""
+        """How long a step may take; None before the first."""
         return None if self._token_s is None else self._token_s * num_tokens
 
 
@@ -66,16 +66,14 @@ class Watch:
         changed_s: When it was last seen to have gone on.
         heard_s: When its producer could last be looked at.
         state: The last state that was seen and may lead to an offer; None before the first.
-        num_misses: Looks that have found nothing, after one that had.
-        takes_s: How long it may take from its begin to its offer; None where nobody knows.
-        took_s: How long it took, once it is offered; None where its begin was not seen.
+        takes_s: How long its last chunk may take; None where nobody knows.
+        took_s: How long that took, once it is offered; None where its begin was not seen.
     """
 
     since_s: float
     changed_s: float = 0.0
     heard_s: float = 0.0
     state: State | None = None
-    num_misses: int = 0
     takes_s: float | None = None
     took_s: float | None = None
 
@@ -83,16 +81,20 @@ class Watch:
         self.changed_s = self.heard_s = self.since_s
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the producer computes it, or has."""
-        return self.state is State.BEGUN or self.state is State.OFFERED
+    def may_have_blocks(self) -> bool:
+        """Whether it will be offered without waiting for blocks there.
+
+        Else each engine could wait for the other: this one for an offer, and that one for room,
+        which other offers take up that wait for the blocks that this request has here.
+        """
+        return self.state is State.LAST_CHUNK or self.state is State.OFFERED
 
     @property
     def rest_s(self) -> float:
         """How long to rest between two looks: by what was waited so far, or is still to wait."""
         waited_s = self.heard_s - self.changed_s
         rest_s = _REST_PER_WAIT * waited_s
-        if self.state is State.BEGUN and self.takes_s is not None:
+        if self.state is State.LAST_CHUNK and self.takes_s is not None:
             rest_s = _REST_PER_DISTANCE * abs(self.takes_s - waited_s)
         return min(max(rest_s, _SHORTEST_REST_S), _LONGEST_REST_S)
 
@@ -110,16 +112,12 @@ class Watch:
         """
         self.heard_s = now_s
         if state is None:
-            self.num_misses += 1
-            if self.state is not None and self.num_misses >= _MOST_MISSES:
-                return "it is not known there any more"
-            return None
-        self.num_misses = 0
+            return None if self.state is None else "it is not known there any more"
         if state.fault is not None:
             is_its = self.state is not None or now_s >= self.since_s + BELIEVED_AFTER_S
             return state.fault if is_its else None
         if state is not self.state:
-            if (self.state, state) == (State.BEGUN, State.OFFERED):
+            if (self.state, state) == (State.LAST_CHUNK, State.OFFERED):
                 self.took_s = now_s - self.changed_s
             self.state, self.changed_s = state, now_s
         return None
@@ -133,6 +131,8 @@ class Watch:
                 f"it was not known there within {KNOWN_WITHIN_S:g} s: send the request to both "
                 "engines, under one X-Request-Id, and set early_dispatch on both"
             )
+        if self.state is State.LAST_CHUNK and now_s >= self.changed_s + COMPUTED_WITHIN_S:
+            return f"its last chunk was not computed there within {COMPUTED_WITHIN_S:g} s"
         if now_s >= self.since_s + OFFERED_WITHIN_S:
             return f"it was not offered there within {OFFERED_WITHIN_S:g} s"
         return None
@@ -140,5 +140,9 @@ class Watch:
     @property
     def due_s(self) -> float:
         """When `overdue` may first have something to say."""
-        known_by_s = self.since_s + KNOWN_WITHIN_S if self.state is None else float("inf")
-        return min(self.heard_s + KNOWN_WITHIN_S, known_by_s, self.since_s + OFFERED_WITHIN_S)
+        next_by_s = self.since_s + OFFERED_WITHIN_S
+        if self.state is None:
+            next_by_s = self.since_s + KNOWN_WITHIN_S
+        elif self.state is State.LAST_CHUNK:
+            next_by_s = min(next_by_s, self.changed_s + COMPUTED_WITHIN_S)
+        return min(self.heard_s + KNOWN_WITHIN_S, next_by_s)

@@ -83,9 +83,9 @@ class PeerConnection:
         """What its board is read with; None where it has none.
 
         Raises:
-            TransferError: There is no memory to read it into.
+            TransferError: There is no memory to read it into, or NIXL does not accept it.
         """
-        board = self.engine.board
+        board = self.engine.board()
         return None if board is None else BoardReader(self.lane.boards, self, board)
 
     def doubt(self) -> None:

@@ -269,7 +269,6 @@ class RemoteEngine:
         legs: What to read for every request.
         lease_tables: The table of each of its workers that is read from, by the agent's name.
         releases: The workers to notify when a request was read, with the number of notifiers.
-        board: The board of the first of its workers that has one.
     """
 
     def __init__(self, lane: Lane, lowered: LoweredEngine) -> None:
@@ -283,7 +282,9 @@ class RemoteEngine:
         self.legs: list[PreparedLeg] = []
         self.lease_tables: dict[str, PreparedTable] = {}
         self.releases: list[tuple[str, int]] = []
-        self.board: Prepared | None = None
+        # Where the board is of the first of its workers that has one, and that one's name.
+        self._board_at: tuple[int, str] | None = None
+        self._board: Prepared | None = None
 
     def connect_next(self) -> bool:
         """Connect one more worker; returns whether all are connected.
@@ -298,12 +299,22 @@ class RemoteEngine:
             if worker.legs:
                 table = prepare_table(self._lane.agent, worker.description.lease_table, name)
                 self.lease_tables[name] = table
-            if self.board is None and (address := worker.description.board_address):
-                self.board = prepare_board(self._lane.agent, address, name)
+            if self._board_at is None and (address := worker.description.board_address):
+                self._board_at = address, name
             self.legs += [self._prepare(each, name) for each in worker.legs]
             if worker.num_notifiers:
                 self.releases.append((name, worker.num_notifiers))
         return not self._unconnected
+
+    def board(self) -> Prepared | None:
+        """What its board is read with, which is prepared when one is first looked at.
+
+        Raises:
+            TransferError: NIXL does not accept it.
+        """
+        if self._board is None and self._board_at is not None:
+            self._board = prepare_board(self._lane.agent, *self._board_at)
+        return self._board
 
     def disconnect(self) -> None:
         """Give everything back to the lane. Nothing of it is in flight."""
@@ -312,8 +323,8 @@ class RemoteEngine:
             agent.release_prepared(prepared)
         for table in self.lease_tables.values():
             agent.release_prepared(table.buckets)
-        if self.board is not None:
-            agent.release_prepared(self.board)
+        if self._board is not None:
+            agent.release_prepared(self._board)
         for rows, _ in self._local.values():
             self._lane.release_local_list(rows)
         for name in self._names:
