@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import zmq
 
-from tests.cpu import why_no_fp8_cache
 from tests.e2e.pairs import ask_unaided, post
 from tests.faults.logs import Log
 from tests.faults.stage import LEASE_RAN_OUT, Stage, assert_failed, spec
 from tests.faults.table import read_rows
 from tests.selection import chosen
+from tools.pdstack.cpu import why_no_fp8_cache
 from tools.pdstack.engine import ServedModel
 from tools.pdstack.ports import HOST
 from tools.pdstack.stack import Engine, PDStack

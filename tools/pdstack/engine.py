@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from .cpu import why_no_bfloat16_operators
 from .errors import UsageError
 from .layout import Layout
 from .ports import HOST
@@ -64,7 +65,8 @@ def why_no_deepseek4() -> str:
     Raises:
         UsageError: vLLM is not installed in this interpreter's environment.
     """
-    return _why_not_on_cpu("the tiny DeepSeek V4", "DeepSeek V4", _CPU_DEEPSEEK4)
+    why = _why_not_on_cpu("the tiny DeepSeek V4", "DeepSeek V4", _CPU_DEEPSEEK4)
+    return why or why_no_bfloat16_operators()
 
 
 def why_no_second_runner() -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cpu import why_no_fp8_cache
+from tools.pdstack.cpu import why_no_bfloat16_operators, why_no_fp8_cache
 
 CPUINFO = """\
 processor\t: 0
@@ -40,7 +40,17 @@ def test_without_either_the_reason_is_told(cpuinfo: str) -> None:
     assert "requires x86 with AVX-512 or AMX" in why_no_fp8_cache(cpuinfo)
 
 
+def test_some_operators_need_bfloat16() -> None:
+    """AVX-512 alone is not enough."""
+    assert why_no_bfloat16_operators(CPUINFO.format(flags=f"{AVX512} avx512_bf16")) == ""
+    for flags in ("", AVX512, "avx512_bf16"):
+        why = why_no_bfloat16_operators(CPUINFO.format(flags=flags))
+        assert "with AVX-512 for bfloat16" in why
+
+
 def test_vllm_would_choose_alike_on_this_machine() -> None:
-    """It asks torch whether its attention can have the cache."""
+    """It asks torch whether its attention can have the cache, and which build to load."""
+    has_all = torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported()
+    assert (why_no_bfloat16_operators() == "") is has_all
     has_cache = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
     assert (why_no_fp8_cache() == "") is has_cache
