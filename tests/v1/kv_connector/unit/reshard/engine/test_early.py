@@ -85,6 +85,16 @@ class Watched:
         return self.now_s - offered_s
 
 
+def with_a_look_that_hangs(name: str) -> Watched:
+    """A worker that looks at a request's last chunk, which takes for ever."""
+    watched = Watched()
+    watched.post(name, State.LAST_CHUNK)
+    watched.wait(name)
+    watched.reader.lands = False
+    watched.until(lambda: watched.early.is_looking)
+    return watched
+
+
 def test_offer_is_seen_soon_where_it_is_expected():
     """Once a prompt was seen, looks are frequent when the next of its length should be through."""
     watched = Watched()
@@ -107,11 +117,7 @@ def test_offer_that_comes_when_none_is_expected_is_seen_all_the_same():
 
 def test_look_that_hangs_while_its_engine_restarts_is_not_forgotten():
     """Its engine is gone, and its connection with it: nobody else would miss that look."""
-    watched = Watched()
-    watched.post("x", State.LAST_CHUNK)
-    watched.wait("x")
-    watched.reader.lands = False
-    watched.until(lambda: watched.early.is_looking)
+    watched = with_a_look_that_hangs("x")
     gone = watched.peers.connections.pop(ADDRESS)
     error = RemoteEngineChangedError("another one is there", "next")
     watched.early.fail_place(Peer(ADDRESS, 0.0), error)
@@ -177,11 +183,7 @@ def test_blocks_that_come_for_a_request_that_is_not_waited_for():
 
 def test_time_in_which_nobody_could_look_is_no_time():
     """A look that was under way meanwhile has all of its time left."""
-    watched = Watched()
-    watched.post("x", State.LAST_CHUNK)
-    watched.wait("x")
-    watched.reader.lands = False
-    watched.until(lambda: watched.early.is_looking)
+    watched = with_a_look_that_hangs("x")
     watched.now_s += 2 * LOOK_LIMIT_S
     watched.early.stood_still(2 * LOOK_LIMIT_S)
     watched.early.advance(watched.now_s)

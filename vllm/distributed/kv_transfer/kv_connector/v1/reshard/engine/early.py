@@ -56,8 +56,8 @@ class _Waiting:
 
     Attributes:
         name: The name that both engines have for it.
-        entry: What stands for that on the boards of the engine that computes it.
         watch: What was seen of it.
+        entry: What stands for its name on the boards of the engine that computes it.
         receive: What to fill, once the scheduler has said so.
         is_told: The scheduler has heard that it may have blocks.
         has_waited: It was not offered at the first look, as it is where a router is serial.
@@ -65,8 +65,8 @@ class _Waiting:
     """
 
     name: str
-    entry: Entry
     watch: Watch
+    entry: Entry = field(init=False)
     receive: Receive | None = None
     is_told: bool = False
     has_waited: bool = False
@@ -202,8 +202,7 @@ class EarlyRequests:
         for request_id, request in requests.items():
             if request_id not in self._at:
                 there = self._peers.connected_at(request.source) or request.source
-                entry = board_entry(there.engine_id, request.request_id)
-                self._put(request_id, _Waiting(request.request_id, entry, Watch(now_s)), there)
+                self._put(request_id, _Waiting(request.request_id, Watch(now_s)), there)
 
     def take_over(self, request_id: RequestId, receive: Receive) -> None:
         """A request has blocks; or it needs none, and its producer is told once it offers it."""
@@ -249,7 +248,6 @@ class EarlyRequests:
         for request_id, waiting in list(place.waiting.items()):
             if found and waiting.watch.state is None and found != peer.address.engine_id:
                 self._drop(request_id)
-                waiting.entry = board_entry(found, waiting.name)
                 self._put(request_id, waiting, replace(peer.address, engine_id=found))
             else:
                 self._fail(request_id, waiting, f"handshake failed: {one_line(error)}")
@@ -480,6 +478,7 @@ class EarlyRequests:
         return self._places[self._at[request_id]].waiting[request_id]
 
     def _put(self, request_id: RequestId, waiting: _Waiting, address: RemoteEngineAddress) -> None:
+        waiting.entry = board_entry(address.engine_id, waiting.name)
         place = self._places.setdefault(address, _Place())
         place.waiting[request_id] = waiting
         place.look_at_s = 0.0
