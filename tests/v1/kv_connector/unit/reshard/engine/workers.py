@@ -228,10 +228,15 @@ class Engine:
 
     @property
     def connections(self) -> list[PeerConnection]:
-        """Those with other engines that its only worker may begin reads with."""
+        """Those with other engines that its only worker has, or is about to have."""
         (transfer_engine,) = self.transfer_engines.values()
         lanes = transfer_engine.peers.lanes.ready
         return [connection for lane in lanes for connection in lane.connections]
+
+    def is_connected_with(self, address: RemoteEngineAddress) -> bool:
+        """Whether its only worker has connected all workers of an engine."""
+        (transfer_engine,) = self.transfer_engines.values()
+        return transfer_engine.peers.connected_at(address) is not None
 
     def serve(self, port: int = 0) -> RemoteEngineAddress:
         """Answer handshakes; returns where."""
