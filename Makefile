@@ -147,11 +147,11 @@ wheel: $(VENV)/.installed  ## Build the wheel for VLLM_TARGET_DEVICE into dist/
 plugin: $(VENV)/.installed  ## Build the wheel of vllm-kv-reshard, for vLLM as released, into dist/
 	$(BIN)/python -m pip wheel --no-deps --config-settings distribution=plugin --wheel-dir dist .
 
-demo: setup  ## Prefill, decode and router for real: PREFILL=tp1pp2 DECODE=tp1pp1
-	$(BIN)/python -m tools.pdstack demo --prefill $(PREFILL) --decode $(DECODE)
+demo: setup  ## Prefill, decode and router for real: PREFILL=tp1pp2 DECODE=tp1pp1 EARLY=1
+	$(BIN)/python -m tools.pdstack demo --prefill $(PREFILL) --decode $(DECODE) $(if $(EARLY),--early)
 
 serve: setup  ## The same stack, left running until Ctrl-C
-	$(BIN)/python -m tools.pdstack serve --prefill $(PREFILL) --decode $(DECODE)
+	$(BIN)/python -m tools.pdstack serve --prefill $(PREFILL) --decode $(DECODE) $(if $(EARLY),--early)
 
 sweep: setup  ## Compare many pairs of layouts with one engine, and print a table
 	$(BIN)/python -m tools.pdstack sweep $(SWEEP_ARGS)

@@ -21,7 +21,7 @@ from .invocation import StackProgress, add_options, check_options, invoke
 from .layout import check_layout, parse_layout, read_model_shape
 from .model import cache_dir, default_model_path, given_model, prepare_default_model
 from .process import ChildProcess, TerminatedError, sigterm_raises
-from .report import Progress, Step
+from .report import Exchange, Progress, Step
 from .router import RouterSpec
 from .stack import Engine, PDStack, Router, Server
 
@@ -54,6 +54,12 @@ def build_parser() -> argparse.ArgumentParser:
         default="",
         metavar="ARGS",
         help="appended to every `vllm serve`, in one string: --engine-args='--block-size 64'",
+    )
+    common.add_argument(
+        "--early",
+        action="store_true",
+        help="with early_dispatch on the engines: the router sends each request but the first to "
+        "both at once; demo does both, one after the other",
     )
     add_options(common, startup_timeout_s=600.0)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -105,13 +111,14 @@ class _Run:
         self._check_layouts(model)
         return model
 
-    def start_pair(self, stack: PDStack) -> tuple[Router, list[Engine]]:
+    def start_pair(self, stack: PDStack, *, early: bool = False) -> tuple[Router, list[Engine]]:
         """Start prefill engines, decode engines and the router; return what is talked to."""
-        prefill = demo.engine_specs("prefill", self.prefill, self.engine_args)
-        decode = demo.engine_specs("decode", self.decode, self.engine_args)
+        prefill = demo.engine_specs("prefill", self.prefill, self.engine_args, early=early)
+        decode = demo.engine_specs("decode", self.decode, self.engine_args, early=early)
         engines = stack.start_engines(*prefill, *decode)
         self.say_ready(engines)
-        spec = RouterSpec(port=getattr(self.args, "port", None))
+        name = "early-router" if early else "router"
+        spec = RouterSpec(name, port=getattr(self.args, "port", None))
         router = stack.start_router(engines[: len(prefill)], engines[len(prefill) :], spec)
         self.say_ready([router])
         return router, engines[len(prefill) :]
@@ -127,25 +134,40 @@ class _Run:
 def _demo(run: _Run, stack: PDStack) -> int:
     references = demo.reference_answers(stack, demo.DEMO_PROMPTS, run.engine_args)
     run.say("single has answered and is stopped again")
-    router, decode = run.start_pair(stack)
-    exchanges = demo.compare(
-        stack, router, decode, demo.DEMO_PROMPTS, references, run.console, run.layouts
-    )
-    run.console.print(report.summary_table(exchanges, run.layouts))
-    equal = all(each.equal for each in exchanges)
-    all_moved = all(each.bytes_moved > 0 for each in exchanges)
-    if equal and all_moved:
+
+    def answers(layouts: str, *, early: bool = False) -> tuple[list[Exchange], int]:
+        router, decode = run.start_pair(stack, early=early)
+        if run.args.early:
+            demo.ask_first(stack, router, len(run.prefill))
+        prompts = demo.DEMO_PROMPTS
+        compared = demo.compare(stack, router, decode, prompts, references, run.console, layouts)
+        return compared, demo.moved(decode).prefill_waits
+
+    exchanges, _ = answers(run.layouts)
+    early: list[Exchange] = []
+    num_waits = 0
+    if run.args.early:
+        # A small machine holds one pair of engines.
+        stack.stop_all()
+        run.say("the engines are stopped, and started again with early_dispatch")
+        early, num_waits = answers(f"{run.layouts}, early", early=True)
+    run.console.print(report.summary_table(exchanges, run.layouts, early))
+    errors = []
+    if not all(each.equal for each in (*exchanges, *early)):
+        errors.append("answers differ from those of the single engine.")
+    if not all(each.bytes_moved > 0 for each in (*exchanges, *early)):
+        errors.append("the KV cache of a prompt did not come over NIXL.")
+    if early and not num_waits:
+        errors.append("no request was at a decode engine before its prompt was computed.")
+    for error in errors:
+        run.say(f"error: {error}")
+    if not errors:
         run.say("All answers are equal, and their KV cache came over NIXL.")
-        return 0
-    if not equal:
-        run.say("error: answers differ from those of the single engine.")
-    if not all_moved:
-        run.say("error: the KV cache of a prompt did not come over NIXL.")
-    return 1
+    return 1 if errors else 0
 
 
 def _serve(run: _Run, stack: PDStack) -> int:
-    router, _ = run.start_pair(stack)
+    router, _ = run.start_pair(stack, early=run.args.early)
     name = stack.model.name
     run.say(f"\nServing {name} ({run.layouts}) at {router.url}/v1\n\nWith curl:\n")
     run.say(report.curl_hint(router.url, name))

@@ -44,21 +44,31 @@ DEMO_PROMPTS = (
     Prompt(f"Here is a text. {_garden(24)} What did the gardener plant?", 48),
     Prompt("Write one sentence about the sea.", 48),
 )
+_FIRST_PROMPT = Prompt("Hello.", 1)
 
 
 def engine_specs(
     role: str,
     layouts: Sequence[Layout],
     extra_args: Sequence[str] = (),
+    *,
+    early: bool = False,
 ) -> list[EngineSpec]:
     """Return one spec for each layout, named ``prefill`` or ``prefill-1``, ``prefill-2``, ...
 
     Args:
         role: ``prefill`` or ``decode``.
+        early: whether requests may be sent to both engines at once. Then names begin with
+            ``early-``.
     """
-    names = [role] if len(layouts) == 1 else [f"{role}-{i + 1}" for i in range(len(layouts))]
+    transfer = KVTransfer(role=_KV_ROLES[role])
+    first = role
+    if early:
+        extra_config = {**transfer.extra_config, "early_dispatch": True}
+        transfer, first = replace(transfer, extra_config=extra_config), f"early-{role}"
+    names = [first] if len(layouts) == 1 else [f"{first}-{i + 1}" for i in range(len(layouts))]
     return [
-        EngineSpec(name, layout, KVTransfer(role=_KV_ROLES[role]), tuple(extra_args))
+        EngineSpec(name, layout, transfer, tuple(extra_args))
         for name, layout in zip(names, layouts, strict=True)
     ]
 
@@ -99,6 +109,20 @@ def ask_watched(
     # openai lets errors of its transport through while an answer streams.
     except Exception as error:
         raise stack.explain(error) from error
+
+
+def ask_first(stack: PDStack, router: Router, num_prefill: int) -> None:
+    """Have each prefill engine answer once before times are compared.
+
+    By that answer the router knows whether it may send the next request to both engines at once,
+    and engines are connected.
+
+    Raises:
+        PDStackError: a server died, or a request failed.
+    """
+    with ChatClient(router.url, stack.model.name) as client:
+        for _ in range(num_prefill):
+            ask_watched(stack, client, _FIRST_PROMPT)
 
 
 def reference_answers(

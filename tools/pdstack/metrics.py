@@ -16,18 +16,24 @@ _SAMPLES = {
     "vllm:nixl_num_failed_transfers_total": "failed_transfers",
     "vllm:nixl_num_failed_notifications_total": "failed_notifications",
     "vllm:nixl_num_kv_expired_reqs_total": "expired_requests",
+    "vllm:nixl_prefill_wait_seconds_count": "prefill_waits",
 }
 
 
 @dataclass(frozen=True)
 class NixlCounters:
-    """Counters of one engine since it started, summed over its ranks."""
+    """Counters of one engine since it started, summed over its ranks.
+
+    Attributes:
+        prefill_waits: requests that it had before their prompts were computed elsewhere.
+    """
 
     bytes_moved: int = 0
     transfers: int = 0
     failed_transfers: int = 0
     failed_notifications: int = 0
     expired_requests: int = 0
+    prefill_waits: int = 0
 
     def __add__(self, other: NixlCounters) -> NixlCounters:
         return NixlCounters(

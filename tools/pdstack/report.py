@@ -151,30 +151,39 @@ def format_bytes(count: int) -> str:
     return f"{size:.2f} GiB"
 
 
-def summary_table(exchanges: Sequence[Exchange], layouts: str) -> Table:
-    """Return the table that ends a demo: a row for each prompt, and one for all."""
-    table = Table(box=box.SIMPLE_HEAD, title="Prefill/decode (P/D) against a single engine")
+def summary_table(
+    exchanges: Sequence[Exchange], layouts: str, early: Sequence[Exchange] = ()
+) -> Table:
+    """Return the table that ends a demo: a row for each prompt, and one for all.
+
+    Args:
+        exchanges: one for each prompt.
+        layouts: those of the engines.
+        early: the same prompts, sent to both engines at once; none where that was not asked for.
+    """
+    title = "Time to first token: prefill/decode (P/D), and a single engine"
+    table = Table(box=box.SIMPLE_HEAD, title=title)
     table.add_column("layout", no_wrap=True)
-    for column in ("prompt", "TTFT P/D", "TTFT single", "over NIXL"):
+    times = ["P/D", *(["early"] if early else []), "single"]
+    for column in ("prompt", *times, "over NIXL"):
         table.add_column(column, justify="right")
     table.add_column("equal")
-    for each in exchanges:
+    for each in zip(exchanges, *([early] if early else []), strict=True):
+        answers = (*(way.disaggregated for way in each), each[0].single)
         table.add_row(
             escape(layouts),
-            f"{each.disaggregated.prompt_tokens} tok",
-            f"{each.disaggregated.ttft_s:.2f} s",
-            f"{each.single.ttft_s:.2f} s",
-            format_bytes(each.bytes_moved),
-            yes_no(each.equal),
+            f"{answers[0].prompt_tokens} tok",
+            *(f"{answer.ttft_s:.2f} s" for answer in answers),
+            format_bytes(sum(way.bytes_moved for way in each)),
+            yes_no(all(way.equal for way in each)),
         )
     table.add_section()
     table.add_row(
         "all",
         f"{sum(each.disaggregated.prompt_tokens for each in exchanges)} tok",
-        "",
-        "",
-        format_bytes(sum(each.bytes_moved for each in exchanges)),
-        yes_no(all(each.equal for each in exchanges)),
+        *("" for _ in times),
+        format_bytes(sum(each.bytes_moved for each in (*exchanges, *early))),
+        yes_no(all(each.equal for each in (*exchanges, *early))),
     )
     return table
 

@@ -13,7 +13,8 @@ Run as ``fake_server.py serve MODEL --port N ...`` or ``fake_server.py --port N 
 * ``die``: end in the middle of an answer, with an exception in the log;
 * ``hang``: stop in the middle of an answer;
 * ``lie``: answer something else;
-* ``lazy``: move nothing over NIXL.
+* ``lazy``: move nothing over NIXL;
+* ``serial``: have no request wait for its prompt to be computed elsewhere.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ METRICS = """\
 # TYPE vllm:nixl_bytes_transferred histogram
 vllm:nixl_bytes_transferred_sum{{engine="0"}} {bytes}
 vllm:nixl_bytes_transferred_count{{engine="0"}} 1.0
+# TYPE vllm:nixl_prefill_wait_seconds histogram
+vllm:nixl_prefill_wait_seconds_sum{{engine="0"}} 0.25
+vllm:nixl_prefill_wait_seconds_count{{engine="0"}} {waits}
 """
 FAILURE = """\
 (EngineCore pid=11) ERROR 11-21 09:34:10 [core.py:10] EngineCore failed to start.
@@ -74,7 +78,9 @@ class Handler(BaseHTTPRequestHandler):
         global moved_bytes
         if self.path == "/move":
             moved_bytes += 1024.0
-        body = METRICS.format(bytes=moved_bytes) if self.path == "/metrics" else "ok"
+        is_early = "early_dispatch" in (args.kv_transfer_config or "")
+        waits = float(is_early and "serial" not in BEHAVIOUR)
+        body = METRICS.format(bytes=moved_bytes, waits=waits) if self.path == "/metrics" else "ok"
         self.send_response(503 if "slow" in BEHAVIOUR else 200)
         self.end_headers()
         self.wfile.write(body.encode())

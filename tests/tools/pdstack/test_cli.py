@@ -74,6 +74,23 @@ def test_equal_answers_and_moved_bytes_are_success(
     assert list(run_dir.iterdir()) == []
 
 
+def test_early_demo_shows_both_ways_side_by_side(start: Start, survivors: Survivors) -> None:
+    """The same prompts again, by engines that have the option on, in a column of their own."""
+    status, out, err = _finish(start("demo", "--early"))
+    assert (status, err) == (0, "")
+    assert out.count("all is well") == 12
+    for words in ("P/D    early   single", "6.00 KiB", "early-decode is ready", "All answers"):
+        assert words in out
+    assert survivors() == []
+
+
+def test_early_demo_whose_requests_come_late_fails(start: Start) -> None:
+    """Then nothing was shown."""
+    status, out, _ = _finish(start("demo", "--early", FAKE_ENGINE="serial"))
+    assert status == 1
+    assert "error: no request was at a decode engine before its prompt was computed" in out
+
+
 @pytest.mark.parametrize(
     ("behaviour", "complaint"),
     [

@@ -21,6 +21,11 @@ vllm:nixl_num_failed_transfers_total{engine="0",model_name="m"} 4.0
 # HELP vllm:nixl_num_kv_expired_reqs_total Number of requests that had their KV expire.
 # TYPE vllm:nixl_num_kv_expired_reqs_total counter
 vllm:nixl_num_kv_expired_reqs_total{engine="0",model_name="m"} 5.0
+# HELP vllm:nixl_prefill_wait_seconds Histogram of the time requests wait for their prefill.
+# TYPE vllm:nixl_prefill_wait_seconds histogram
+vllm:nixl_prefill_wait_seconds_bucket{engine="0",le="+Inf",model_name="m"} 6.0
+vllm:nixl_prefill_wait_seconds_count{engine="0",model_name="m"} 6.0
+vllm:nixl_prefill_wait_seconds_sum{engine="0",model_name="m"} 0.75
 # HELP vllm:prompt_tokens_total Number of prefill tokens processed.
 # TYPE vllm:prompt_tokens_total counter
 vllm:prompt_tokens_total{engine="0",model_name="m"} 99.0
@@ -30,7 +35,7 @@ vllm:prompt_tokens_total{engine="0",model_name="m"} 99.0
 def test_counters_are_summed_over_engines() -> None:
     """Each counter is the sum over the label sets, and other metrics do not count."""
     assert parse_nixl_counters(PAGE) == NixlCounters(
-        bytes_moved=35389500, transfers=3, failed_transfers=4, expired_requests=5
+        bytes_moved=35389500, transfers=3, failed_transfers=4, expired_requests=5, prefill_waits=6
     )
 
 

@@ -48,11 +48,29 @@ def test_the_table_holds_a_row_for_each_prompt_and_one_for_all() -> None:
     wrong = replace(ANSWER, text="no")
     exchanges = [Exchange("a", ANSWER, ANSWER, 2048), Exchange("b", ANSWER, wrong, 0)]
     console.print(report.summary_table(exchanges, "tp1pp1 -> tp1pp1"))
-    rows = [" ".join(line.split()) for line in out.getvalue().splitlines() if " tok" in line]
+    rows = [" ".join(line.split()) for line in out.getvalue().splitlines() if " tok " in line]
     assert rows == [
         "tp1pp1 -> tp1pp1 37 tok 0.50 s 0.50 s 2.00 KiB yes",
         "tp1pp1 -> tp1pp1 37 tok 0.50 s 0.50 s 0 B NO",
         "all 74 tok 2.00 KiB NO",
+    ]
+
+
+def test_the_table_holds_early_answers_beside_the_others() -> None:
+    """Their times in a column, their bytes and verdicts with those of the serial ones."""
+    console, out = _console()
+    exchanges = [Exchange("a", ANSWER, ANSWER, 2048)] * 2
+    sooner = replace(ANSWER, ttft_s=0.25)
+    early = [
+        Exchange("a", sooner, ANSWER, 1024),
+        Exchange("a", sooner, replace(ANSWER, text=""), 0),
+    ]
+    console.print(report.summary_table(exchanges, "tp1pp1 -> tp1pp1", early))
+    rows = [" ".join(line.split()) for line in out.getvalue().splitlines() if " tok " in line]
+    assert rows == [
+        "tp1pp1 -> tp1pp1 37 tok 0.50 s 0.25 s 0.50 s 3.00 KiB yes",
+        "tp1pp1 -> tp1pp1 37 tok 0.50 s 0.25 s 0.50 s 2.00 KiB NO",
+        "all 74 tok 5.00 KiB NO",
     ]
 
 
