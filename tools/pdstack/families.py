@@ -63,16 +63,22 @@ class Side:
     env: tuple[tuple[str, str], ...] = ()
     connector: str = "NixlConnector"
     speculation: Speculation | None = None
-    options: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, str | bool], ...] = ()
     caches: Caches | None = None
     second_runner: bool = False
     installation: Installation | None = None
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the router may send a request to it before the prompt is computed."""
+        return bool(dict(self.options).get("early_dispatch"))
 
     def __str__(self) -> str:
         times = f"{self.count} x " if self.count > 1 else ""
         stages = dict(self.env).get("VLLM_PP_LAYER_PARTITION")
         runner = "second runner" if self.second_runner else None
-        said = (self.speculation, self.caches, runner, self.installation)
+        early = "early" if self.is_early else None
+        said = (self.speculation, self.caches, runner, early, self.installation)
         more = "".join(f", {each}" for each in said if each)
         return f"{times}{self.layout}" + (f" ({stages})" if stages else "") + more
 
@@ -182,6 +188,7 @@ _EAGLE_HEAD = Speculation("eagle", 3, "eagle")
 _ITSELF = Speculation("draft_model", 3, ".")
 _MTP = Speculation("mtp", 1)
 _COLD = (("missing_draft_layers", "compute"),)
+_EARLY = (("early_dispatch", True),)
 # In the only order in which it reads the state of a convolution by its parts.
 _UPSTREAM = Side(connector="upstream", env=(("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),))
 
@@ -274,6 +281,20 @@ _RUNNERS: tuple[tuple[str, bool, bool, tuple[str, ...]], ...] = (
     ("second to first runner", True, False, ("TP down", "PP on P")),
 )
 
+# Of requests that are sent to both engines at once. With chunks, a step computes 128 tokens of
+# prompts that have up to 900.
+_OF_EARLY: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("early", _SIX, (), ("TP down", "PP to TP")),
+    ("early windows", _GEMMA, _HYBRID, ("PP on P",)),
+    ("early state", _MAMBA, (), ("TP down",)),
+    (
+        "early chunks",
+        _SIX,
+        ("--max-num-batched-tokens", "128", "--max-num-seqs", "16"),
+        ("PP on P",),
+    ),
+)
+
 FAMILIES: tuple[Family, ...] = (
     Family("PP on P", _SIX, Side(_STAGES), Side()),
     Family("PP on D", _SIX, Side(), Side(_STAGES)),
@@ -364,6 +385,17 @@ FAMILIES: tuple[Family, ...] = (
         _MLA,
         Side(_RANKS, second_runner=True),
         Side(second_runner=True),
+    ),
+    *(
+        Family(
+            f"{name}, {each}",
+            model,
+            Side(_LAYER_LAYOUTS[each][0], options=_EARLY),
+            Side(_LAYER_LAYOUTS[each][1], options=_EARLY),
+            args=args,
+        )
+        for name, model, args, layouts in _OF_EARLY
+        for each in layouts
     ),
     *(
         _with_caches(model, cache_p, cache_d, each)

@@ -62,6 +62,8 @@ def judge(family: Family, found: Accuracy, counters: NixlCounters) -> str | None
         return f"{counters.failed_transfers} reads failed"
     if not counters.bytes_moved:
         return "nothing was moved over NIXL"
+    if family.decode.is_early and not counters.prefill_waits:
+        return "no request was at a decode engine before its prompt was computed"
     differing = found.requests - found.equal - found.tied
     if family.exact and differing:
         return f"{differing} answers differ"
@@ -251,7 +253,7 @@ def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> 
         kv_transfer = KVTransfer("MultiConnector", extra_config={"connectors": [child]})
     stages = dict(side.env).get("VLLM_PP_LAYER_PARTITION", "").replace(",", "-")
     drafts = str(side.speculation or "")
-    options = [value for _, value in side.options]
+    options = [value if isinstance(value, str) else name for name, value in side.options]
     caches = str(side.caches or "").replace(" ", "-")
     release = side.installation.release if side.installation else ""
     runner = "second-runner" if side.second_runner else ""

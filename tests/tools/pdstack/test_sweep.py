@@ -165,6 +165,17 @@ def test_what_passes(found, counters, exact, fault):
     assert judge(replace(FAMILY, exact=exact), found, counters) == fault
 
 
+def test_early_pair_has_to_have_been_early():
+    """Its answers show nothing where all requests came after their prompts."""
+    early = [each for each in FAMILIES if each.name.startswith("early")]
+    assert early
+    for family in early:
+        assert judge(family, GOOD, MOVED) is not None
+        assert judge(family, GOOD, replace(MOVED, prefill_waits=1)) is None
+        config = _spec(family.decode, family.args, 0, 128).kv_transfer
+        assert config is not None and config.extra_config["early_dispatch"] is True
+
+
 def test_caches_are_as_large_whatever_their_blocks(tmp_path):
     """An engine of a model with small blocks has more of them."""
     told = [_spec(Side(), (), 0, block_tokens).extra_args for block_tokens in (128, 16)]
