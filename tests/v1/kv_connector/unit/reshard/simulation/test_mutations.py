@@ -265,8 +265,13 @@ def clients_that_leave_are_not_heard_of(monkeypatch):
     monkeypatch.setattr(EarlyRequests, "give_up", lambda *_: None)
 
 
-WEIGHTS = {clients_that_leave_are_not_heard_of: {"park": 8.0, "abort": 4.0, "hang": 1.0}}
-"""What has to happen often for a defect to show within some hundred schedules."""
+WEIGHTS = {
+    spans_are_free_once_nixl_says_failed: {"hang": 6.0, "fail_read": 8.0},
+    lookups_that_nobody_wants_break_nothing_off: {"hang": 6.0, "fail_read": 8.0},
+    looks_at_boards_have_no_end: {"park": 8.0, "hang": 4.0},
+    clients_that_leave_are_not_heard_of: {"park": 8.0, "abort": 4.0, "hang": 1.0},
+}
+"""What has to happen often for a defect to show within some dozens of schedules."""
 
 
 @pytest.mark.parametrize(
