@@ -59,15 +59,28 @@ def silent_listener() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+@contextmanager
+def full_listener() -> Iterator[int]:
+    """Answer no connection, as a host does that cannot be reached; yields the port.
+
+    Linux drops what comes while as many wait to be accepted as may. An address of no host's would
+    be refused at once by some networks.
+    """
+    with socket.create_server((HOST, 0), backlog=0) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address):
+            yield address[1]
+
+
 def test_wrong_addresses_cost_their_requests_only(stage: Stage) -> None:
     """They fail in bounded time, others are served meanwhile, and each is told in one line."""
     log, recomputing_log = (Log(each.child.log_path) for each in (stage.decode, stage.recomputing))
-    with silent_listener() as silent_port:
+    with silent_listener() as silent_port, full_listener() as full_port:
         nobody = {"remote_port": PortAllocator().take()}
         wrong = {
             "nobody listens at the port": nobody,
             "something else listens at the port": {"remote_port": silent_port},
-            "a host that cannot be reached": {"remote_host": "192.0.2.1"},
+            "a host that cannot be reached": {"remote_port": full_port},
             "a host without an address": {"remote_host": "no-such-host.invalid"},
         }
         requests = {}
