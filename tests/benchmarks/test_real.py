@@ -78,6 +78,7 @@ def test_wrong_bytes_are_found(plan, tmp_path, kind, shape):
         pair.end()
 
 
+@pytest.mark.full
 def test_handshakes_and_requests_are_measured(plan):
     """Both connectors tell time and memory of a handshake, and CPU time of requests."""
     (handshake,) = measure_handshakes([HandshakeCase(SHAPE, 2000)], plan)

@@ -33,6 +33,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Engine,
     Progress,
     every_strategy,
+    pairs_of_layouts,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
@@ -345,7 +346,8 @@ def transfer(p: ModelEngine, d: ModelEngine, unread: frozenset[str] = frozenset(
                 np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), LAYOUTS.values(), ids=LAYOUTS.keys())
+# Ranks that gather, and ranks and stages that part.
+@pairs_of_layouts(LAYOUTS, {"TP4 to TP2", "PP2 x TP2 to TP4"})
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_every_layer_is_read_by_its_own_heads(engines, model, prefill, decode):
     """Every byte that belongs here arrives, and no other changes."""

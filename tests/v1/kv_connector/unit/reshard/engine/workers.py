@@ -8,7 +8,7 @@ Every worker has its own KV cache, agent and ledgers; what vLLM's engine would d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -289,6 +289,24 @@ def split(names: list[str], spec: FullAttentionSpec, window_tokens: int) -> list
     odd = [name for name in names if int(name.removeprefix("layers.")) % 2]
     even = [name for name in names if name not in odd]
     return [KVCacheGroupSpec(even, spec), KVCacheGroupSpec(odd, sliding)]
+
+
+def pairs_of_layouts(layouts: Mapping[str, tuple[dict, dict]], deciding: Iterable[str]) -> Any:
+    """A parameter for each pair of layouts; those that need not decide a change are `full`.
+
+    Args:
+        layouts: Those of P and of D, by name.
+        deciding: The names of those that decide.
+    """
+    unknown = {*deciding} - {*layouts}
+    assert not unknown, unknown
+    return pytest.mark.parametrize(
+        ("prefill", "decode"),
+        [
+            pytest.param(*pair, id=name, marks=() if name in deciding else pytest.mark.full)
+            for name, pair in layouts.items()
+        ],
+    )
 
 
 every_strategy = pytest.mark.parametrize("engines", ["direct", "staged", "auto"], indirect=True)
