@@ -83,23 +83,21 @@ PYTEST := $(BIN)/python -m pytest
 PYTEST_SHARED := $(PYTEST) --numprocesses $(TEST_PROCESSES) --dist loadfile
 DECIDES := not faults and not full
 
-# Of other bases than the default one, what its patches and the switches of compat.py change, and two
-# real pairs: floors 1 to 4 know no release, and of floor 5 little that a worker's threads run. Status 5
-# says that PYTEST_ARGS have chosen no test: of one kind that may be, of both it is a mistake.
+# Of other bases than the default one: what is patched, and names and models that differ from release to
+# release, on two real pairs. Floors 1 to 4 know no release, and of floor 5 little that a worker's
+# threads run. Status 5 says that PYTEST_ARGS have chosen no test: of one kind that may be, of both it is a
+# mistake.
 UNIT := tests/v1/kv_connector/unit
 RESHARD := $(UNIT)/reshard
-RELEASE_FREE := cli memory plan protocol simulation transport \
-                $(patsubst %,test_%.py,fuzz leaks lost_producer operation_counts strangers) \
-                $(patsubst %,engine/test_%.py,connector_thread consumer dialer exception_sweep notifier \
-                  offers peers plans producer readers renewals transfer_engine)
-TESTS_OF_A_BASE := tests/distributed tests/entrypoints tests/scripts tests/v1 \
-                   $(addprefix --ignore=$(RESHARD)/,$(RELEASE_FREE))
-# It differs from the default one in what is patched, in models, and in names that these look at.
-TESTS_OF_0.33.0 := tests/distributed tests/entrypoints tests/v1/worker $(wildcard $(UNIT)/test_*.py) \
+TESTS_OF_A_BASE := tests/distributed tests/entrypoints tests/v1/worker $(wildcard $(UNIT)/test_*.py) \
                    $(RESHARD)/cli/test_caches_of_engines.py \
                    $(patsubst %,$(RESHARD)/test_%.py,connector left_to_upstream refusals rejections) \
                    $(patsubst %,$(RESHARD)/engine/test_%.py,cache_formats cache_views compat drafts \
                      factors failed_reads geometry recurrent_state releases scheduler writing_kernels)
+# Its caches have other forms, and its scheduler gives blocks and is told of failed reads otherwise.
+TESTS_OF_0.22.1 := $(patsubst %,$(RESHARD)/test_%.py,blocks_in_doubt early_dispatch hybrid lifecycle parity) \
+                   $(patsubst %,$(RESHARD)/engine/test_%.py,content first_forward parking queues stats \
+                     worker)
 ifeq ($(BASE),$(DEFAULT_BASE))
 test: setup  ## Run the tests that decide a change but test-faults', with real engines and a wheel
 	shared=0; $(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(PYTEST_ARGS) || shared=$$?; \
@@ -108,7 +106,7 @@ test: setup  ## Run the tests that decide a change but test-faults', with real e
 	  { engines=$$?; test $$engines -eq 5 -a $$shared -eq 0 || exit $$engines; }
 else
 test: setup
-	$(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(or $(TESTS_OF_$(BASE)),$(TESTS_OF_A_BASE)) \
+	$(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(TESTS_OF_A_BASE) $(TESTS_OF_$(BASE)) \
 	  $(PYTEST_ARGS)
 	$(BIN)/python -m tools.pdstack sweep --subset base --requests 16
 endif
