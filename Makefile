@@ -84,7 +84,7 @@ PYTEST_SHARED := $(PYTEST) --numprocesses $(TEST_PROCESSES) --dist loadfile
 DECIDES := not faults and not full
 
 # Of other bases than the default one: what is patched, and names and models that differ from release to
-# release, on two real pairs. Floors 1 to 4 know no release, and of floor 5 little that a worker's
+# release, and a real pair. Floors 1 to 4 know no release, and of floor 5 little that a worker's
 # threads run. Status 5 says that PYTEST_ARGS have chosen no test: of one kind that may be, of both it is a
 # mistake.
 UNIT := tests/v1/kv_connector/unit

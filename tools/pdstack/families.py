@@ -409,8 +409,8 @@ SUBSETS: Mapping[str, tuple[str, ...]] = {
     # takes up to 100 s to start, and a family 25 s once its engines are up. Not bfloat16: what its
     # elements are, reads do not know.
     "ci": ("TP not divisible", "uneven stages", "MultiConnector", "P on Ray", "Mamba 2 PP to TP"),
-    # One with stages and one without, to see that another base works at all.
-    "base": ("PP on P", "TP not divisible"),
+    # With ranks at one end and stages at the other, to see that another base works at all.
+    "base": ("TP and PP on both",),
     # Of each kind of cache and of draft, one pair of ranks and stages, for two releases.
     "releases": (
         "TP not divisible",
