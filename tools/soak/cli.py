@@ -161,6 +161,8 @@ class _Invocation:
             violations=violations,
         )
         wide(self._console).print(report.table(report.outcomes(history, violations)))
+        early = report.num_early(history)
+        self.say(f"{early} requests were at a decode engine before their prompts were computed")
         if plot.can_draw():
             plot.draw(history, violations, self._output / "soak.svg")
             self.say(f"{path} has all that was seen, {self._output / 'soak.svg'} draws it")

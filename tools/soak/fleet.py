@@ -57,6 +57,7 @@ _HELD = "vllm:nixl_held_blocks"
 _IN_DOUBT = "vllm:nixl_kv_blocks_in_doubt"
 _UNFINISHED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _PREEMPTIONS = "vllm:num_preemptions_total"
+_EARLY = "vllm:nixl_prefill_wait_seconds_count"
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,14 @@ def engine_spec(
     port: int,
     side_channel_port: int,
     recompute: bool,
+    early: bool,
 ) -> EngineSpec:
     """Return how the engine of a seat is started.
 
     Args:
         incarnation: how many engines have had the seat, with this one.
         recompute: whether it computes what it cannot read, or fails the request.
+        early: whether requests may be sent to it and another engine at once.
     """
     env = {
         "UCX_TLS": settings.ucx_tls,
@@ -103,6 +106,7 @@ def engine_spec(
         "kv_lease_duration": settings.lease_s,
         "kv_read_timeout_s": settings.read_timeout_s,
         "engine_ttl": settings.engine_ttl_s,
+        "early_dispatch": early,
     }
     return EngineSpec(
         f"{seat.name}.{incarnation}",
@@ -126,7 +130,7 @@ def engine_spec(
 
 def read_pool(text: str, engine: str, incarnation: int, at_s: float) -> PoolReading:
     """Return what a page of metrics says of blocks; what it lacks is 0."""
-    totals = dict.fromkeys((_USAGE, _HELD, _IN_DOUBT, *_UNFINISHED, _PREEMPTIONS), 0.0)
+    totals = dict.fromkeys((_USAGE, _HELD, _IN_DOUBT, *_UNFINISHED, _PREEMPTIONS, _EARLY), 0.0)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name in totals:
@@ -140,6 +144,7 @@ def read_pool(text: str, engine: str, incarnation: int, at_s: float) -> PoolRead
         blocks_in_doubt=totals[_IN_DOUBT],
         unfinished=sum(totals[name] for name in _UNFINISHED),
         preemptions=totals[_PREEMPTIONS],
+        early=totals[_EARLY],
     )
 
 
@@ -165,13 +170,16 @@ def choose_worker(processes: Sequence[psutil.Process], number: int) -> psutil.Pr
 class _Place:
     """A seat, and who has it."""
 
-    def __init__(self, seat: Seat, stack: PDStack, ports: PortAllocator, recompute: bool) -> None:
+    def __init__(
+        self, seat: Seat, stack: PDStack, ports: PortAllocator, *, recompute: bool, early: bool
+    ) -> None:
         self.seat = seat
         self.stack = stack
         self.port = ports.take()
         # Where a placement with more workers follows, there is room for them.
         self.side_channel_port = ports.take(_NUM_WORKERS)
         self.recompute = recompute
+        self.early = early
         self.placement = seat.placement
         self.incarnation = 0
         self.engine: Engine | None = None
@@ -208,8 +216,16 @@ class Fleet:
 
         # Of two decode engines, one fails what it cannot read, and the other one computes it.
         decode = [seat.name for seat in seats if seat.role is Role.DECODE]
+        # Of two prefill engines, one has its requests sent to a decode engine at once.
+        prefill = [seat.name for seat in seats if seat.role is Role.PREFILL]
         self._places = {
-            seat.name: _Place(seat, new_stack(), ports, recompute=seat.name in decode[1::2])
+            seat.name: _Place(
+                seat,
+                new_stack(),
+                ports,
+                recompute=seat.name in decode[1::2],
+                early=seat.name in (*prefill[:1], *decode),
+            )
             for seat in seats
         }
         self._router_stack = new_stack()
@@ -407,6 +423,7 @@ class Fleet:
             port=place.port,
             side_channel_port=place.side_channel_port,
             recompute=place.recompute,
+            early=place.early,
         )
         try:
             (place.engine,) = place.stack.start_engines(spec)

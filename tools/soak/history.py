@@ -92,6 +92,7 @@ class PoolReading:
         blocks_in_doubt: kept because a read may still write into them.
         unfinished: requests that run or wait.
         preemptions: since it started.
+        early: requests that it had before their prompts were computed, since it started.
     """
 
     at_s: float
@@ -102,6 +103,7 @@ class PoolReading:
     blocks_in_doubt: float
     unfinished: float
     preemptions: float
+    early: float
 
     @property
     def is_whole(self) -> bool:

@@ -68,6 +68,13 @@ def outcomes(history: History, violations: Iterable[Violation]) -> dict[str, Out
     return dict(found)
 
 
+def num_early(history: History) -> int:
+    """Return how many requests were at an engine before their prompts were computed elsewhere."""
+    # Counters begin anew with each engine that has the seat.
+    last = {(each.engine, each.incarnation): each.early for each in history.pools}
+    return int(sum(last.values()))
+
+
 def table(found: Mapping[str, Outcome]) -> Table:
     """Return the table of faults, how often they struck, and what came of requests."""
     drawn = Table(box=box.SIMPLE_HEAD)

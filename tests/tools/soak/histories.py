@@ -51,6 +51,7 @@ def pool(**fields: Any) -> PoolReading:
         "blocks_in_doubt": 0.0,
         "unfinished": 0.0,
         "preemptions": 3.0,
+        "early": 2.0,
     }
     return PoolReading(**{**defaults, **fields})
 

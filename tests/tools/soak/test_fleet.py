@@ -22,6 +22,9 @@ vllm:nixl_held_blocks{engine="0"} 4.0
 vllm:num_requests_running{engine="0"} 2.0
 # TYPE vllm:num_requests_waiting gauge
 vllm:num_requests_waiting{engine="0"} 3.0
+# TYPE vllm:nixl_prefill_wait_seconds histogram
+vllm:nixl_prefill_wait_seconds_count{engine="0"} 9.0
+vllm:nixl_prefill_wait_seconds_sum{engine="0"} 1.5
 # TYPE vllm:num_preemptions counter
 vllm:num_preemptions_total{engine="0"} 7.0
 """
@@ -32,7 +35,7 @@ def test_engine_is_started_as_its_seat_says(seat):
     """Its layout, its transports, its policy and its lease are on the command line or beside it."""
     settings = FleetSettings(ucx_tls="tcp", lease_s=9.0)
     spec = engine_spec(
-        seat, 3, seat.placement, settings, port=1, side_channel_port=2, recompute=True
+        seat, 3, seat.placement, settings, port=1, side_channel_port=2, recompute=True, early=True
     )
     command = engine_command(spec, ServedModel(Path("m"), "m"), Device.CPU, 1, "vllm")
     env = engine_env(spec, Device.CPU, {}, side_channel_port=2, cores=[0])
@@ -45,13 +48,14 @@ def test_engine_is_started_as_its_seat_says(seat):
     config = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert config["kv_load_failure_policy"] == "recompute"
     assert config["kv_connector_extra_config"]["kv_lease_duration"] == 9.0
+    assert config["kv_connector_extra_config"]["early_dispatch"] is True
 
 
 def test_pool_is_read_from_metrics():
     """A metric that an engine does not have is 0."""
     reading = read_pool(PAGE, "decode-1", 2, 30.0)
     assert (reading.usage, reading.held_blocks, reading.unfinished) == (0.25, 4.0, 5.0)
-    assert (reading.blocks_in_doubt, reading.preemptions) == (0.0, 7.0)
+    assert (reading.blocks_in_doubt, reading.preemptions, reading.early) == (0.0, 7.0, 9.0)
     assert not reading.is_whole
     assert read_pool("", "decode-1", 2, 30.0).is_whole
 

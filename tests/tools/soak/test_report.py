@@ -8,9 +8,10 @@ import json
 import pytest
 from rich.console import Console
 
-from tests.tools.soak.histories import ANSWERS, request, sound_history
+from tests.tools.soak.histories import ANSWERS, pool, request, sound_history
 from tools.soak import plot, report
 from tools.soak.checker import check
+from tools.soak.history import History
 from tools.soak.report import Outcome
 
 
@@ -46,6 +47,14 @@ def test_table_has_a_row_for_each_fault(history):
     rows = [line.split() for line in captured.get().splitlines()]
     assert ["stop-prefill", "1", "3", "1", "1", "1", "1", "2"] in rows
     assert ["none", "0", "1", "0", "0", "0", "0", "0"] in rows
+
+
+def test_early_requests_are_counted_once():
+    """Each engine's last reading tells of all since it started, and its successor begins anew."""
+    told = (("decode-1", 1, 2.0), ("decode-1", 1, 5.0), ("decode-1", 2, 1.0), ("decode-2", 1, 3.0))
+    pools = [pool(engine=name, incarnation=number, early=early) for name, number, early in told]
+    assert report.num_early(History(pools=pools)) == 9
+    assert report.num_early(History()) == 0
 
 
 def test_file_has_everything(history, tmp_path):
