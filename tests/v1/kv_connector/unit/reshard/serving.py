@@ -292,3 +292,4 @@ def until(condition, *wholes: Whole) -> None:
         assert time.monotonic() < deadline
         for whole in wholes:
             whole.step()
+        time.sleep(1e-3)

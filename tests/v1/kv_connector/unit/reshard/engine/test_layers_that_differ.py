@@ -219,7 +219,7 @@ class ModelEngine(Engine):
             kv_transfer_config=KVTransferConfig(
                 kv_connector="NixlConnector",
                 kv_role="kv_both",
-                kv_connector_extra_config={"num_threads": 1, **extra_config},
+                kv_connector_extra_config={"num_threads": 0, **extra_config},
             ),
         )
         tensors, members = {}, [[] for _ in self.groups]

@@ -149,7 +149,7 @@ class Engine:
                 kv_role="kv_both",
                 kv_connector_extra_config={
                     "kv_lease_duration": lease_s,
-                    "num_threads": 1,
+                    "num_threads": 0,
                     **extra_config,
                 },
             ),
@@ -363,6 +363,7 @@ class Progress:
         while not all(map(reported, engine.workers)):
             assert time.monotonic() < deadline, (self.sent, self.received)
             self.step()
+            time.sleep(1e-3)
 
 
 def wait_until(condition: Callable[[], object], step: Callable[[], None] = lambda: None) -> None:
@@ -371,7 +372,7 @@ def wait_until(condition: Callable[[], object], step: Callable[[], None] = lambd
     while not condition():
         assert time.monotonic() < deadline
         step()
-        time.sleep(1e-4)
+        time.sleep(1e-3)
 
 
 def lost_blocks(worker: ReshardWorker) -> set[int]:

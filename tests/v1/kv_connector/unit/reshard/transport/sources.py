@@ -96,7 +96,7 @@ def _serve(pipe: Connection) -> None:
                 agent = NixlAgent(
                     f"source-{uuid.uuid4()}",
                     backends=[backend],
-                    num_threads=1,
+                    num_threads=0,
                     progress_delay_us=100,
                 )
                 held = Rank(Shard(rank, holdings), form, agent)

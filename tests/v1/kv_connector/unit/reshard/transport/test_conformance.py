@@ -177,7 +177,7 @@ def make_memory_agent() -> MemoryAgent:
 
 def make_nixl_agent(backend: str = "UCX") -> NixlAgent:
     """A real agent for host memory."""
-    return NixlAgent(str(uuid.uuid4()), backends=[backend], num_threads=1, progress_delay_us=100)
+    return NixlAgent(str(uuid.uuid4()), backends=[backend], num_threads=0, progress_delay_us=100)
 
 
 def make_device_agent() -> NixlAgent:
