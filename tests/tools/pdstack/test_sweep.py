@@ -40,7 +40,7 @@ from tools.pdstack.sweep import (
 )
 from tools.pdstack.tiny_models import write_tiny_llama
 
-CI_LIMIT_S = 20 * 60
+CI_LIMIT_S = 15 * 60
 # The longest that an engine took to start, and a family with its engines up, on two cores.
 ENGINE_START_S, FAMILY_S = 100, 25
 
