@@ -499,6 +499,9 @@ def test_what_happened_is_counted(engines):
     # The producers hear of it before it is counted that they were told.
     counted = stats_with(reader, "notifications_sent", progress).data
     assert len(counted["handshake_seconds"]) == 1
+    # Only the one that was received: the other is a failure.
+    (exposed_s,) = counted["exposed_transfer_seconds"]
+    assert 0 < counted["handshake_seconds"][0] <= exposed_s
     assert counted["read_failures"] == ["lease"]
     assert counted["read_strategies"] == ["direct"] * 4
     # Each of two producers is told of both requests, together where they ended in one turn.

@@ -82,13 +82,14 @@ class CompletionHandler:
                 one_line(_REMEDIES.get(failure, "")),
             )
 
-    def ended(self, outcome: Outcome, reading: Reading) -> None:
+    def ended(self, outcome: Outcome, reading: Reading, now_s: float) -> None:
         """Nothing is written for a request any more: it has failed before, or was received."""
         if reading.num_in_doubt:
             self._doubt.add(-reading.num_in_doubt)
         if outcome.failure is None:
             assert reading.connection is not None
             reading.connection.lifetime.end_request()
+            self._stats.record_exposed_transfer(now_s - reading.taken_up_at_s)
             # Where nothing was to be read, nothing was looked up.
             if reading.peer is not None and reading.lease_tables:
                 reading.peer.is_proven = True

@@ -281,7 +281,7 @@ class ConsumerSide:
             received.add(outcome.request_id)
             try:
                 reading = self._reading.pop(outcome.request_id)
-                self._completions.ended(outcome, reading)
+                self._completions.ended(outcome, reading, self._now_s)
                 reading.enter(ReadState.ENDED, self._now_s)
             except Exception:
                 self._tell_cut_short(outcome)
@@ -301,7 +301,14 @@ class ConsumerSide:
         due_at_s = now_s + self._timeout_s
         trace = trace_of_read(self._name, receive)
         reading = Reading(
-            request_id, self._num_taken_up, due_at_s, receive, peer, since_s=now_s, trace=trace
+            request_id,
+            self._num_taken_up,
+            now_s,
+            due_at_s,
+            receive,
+            peer,
+            since_s=now_s,
+            trace=trace,
         )
         self._ledger.begin(request_id)
         self._reading[request_id] = reading

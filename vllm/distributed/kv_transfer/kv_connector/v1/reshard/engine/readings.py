@@ -42,6 +42,7 @@ class Reading:
     Attributes:
         request_id: Its name.
         number: Which of those that had this name.
+        taken_up_at_s: When this worker was told to read it.
         due_at_s: When it fails unless it was received.
         receive: What to read.
         peer: From where; None where its parameters name none.
@@ -58,6 +59,7 @@ class Reading:
 
     request_id: RequestId
     number: int
+    taken_up_at_s: float
     due_at_s: float
     receive: Receive
     peer: Peer | None

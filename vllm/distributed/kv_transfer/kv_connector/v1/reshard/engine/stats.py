@@ -114,6 +114,9 @@ class ReshardStats(NixlKVConnectorStats):
 
         handshake_seconds      duration of each handshake that succeeded
         prefill_wait_seconds   how long each request that was dispatched early was waited for
+        exposed_transfer_seconds
+                               what transfer added to each request that was read: from being
+                               offered, as far as this worker knows, until it is received
         handshake_failures     a `HandshakeFailure` for each that did not
         read_failures          a `ReadFailure` for each request that could not be read
         read_strategies        a `Strategy` for each value of upstream's `transfer_duration`
@@ -154,6 +157,10 @@ class ReshardStats(NixlKVConnectorStats):
     def record_prefill_wait(self, duration_s: float) -> None:
         """A request that was dispatched early is offered now."""
         self.data["prefill_wait_seconds"].append(duration_s)
+
+    def record_exposed_transfer(self, duration_s: float) -> None:
+        """A request is received."""
+        self.data["exposed_transfer_seconds"].append(duration_s)
 
     def record_handshake_failure(self, error: Exception) -> None:
         """An engine could not be connected."""
@@ -197,6 +204,7 @@ class ReshardStats(NixlKVConnectorStats):
 _OWN = (
     "handshake_seconds",
     "prefill_wait_seconds",
+    "exposed_transfer_seconds",
     "handshake_failures",
     "read_failures",
     "read_strategies",
@@ -229,6 +237,12 @@ class ReshardPromMetrics(NixlPromMetrics):
         self._prefill_waits: Any = histogram(
             name="vllm:nixl_prefill_wait_seconds",
             documentation="Time from a request dispatched early until its blocks are offered.",
+            buckets=_BUCKETS_S,
+            labelnames=labelnames,
+        )
+        self._exposed_transfers: Any = histogram(
+            name="vllm:nixl_exposed_transfer_seconds",
+            documentation="Time from a request's blocks being offered until all have been read.",
             buckets=_BUCKETS_S,
             labelnames=labelnames,
         )
@@ -290,6 +304,7 @@ class ReshardPromMetrics(NixlPromMetrics):
             for metric in (
                 self._handshakes,
                 self._prefill_waits,
+                self._exposed_transfers,
                 self._notifications,
                 self._held_blocks,
                 self._blocks_in_doubt,
@@ -303,10 +318,13 @@ class ReshardPromMetrics(NixlPromMetrics):
         super().observe(transfer_stats_data, engine_idx)
         data: dict[str, Sequence[Any]] = ReshardStats(data=transfer_stats_data).data
         labels = self.per_engine_labelvalues[engine_idx]
-        for duration_s in data["handshake_seconds"]:
-            self._handshakes.labels(*labels).observe(duration_s)
-        for wait_s in data["prefill_wait_seconds"]:
-            self._prefill_waits.labels(*labels).observe(wait_s)
+        for histogram, name in (
+            (self._handshakes, "handshake_seconds"),
+            (self._prefill_waits, "prefill_wait_seconds"),
+            (self._exposed_transfers, "exposed_transfer_seconds"),
+        ):
+            for duration_s in data[name]:
+                histogram.labels(*labels).observe(duration_s)
         for reason in data["handshake_failures"]:
             self._handshake_failures.labels(*labels, reason).inc()
         for reason in data["read_failures"]:
