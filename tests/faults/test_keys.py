@@ -130,6 +130,7 @@ def test_host_outside_of_the_trusted_networks_is_not_asked(stage: Stage, keyed: 
     stage.assert_blocks_are_free(keyed.decode, keyed.stranger)
 
 
+@pytest.mark.full
 def test_key_that_everybody_can_read_is_refused_at_the_start(stage: Stage, tmp_path: Path) -> None:
     """The engine ends, and says which file and what to do."""
     path = Path(write_key(tmp_path / "key"))

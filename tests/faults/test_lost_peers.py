@@ -114,6 +114,7 @@ def test_wrong_addresses_cost_their_requests_only(stage: Stage) -> None:
     assert ROWS["nobody listens at the port"].matches(line)
 
 
+@pytest.mark.full
 def test_taken_port_is_refused_at_the_start(stage: Stage, tmp_path: Path) -> None:
     """A second engine with the side channel of a running one ends, and says why in one line."""
     taken = stage.prefill.spec.side_channel_port

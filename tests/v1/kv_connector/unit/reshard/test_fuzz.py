@@ -291,6 +291,8 @@ def test_nixl_metadata(count):
     assert process_id is not None
     probe.close()
     assert 0 < len(survived) < len(mutants)
+    # It answers no more: what an agent says over the wire, later, no trial of metadata tells.
+    source.close()
     loader = subprocess.run(
         [sys.executable, "-c", LOADER, NIXL_MODULE],
         input=json.dumps([each.hex() for each in survived]),
