@@ -305,7 +305,7 @@ def source() -> Iterator[NixlAgent]:
 def test_one_wrong_byte_of_a_real_address(real, source):
     """UCX aborts whoever loads it, which has been a worker. Which byte it is differs."""
     metadata = source.metadata()
-    address = metadata.index(b"UCX") + len(b"UCX")
+    address = metadata.index(b"UCX|c") + len(b"UCX|c") + 8
     assert survives(real, metadata)
     mutants = (
         metadata[:place] + value + metadata[place + 1 :]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TypeAlias
 
@@ -350,7 +350,11 @@ class HandshakeClient:
         if self._probe is not None:
             handshake.reach(_Stage.PROBE)
             async with self._trials:
-                await self._probe.try_all([each.agent_metadata for each in workers])
+                tried = await self._probe.try_all([each.agent_metadata for each in workers])
+            workers = tuple(
+                replace(each, agent_metadata=metadata)
+                for each, metadata in zip(workers, tried, strict=True)
+            )
         return workers
 
     async def _prepare(self, metadata: bytes) -> None:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from ..errors import RemoteHandshakeError
 from ..protocol.quoting import one_line
 from . import probe_process
+from .agent_metadata import with_room
 from .probe_process import ALIVE, LENGTH_BYTES
 
 MAX_AT_ONCE = 4
@@ -97,16 +98,25 @@ class MetadataProbe:
         if not self._idle:
             self._idle.append(_Child(self._fork()))
 
-    async def try_all(self, metadata: Sequence[bytes]) -> None:
+    async def try_all(self, metadata: Sequence[bytes]) -> list[bytes]:
         """See that loading an engine's metadata ends no process.
 
         Args:
             metadata: That of each of its workers.
 
+        Returns:
+            What was tried of each, and is to be loaded: see `agent_metadata`.
+
         Raises:
             RemoteHandshakeError: It does, or it cannot be tried.
         """
-        message = _with_length(b"".join(map(_with_length, metadata)))
+        try:
+            tried = [with_room(each) for each in metadata]
+        except ValueError as error:
+            raise RemoteHandshakeError(
+                f"its NIXL metadata is not as NIXL writes it ({error}): {_REMEDY}"
+            ) from error
+        message = _with_length(b"".join(map(_with_length, tried)))
         self._num_trying += 1
         try:
             child = await self._take()
@@ -132,6 +142,7 @@ class MetadataProbe:
                 "NIXL ends the process that loads its metadata, hangs, or refuses most of it: "
                 f"{_REMEDY}"
             )
+        return tried
 
     def close(self) -> None:
         """End all processes that do nothing; the others end when they are through."""

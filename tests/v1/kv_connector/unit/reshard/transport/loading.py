@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that loads NIXL metadata, which may end over it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NIXL_MODULE
+
+_LOADER = """
+import importlib, json, sys
+nixl = importlib.import_module(sys.argv[1])
+config = nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
+for number, each in enumerate(json.load(sys.stdin)):
+    agent = nixl.nixl_agent(str(number), config)
+    try:
+        agent.add_remote_agent(bytes.fromhex(each))
+    except Exception:
+        pass
+    agent.get_new_notifs()
+print("alive")
+"""
+
+
+def assert_loaded(metadata: Sequence[bytes]) -> None:
+    """Load each in an agent of its own; NIXL may refuse it, and must not end the process."""
+    loader = subprocess.run(
+        [sys.executable, "-c", _LOADER, NIXL_MODULE],
+        input=json.dumps([each.hex() for each in metadata]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert loader.stdout.splitlines()[-1:] == ["alive"], loader.returncode
