@@ -25,7 +25,7 @@ class NixlCounters:
     """Counters of one engine since it started, summed over its ranks.
 
     Attributes:
-        prefill_waits: requests that it had before their prompts were computed elsewhere.
+        prefill_waits: prompts computed elsewhere that its workers have waited for.
     """
 
     bytes_moved: int = 0

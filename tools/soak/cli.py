@@ -161,8 +161,8 @@ class _Invocation:
             violations=violations,
         )
         wide(self._console).print(report.table(report.outcomes(history, violations)))
-        early = report.num_early(history)
-        self.say(f"{early} requests were at a decode engine before their prompts were computed")
+        waits = report.num_early_waits(history)
+        self.say(f"workers of decode engines waited for {waits} prompts to be computed")
         if plot.can_draw():
             plot.draw(history, violations, self._output / "soak.svg")
             self.say(f"{path} has all that was seen, {self._output / 'soak.svg'} draws it")

@@ -92,7 +92,7 @@ class PoolReading:
         blocks_in_doubt: kept because a read may still write into them.
         unfinished: requests that run or wait.
         preemptions: since it started.
-        early: requests that it had before their prompts were computed, since it started.
+        early: prompts that its workers have waited for since it started, each worker's counted.
     """
 
     at_s: float

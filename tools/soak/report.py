@@ -68,8 +68,8 @@ def outcomes(history: History, violations: Iterable[Violation]) -> dict[str, Out
     return dict(found)
 
 
-def num_early(history: History) -> int:
-    """Return how many requests were at an engine before their prompts were computed elsewhere."""
+def num_early_waits(history: History) -> int:
+    """Return how many prompts were waited for that another engine computed, by all workers."""
     # Counters begin anew with each engine that has the seat.
     last = {(each.engine, each.incarnation): each.early for each in history.pools}
     return int(sum(last.values()))

@@ -53,8 +53,8 @@ def test_early_requests_are_counted_once():
     """Each engine's last reading tells of all since it started, and its successor begins anew."""
     told = (("decode-1", 1, 2.0), ("decode-1", 1, 5.0), ("decode-1", 2, 1.0), ("decode-2", 1, 3.0))
     pools = [pool(engine=name, incarnation=number, early=early) for name, number, early in told]
-    assert report.num_early(History(pools=pools)) == 9
-    assert report.num_early(History()) == 0
+    assert report.num_early_waits(History(pools=pools)) == 9
+    assert report.num_early_waits(History()) == 0
 
 
 def test_file_has_everything(history, tmp_path):
