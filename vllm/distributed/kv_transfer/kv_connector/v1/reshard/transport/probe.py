@@ -114,7 +114,7 @@ class MetadataProbe:
             tried = [with_room(each) for each in metadata]
         except ValueError as error:
             raise RemoteHandshakeError(
-                f"its NIXL metadata is not as NIXL writes it ({error}): {_REMEDY}"
+                f"its NIXL metadata is not as NIXL writes it ({one_line(error)}): {_REMEDY}"
             ) from error
         message = _with_length(b"".join(map(_with_length, tried)))
         self._num_trying += 1
