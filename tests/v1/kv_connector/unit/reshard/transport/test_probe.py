@@ -57,6 +57,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     NIXL_MODULE,
     NixlAgent,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent_metadata import (
+    with_room,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
     HandshakeClient,
 )
@@ -321,6 +324,13 @@ def test_one_wrong_byte_of_a_real_address(real, source):
 def engine_that_says(metadata: bytes) -> list[bytes]:
     """The answer of an engine of one worker."""
     return reply_of(replace(describe(0, "engine"), agent_metadata=metadata))
+
+
+def test_what_was_tried_is_what_is_loaded(real, source):
+    """With its room: behind the address, a worker would have something else than the trial had."""
+    with serving(engine_that_says(source.metadata())) as server, asking(probe=real) as client:
+        (worker,) = client.request(engine_at(server.port), FACTORS).result(DEADLINE_S)
+    assert worker.agent_metadata == with_room(source.metadata()) != source.metadata()
 
 
 def test_others_shake_hands_while_something_is_tried(fake):
