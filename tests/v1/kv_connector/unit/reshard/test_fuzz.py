@@ -24,7 +24,10 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     fetch,
     serving,
 )
-from tests.v1.kv_connector.unit.reshard.transport.loading import assert_loaded
+from tests.v1.kv_connector.unit.reshard.transport.loading import (
+    assert_loaded,
+    start_of_address,
+)
 from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     OFFER,
     Reader,
@@ -252,7 +255,7 @@ def test_nixl_metadata(count):
     metadata = source.metadata()
     mutants = [mutate(random, metadata) for _ in range(count)]
     # UCX aborts over this one.
-    address = metadata.index(b"UCX") + len(b"UCX") + 10
+    address = start_of_address(metadata)
     mutants.append(metadata[:address] + b"\x23" + metadata[address + 1 :])
     probe = MetadataProbe(NIXL_MODULE)
     survived: list[bytes] = []

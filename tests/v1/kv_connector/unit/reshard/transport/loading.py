@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that loads NIXL metadata, which may end over it."""
+"""NIXL metadata: where the address in it begins, and a process that loads it and may end of it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ for number, each in enumerate(json.load(sys.stdin)):
     agent.get_new_notifs()
 print("alive")
 """
+
+
+def start_of_address(metadata: bytes) -> int:
+    """Where UCX's address begins in NIXL metadata: behind its tag, and 8 bytes of length."""
+    return metadata.index(b"UCX|c") + len(b"UCX|c") + 8
 
 
 def assert_loaded(metadata: Sequence[bytes]) -> None:

@@ -35,6 +35,7 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     reply_of,
     serving,
 )
+from tests.v1.kv_connector.unit.reshard.transport.loading import start_of_address
 from vllm.distributed.kv_transfer.kv_connector.v1 import reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteHandshakeError,
@@ -308,7 +309,7 @@ def source() -> Iterator[NixlAgent]:
 def test_one_wrong_byte_of_a_real_address(real, source):
     """UCX aborts whoever loads it, which has been a worker. Which byte it is differs."""
     metadata = source.metadata()
-    address = metadata.index(b"UCX|c") + len(b"UCX|c") + 8
+    address = start_of_address(metadata)
     assert survives(real, metadata)
     mutants = (
         metadata[:place] + value + metadata[place + 1 :]
