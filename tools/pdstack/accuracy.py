@@ -37,8 +37,8 @@ class Completion:
     """A greedy answer.
 
     Attributes:
-        tokens: its tokens, as text.
-        logprobs: of each token.
+        tokens: its tokens, each as `token_id:` and a number.
+        logprobs: of each token; empty where they were not asked for.
         ttft_s: until the first of them had come.
         others: of each token, the likeliest other one, and its log-probability; without either
             where there was none.
@@ -106,19 +106,25 @@ def vocabulary_size(model: Path) -> int:
 
 
 def complete_all(
-    url: str, model: str, prompts: Sequence[Sequence[int]], *, salt: str | None = None
+    url: str,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    salt: str | None = None,
+    logprobs: bool = True,
 ) -> list[Completion]:
     """Send all prompts to a server, eight at a time, and return its answers in their order.
 
     Args:
         url: base URL, without a path.
         salt: keeps what is computed for these apart from other requests' prefixes.
+        logprobs: whether log-probabilities are asked for.
 
     Raises:
         PDStackError: an answer is none.
         httpx.HTTPError: the server failed, or was silent for too long.
     """
-    return asyncio.run(_complete_all(url, model, prompts, salt))
+    return asyncio.run(_complete_all(url, model, prompts, salt, logprobs))
 
 
 def compare(references: Sequence[Completion], answers: Sequence[Completion]) -> Accuracy:
@@ -135,11 +141,10 @@ def compare(references: Sequence[Completion], answers: Sequence[Completion]) -> 
         )
         agreeing += common
         tied += _is_tie(reference, answer, common)
+        told = common if answer.logprobs else 0
         gaps = [
             abs(one - other)
-            for one, other in zip(
-                reference.logprobs[:common], answer.logprobs[:common], strict=True
-            )
+            for one, other in zip(reference.logprobs[:told], answer.logprobs[:told], strict=True)
         ]
         gap = max([gap, *gaps])
     return Accuracy(
@@ -166,26 +171,33 @@ def _is_tie(reference: Completion, answer: Completion, number: int) -> bool:
 
 
 async def _complete_all(
-    url: str, model: str, prompts: Sequence[Sequence[int]], salt: str | None
+    url: str, model: str, prompts: Sequence[Sequence[int]], salt: str | None, logprobs: bool
 ) -> list[Completion]:
     at_once = asyncio.Semaphore(CONCURRENCY)
     async with httpx.AsyncClient(timeout=REQUEST_LIMIT_S, trust_env=False) as client:
 
         async def one(prompt: Sequence[int]) -> Completion:
             async with at_once:
-                return await complete(client, url, model, prompt, salt)
+                return await complete(client, url, model, prompt, salt, logprobs=logprobs)
 
         return list(await asyncio.gather(*map(one, prompts)))
 
 
 async def complete(
-    client: httpx.AsyncClient, url: str, model: str, prompt: Sequence[int], salt: str | None
+    client: httpx.AsyncClient,
+    url: str,
+    model: str,
+    prompt: Sequence[int],
+    salt: str | None,
+    *,
+    logprobs: bool = True,
 ) -> Completion:
     """Send one prompt to a server, and return its answer.
 
     Args:
         url: base URL, without a path.
         salt: keeps what is computed for it apart from other requests' prefixes.
+        logprobs: whether log-probabilities are asked for.
 
     Raises:
         PDStackError: the answer is none, or not whole.
@@ -196,7 +208,8 @@ async def complete(
         "prompt": list(prompt),
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0.0,
-        "logprobs": 2,
+        **({"logprobs": 2, "return_tokens_as_token_ids": True} if logprobs else {}),
+        "return_token_ids": not logprobs,
         "ignore_eos": True,
         "stream": True,
         **({} if salt is None else {"cache_salt": salt}),
@@ -234,10 +247,12 @@ class _Answer:
             return
         for choice in json.loads(payload).get("choices", ()):
             logprobs = choice.get("logprobs")
-            if logprobs is None:
-                continue
-            if self.ttft_s is None:
+            ids = choice.get("token_ids")
+            if (logprobs or ids) and self.ttft_s is None:
                 self.ttft_s = after_s
+            if logprobs is None:
+                self.tokens += [f"token_id:{each}" for each in ids or ()]
+                continue
             self.tokens += logprobs["tokens"]
             self.logprobs += logprobs["token_logprobs"]
             for token, likeliest in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):

@@ -80,13 +80,20 @@ def why_no_second_runner() -> str:
     )
 
 
+def why_no_first_tokens() -> str:
+    """Return why the installed vLLM lets no connector answer; an empty string where it does."""
+    base = _file("distributed/kv_transfer/kv_connector/v1/base.py")
+    known = base is not None and "def take_first_outputs(" in base.read_text()
+    return "" if known else f"vLLM {_release()} asks connectors for no first tokens"
+
+
 def why_no_model(module: str) -> str:
     """Return why the installed vLLM cannot serve a model; an empty string where it can.
 
     Args:
         module: of the model, by its name among vLLM's models.
     """
-    known = _has_file(f"model_executor/models/{module}.py")
+    known = _file(f"model_executor/models/{module}.py")
     return "" if known else f"vLLM {_release()} has no model {module}"
 
 
@@ -100,18 +107,19 @@ def _why_not_on_cpu(served: str, what: str, path: str) -> str:
     """
     if installed_device() is not Device.CPU:
         return f"{served} runs on CPU only"
-    return "" if _has_file(path) else f"vLLM {_release()} has no {what} on CPU"
+    return "" if _file(path) else f"vLLM {_release()} has no {what} on CPU"
 
 
 def _release() -> str:
     return importlib.metadata.version("vllm")
 
 
-def _has_file(path: str) -> bool:
-    """Whether the installed vLLM has a file, found without importing it, which takes seconds."""
+def _file(path: str) -> Path | None:
+    """Return a file of the installed vLLM, found without importing it, which takes seconds."""
     found = importlib.util.find_spec("vllm")
     places = found.submodule_search_locations if found is not None else None
-    return any((Path(place) / path).is_file() for place in places or ())
+    files = (Path(place) / path for place in places or ())
+    return next((file for file in files if file.is_file()), None)
 
 
 def why_no_state() -> str:

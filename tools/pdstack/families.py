@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from .caches import Caches, why_no_caches
@@ -12,12 +12,14 @@ from .engine import (
     ServedModel,
     Speculation,
     why_no_deepseek4,
+    why_no_first_tokens,
     why_no_mla,
     why_no_model,
     why_no_second_runner,
     why_no_state,
 )
 from .errors import UsageError
+from .family import Family, Side
 from .installation import Installation
 from .layout import Layout
 from .tiny_checkpoints import (
@@ -36,80 +38,6 @@ from .tiny_models import (
     write_tiny_llama,
     write_tiny_qwen3_next,
 )
-
-_ONE = Layout(1, 1)
-
-
-@dataclass(frozen=True)
-class Side:
-    """The engines of one role.
-
-    Attributes:
-        layout: of each.
-        count: how many.
-        args: more of the command line.
-        env: more of the environment, as pairs.
-        connector: what moves the KV cache; "upstream" for upstream's of the same name, at rest.
-        speculation: how each drafts, if it does.
-        options: more of the connector's, as pairs.
-        caches: what their caches are like, if not as vLLM for CPU has them.
-        second_runner: whether vLLM's second model runner runs them, by Triton's interpreter.
-        installation: the vLLM that they run, if not this one.
-    """
-
-    layout: Layout = _ONE
-    count: int = 1
-    args: tuple[str, ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
-    connector: str = "NixlConnector"
-    speculation: Speculation | None = None
-    options: tuple[tuple[str, str | bool], ...] = ()
-    caches: Caches | None = None
-    second_runner: bool = False
-    installation: Installation | None = None
-
-    @property
-    def is_early(self) -> bool:
-        """Whether the router may send a request to it before the prompt is computed."""
-        return bool(dict(self.options).get("early_dispatch"))
-
-    def __str__(self) -> str:
-        times = f"{self.count} x " if self.count > 1 else ""
-        stages = dict(self.env).get("VLLM_PP_LAYER_PARTITION")
-        runner = "second runner" if self.second_runner else None
-        early = "early" if self.is_early else None
-        said = (self.speculation, self.caches, runner, early, self.installation)
-        more = "".join(f", {each}" for each in said if each)
-        return f"{times}{self.layout}" + (f" ({stages})" if stages else "") + more
-
-
-@dataclass(frozen=True)
-class Family:
-    """A pair of layouts.
-
-    Attributes:
-        name: what is special about it.
-        model: name of what is served.
-        prefill: the prefill engines.
-        decode: the decode engines.
-        exact: whether answers have to be equal; where not, as at bfloat16, most tokens have to.
-        args: more of every engine's command line.
-        one: the engine of one rank whose answers are right.
-    """
-
-    name: str
-    model: str
-    prefill: Side
-    decode: Side
-    exact: bool = True
-    args: tuple[str, ...] = ()
-    one: Side = field(default_factory=Side)
-
-    @property
-    def sides(self) -> tuple[Side, Side, Side]:
-        """All engines that it needs."""
-        return self.prefill, self.decode, self.one
-
 
 MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
     "llama, 6 KV heads": lambda directory: write_tiny_llama(
@@ -167,7 +95,7 @@ _HYBRID = ("--no-disable-hybrid-kv-cache-manager",)
 _BF16 = ("--dtype", "bfloat16")
 _RAY = ("--distributed-executor-backend", "ray")
 _STAGES = Layout(1, 2)
-_RANKS = Layout(2, 1)
+_ONE, _RANKS = Layout(1, 1), Layout(2, 1)
 _LAYER_LAYOUTS = {
     "TP down": (_RANKS, _ONE),
     "TP up": (_ONE, _RANKS),
@@ -188,7 +116,7 @@ _EAGLE_HEAD = Speculation("eagle", 3, "eagle")
 _ITSELF = Speculation("draft_model", 3, ".")
 _MTP = Speculation("mtp", 1)
 _COLD = (("missing_draft_layers", "compute"),)
-_EARLY = (("early_dispatch", True),)
+_EARLY, _SEEDED = (("early_dispatch", True),), (("seed_first_token", True),)
 # In the only order in which it reads the state of a convolution by its parts.
 _UPSTREAM = Side(connector="upstream", env=(("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),))
 
@@ -283,16 +211,18 @@ _RUNNERS: tuple[tuple[str, bool, bool, tuple[str, ...]], ...] = (
 
 # Of requests that are sent to both engines at once. With chunks, a step computes 128 tokens of
 # prompts that have up to 900.
-_OF_EARLY: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("early", _SIX, (), ("TP down", "PP to TP")),
-    ("early windows", _GEMMA, _HYBRID, ("PP on P",)),
-    ("early state", _MAMBA, (), ("TP down",)),
-    (
-        "early chunks",
-        _SIX,
-        ("--max-num-batched-tokens", "128", "--max-num-seqs", "16"),
-        ("PP on P",),
-    ),
+_CHUNKS = ("--max-num-batched-tokens", "128", "--max-num-seqs", "16")
+# And of answers that begin with the prefill engine's token, by each model runner.
+_OF_OPTIONS: tuple[tuple[str, str, Side, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("early", _SIX, Side(options=_EARLY), (), ("TP down", "PP to TP")),
+    ("early windows", _GEMMA, Side(options=_EARLY), _HYBRID, ("PP on P",)),
+    ("early state", _MAMBA, Side(options=_EARLY), (), ("TP down",)),
+    ("early chunks", _SIX, Side(options=_EARLY), _CHUNKS, ("PP on P",)),
+    ("seeded", _SIX, Side(options=_SEEDED), (), ("TP down", "PP to TP")),
+    ("MLA seeded", _MLA, Side(options=_SEEDED), (), ("PP on P",)),
+    ("seeded second runner", _SIX, Side(options=_SEEDED, second_runner=True), (), ("TP down",)),
+    ("early seeded", _SIX, Side(options=_EARLY + _SEEDED), (), ("PP to TP",)),
+    ("early seeded chunks", _SIX, Side(options=_EARLY + _SEEDED), _CHUNKS, ("PP on P",)),
 )
 
 FAMILIES: tuple[Family, ...] = (
@@ -390,11 +320,11 @@ FAMILIES: tuple[Family, ...] = (
         Family(
             f"{name}, {each}",
             model,
-            Side(_LAYER_LAYOUTS[each][0], options=_EARLY),
-            Side(_LAYER_LAYOUTS[each][1], options=_EARLY),
+            replace(side, layout=_LAYER_LAYOUTS[each][0]),
+            replace(side, layout=_LAYER_LAYOUTS[each][1]),
             args=args,
         )
-        for name, model, args, layouts in _OF_EARLY
+        for name, model, side, args, layouts in _OF_OPTIONS
         for each in layouts
     ),
     *(
@@ -473,6 +403,7 @@ def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, s
     why = {model: ask() for model, ask in WHY_NOT.items() if model in models}
     of_caches = why_no_caches() if any(map(_has_caches, wanted)) else ""
     of_runner = why_no_second_runner() if any(map(_has_second_runner, wanted)) else ""
+    of_tokens = why_no_first_tokens() if any(map(_is_seeded, wanted)) else ""
     left_out = {
         family.name: reason
         for family in wanted
@@ -480,6 +411,7 @@ def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, s
             reason := why.get(family.model)
             or (of_caches if _has_caches(family) else "")
             or (of_runner if _has_second_runner(family) else "")
+            or (of_tokens if _is_seeded(family) else "")
         )
     }
     return [family for family in wanted if family.name not in left_out], left_out
@@ -493,6 +425,11 @@ def _has_caches(family: Family) -> bool:
 def _has_second_runner(family: Family) -> bool:
     """Whether vLLM's second model runner runs any of its engines."""
     return any(side.second_runner for side in family.sides)
+
+
+def _is_seeded(family: Family) -> bool:
+    """Whether its answers begin with the prefill engine's token."""
+    return any(side.has("seed_first_token") for side in family.sides)
 
 
 def subsets_of(family: Family) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .errors import UsageError
-from .families import Side
+from .family import Side
 from .installation import release_here
 from .sweep import Result
 

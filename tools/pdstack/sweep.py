@@ -19,7 +19,8 @@ from . import accuracy, interpreter
 from .accuracy import Accuracy, Completion
 from .engine import UPSTREAM_AT_REST, EngineSpec, KVTransfer, ServedModel
 from .errors import PDStackError
-from .families import MODELS, Family, Side
+from .families import MODELS
+from .family import Family, Side
 from .metrics import NixlCounters
 from .report import format_bytes, yes_no
 from .stack import Engine, PDStack, Router
@@ -62,8 +63,10 @@ def judge(family: Family, found: Accuracy, counters: NixlCounters) -> str | None
         return f"{counters.failed_transfers} reads failed"
     if not counters.bytes_moved:
         return "nothing was moved over NIXL"
-    if family.decode.is_early and not counters.prefill_waits:
+    if family.decode.has("early_dispatch") and not counters.prefill_waits:
         return "no request was at a decode engine before its prompt was computed"
+    if family.decode.has("seed_first_token") and not counters.first_tokens:
+        return "no answer began with the prefill engine's token"
     differing = found.requests - found.equal - found.tied
     if family.exact and differing:
         return f"{differing} answers differ"
@@ -167,7 +170,14 @@ class _Group:
         references = self._reference(family, prompts)
         before = sum((each.nixl_counters() for each in decode), NixlCounters())
         router = self.stack.start_router(prefill, decode)
-        answers = accuracy.complete_all(router.url, name, prompts, salt=family.name)
+        answers = accuracy.complete_all(
+            router.url,
+            name,
+            prompts,
+            salt=family.name,
+            # Log-probabilities keep a decode engine from beginning with a token that it has not.
+            logprobs=not family.decode.has("seed_first_token"),
+        )
         counters = sum((each.nixl_counters() for each in decode), NixlCounters()) - before
         found = accuracy.compare(references, answers)
         fault = judge(family, found, counters)

@@ -16,6 +16,7 @@ from rich.text import Text
 from . import families, lm_eval, releases, report, sweep
 from .engine import ServedModel
 from .errors import ProcessDiedError, UsageError
+from .family import Family, Side
 from .installation import ask, release_here
 from .invocation import StackProgress, add_options, check_options, invoke
 from .layout import check_layout, parse_layout, read_model_shape
@@ -139,8 +140,8 @@ def execute(args: argparse.Namespace, console: Console) -> int:
 
 
 def _across(
-    scripts: Path, chosen: Sequence[families.Family], left_out: Mapping[str, str]
-) -> tuple[list[families.Family], dict[str, str]]:
+    scripts: Path, chosen: Sequence[Family], left_out: Mapping[str, str]
+) -> tuple[list[Family], dict[str, str]]:
     """The pairs of two releases that both can serve, and by name why not the others."""
     here = release_here()
     other, why = ask(scripts, [family.name for family in chosen])
@@ -216,7 +217,7 @@ def _told(gsm8k: _Gsm8kStep | None) -> str:
     return str(gsm8k.score)
 
 
-def _listed(family: families.Family) -> str:
+def _listed(family: Family) -> str:
     """A family in one line, with the subsets that it is in."""
     subsets = "".join(f"  [{name}]" for name in families.subsets_of(family))
     return f"{family.name}: {family.prefill} -> {family.decode}{subsets}"
@@ -233,7 +234,7 @@ def _print_results(console: Console, results: Sequence[sweep.Result], took_s: fl
 
 def _one_pair(
     args: argparse.Namespace,
-) -> tuple[list[families.Family], Mapping[str, Callable[[Path], ServedModel]]]:
+) -> tuple[list[Family], Mapping[str, Callable[[Path], ServedModel]]]:
     """The one family that arguments describe, and its model."""
     sides = []
     for role in ("prefill", "decode"):
@@ -241,7 +242,7 @@ def _one_pair(
         more = tuple(shlex.split(getattr(args, f"{role}_args")))
         if args.gsm8k is not None:
             more = (*lm_eval.ENGINE_ARGS, *more)
-        sides.append(families.Side(layout, getattr(args, f"num_{role}"), more))
+        sides.append(Side(layout, getattr(args, f"num_{role}"), more))
     if args.model is None:
         path = default_model_path(cache_dir())
         name = "SmolLM2-135M"
@@ -262,7 +263,7 @@ def _one_pair(
         return make(directory)
 
     prefill, decode = sides
-    return [families.Family("accuracy", name, prefill, decode)], {name: made}
+    return [Family("accuracy", name, prefill, decode)], {name: made}
 
 
 def _share(text: str) -> float:

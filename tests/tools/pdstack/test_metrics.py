@@ -26,6 +26,9 @@ vllm:nixl_num_kv_expired_reqs_total{engine="0",model_name="m"} 5.0
 vllm:nixl_prefill_wait_seconds_bucket{engine="0",le="+Inf",model_name="m"} 6.0
 vllm:nixl_prefill_wait_seconds_count{engine="0",model_name="m"} 6.0
 vllm:nixl_prefill_wait_seconds_sum{engine="0",model_name="m"} 0.75
+# HELP vllm:nixl_first_tokens_seeded_total Answers that begin with the prefill engine's token.
+# TYPE vllm:nixl_first_tokens_seeded_total counter
+vllm:nixl_first_tokens_seeded_total{engine="0",model_name="m"} 7.0
 # HELP vllm:prompt_tokens_total Number of prefill tokens processed.
 # TYPE vllm:prompt_tokens_total counter
 vllm:prompt_tokens_total{engine="0",model_name="m"} 99.0
@@ -35,7 +38,12 @@ vllm:prompt_tokens_total{engine="0",model_name="m"} 99.0
 def test_counters_are_summed_over_engines() -> None:
     """Each counter is the sum over the label sets, and other metrics do not count."""
     assert parse_nixl_counters(PAGE) == NixlCounters(
-        bytes_moved=35389500, transfers=3, failed_transfers=4, expired_requests=5, prefill_waits=6
+        bytes_moved=35389500,
+        transfers=3,
+        failed_transfers=4,
+        expired_requests=5,
+        prefill_waits=6,
+        first_tokens=7,
     )
 
 

@@ -19,12 +19,11 @@ from tools.pdstack.families import (
     FAMILIES,
     MODELS,
     SUBSETS,
-    Family,
-    Side,
     choose,
     split_by_vllm,
     subsets_of,
 )
+from tools.pdstack.family import Family, Side
 from tools.pdstack.layout import Layout, check_layout, read_model_shape
 from tools.pdstack.metrics import NixlCounters
 from tools.pdstack.stack import PDStack
@@ -125,7 +124,7 @@ def test_what_comes_after_needs_right_answers(tmp_path, monkeypatch, answer, lat
     """Only a router with right answers is handed on, while it is up, and what follows counts."""
     replies = {"reference": "a", FAMILY.name: answer}
 
-    def complete_all(url, model, prompts, *, salt):
+    def complete_all(url, model, prompts, *, salt, logprobs=True):
         return [Completion((replies[salt],), (-1.0,), 0.1)] * len(prompts)
 
     monkeypatch.setattr(accuracy, "complete_all", complete_all)
@@ -170,10 +169,20 @@ def test_early_pair_has_to_have_been_early():
     early = [each for each in FAMILIES if each.name.startswith("early")]
     assert early
     for family in early:
-        assert judge(family, GOOD, MOVED) is not None
-        assert judge(family, GOOD, replace(MOVED, prefill_waits=1)) is None
+        assert judge(family, GOOD, replace(MOVED, first_tokens=1)) is not None
+        assert judge(family, GOOD, replace(MOVED, first_tokens=1, prefill_waits=1)) is None
         config = _spec(family.decode, family.args, 0, 128).kv_transfer
         assert config is not None and config.extra_config["early_dispatch"] is True
+
+
+def test_seeded_pair_has_to_have_been_seeded():
+    """Its answers show nothing where the decode engine has computed all of them."""
+    seeded = [each for each in FAMILIES if "seeded" in each.name]
+    assert seeded
+    for family in seeded:
+        assert judge(family, GOOD, replace(MOVED, prefill_waits=1)) is not None
+        assert judge(family, GOOD, replace(MOVED, first_tokens=1, prefill_waits=1)) is None
+        assert "seeded" in str(family.decode)
 
 
 def test_caches_are_as_large_whatever_their_blocks(tmp_path):
@@ -189,7 +198,7 @@ def test_families_that_vllm_cannot_serve_are_left_out(monkeypatch, why):
     for model in families.WHY_NOT:
         monkeypatch.setitem(families.WHY_NOT, model, lambda: "")
     monkeypatch.setitem(families.WHY_NOT, "deepseek 2, MLA", lambda: why)
-    for ask in ("why_no_caches", "why_no_second_runner"):
+    for ask in ("why_no_caches", "why_no_second_runner", "why_no_first_tokens"):
         monkeypatch.setattr(families, ask, lambda: "")
     served, left_out = split_by_vllm(FAMILIES)
     names = [family.name for family in FAMILIES if family.name.startswith("MLA ")]
@@ -206,6 +215,13 @@ def test_families_whose_caches_vllm_has_not_are_left_out(monkeypatch):
     assert (served, left_out) == ([FAMILY], {"with": "there are none"})
     monkeypatch.setattr(families, "why_no_caches", Mock(side_effect=AssertionError))
     assert split_by_vllm([FAMILY]) == ([FAMILY], {})
+
+
+def test_families_whose_first_tokens_vllm_does_not_ask_for_are_left_out(monkeypatch):
+    """As on a base without the hook, and on a vLLM as released."""
+    monkeypatch.setattr(families, "why_no_first_tokens", lambda: "there is no hook")
+    seeded = replace(FAMILY, name="with", decode=Side(options=(("seed_first_token", True),)))
+    assert split_by_vllm([FAMILY, seeded]) == ([FAMILY], {"with": "there is no hook"})
 
 
 def test_caches_of_a_side_reach_its_engine():

@@ -50,6 +50,7 @@ class Serving:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.finished: dict[str, FinishReason] = {}
+        self.answers: dict[str, list[int]] = {}
         self.handed_over: dict[str, dict] = {}
         self.told = ReshardConnectorMetadata()
 
@@ -63,12 +64,19 @@ class Serving:
         first_token: int = 0,
         stop_token: int | None = None,
         prompt: Sequence[int] = (),
+        **asked_for: Any,
     ) -> Request:
-        """Add a request; those of one first token have one prompt, unless one is given."""
+        """Add a request; those of one first token have one prompt, unless one is given.
+
+        What else is asked for is how to sample.
+        """
         stop = [] if stop_token is None else [stop_token]
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop, **asked_for
+        )
         sampling.update_from_generation_config({})
-        sampling.extra_args = None if params is None else {"kv_transfer_params": params}
+        if params is not None:
+            sampling.extra_args = {**(sampling.extra_args or {}), "kv_transfer_params": params}
         request = Request(
             request_id,
             [*prompt] or [first_token + position for position in range(num_tokens)],
@@ -134,6 +142,7 @@ class Serving:
         )
         for by_client in outputs.values():
             for output in by_client.outputs:
+                self.answers.setdefault(output.request_id, []).extend(output.new_token_ids)
                 if output.finish_reason is not None:
                     self.finished[output.request_id] = output.finish_reason
                 if output.kv_transfer_params is not None:

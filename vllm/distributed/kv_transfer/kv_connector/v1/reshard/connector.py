@@ -12,7 +12,7 @@ on the prefill engine, and with the role `kv_consumer` on the decode engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
@@ -211,11 +212,19 @@ class NixlConnector(UpstreamConnector):
         """What the scheduler should know, and vLLM would not tell it at once."""
         early = self._worker.take_early_news()
         failed = frozenset(self._reports.take_news())
-        return WorkerNews(failed, frozenset(early.admissible), early.faults) or None
+        admissible = frozenset(early.admissible)
+        return WorkerNews(failed, admissible, early.faults, early.first_tokens) or None
+
+    def take_first_outputs(self) -> Iterable[tuple[int, EngineCoreOutput]]:
+        """What clients are sent of requests that were received with a first token."""
+        assert self.connector_scheduler is not None
+        return self.connector_scheduler.first_tokens.take_outputs()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What this worker measured; None on the scheduler's side."""
-        return None if self.connector_worker is None else self.connector_worker.take_stats()
+        """What this worker or scheduler counted; None where it counts nothing."""
+        if self.connector_scheduler is not None:
+            return self.connector_scheduler.first_tokens.take_stats()
+        return self._worker.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ReshardStats:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from vllm import __version__ as _vllm_version
 
@@ -88,6 +89,12 @@ The scheduler of 0.22.1 takes such an output for the new one's; later ones know 
 UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
 """Whether upstream's statistics count handshakes that failed and notifications that came late,
 which those of 0.22.1 have no name for."""
+
+CONNECTORS_GIVE_FIRST_OUTPUTS = hasattr(KVConnectorBase_V1, "take_first_outputs")
+"""Whether a connector may answer a request that it has received, as in the fork since 0.32.0.
+
+That of 0.22.1 does not ask connectors, nor does any vLLM as released, so that the plugin cannot.
+"""
 
 
 def is_since(release: str) -> bool:
@@ -191,8 +198,21 @@ def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
     return 1 if _IS_0_22 else int(vllm_config.num_prefill_lookahead_tokens)
 
 
+def asks_more_of_forwards(config: VllmConfig) -> bool:
+    """Whether an engine draws or returns more with each token than its id.
+
+    Nothing that 0.22.1 has is looked at: its connectors give no first outputs.
+    """
+    return not _IS_0_22 and (
+        config.watermark_config is not None
+        or config.model_config.return_sampling_mask
+        or config.aux_output_config.enabled
+    )
+
+
 __all__ = [
     "CACHES_ARE_VIEWS",
+    "CONNECTORS_GIVE_FIRST_OUTPUTS",
     "FAILED_READS_ARE_NAMED",
     "LAYERS_SAY_WHAT_IS_SHARED",
     "OUTPUTS_OUTLIVE_PREEMPTION",
@@ -202,6 +222,7 @@ __all__ = [
     "STATE_IS_UPSTREAMS",
     "UPSTREAM_COUNTS_ALL_FAILURES",
     "UpstreamConnector",
+    "asks_more_of_forwards",
     "attention_variants",
     "describe_layer",
     "draft_cache_dtype",

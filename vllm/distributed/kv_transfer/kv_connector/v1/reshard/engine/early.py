@@ -132,18 +132,21 @@ class EarlyNews:
     Attributes:
         admissible: Requests that are to have blocks now.
         faults: Requests that will not be read, each with the reason.
+        first_tokens: The token that is told with the offer of some requests.
     """
 
     admissible: set[RequestId] = field(default_factory=set)
     faults: dict[RequestId, str] = field(default_factory=dict)
+    first_tokens: dict[RequestId, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.admissible or self.faults)
+        return bool(self.admissible or self.faults or self.first_tokens)
 
     def add(self, later: EarlyNews) -> None:
         """Take in what was seen since."""
         self.admissible |= later.admissible
         self.faults |= later.faults
+        self.first_tokens |= later.first_tokens
 
 
 class EarlyRequests:
@@ -398,6 +401,8 @@ class EarlyRequests:
                 self._fail(request_id, waiting, record)
                 continue
             self._drop(request_id)
+            if record.first_token is not None:
+                self._news.first_tokens[request_id] = record.first_token
             if waiting.has_waited:
                 self._record_wait(now_s - waiting.watch.since_s)
             if waiting.watch.took_s is not None:

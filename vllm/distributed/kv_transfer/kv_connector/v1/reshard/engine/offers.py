@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..protocol.board import Posting
 from ..protocol.fingerprint import OfferFingerprint, OfferSecret
@@ -18,6 +19,21 @@ from ..protocol.ids import RequestId
 from ..protocol.messages import Announcement, encode_announcement
 from ..transport.announcements import Announcer, AnnouncerAddress, open_announcer
 from .metadata import ReshardConnectorMetadata
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+
+
+def host_for_workers(config: ParallelConfig, host: str) -> str:
+    """Where an engine's workers reach its scheduler; on one machine no other host does.
+
+    Args:
+        config: Says whether they are on one machine.
+        host: Address of this machine that others reach.
+    """
+    executor = config.distributed_executor_backend
+    is_local = executor in ("mp", "uni") and config.nnodes_within_dp == 1
+    return "127.0.0.1" if is_local else host
 
 
 class OfferBook:

@@ -68,10 +68,16 @@ class Postings:
                 del self._num_tokens[request_id]
                 self._post_of(request_id, State.LAST_CHUNK, step_tokens=step_tokens)
 
-    def offer(self, request_id: RequestId, num_tokens: int, block_ids: BlockIds) -> None:
-        """A request's blocks are held for readers."""
+    def offer(
+        self,
+        request_id: RequestId,
+        num_tokens: int,
+        block_ids: BlockIds,
+        first_token: int | None = None,
+    ) -> None:
+        """A request's blocks are held for readers; and the token behind them, where it is told."""
         if request_id in self._names:
-            record = encode_record(Record.of(request_id, num_tokens, block_ids))
+            record = encode_record(Record.of(request_id, num_tokens, block_ids, first_token))
             self._post_of(request_id, State.OFFERED, record)
 
     def end(self, request_id: RequestId, state: State) -> None:

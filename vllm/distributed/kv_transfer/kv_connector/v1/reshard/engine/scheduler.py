@@ -43,9 +43,10 @@ from ..transport.side_channel import HandshakeServer
 from .compat import OUTPUTS_OUTLIVE_PREEMPTION, PRODUCERS_KEEP_THE_LAST_WINDOW
 from .content import content_keys, content_token_ids
 from .failed_reads import ReadBook
+from .first_tokens import open_first_tokens
 from .geometry import state_groups, tokens_of_blocks, window_groups
 from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
-from .offers import OfferBook
+from .offers import OfferBook, host_for_workers
 from .parking import Parking
 from .postings import Postings
 from .readers import Readers, RemoteName, is_made_up
@@ -62,7 +63,11 @@ logger = init_logger(__name__)
 
 
 class ReshardScheduler(NixlConnectorScheduler):
-    """Upstream's scheduler with a handshake for all stages. Belongs to the scheduler's thread."""
+    """Upstream's scheduler with a handshake for all stages. Belongs to the scheduler's thread.
+
+    Attributes:
+        first_tokens: What prefill engines have sampled; answers are taken from there.
+    """
 
     _server: HandshakeServer | None = None
 
@@ -96,6 +101,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._postings = Postings(self._offers.announce)
         self._parking = Parking()
         self._readers = Readers()
+        self.first_tokens = open_first_tokens(
+            vllm_config, settings, prefills_all=not self._prefill_backoff()
+        )
         # Requests that vLLM made up since workers were told last. Not by their names, which are
         # what clients say, so that two may have one.
         self._given_up: dict[RemoteName, Request] = {}
@@ -125,7 +133,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         if self._is_ahead and (
             transfer_config.is_kv_producer or self.is_bidirectional_kv_xfer_enabled
         ):
-            self._offers.announce_from(self._host_for_workers())
+            host = host_for_workers(self.vllm_config.parallel_config, self.side_channel_host)
+            self._offers.announce_from(host)
 
     def set_kv_cache_manager(self, manager: Any) -> None:
         """Set the cache manager, which owns the blocks; that of 0.22.1 is not."""
@@ -160,14 +169,17 @@ class ReshardScheduler(NixlConnectorScheduler):
         if params and params.get("do_remote_prefill"):
             source = remote_blocks(params)
             if not isinstance(source, str):
+                self.first_tokens.begin(request)
                 named = RemoteRequest(_address(source), source.remote_request_id)
                 if is_early(params):
                     self._parking.park(request.request_id, named)
                 else:
                     self._awaited[request.request_id] = named
                 self._renewed.add(request.request_id)
-        if self._dispatches_early and params and params.get("do_remote_decode"):
-            self._postings.know(request.request_id, prefill_name(request.request_id, params))
+        if params and params.get("do_remote_decode"):
+            self.first_tokens.ask(request)
+            if self._dispatches_early:
+                self._postings.know(request.request_id, prefill_name(request.request_id, params))
 
     def _believable(self, request: Request) -> tuple[Params | None, str | None]:
         """A request's parameters, made sound; and why nothing is read back, if so.
@@ -309,11 +321,13 @@ class ReshardScheduler(NixlConnectorScheduler):
             for request_id in self._reads.hear(told.failed):
                 self._stop_heartbeat(request_id)
             self._parking.hear(told.admissible, told.faults)
+            self.first_tokens.hear(told.first_tokens)
         self._postings.forget(connector_output.finished_sending or ())
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
                 connector_output.finished_recving
             )
+            self.first_tokens.receive(connector_output.finished_recving)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must take steps though no request is left: to get blocks back."""
@@ -377,6 +391,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         a step in flight may be filling: those of a request that began anew, where the output of
         the step before that can still end it.
         """
+        self.first_tokens.end(request.request_id)
         delay_free, params = self._request_finished(request, block_ids)
         if not delay_free:
             was_aborted = request.status is RequestStatus.FINISHED_ABORTED
@@ -421,19 +436,14 @@ class ReshardScheduler(NixlConnectorScheduler):
                 request.request_id, sum(map(len, block_ids)), fingerprint, request.trace_headers
             )
             params["remote_secret"] = write_secret(secret)
-            self._postings.offer(request.request_id, num_tokens, params["remote_block_ids"])
+            first_token = self.first_tokens.of_offer(request)
+            if first_token is not None:
+                params["remote_first_token"] = first_token
+            blocks = params["remote_block_ids"]
+            self._postings.offer(request.request_id, num_tokens, blocks, first_token)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
-
-    def _host_for_workers(self) -> str:
-        """Where this engine's workers reach its scheduler; on one machine no other host does."""
-        parallel_config = self.vllm_config.parallel_config
-        is_local = (
-            parallel_config.distributed_executor_backend in ("mp", "uni")
-            and parallel_config.nnodes_within_dp == 1
-        )
-        return "127.0.0.1" if is_local else self.side_channel_host
 
     def _blocks_of(self, num_tokens: int, block_ids: BlockIds) -> BlockIds:
         """Those of a request's blocks that hold its first tokens.

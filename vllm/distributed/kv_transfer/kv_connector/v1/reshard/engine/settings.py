@@ -43,6 +43,7 @@ OWN_OPTIONS = frozenset(
         "missing_draft_layers",
         "nixl_progress_delay_us",
         "num_lanes",
+        "seed_first_token",
         "side_channel_key_file",
         "staging_arena_bytes",
         "staging_max_descriptor_bytes",
@@ -97,6 +98,8 @@ class Settings(
         trusted_peers: Networks that other engines are in; None for any.
         early_dispatch: Whether routers may send a request to both engines at once: a prefill engine
             says how far it is with each, and a decode engine waits for that.
+        seed_first_token: Whether a prefill engine tells the token that it has sampled, and a decode
+            engine begins the answer with it, where that is the one that it would compute.
         verify_plans: Whether each plan is checked by other means, which takes longer than planning.
         missing_draft_layers: What becomes of a draft's layers that this engine has and the one that
             it reads from has not: the engine is refused, or the draft computes what it needs from
@@ -126,6 +129,7 @@ class Settings(
     num_lanes: Annotated[int, Meta(ge=1, le=64)] | None = None
     verify_plans: bool = False
     early_dispatch: bool = False
+    seed_first_token: bool = False
 
     def channel_key(self) -> ChannelKey | None:
         """The key of `side_channel_key_file`; None without that.

@@ -124,6 +124,7 @@ class ReshardStats(NixlKVConnectorStats):
         held_blocks            blocks held for other engines, each time that they changed
         blocks_in_doubt        blocks of failed requests that may still be written, each time that
                                they changed
+        first_tokens           1 for each answer that begins with the prefill engine's token
         num_notifications_after_expiry
                                1 for each reader that was through when nothing was held for it any
                                more; newer releases of upstream count this under the same name
@@ -182,6 +183,10 @@ class ReshardStats(NixlKVConnectorStats):
         """A reader was through when its blocks were not held for it any more."""
         self.data["num_notifications_after_expiry"].append(1)
 
+    def record_first_token(self) -> None:
+        """An answer begins with the prefill engine's token."""
+        self.data["first_tokens"].append(1)
+
     def record_held_blocks(self, num_blocks: int) -> None:
         """So many blocks are held for other engines from now on."""
         self.data["held_blocks"][:] = [num_blocks]
@@ -211,6 +216,7 @@ _OWN = (
     "notifications_sent",
     "held_blocks",
     "blocks_in_doubt",
+    "first_tokens",
     "num_notifications_after_expiry",
 )
 
@@ -284,6 +290,11 @@ class ReshardPromMetrics(NixlPromMetrics):
             multiprocess_mode="mostrecent",
             labelnames=labelnames,
         )
+        self._first_tokens: Any = counter(
+            name="vllm:nixl_first_tokens_seeded",
+            documentation="Answers that begin with the token that the prefill engine has sampled.",
+            labelnames=labelnames,
+        )
         self._late_notifications: Any = None
         if not UPSTREAM_COUNTS_ALL_FAILURES:
             self._late_notifications = counter(
@@ -308,6 +319,7 @@ class ReshardPromMetrics(NixlPromMetrics):
                 self._notifications,
                 self._held_blocks,
                 self._blocks_in_doubt,
+                self._first_tokens,
             ):
                 metric.labels(*labels)
             if self._late_notifications is not None:
@@ -335,6 +347,7 @@ class ReshardPromMetrics(NixlPromMetrics):
             self._read_bytes.labels(*labels, strategy).inc(num_bytes)
         for count in data["notifications_sent"]:
             self._notifications.labels(*labels).inc(count)
+        self._first_tokens.labels(*labels).inc(len(data["first_tokens"]))
         if self._late_notifications is not None:
             late = len(data["num_notifications_after_expiry"])
             self._late_notifications.labels(*labels).inc(late)

@@ -118,18 +118,25 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
         request_id: What the producer calls the request.
         num_tokens: How many of its tokens the blocks hold.
         block_ids: The blocks of each KV-cache group, as 32-bit words.
+        first_token: The token that was sampled behind these; None where it is not told.
     """
 
     request_id: Annotated[str, Meta(min_length=1, max_length=1 << 10)]
     num_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
     block_ids: Annotated[list[bytes], Meta(min_length=1, max_length=1 << 12)]
+    first_token: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
 
     @classmethod
     def of(
-        cls, request_id: RequestId, num_tokens: int, block_ids: Sequence[Sequence[int]]
+        cls,
+        request_id: RequestId,
+        num_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        first_token: int | None = None,
     ) -> Record:
         """The record of some tokens in some blocks."""
-        return cls(request_id, num_tokens, [np.array(each, "<u4").tobytes() for each in block_ids])
+        words = [np.array(each, "<u4").tobytes() for each in block_ids]
+        return cls(request_id, num_tokens, words, first_token)
 
     def blocks(self) -> list[list[int]]:
         """The blocks of each KV-cache group."""

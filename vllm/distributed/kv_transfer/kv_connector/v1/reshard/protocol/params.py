@@ -50,6 +50,7 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
         remote_block_ids: The blocks, for each KV-cache group, the last ones of the request's.
         remote_num_tokens: Tokens of the request up to the last one in these blocks; None or 0 where
             it is the prompt's.
+        remote_first_token: The token that was sampled behind these; None where it is not told.
         remote_secret: What gives them up; None where an engine of another build holds them, or a
             router has dropped it.
     """
@@ -60,6 +61,7 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_block_ids: Annotated[list[list[_BlockId]], msgspec.Meta(min_length=1)]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    remote_first_token: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     remote_secret: _Secret | None = None
 
     @property
@@ -141,6 +143,12 @@ def offered_tokens(params: Params | None) -> int | None:
     """
     count = (params or {}).get("remote_num_tokens")
     return count if isinstance(count, int) and count > 0 else None
+
+
+def first_token(params: Params | None) -> int | None:
+    """The token behind what is offered, out of `sound` parameters; None where it is not told."""
+    token = (params or {}).get("remote_first_token")
+    return token if isinstance(token, int) and not isinstance(token, bool) else None
 
 
 def is_early(params: Params | None) -> bool:

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that begin with the token that the prefill engine has sampled.
+
+A prefill engine computes the logits of a prompt's last token, samples one, and its answer is thrown
+away: the decode engine computes that token again. Where greedy sampling has but one outcome, this
+engine can take it over:
+
+    prefill   samples as the client asked, and not as its router did; tells the token in its offer
+    decode    has received all of the prompt: answers with the token at once, and computes the next
+
+Both look at their own request: parameters that could change the token, or what has to be told with
+it, keep it from being told or used, and so do parameters that nobody here knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams, SamplingType
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
+from vllm.v1.request import RequestStatus
+
+from ..protocol.ids import RequestId
+from ..protocol.params import first_token, offered_tokens
+from ..protocol.quoting import one_line, quote
+from .compat import CONNECTORS_GIVE_FIRST_OUTPUTS, asks_more_of_forwards
+from .stats import ReshardStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+    from .settings import Settings
+
+logger = init_logger(__name__)
+
+_LOOKED_AT = frozenset(
+    {"temperature", "max_tokens", "min_tokens", "stop_token_ids", "_eos_token_id", "extra_args"}
+)
+"""Fields of `SamplingParams` that this module reads by their names."""
+
+_INDIFFERENT = frozenset(
+    {
+        # What others of these are made from.
+        "ignore_eos",
+        "_all_stop_token_ids",
+        "bad_words",
+        "skip_clone",
+        # Nothing to greedy sampling.
+        "n",
+        "seed",
+        "top_p",
+        "top_k",
+        "min_p",
+        # One token repeats nothing.
+        "repetition_detection",
+        # Without effect where the engine has no watermarks and returns no experts.
+        "watermarking",
+        "_watermarking_skipped",
+        "routed_experts_prompt_start",
+        # What front ends make of tokens.
+        "stop",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+        "output_text_buffer_length",
+        "stream_interval",
+        "flat_logprobs",
+        "skip_reading_prefix_cache",
+    }
+)
+"""Those that change no first token, and nothing that is told with it."""
+
+_DEFAULTS = {
+    field.name: field.default
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in _LOOKED_AT | _INDIFFERENT
+}
+"""All others, which must be as they are without a word of the client's: also those of later
+releases that nobody has looked at."""
+
+_OF_CONNECTORS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
+"""Arguments beside the sampling parameters that are not for processors of logits."""
+
+
+def obstacle(config: VllmConfig, *, prefills_all: bool) -> str | None:
+    """Why an engine tells and takes over no first token; None where it may.
+
+    Args:
+        config: The engine's.
+        prefills_all: Prefill engines compute all of a prompt, and not all but its last tokens.
+    """
+    if not CONNECTORS_GIVE_FIRST_OUTPUTS:
+        return "vLLM lacks the hook for it, which this project's fork has since 0.32.0"
+    if not prefills_all:
+        return (
+            "decode engines compute the last token of each prompt, as models with windows or "
+            "recurrent state and some drafts need it"
+        )
+    if config.speculative_config is not None:
+        return "--speculative-config drafts from what the forward of a prompt's last token leaves"
+    if config.model_config.logits_processors:
+        return "--logits-processors may change which token comes first"
+    if asks_more_of_forwards(config):
+        return "watermarks, sampling masks or routed experts come with the forward of each token"
+    return None
+
+
+def open_first_tokens(config: VllmConfig, settings: Settings, *, prefills_all: bool) -> FirstTokens:
+    """What an engine does about first tokens, as its options and its model have it.
+
+    Args:
+        config: The engine's.
+        settings: Its options; where they ask for what cannot be, a line of the log says why.
+        prefills_all: As `obstacle` has it.
+    """
+    if not settings.seed_first_token:
+        return FirstTokens(0, 0, is_on=False)
+    why_not = obstacle(config, prefills_all=prefills_all)
+    if why_not is not None:
+        logger.warning("seed_first_token does nothing here: %s.", one_line(why_not))
+    model_config = config.model_config
+    return FirstTokens(
+        model_config.get_vocab_size(), model_config.max_model_len, is_on=why_not is None
+    )
+
+
+class FirstTokens:
+    """The first tokens that this engine tells, and those that it was told.
+
+    Belongs to the scheduler's thread.
+
+    Args:
+        vocab_size: Tokens of the model.
+        max_model_len: Tokens of a request, at most.
+        is_on: Whether any is told, or taken over.
+    """
+
+    def __init__(self, vocab_size: int, max_model_len: int, *, is_on: bool = True) -> None:
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._is_on = is_on
+        self._reading: dict[RequestId, Request] = {}
+        self._received: list[Request] = []
+        self._told: dict[RequestId, int] = {}
+        self._stats = ReshardStats()
+
+    def ask(self, request: Request) -> None:
+        """Have a request that is prefilled for another engine sampled as its client has asked.
+
+        Routers ask a prefill engine for one token, and for no fewer: where the best token ends the
+        answer, it would sample the next best.
+        """
+        sampling = request.sampling_params
+        if self._is_on and sampling is not None and sampling.max_tokens == 1:
+            sampling.min_tokens = 0
+
+    def of_offer(self, request: Request) -> int | None:
+        """The token to tell with a request's offer; None where there is none to be taken over."""
+        tokens, params = request.output_token_ids, request.kv_transfer_params or {}
+        is_prefill = len(tokens) == 1 and params.get("do_remote_decode")
+        return tokens[0] if self._is_on and is_prefill and _is_plain(request) else None
+
+    def begin(self, request: Request) -> None:
+        """A request has come whose prompt another engine computes."""
+        params = request.kv_transfer_params
+        if not self._is_on or offered_tokens(params) not in (None, request.num_prompt_tokens):
+            return
+        self._reading[request.request_id] = request
+        if (token := first_token(params)) is not None:
+            self._told[request.request_id] = token
+
+    def hear(self, told: Mapping[RequestId, int]) -> None:
+        """Take note of tokens that came with offers, of requests that may have ended."""
+        for request_id in told.keys() & self._reading.keys():
+            self._told[request_id] = told[request_id]
+
+    def end(self, request_id: RequestId) -> None:
+        """A request has ended."""
+        self._reading.pop(request_id, None)
+        self._told.pop(request_id, None)
+
+    def receive(self, request_ids: Iterable[RequestId]) -> None:
+        """Requests were received, well or not: vLLM is about to hear so."""
+        for request_id in request_ids:
+            if (request := self._reading.pop(request_id, None)) is not None:
+                self._received.append(request)
+
+    def take_outputs(self) -> list[tuple[int, EngineCoreOutput]]:
+        """Answer requests that were received, as far as their first tokens are known.
+
+        Each has its token appended, so that vLLM schedules it for the next one.
+
+        Returns:
+            The index of each one's client, and what it is sent.
+        """
+        received, self._received = self._received, []
+        outputs = []
+        for request in received:
+            token = self._told.pop(request.request_id, None)
+            if token is not None and self._may_begin_with(request, token):
+                outputs.append((request.client_index, _begin(request, token)))
+                self._stats.record_first_token()
+        return outputs
+
+    def take_stats(self) -> ReshardStats | None:
+        """What was counted since the last call; None where that is nothing."""
+        return None if self._stats.is_empty() else self._stats.take()
+
+    def _may_begin_with(self, request: Request, token: int) -> bool:
+        """Whether a request that was received may begin with a token, and go on."""
+        sampling = request.sampling_params
+        return (
+            # It was read well, is wanted, and nothing of its prompt is left.
+            request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            and request.num_computed_tokens == request.num_prompt_tokens == request.num_tokens
+            and sampling is not None
+            and _is_plain(request)
+            and token < self._vocab_size
+            and token != sampling.eos_token_id
+            and token not in (sampling.stop_token_ids or ())
+            and request.max_tokens > 1
+            and request.num_tokens + 1 < self._max_model_len
+        )
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether greedy sampling alone decides on a request's tokens, and they are all it asks for."""
+    sampling = request.sampling_params
+    return (
+        sampling is not None
+        and sampling.sampling_type is SamplingType.GREEDY
+        and sampling.min_tokens == 0
+        and (sampling.extra_args or {}).keys() <= _OF_CONNECTORS
+        and all(_is_default(sampling, name) for name in _DEFAULTS)
+        and not request.resumable
+    )
+
+
+def _is_default(sampling: SamplingParams, name: str) -> bool:
+    """Whether a field has its default; arrays, which compare by element, have the default None."""
+    value, default = getattr(sampling, name), _DEFAULTS[name]
+    return value is None if default is None else bool(value == default)
+
+
+def _begin(request: Request, token: int) -> EngineCoreOutput:
+    """Append a request's first token; returns what its client is sent."""
+    if request.events:
+        # Where events are kept: its prefill ends now, and would else begin with the next step.
+        request.record_event(EngineCoreEventType.SCHEDULED)
+    request.append_output_token_ids(token)
+    logger.debug("Request %s begins with the prefill engine's token", quote(request.request_id))
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[token],
+        events=request.take_events(),
+        prefill_stats=request.take_prefill_stats(),
+        trace_headers=request.trace_headers,
+    )
