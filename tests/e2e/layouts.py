@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.e2e.pairs import Pair, ask_unaided
@@ -21,11 +21,17 @@ _CACHE_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Case:
-    """A pair of layouts, and the number of reads that fill the decode engine's blocks."""
+    """A pair of layouts.
+
+    Attributes:
+        reads: number of reads that fill the decode engine's blocks.
+        is_seeded: whether answers begin with the prefill engine's token.
+    """
 
     prefill: Layout
     decode: Layout
     reads: int
+    is_seeded: bool = False
 
     @property
     def sides(self) -> tuple[Layout, Layout]:
@@ -80,7 +86,9 @@ def assert_read_and_right(
     assert pair.ask(text) == right
     blocks = -(-tokens // engines.block_tokens)
     assert pair.read_since(before, case.reads) == NixlCounters(
-        bytes_moved=blocks * engines.block_bytes * copies, transfers=case.reads
+        bytes_moved=blocks * engines.block_bytes * copies,
+        transfers=case.reads,
+        first_tokens=case.is_seeded,
     )
     return right
 
@@ -92,10 +100,12 @@ class Options:
     Attributes:
         args: more of the command line.
         env: more of the environment.
+        connector: more of the connector's options.
     """
 
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    connector: Mapping[str, object] = field(default_factory=dict)
 
 
 @contextmanager
@@ -119,6 +129,7 @@ def running(
     """
     chosen, plain = options or {}, Options()
     layouts = dict.fromkeys([*also, *(side for each in cases for side in each.sides)])
+    transfer = kv_transfer or KVTransfer()
     per_token = read_model_shape(model.directory).kv_bytes_per_token(FLOAT32_BYTES)
     blocks = str(_CACHE_TOKENS // model.block_tokens)
     specs = [
@@ -128,7 +139,10 @@ def running(
             env=chosen.get(layout, plain).env,
             extra_args=("--num-gpu-blocks-override", blocks, *chosen.get(layout, plain).args),
             max_model_len=1024,
-            kv_transfer=kv_transfer or KVTransfer(),
+            kv_transfer=replace(
+                transfer,
+                extra_config={**transfer.extra_config, **chosen.get(layout, plain).connector},
+            ),
         )
         for layout in layouts
     ]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -24,15 +25,16 @@ from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.metrics import NixlCounters
 from tools.pdstack.tiny_models import write_tiny_llama
 
+SEEDED = Options(connector={"seed_first_token": True})
 # Stages of three layers and of one; those of the other engine with stages are equal.
-UNEVEN = Options(env={"VLLM_PP_LAYER_PARTITION": "3,1"})
+UNEVEN = replace(SEEDED, env={"VLLM_PP_LAYER_PARTITION": "3,1"})
 # A part of a block, exactly one, one token more, and several with a part.
 PROMPT_TOKENS = (12, BLOCK_TOKENS, BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS + 16)
 
 CASES = (
     Case(STAGES, ONE, reads=2),
     Case(ONE, STAGES, reads=2),
-    Case(STAGES, RANKS, reads=4),
+    Case(STAGES, RANKS, reads=4, is_seeded=True),
     Case(ONE, RANKS, reads=2),
     Case(RANKS, ONE, reads=2),
     # An engine of four workers more, for no kind of read that the others have not.
@@ -54,7 +56,7 @@ def engines(
     """Start one of each layout, and one rank, which says what is right."""
     model = write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
     cases, run = chosen(request, "case"), tmp_path_factory.mktemp("run")
-    with running(model, run, cases, also=[ONE], options={STAGES: UNEVEN}) as engines:
+    with running(model, run, cases, also=[ONE], options={STAGES: UNEVEN, RANKS: SEEDED}) as engines:
         yield engines
 
 
@@ -70,7 +72,7 @@ def test_an_answer_equals_one_engines(
     hits = metric(pair.decode, "vllm:prefix_cache_hits_total")
     assert pair.ask(text) == right
     assert pair.read_since(before, case.reads) == NixlCounters(
-        bytes_moved=engines.block_bytes, transfers=case.reads
+        bytes_moved=engines.block_bytes, transfers=case.reads, first_tokens=case.is_seeded
     )
     # The last token is computed again in any case, and with it comes its block.
     kept = hits + (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS

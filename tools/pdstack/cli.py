@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from . import demo, report, roll_cli, sweep_cli
+from . import demo, handover_cli, report, roll_cli, sweep_cli
 from .engine import ServedModel
 from .errors import UsageError
 from .invocation import StackProgress, add_options, check_options, invoke
@@ -70,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, help="port of the router (default: a free one)")
     sweep_cli.add_commands(commands)
     roll_cli.add_command(commands)
+    handover_cli.add_command(commands)
     return parser
 
 
@@ -113,12 +114,14 @@ class _Run:
 
     def start_pair(self, stack: PDStack, *, early: bool = False) -> tuple[Router, list[Engine]]:
         """Start prefill engines, decode engines and the router; return what is talked to."""
-        prefill = demo.engine_specs("prefill", self.prefill, self.engine_args, early=early)
-        decode = demo.engine_specs("decode", self.decode, self.engine_args, early=early)
+        prefix, options = ("early-", {"early_dispatch": True}) if early else ("", {})
+        prefill, decode = (
+            demo.engine_specs(role, layouts, self.engine_args, prefix=prefix, options=options)
+            for role, layouts in (("prefill", self.prefill), ("decode", self.decode))
+        )
         engines = stack.start_engines(*prefill, *decode)
         self.say_ready(engines)
-        name = "early-router" if early else "router"
-        spec = RouterSpec(name, port=getattr(self.args, "port", None))
+        spec = RouterSpec(f"{prefix}router", port=getattr(self.args, "port", None))
         router = stack.start_router(engines[: len(prefill)], engines[len(prefill) :], spec)
         self.say_ready([router])
         return router, engines[len(prefill) :]
@@ -214,6 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return sweep_cli.execute(args, Console())
             if args.command == "roll":
                 return roll_cli.execute(args, Console())
+            if args.command == "handover":
+                return handover_cli.execute(args, Console())
             return _execute(_Run(args, Console()))
         except UsageError as error:
             report.print_error(Console(stderr=True), error, None)

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 
@@ -52,20 +53,19 @@ def engine_specs(
     layouts: Sequence[Layout],
     extra_args: Sequence[str] = (),
     *,
-    early: bool = False,
+    prefix: str = "",
+    options: Mapping[str, Any] | None = None,
 ) -> list[EngineSpec]:
     """Return one spec for each layout, named ``prefill`` or ``prefill-1``, ``prefill-2``, ...
 
     Args:
         role: ``prefill`` or ``decode``.
-        early: whether requests may be sent to both engines at once. Then names begin with
-            ``early-``.
+        prefix: what names begin with.
+        options: more of the connector's.
     """
     transfer = KVTransfer(role=_KV_ROLES[role])
-    first = role
-    if early:
-        extra_config = {**transfer.extra_config, "early_dispatch": True}
-        transfer, first = replace(transfer, extra_config=extra_config), f"early-{role}"
+    transfer = replace(transfer, extra_config={**transfer.extra_config, **(options or {})})
+    first = prefix + role
     names = [first] if len(layouts) == 1 else [f"{first}-{i + 1}" for i in range(len(layouts))]
     return [
         EngineSpec(name, layout, transfer, tuple(extra_args))
