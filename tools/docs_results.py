@@ -4,7 +4,8 @@
 A table stands between `<!-- results: NAME -->` and `<!-- /results -->`. What they are written from
 lies in docs/results/, where ``python -m tools.pdstack`` has put what it measured: ``sweep`` with
 ``--across .venv-0.33.0/bin --results docs/results/releases.json``, and ``roll`` with
-``--next .venv-0.33.0/bin --address same --output docs/results/roll-same.json``.
+``--next .venv-0.33.0/bin --address same --output docs/results/roll-same.json``, and ``handover``
+with ``--output docs/results/handover.json``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("docs/bases.md", "docs/performance.md")
 
 _RESULTS = ROOT / "docs/results"
-_BLOCK = re.compile(r"^<!-- results: (\S+) -->\n.*?^<!-- /results -->$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^<!-- results: (.+?) -->\n.*?^<!-- /results -->$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = "-"
 
 
@@ -76,6 +77,47 @@ def roll_lines(rolls: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return _table(head, lines, numbers=2)
 
 
+def handover_lines(measured: Mapping[str, Any]) -> list[str]:
+    """A row for each number of clients and each way."""
+    head = ["clients", "", "requests", "prefill", "handover", "of serial", "TTFT", "of serial"]
+    lines = [
+        [
+            str(row["clients"]),
+            row["way"],
+            str(row["requests"]),
+            _ms(row["prefill_s"]),
+            _ms(row["handover_s"]),
+            f"{row['of_serial']:.2f}",
+            _ms(row["ttft_s"]),
+            f"{row['ttft_of_serial']:.2f}",
+        ]
+        for row in measured["rows"]
+    ]
+    return _table(head, lines, numbers=2)
+
+
+def timeline_lines(measured: Mapping[str, Any]) -> list[str]:
+    """A drawing of where the time of one client's requests goes, in milliseconds."""
+    lines = ["```mermaid", "gantt", "    dateFormat x", "    axisFormat %Q"]
+    for row in measured["rows"]:
+        if row["clients"] == 1:
+            ends = [round(1e3 * value) for value in (row["prefill_s"], row["ttft_s"])]
+            lines += [
+                f"    section {row['way']}",
+                f"    prefill :0, {ends[0]}",
+                f"    handover :{ends[0]}, {ends[1]}",
+            ]
+    return [*lines, "```"]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _handover() -> Any:
+    return json.loads((_RESULTS / "handover.json").read_text(encoding="utf-8"))
+
+
 def _releases() -> list[str]:
     return release_lines(read(_RESULTS / "releases.json"))
 
@@ -91,7 +133,12 @@ def _rolls() -> list[str]:
     )
 
 
-_TABLES: Mapping[str, Callable[[], list[str]]] = {"releases": _releases, "rolls": _rolls}
+_TABLES: Mapping[str, Callable[[], list[str]]] = {
+    "releases": _releases,
+    "rolls": _rolls,
+    "handover": lambda: handover_lines(_handover()),
+    "handover timeline": lambda: timeline_lines(_handover()),
+}
 
 
 def _in_order(pair: tuple[str, str]) -> list[list[int]]:

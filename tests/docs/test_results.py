@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import pytest
 
-from tools.docs_results import PAGES, ROOT, release_lines, rewrite, roll_lines
+from tools.docs_results import (
+    PAGES,
+    ROOT,
+    handover_lines,
+    release_lines,
+    rewrite,
+    roll_lines,
+    timeline_lines,
+)
 from tools.pdstack.releases import Row
 
 
@@ -70,4 +78,39 @@ def test_rolls_have_a_row_for_each_phase():
     assert roll_lines(rolls)[2:] == [
         "| the same address | before | 1,234 | 1 | 2 | 0.12 s | 4.00 s |",
         "| another address | before | 1,234 | 1 | 2 | 0.12 s | 4.00 s |",
+    ]
+
+
+def measured() -> dict:
+    """What a measurement of the handover has written, of one client and of four."""
+    one = {
+        "way": "serial",
+        "clients": 1,
+        "requests": 24,
+        "prefill_s": 0.2,
+        "handover_s": 0.05,
+        "ttft_s": 0.25,
+        "of_serial": 1.0,
+        "ttft_of_serial": 1.0,
+    }
+    return {"rows": [one, {**one, "way": "early", "of_serial": 0.5}, {**one, "clients": 4}]}
+
+
+def test_handovers_have_a_row_for_each_way():
+    """Times in milliseconds, and shares of what serial requests take."""
+    assert handover_lines(measured())[2:] == [
+        "| 1 | serial | 24 | 200.0 ms | 50.0 ms | 1.00 | 250.0 ms | 1.00 |",
+        "| 1 | early | 24 | 200.0 ms | 50.0 ms | 0.50 | 250.0 ms | 1.00 |",
+        "| 4 | serial | 24 | 200.0 ms | 50.0 ms | 1.00 | 250.0 ms | 1.00 |",
+    ]
+
+
+def test_timeline_is_that_of_one_client():
+    """A bar until the prompt's end, and one from there to the first token."""
+    lines = timeline_lines(measured())
+    assert (lines[0], lines[-1]) == ("```mermaid", "```")
+    assert lines[4:-1] == [
+        line
+        for way in ("serial", "early")
+        for line in (f"    section {way}", "    prefill :0, 200", "    handover :200, 250")
     ]

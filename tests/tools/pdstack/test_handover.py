@@ -116,6 +116,7 @@ def test_rows_are_medians_and_shares_of_serial():
 def test_ways_that_the_engines_did_not_go_are_no_measurement(monkeypatch):
     """As where the option is taken and does nothing."""
     stack = create_autospec(PDStack, instance=True)
+    stack.model = Mock()
     stack.model.name = "m"
     decode = Mock(url=DECODE, nixl_counters=lambda: NixlCounters(prefill_waits=3))
     stack.start_engines.return_value = [Mock(url=PREFILL), decode]

@@ -16,7 +16,8 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     fill,
     receive,
 )
-from tests.v1.kv_connector.unit.reshard.transport.channels import serving
+from tests.v1.kv_connector.unit.reshard.transport.channels import serving, wait_until
+from tests.v1.kv_connector.unit.reshard.transport.loading import start_of_address
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import peers as peers_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     decode_worker,
@@ -69,6 +70,39 @@ def test_client_that_names_many_ports_keeps_no_descriptors(engines, monkeypatch)
     assert_received(decode, [3, 4, 1], whole)
     (worker,) = decode.workers.values()
     assert "honest" not in worker.take_failed()
+
+
+def test_engine_is_read_whoever_bears_its_agents_name(engines):
+    """Liars on all lanes say what it says, but for a byte that has UCX take them for others."""
+    good, decode = engines("good"), engines("decode")
+    whole = fill(good, [5, 2, 9])
+    place, progress = good.serve(), Progress(decode, good)
+    (transfer_engine,) = decode.transfer_engines.values()
+    lanes = transfer_engine.peers.lanes
+    (worker,) = good.workers.values()
+    said = decode_worker(worker.handshake.body)
+    changed = bytearray(said.agent_metadata)
+    changed[start_of_address(said.agent_metadata) + 3] ^= 1
+
+    def connected() -> list[int]:
+        return sorted(len(lane.connections) for lane in lanes.ready)
+
+    with ExitStack() as liars:
+        for number in range(4):
+            body = encode_worker(
+                replace(said, engine_id=f"liar{number}", agent_metadata=bytes(changed))
+            )
+            answer = {(0, 0): WorkerHandshake(worker.handshake.factors, body)}
+            liar = liars.enter_context(serving(encode_reply(answer)))
+            address = RemoteEngineAddress(f"liar{number}", "127.0.0.1", liar.port)
+            lied = receive(address, [6], [7], tokens=16, remote_request_id=f"x{number}")
+            decode.start(receive={f"lied {number}": lied})
+            wait_until(lambda number=number: sum(connected()) == number + 1)
+        assert connected() == [1, 1, 1, 1]
+        good.offer("p-a")
+        decode.start(receive={"honest": receive(place, [3, 4, 1], [5, 2, 9])})
+        progress.until(decode, received="honest")
+    assert_received(decode, [3, 4, 1], whole)
 
 
 def test_engine_that_gives_a_good_read_stays(engines, monkeypatch):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -283,4 +284,17 @@ def test_thread_is_prepared_before_it_makes_anything(reader, agents, engines):
     for _ in range(2):
         dialer.make_lane().result(DEADLINE_S)
     assert done == [("reshard-dialer", 0)] and len(agents.made) == 2
+    dialer.close()
+
+
+def test_thread_that_could_not_be_prepared_is_tried_again(reader, agents, engines):
+    """It costs what was to be made then, and nothing that follows."""
+    prepare = Mock(side_effect=[OSError("no device yet"), None])
+    dialer = Dialer(agents, prepare=prepare)
+    dialer.begin(LocalEndpoint(reader.local, reader.shards, reader.regions, None, 0), engines)
+    with pytest.raises(OSError, match="no device yet"):
+        dialer.make_lane().result(DEADLINE_S)
+    for _ in range(2):
+        dialer.make_lane().result(DEADLINE_S)
+    assert (prepare.call_count, len(agents.made)) == (2, 2)
     dialer.close()

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent_metadata import (
     ROOM_BYTES,
+    with_own_name,
     with_room,
 )
 
@@ -77,6 +78,34 @@ def test_what_is_not_as_nixl_writes_it_is_refused(metadata, reason):
     """NIXL might find an address where none is looked for here."""
     with pytest.raises(ValueError, match=reason):
         with_room(metadata)
+
+
+@given(st.binary(max_size=300), st.lists(OTHER, max_size=2))
+def test_an_agents_own_name_is_all_that_differs(name, backends):
+    """It begins as the one that it said, for messages, and has nothing in it that a log obeys."""
+    changed = with_own_name(written(name, backends))
+    stop = changed.index(b"|Conns")
+    own = changed[len(b"nixlSerDes|Agent") + 8 : stop]
+    assert changed == written(own, backends)
+    assert own.decode().isprintable() and len(own) <= 100
+    said, _, digest = own.rpartition(b"/")
+    assert len(said) == min(len(name), 64) and len(digest) == 32
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40), st.binary(min_size=1, max_size=40))
+def test_other_metadata_lead_to_another_name(name, other, address):
+    """Whatever they say, and to the same name where they are the same."""
+    one, two = written(name, [(b"UCX", address)]), written(other, [(b"UCX", address)])
+    assert (with_own_name(one) == with_own_name(two)) == (name == other)
+    assert with_own_name(written(name, [(b"UCX", b"1" + address)])) != with_own_name(one)
+
+
+@pytest.mark.parametrize("metadata", [b"nixlSerDes|", b"nixlSerDes|Agent" + b"\xff" * 8 + b"name|"])
+def test_metadata_without_a_name_are_refused(metadata):
+    """NIXL might find one where none is looked for here."""
+    with pytest.raises(ValueError, match="no whole field 'Agent'"):
+        with_own_name(metadata)
+    assert with_own_name(b"other") == b"other"
 
 
 def test_agents_know_each_other_by_metadata_with_room():

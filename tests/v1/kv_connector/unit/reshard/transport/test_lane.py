@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import Transfer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import PEER_GRACE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
+    Transfer,
     TransferState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import (
@@ -338,7 +340,8 @@ def test_engine_that_is_connected_twice_is_forgotten_once(make_agents):
     new.release(transfer)
     source, landed = engine.ranks[0].bytes(), reader.rank.bytes()
     assert (source != landed).any()
-    new.notify(engine.agents[0].name, b"done")
+    ((name, _),) = new.engine.releases
+    new.notify(name, b"done")
 
     def heard() -> list[tuple[str, bytes]]:
         lane.progress()
@@ -349,7 +352,7 @@ def test_engine_that_is_connected_twice_is_forgotten_once(make_agents):
     assert heard_last == [(lane.agent.name, b"done")]
     new.close()
     with pytest.raises(TransferError):
-        lane.agent.prepare(np.array([[4096, 64, 0, 64, 1]], np.uint64), engine.agents[0].name)
+        lane.agent.prepare(np.array([[4096, 64, 0, 64, 1]], np.uint64), name)
     # It may be connected again.
     again = reader.connected(lane, engine)
     transfer = read_block(again)
@@ -358,33 +361,8 @@ def test_engine_that_is_connected_twice_is_forgotten_once(make_agents):
     engine.agents[0].close()
 
 
-class Lenient(MemoryAgent):
-    """An agent that lets another one of the same name in."""
-
-    def connect(self, metadata: bytes) -> str:
-        """What follows a # is the other's."""
-        return super().connect(metadata.partition(b"#")[0])
-
-
-def test_agent_that_bears_anothers_name_is_refused():
-    """The first one keeps its connection, and its name is free once it is forgotten."""
-    reader, engine = Reader(lambda role: Lenient(role)), RemoteEngineStub()
-    (source,) = engine.agents
-    lane = reader.make_lane()
-    connection = reader.connected(lane, engine)
-    namesake = source.metadata() + b"#another engine's"
-    for _ in range(2):
-        with pytest.raises(TransferError, match=r"bears the name of another engine's .*: check"):
-            lane.connect(namesake)
-    transfer = read_block(connection)
-    wait_until(lambda: connection.poll(transfer) is TransferState.DONE)
-    connection.release(transfer)
-    connection.close()
-    assert lane.connect(namesake) == source.name
-
-
-def test_nixl_lets_no_agent_in_that_bears_anothers_name():
-    """What was connected first is read from as before, and is told what it was told before."""
+def test_two_agents_of_one_name_are_two():
+    """Any host can say what another one is called: both are read from, each for what it holds."""
     source, namesake = (
         NixlAgent("a worker", num_threads=0, progress_delay_us=100) for _ in range(2)
     )
@@ -393,16 +371,40 @@ def test_nixl_lets_no_agent_in_that_bears_anothers_name():
     for agent, own in zip((source, namesake, reader), memory, strict=True):
         agent.register([(own.ctypes.data, own.nbytes, 0)])
     lane = Lane(reader)
-    name = lane.connect(source.metadata())
-    with pytest.raises(TransferError):
-        lane.connect(namesake.metadata())
-    local, remote = (
+    names = [lane.connect(agent.metadata()) for agent in (source, namesake)]
+    # Once more, as where two addresses lead to it.
+    assert lane.connect(source.metadata()) == names[0]
+    local, *remotes = (
         reader.prepare(np.array([[own.ctypes.data, 64, 0, 64, 1]], dtype=np.uint64), whose)
-        for own, whose in ((memory[2], None), (memory[0], name))
+        for own, whose in zip((memory[2], memory[0], memory[1]), (None, *names), strict=True)
     )
     index = np.zeros(1, dtype=np.int32)
-    transfer = reader.read(local, index, remote, index)
-    wait_until(lambda: reader.poll(transfer) is TransferState.DONE)
-    assert set(memory[2]) == {1}
+
+    def is_done(transfer: Transfer) -> bool:
+        return reader.poll(transfer) is TransferState.DONE
+
+    for remote, value in zip(remotes, (1, 2), strict=True):
+        transfer = reader.read(local, index, remote, index)
+        wait_until(partial(is_done, transfer))
+        assert set(memory[2]) == {value}
+    lane.notify(names[1], b"for the second", 0.0)
+    heard: list[tuple[str, bytes]] = []
+
+    def is_heard() -> bool:
+        lane.progress()
+        heard.extend(namesake.take_notifications())
+        return bool(heard)
+
+    wait_until(is_heard)
+    assert heard == [(reader.name, b"for the second")]
+    assert source.take_notifications() == []
     for agent in (reader, namesake, source):
         agent.close()
+
+
+def test_metadata_that_nixl_would_not_write_reach_no_agent():
+    """Its agent's name is not found where it should be."""
+    lane = Lane(MemoryAgent("lane"))
+    with pytest.raises(TransferError, match=r"not as NIXL writes it .*'Agent'"):
+        lane.connect(b"nixlSerDes|Agent\xff")
+    lane.close()

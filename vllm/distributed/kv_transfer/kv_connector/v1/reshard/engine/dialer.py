@@ -70,7 +70,7 @@ class Dialer:
     Args:
         make_agent: Makes an agent to read with, by its name, with nothing registered.
         clock: Seconds that only grow.
-        prepare: Called by its thread before everything else.
+        prepare: Called by its thread before everything else, until it has succeeded.
 
     Attributes:
         call: What its thread does, which may take as long as a whole handshake. Nothing can end it,
@@ -86,9 +86,9 @@ class Dialer:
         self.call = Round("dialer's thread", DEFAULT_TIMEOUT_S)
         self._make_agent = make_agent
         self._clock = clock
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="reshard-dialer", initializer=prepare
-        )
+        # Its thread's. No initializer of the pool's, which does nothing more after one failure.
+        self._prepare = prepare
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-dialer")
         self._local: LocalEndpoint | None = None
         self._planner: Planner | None = None
         self._ask: Ask | None = None
@@ -152,6 +152,9 @@ class Dialer:
         """Make something; the connector's thread tells where it takes too long."""
         self.call.begin(self._clock())
         try:
+            if self._prepare is not None:
+                self._prepare()
+                self._prepare = None
             return make(*arguments)
         finally:
             self.call.end()

@@ -22,8 +22,9 @@ from vllm.logger import init_logger
 from ..errors import TransferError
 from ..memory.leg import Rows
 from ..protocol.lifetimes import PEER_GRACE_S
-from ..protocol.quoting import one_line, quote
+from ..protocol.quoting import one_line
 from .agent import NixlAgent, Prepared
+from .agent_metadata import with_own_name
 from .board_reader import RowBuffer
 from .lease_check import LookupBuffer
 
@@ -74,7 +75,6 @@ class Lane:
         # Connections with the same geometry share the lists of our own memory.
         self._local: dict[bytes, Prepared] = {}
         self._num_users: Counter[bytes] = Counter()
-        self._metadata: dict[str, bytes] = {}
         self._boards: RowBuffer | None = None
         self._num_connections: Counter[str] = Counter()
 
@@ -100,17 +100,18 @@ class Lane:
         return all(each.is_drained for each in self.connections)
 
     def connect(self, metadata: bytes) -> str:
-        """Connect a worker of another engine; returns its agent's name. See `disconnect`.
+        """Connect a worker of another engine; returns its agent's name here. See `disconnect`.
 
         Raises:
-            TransferError: NIXL does not accept it, or another worker has its agent's name.
+            TransferError: NIXL does not accept it.
         """
-        name = self.agent.connect(metadata)
-        if self._metadata.setdefault(name, metadata) != metadata:
+        try:
+            own = with_own_name(metadata)
+        except ValueError as error:
             raise TransferError(
-                f"its NIXL agent {quote(name)} bears the name of another engine's that is "
-                "connected: check who answers at that address"
-            )
+                f"its NIXL metadata is not as NIXL writes it ({one_line(error)})"
+            ) from error
+        name = self.agent.connect(own)
         self._num_connections[name] += 1
         return name
 
@@ -118,7 +119,7 @@ class Lane:
         """Forget a worker, once for each time that it was connected. It has no read in flight."""
         self._num_connections[name] -= 1
         if not self._num_connections[name]:
-            del self._num_connections[name], self._metadata[name]
+            del self._num_connections[name]
             self.agent.disconnect(name)
 
     def local_list(self, rows: Rows) -> Prepared:

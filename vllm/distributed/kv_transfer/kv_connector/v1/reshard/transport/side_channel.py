@@ -55,6 +55,10 @@ logger = init_logger(__name__)
 MAX_REQUEST_BYTES = 64 << 10
 """What one connection may bring, in bytes. A request takes less than 512."""
 
+_BACKLOG = 4096
+"""Connections that the kernel keeps until they are taken, if it allows as many. Where there are
+more, it drops what comes, and the other end tries again after a second."""
+
 MAX_CONNECTIONS = 256
 """Connections at once; the oldest makes room for another one."""
 
@@ -210,7 +214,7 @@ class HandshakeServer:
             listener = socket.create_server(
                 (self._host, self._port),
                 family=socket.AF_INET6 if ipv6 else socket.AF_INET,
-                backlog=MAX_CONNECTIONS,
+                backlog=_BACKLOG,
                 dualstack_ipv6=ipv6 and socket.has_dualstack_ipv6(),
             )
         except OSError as error:
@@ -267,7 +271,7 @@ class HandshakeServer:
             router = context.socket(zmq.ROUTER)
             router.sndhwm = router.rcvhwm = _QUEUED_MESSAGES
             router.maxmsgsize = MAX_REQUEST_BYTES
-            router.backlog = MAX_CONNECTIONS
+            router.backlog = _BACKLOG
             work = [self._answer_all(router)]
             if self._key is not None:
                 zap_handler = ZapHandler(context, self._key)
