@@ -80,6 +80,13 @@ KIMI_LINEAR = {
         "short_conv_kernel_size": 4,
     },
 }
+HY_V4 = {
+    **MLA,
+    **_INDEXER,
+    "model_type": "hy_v4",
+    "layer_types": ["full_attention"] + ["sparse_attention"] * 3,
+    "indexer_types": ["full", "full", "shared", "full"],
+}
 WHOLE: Mapping[str, Mapping[str, Any]] = {
     "DeepSeek V3": {
         **MLA,

@@ -37,10 +37,12 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVQuantMode,
     MambaSpec,
+    MLAAttentionSpec,
 )
 
 from tests.v1.kv_connector.unit.reshard.cli.families import (
     DEEPSEEK_V4,
+    HY_V4,
     KIMI_LINEAR,
     MINIMAX_M3,
     MLA,
@@ -175,6 +177,25 @@ def test_minimax_m3_is_as_the_engine_has_it(rows, module_of):
         assert layers[row["cache"]].meaning["arrangement"] == "slots"
         assert row["token_bytes"] == plane.num_heads * plane.slot_bytes / plane.slot_tokens
         assert row["moved_as"] != WHOLE_BLOCKS
+
+
+def test_hy_v4_is_as_the_engine_has_it(rows, module_of):
+    """Latents in slots, which its own backend leaves to what it derives from, beside an indexer."""
+    backend = module_of("hy_v4", "nvidia.flashmla_sparse").HYV4FlashMLASparseBackend
+    latent = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    index = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8)
+    layers = described(
+        {"latent": (latent, backend), "indexer": (index, DeepseekV32IndexerBackend)}
+    ).layers
+    found = rows(HY_V4, "--block-size", "64")
+    assert [(row["cache"], row["layers"]) for row in found] == [
+        ("latent", [0, 1, 2, 3]),
+        ("indexer", [1, 3]),
+    ]
+    for row in found:
+        (plane,) = layers[row["cache"]].planes
+        assert row["token_bytes"] == plane.num_heads * plane.slot_bytes / plane.slot_tokens
+        assert row["moved_as"] == layers[row["cache"]].meaning["arrangement"]
 
 
 def test_kimi_linear_is_as_the_engine_has_it(rows, tmp_path):
