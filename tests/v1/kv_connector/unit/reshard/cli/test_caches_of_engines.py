@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import vllm
-from tests.bases import skip_module_unless_base
+from tests.bases import requires_base, skip_module_unless_base
 
 skip_module_unless_base("0.32.0", "0.33.0", reason="its models are others")
 
@@ -227,6 +227,11 @@ def test_kimi_linear_is_as_the_engine_has_it(rows, tmp_path):
     }
 
 
+def _heads(_: object) -> FullAttentionSpec:
+    """What the layer keeps that a ring of Step 5's belongs to."""
+    return FullAttentionSpec(block_size=64, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("package", "module", "name", "arguments"),
     [
@@ -242,6 +247,15 @@ def test_kimi_linear_is_as_the_engine_has_it(rows, tmp_path):
             *("qwen4_exp", "common.qsa_cache", "QSAKeyStateCache"),
             dict(head_size=64, dtype=torch.bfloat16, compress_ratio=8),
         ),
+        pytest.param(
+            *("step5", "nvidia.csa_tail_ring", "Step5CSATailRing"),
+            dict(
+                main_layer_name="heads",
+                num_speculative_tokens=0,
+                static_forward_context={"heads": SimpleNamespace(get_kv_cache_spec=_heads)},
+            ),
+            marks=requires_base("0.33.0", reason="it has no Step 5"),
+        ),
     ],
 )
 def test_engines_leave_rings_to_upstream(module_of, package, module, name, arguments):
@@ -253,7 +267,11 @@ def test_engines_leave_rings_to_upstream(module_of, package, module, name, argum
         "prefix": f"ring of {name}",
     }
     cache = getattr(module_of(package, module), name)
-    wanted = {"deepseek_v41": ("prefix",), "glm5next": ("prefix", "cache_config")}
+    wanted = {
+        "deepseek_v41": ("prefix",),
+        "glm5next": ("prefix", "cache_config"),
+        "step5": ("prefix",),
+    }
     arguments |= {each: more[each] for each in wanted.get(package, more)}
     spec = cache(**arguments).get_kv_cache_spec(vllm_config)
     said = unserved_layer(KVCacheConfig(4, [], [KVCacheGroupSpec(["ring"], spec)]))
