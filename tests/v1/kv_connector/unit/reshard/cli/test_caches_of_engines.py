@@ -43,6 +43,7 @@ from vllm.v1.kv_cache_interface import (
 from tests.v1.kv_connector.unit.reshard.cli.families import (
     DEEPSEEK_V4,
     HY_V4,
+    INKLING,
     KIMI_LINEAR,
     MINIMAX_M3,
     MLA,
@@ -196,6 +197,33 @@ def test_hy_v4_is_as_the_engine_has_it(rows, module_of):
         (plane,) = layers[row["cache"]].planes
         assert row["token_bytes"] == plane.num_heads * plane.slot_bytes / plane.slot_tokens
         assert row["moved_as"] == layers[row["cache"]].meaning["arrangement"]
+
+
+def test_inkling_is_as_the_engine_has_it(rows, module_of, monkeypatch):
+    """Heads in slots, and what convolutions take in, of which nobody knows the inside."""
+    module = module_of("inkling", "nvidia.sconv_swa_attn")
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    monkeypatch.setattr(module, "get_current_vllm_config", lambda: vllm_config)
+    found = {row["cache"]: row for row in rows(INKLING) if row["cache"] != "heads"}
+    assert {name: row["layers"] for name, row in found.items()} == {
+        "conv inputs": [3],
+        "conv inputs with a window": [0, 1, 2],
+    }
+    for name, heads, size in (("conv inputs", 4, 64), ("conv inputs with a window", 8, 32)):
+        state = module.InklingConvState(
+            num_kv_heads=heads, head_dim=size, hidden_size=256, kernel_size=4, prefix=name
+        )
+        spec = state.get_kv_cache_spec(vllm_config)
+        layers = described({name: (spec, state.get_attn_backend())}).layers
+        (plane,) = layers[name].planes
+        row = found[name]
+        assert row["token_bytes"] == plane.num_heads * plane.slot_bytes / plane.slot_tokens
+        assert row["block_tokens"] == [plane.block_tokens] * 2
+        assert row["window_tokens"] == spec.sliding_window
+        assert row["moved_as"] == layers[name].meaning["arrangement"] == WHOLE_BLOCKS
 
 
 def test_kimi_linear_is_as_the_engine_has_it(rows, tmp_path):
