@@ -343,7 +343,8 @@ def test_models_leave_writing_to_what_they_derive_from(module, backend, parent, 
 
 def test_kernels_of_triton():
     """They are run by Triton's interpreter, in a process that has vLLM with it."""
-    assert_passes(Path(__file__).with_name("interpreted_writers.py"))
+    names = "interpreted_writers.py", "interpreted_indexers.py"
+    assert_passes(*map(Path(__file__).with_name, names))
 
 
 def _cpu_attention(block_tokens: int, heads: int, size: int, dtype: torch.dtype) -> None:
