@@ -84,7 +84,7 @@ _SLOTS = frozenset(
         # token, key and value together.
         (f"{_BACKENDS}.turboquant_attn", "TURBOQUANT"),
         # `ultraquant_store` and `octave_cache_store`, by strides of block, head and token: one such
-        # slot, too, and whichever kernels read. ROCm has no other.
+        # slot, too, whichever of ROCm's kernels read.
         (f"{_BACKENDS}.ultraquant_attn", "ULTRAQUANT"),
         (f"{_BACKENDS}.rocm_octave_attn", "ROCM_OCTAVE"),
         # None has a `do_kv_cache_update` of its own. That of `MLAAttentionImpl` calls
