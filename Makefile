@@ -101,6 +101,9 @@ TESTS_OF_A_BASE := tests/distributed tests/entrypoints tests/v1/worker $(wildcar
 TESTS_OF_0.22.1 := $(patsubst %,$(RESHARD)/test_%.py,blocks_in_doubt early_dispatch hybrid lifecycle parity) \
                    $(patsubst %,$(RESHARD)/engine/test_%.py,content first_forward parking queues stats \
                      worker)
+# What pages tell of a release, and models that vary between it and the default one.
+TESTS_OF_0.33.0 := $(patsubst %,tests/docs/test_%.py,bases models) \
+                   $(RESHARD)/engine/test_sparse_models.py
 ifeq ($(BASE),$(DEFAULT_BASE))
 test: setup  ## Run the tests that decide a change but test-faults', with real engines and a wheel
 	shared=0; $(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(PYTEST_ARGS) || shared=$$?; \

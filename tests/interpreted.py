@@ -16,11 +16,11 @@ from tools.pdstack.interpreter import MODULE_DIR
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def assert_passes(module: Path) -> None:
-    """See that the tests of a module pass in a process that has vLLM with the interpreter."""
+def assert_passes(*modules: Path) -> None:
+    """See that the tests of modules pass in a process that has vLLM with the interpreter."""
     paths = [str(MODULE_DIR), *filter(None, [os.environ.get("PYTHONPATH")])]
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(module)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, modules)],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)},
         cwd=_ROOT,
         stdout=subprocess.PIPE,

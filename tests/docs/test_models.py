@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of specifications has all classes of all releases, and says what becomes of each."""
+"""The page of models: a row for each family of kv-plan's and each specification of all releases."""
 
 from __future__ import annotations
 
@@ -17,12 +17,28 @@ from reshard_build.fetch import cache_dir
 from reshard_build.project import Project
 from vllm.v1 import kv_cache_interface
 
+from tests.v1.kv_connector.unit.reshard.cli.families import (
+    HY_V4,
+    INKLING,
+    LEFT_TO_UPSTREAM,
+    MINIMAX_M3,
+    MLA,
+    WHOLE,
+)
 from tools.docs_kv_plan import ROOT
 from tools.pdstack.families import FAMILIES
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.caches import _FAMILIES, read_family
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import unserved_layer
 
 INTERFACE = "vllm/v1/kv_cache_interface.py"
 STATES = {"served", "upstream's", "vLLM refuses", "no cache"}
+CONFIGS = [
+    *(WHOLE[name] for name in ("DeepSeek V3.2", "GLM 5", "DeepSeek V4")),
+    *LEFT_TO_UPSTREAM.values(),
+    *(HY_V4, INKLING, MINIMAX_M3),
+    {**MLA, "model_type": "named by nobody", "index_topk": 2048},
+]
+"""Of each family that kv-plan knows by name, and of what it knows without."""
 # Bases of others, which no layer has.
 ABSTRACT = {"KVCacheSpec", "AttentionSpec"}
 # The least that any specification can be made of.
@@ -113,6 +129,42 @@ def test_what_is_served_is_what_the_connector_serves(name):
     )
     reason = unserved_layer(kv_cache_interface.KVCacheConfig(4, [], [layer]))
     assert (reason is None) is (told()[name] == "served"), reason
+
+
+def rows_of_models() -> list[list[str]]:
+    """The table of models, cell by cell."""
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    table = page.partition("| models | what differs |")[2].partition("\n\n")[0]
+    return [line.strip("|").split(" | ") for line in table.splitlines()[2:]]
+
+
+def test_every_family_of_kv_plan_has_a_row():
+    """By the name that it is told by, and for each that is left to upstream's with that word."""
+    told = {}
+    for config in CONFIGS:
+        text = config.get("text_config", config)
+        family = read_family(text, config["model_type"], text["num_hidden_layers"])
+        told[family.name] = family.is_served
+    known = {_FAMILIES.get(config["model_type"]) for config in CONFIGS}
+    assert known - {None} == set(_FAMILIES.values())
+    for name, is_served in told.items():
+        (row,) = (
+            row
+            for row in rows_of_models()
+            if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", row[0])
+        )
+        assert row[2].startswith("yes") is is_served, name
+
+
+def test_tests_that_rows_name_are_there():
+    """Whoever renames a test finds the row that rests on it."""
+    named = re.findall(
+        r"`(test_\w+)::(\w+)`", " ".join(" | ".join(row) for row in rows_of_models())
+    )
+    assert len(named) > 10
+    for file, name in named:
+        places = (ROOT / "tests/v1/kv_connector/unit/reshard").rglob(f"{file}.py")
+        assert any(f"def {name}(" in path.read_text(encoding="utf-8") for path in places), name
 
 
 def test_rows_are_those_of_the_sweep():

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import triton_on_cpu
+from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.backends.mla.sparse_swa import ComputeSWAIndicesAndLensKernel
 from vllm.v1.worker.utils import _zero_kv_blocks_kernel
 
@@ -60,3 +61,18 @@ def test_windows_are_found(num_tokens, token_offset, has_image):
     assert (lengths[:num_tokens] > 0).any()
     assert torch.equal(indices, ours)
     assert torch.equal(lengths, our_lengths)
+
+
+def test_kinds_of_layers_that_a_release_leaves_out_are_planned():
+    """All that builders are asked for, whatever the one for CPU names; its own plans stay."""
+
+    class AsReleased:
+        def build_tile_scheduler(self, num_decode_tokens):
+            return {"swaonly": num_decode_tokens, "c4a": None, "c128a": None}
+
+    builder = AsReleased()
+    triton_on_cpu._plan_all_tiles(AsReleased.__init__)(builder)
+    planned = builder.build_tile_scheduler(3)
+    kinds = {value for name, value in vars(sparse_swa).items() if name.startswith("_LAYER_TYPE_")}
+    assert planned.keys() == kinds
+    assert planned == dict.fromkeys(kinds) | {"swaonly": 3}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine does by itself where Triton's interpreter would take too long.
+"""What an engine does by itself where Triton's interpreter would take too long, or where it ends.
 
 Two kernels took 106 of the 109 s of two prompts of 300 tokens. vLLM finds this as a plugin, by
 `triton_on_cpu-1.dist-info`.
@@ -8,14 +8,24 @@ Two kernels took 106 of the 109 s of two prompts of 300 tokens. vLLM finds this 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.triton_utils.dispatcher import register_kernels
-from vllm.v1.attention.backends.mla.sparse_swa import ComputeSWAIndicesAndLensKernel
+from vllm.v1.attention.backends.mla.sparse_swa import (
+    ComputeSWAIndicesAndLensKernel,
+    DeepseekSparseSWAMetadataBuilder,
+)
 
 _ITEM_BYTES = 4
+
+_KINDS_WITHOUT_TILES = "c1a", "c2a"
+"""Layers of DeepSeek V4 that compress one token, or two: the release's builder for CPU leaves them
+out, and what it derives from asks for them, so that the first request ends the engine. The fork has
+a patch for that; vLLM as released, which the plugin is for, has not."""
 
 
 def register() -> None:
@@ -23,6 +33,25 @@ def register() -> None:
     register_kernels({"vllm.v1.worker.utils._zero_kv_blocks_kernel": _zero_blocks})
     # What stands for a kernel is not told its grid, which is the number of tokens here.
     ComputeSWAIndicesAndLensKernel.__call__ = _find_windows
+    builder = DeepseekSparseSWAMetadataBuilder
+    builder.__init__ = _plan_all_tiles(builder.__init__)
+
+
+def _plan_all_tiles(make: Callable[..., None]) -> Callable[..., None]:
+    """Have what makes a builder add the kinds of layers that its plan leaves out: none has tiles.
+
+    Args:
+        make: The initializer of builders of windows' metadata.
+    """
+
+    @functools.wraps(make)
+    def make_with_all(builder: Any, *args: Any, **kwargs: Any) -> None:
+        make(builder, *args, **kwargs)
+        plan = builder.build_tile_scheduler
+        missing = dict.fromkeys(_KINDS_WITHOUT_TILES)
+        builder.build_tile_scheduler = lambda num_tokens: missing | plan(num_tokens)
+
+    return make_with_all
 
 
 def _zero_blocks(

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as upstream
 from vllm.platforms import current_platform
+from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -22,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
 )
 
-from tests.bases import requires_base
+from tests.bases import RELEASE, requires_base
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard import connector as connector_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import is_in_two_memories
@@ -166,14 +167,31 @@ def test_caches_that_only_upstream_understands_are_left_to_it(
 
 
 @pytest.mark.parametrize(
-    "spec",
+    "make_spec",
     [
-        SinkFullAttentionSpec(**SIZES, sink_len=4),
-        MambaSpec(block_size=16, shapes=((1,),) * 3, dtypes=(torch.half,) * 3),
+        pytest.param(lambda: SinkFullAttentionSpec(**SIZES, sink_len=4), id="sinks"),
+        pytest.param(
+            lambda: MambaSpec(block_size=16, shapes=((1,),) * 3, dtypes=(torch.half,) * 3),
+            id="state of another kind",
+        ),
+        pytest.param(
+            lambda: kv_cache_interface.CircularBufferSpec(**SIZES),
+            id="rings",
+            marks=requires_base("0.32.0", "0.33.0", reason="it has no rings of requests"),
+        ),
+        pytest.param(
+            lambda: kv_cache_interface.HiddenStateCacheSpec(**{**SIZES, "num_kv_heads": 1}),
+            id="hidden states",
+            marks=pytest.mark.skipif(
+                not hasattr(kv_cache_interface, "HiddenStateCacheSpec"),
+                reason=f"not on {RELEASE}: it has no such specification",
+            ),
+        ),
     ],
 )
-def test_specifications_that_are_not_known_are_left_to_upstream(create, monkeypatch, spec):
+def test_specifications_that_are_not_known_are_left_to_upstream(create, monkeypatch, make_spec):
     """Their block ids may mean something else than tokens, or their pages hold other parts."""
+    spec = make_spec()
     cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
     monkeypatch.setattr(f"{__name__}.cache_config", lambda: cache)
     assert type(create()) is Stub

@@ -80,6 +80,29 @@ KIMI_LINEAR = {
         "short_conv_kernel_size": 4,
     },
 }
+INKLING = {
+    "model_type": "inkling_mm_model",
+    "text_config": {
+        **COMMON,
+        "model_type": "inkling_model",
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "v_head_dim": None,
+        "sliding_window_size": 512,
+        "local_layer_ids": [0, 1, 2],
+        "swa_num_key_value_heads": 8,
+        "swa_head_dim": 32,
+        "use_sconv": True,
+        "sconv_kernel_size": 4,
+    },
+}
+HY_V4 = {
+    **MLA,
+    **_INDEXER,
+    "model_type": "hy_v4",
+    "layer_types": ["full_attention"] + ["sparse_attention"] * 3,
+    "indexer_types": ["full", "full", "shared", "full"],
+}
 WHOLE: Mapping[str, Mapping[str, Any]] = {
     "DeepSeek V3": {
         **MLA,

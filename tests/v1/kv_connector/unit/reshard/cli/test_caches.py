@@ -11,6 +11,7 @@ import pytest
 from tests.bases import RELEASE
 from tests.v1.kv_connector.unit.reshard.cli.families import (
     DEEPSEEK_V4,
+    INKLING,
     KIMI_LINEAR,
     LEFT_TO_UPSTREAM,
     MINIMAX_M3,
@@ -98,6 +99,29 @@ def test_what_is_left_to_upstream_is_told_and_not_planned(family, plan, tmp_path
     drawing = str(tmp_path / "plan.svg")
     assert main([*LAYOUTS, "--model", path, "--svg", drawing]) == 2
     assert "nothing to draw" in capsys.readouterr().err
+
+
+def test_blocks_of_each_ranks_own_are_not_cut(plan, notes, tmp_path, capsys):
+    """Inkling's convolutions: PP may differ, and TP must be equal."""
+    layouts = ("--prefill", "tp=2,pp=2", "--decode", "tp=2")
+    assert ("served", "everywhere") in {note[:2] for note in notes(INKLING, *layouts)}
+    document = plan(INKLING, *layouts)
+    rows = [(row["cache"], row["layers"], row["window_tokens"]) for row in document["caches"]]
+    assert rows == [
+        ("heads", [0, 1, 2], 512),
+        ("heads", [3], None),
+        ("conv inputs", [3], 4),
+        ("conv inputs with a window", [0, 1, 2], 4),
+    ]
+    assert all(
+        each["prefill_rank"]["tp"] == each["decode_rank"]["tp"] for each in document["reads"]
+    )
+    for tp in (1, 2):
+        other = ("--prefill", f"tp={tp}", "--decode", f"tp={3 - tp}", "--model", str(tmp_path))
+        assert main(other) == 2
+        said = capsys.readouterr().err
+        assert "Inkling keeps conv inputs and conv inputs with a window of each rank" in said
+        assert f"use one tp at both engines, not {tp} and {3 - tp}" in said
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import vllm
-from tests.bases import skip_module_unless_base
+from tests.bases import requires_base, skip_module_unless_base
 
 skip_module_unless_base("0.32.0", "0.33.0", reason="its models are others")
 
@@ -37,10 +37,13 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVQuantMode,
     MambaSpec,
+    MLAAttentionSpec,
 )
 
 from tests.v1.kv_connector.unit.reshard.cli.families import (
     DEEPSEEK_V4,
+    HY_V4,
+    INKLING,
     KIMI_LINEAR,
     MINIMAX_M3,
     MLA,
@@ -177,6 +180,52 @@ def test_minimax_m3_is_as_the_engine_has_it(rows, module_of):
         assert row["moved_as"] != WHOLE_BLOCKS
 
 
+def test_hy_v4_is_as_the_engine_has_it(rows, module_of):
+    """Latents in slots, which its own backend leaves to what it derives from, beside an indexer."""
+    backend = module_of("hy_v4", "nvidia.flashmla_sparse").HYV4FlashMLASparseBackend
+    latent = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    index = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8)
+    layers = described(
+        {"latent": (latent, backend), "indexer": (index, DeepseekV32IndexerBackend)}
+    ).layers
+    found = rows(HY_V4, "--block-size", "64")
+    assert [(row["cache"], row["layers"]) for row in found] == [
+        ("latent", [0, 1, 2, 3]),
+        ("indexer", [1, 3]),
+    ]
+    for row in found:
+        (plane,) = layers[row["cache"]].planes
+        assert row["token_bytes"] == plane.num_heads * plane.slot_bytes / plane.slot_tokens
+        assert row["moved_as"] == layers[row["cache"]].meaning["arrangement"]
+
+
+def test_inkling_is_as_the_engine_has_it(rows, module_of, monkeypatch):
+    """Heads in slots, and what convolutions take in, of which nobody knows the inside."""
+    module = module_of("inkling", "nvidia.sconv_swa_attn")
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    monkeypatch.setattr(module, "get_current_vllm_config", lambda: vllm_config)
+    found = {row["cache"]: row for row in rows(INKLING) if row["cache"] != "heads"}
+    assert {name: row["layers"] for name, row in found.items()} == {
+        "conv inputs": [3],
+        "conv inputs with a window": [0, 1, 2],
+    }
+    for name, heads, size in (("conv inputs", 4, 64), ("conv inputs with a window", 8, 32)):
+        state = module.InklingConvState(
+            num_kv_heads=heads, head_dim=size, hidden_size=256, kernel_size=4, prefix=name
+        )
+        spec = state.get_kv_cache_spec(vllm_config)
+        layers = described({name: (spec, state.get_attn_backend())}).layers
+        (plane,) = layers[name].planes
+        row = found[name]
+        assert row["token_bytes"] == plane.num_heads * plane.slot_bytes / plane.slot_tokens
+        assert row["block_tokens"] == [plane.block_tokens] * 2
+        assert row["window_tokens"] == spec.sliding_window
+        assert row["moved_as"] == layers[name].meaning["arrangement"] == WHOLE_BLOCKS
+
+
 def test_kimi_linear_is_as_the_engine_has_it(rows, tmp_path):
     """State of the layers that vLLM's configuration calls linear, and latents of the others."""
     (row,) = rows(KIMI_LINEAR)
@@ -206,6 +255,11 @@ def test_kimi_linear_is_as_the_engine_has_it(rows, tmp_path):
     }
 
 
+def _heads(_: object) -> FullAttentionSpec:
+    """What the layer keeps that a ring of Step 5's belongs to."""
+    return FullAttentionSpec(block_size=64, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("package", "module", "name", "arguments"),
     [
@@ -221,6 +275,15 @@ def test_kimi_linear_is_as_the_engine_has_it(rows, tmp_path):
             *("qwen4_exp", "common.qsa_cache", "QSAKeyStateCache"),
             dict(head_size=64, dtype=torch.bfloat16, compress_ratio=8),
         ),
+        pytest.param(
+            *("step5", "nvidia.csa_tail_ring", "Step5CSATailRing"),
+            dict(
+                main_layer_name="heads",
+                num_speculative_tokens=0,
+                static_forward_context={"heads": SimpleNamespace(get_kv_cache_spec=_heads)},
+            ),
+            marks=requires_base("0.33.0", reason="it has no Step 5"),
+        ),
     ],
 )
 def test_engines_leave_rings_to_upstream(module_of, package, module, name, arguments):
@@ -232,7 +295,11 @@ def test_engines_leave_rings_to_upstream(module_of, package, module, name, argum
         "prefix": f"ring of {name}",
     }
     cache = getattr(module_of(package, module), name)
-    wanted = {"deepseek_v41": ("prefix",), "glm5next": ("prefix", "cache_config")}
+    wanted = {
+        "deepseek_v41": ("prefix",),
+        "glm5next": ("prefix", "cache_config"),
+        "step5": ("prefix",),
+    }
     arguments |= {each: more[each] for each in wanted.get(package, more)}
     spec = cache(**arguments).get_kv_cache_spec(vllm_config)
     said = unserved_layer(KVCacheConfig(4, [], [KVCacheGroupSpec(["ring"], spec)]))

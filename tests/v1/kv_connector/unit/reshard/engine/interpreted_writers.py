@@ -35,6 +35,10 @@ from vllm.v1.attention.backends.turboquant_attn import (
     TurboQuantAttentionBackend,
     TurboQuantAttentionImpl,
 )
+from vllm.v1.attention.backends.ultraquant_attn import (
+    UltraQuantAttentionBackend,
+    UltraQuantAttentionImpl,
+)
 from vllm.v1.attention.ops import triton_turboquant_store
 from vllm.v1.attention.ops.rocm_aiter_mla_sparse import indexer_k_quant_and_cache_triton
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
@@ -187,6 +191,17 @@ def test_turboquant(monkeypatch, name):
     cache = Cache(TurboQuantAttentionBackend, spec, "LBNHC")
     unwritten = config.slot_size_aligned - config.slot_size
     check(cache, writer(impl, SimpleNamespace()), 64, unwritten=unwritten)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_ultraquant(size):
+    """`ultraquant_store`: one packed slot of a head of a token, and nothing of it is left out."""
+    mode = get_kv_quant_mode("ultraquant_4bit")
+    spec = full(3, size, dtype=torch.uint8, kv_quant_mode=mode)
+    impl = bare(UltraQuantAttentionImpl, num_kv_heads=3, head_size=size)
+    impl._use_ultraquant_flydsl = False
+    cache = Cache(UltraQuantAttentionBackend, spec, "LBNHC")
+    check(cache, writer(impl, SimpleNamespace()), size, dtype=torch.bfloat16)
 
 
 def test_indexer_on_rocm():

@@ -172,6 +172,51 @@ def test_turboquant_is_asked_where_it_keeps_scales(monkeypatch):
     assert of(backend).arrangement is Arrangement.PAGE
 
 
+@requires_base("0.32.0", "0.33.0", reason="these models are later")
+@pytest.mark.parametrize(
+    ("module", "name", "place"),
+    [
+        ("mla.flashmla_sparse", "FLASHMLA_SPARSE", "hy_v4.nvidia.flashmla_sparse"),
+        ("mla.triton_mla", "TRITON_MLA", "dots3_note.nvidia.attention"),
+    ],
+)
+def test_models_that_store_as_their_parents(module, name, place):
+    """They read in a way of their own, and leave writing to what they derive from."""
+    parent = backend_of(f"vllm.v1.attention.backends.{module}", name)
+    methods = {"__module__": f"vllm.models.{place}", "get_impl_cls": staticmethod(lambda: int)}
+    own = type("Own", (parent,), methods)
+    assert of(own) == of(parent)
+    assert of(own).arrangement is Arrangement.SLOTS
+    other = backend_of(f"vllm.v1.attention.backends.{module}", name + "_")
+    assert of(type("Own", (other,), methods)).arrangement is Arrangement.PAGE
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "mode"),
+    [
+        pytest.param(
+            *("ultraquant_attn", "ULTRAQUANT", "ULTRAQUANT_4BIT"),
+            marks=requires_base("0.32.0", "0.33.0", reason="it has no such format"),
+        ),
+        *(
+            pytest.param(
+                *("rocm_octave_attn", "ROCM_OCTAVE", mode),
+                marks=requires_base("0.33.0", reason="it has no such format"),
+            )
+            for mode in ("OCTAVE_K3V4", "OCTAVE_K3V3", "OCTAVE_K3V3_COMPACT")
+        ),
+    ],
+)
+def test_number_formats_of_one_backend(module, name, mode):
+    """Others may fill what has the same number as they like: one is that of CUSTOM, too."""
+    backends = "vllm.v1.attention.backends"
+    assert of(backend_of(f"{backends}.{module}", name), _quantized(mode)).arrangement is (
+        Arrangement.SLOTS
+    )
+    other = backend_of(f"{backends}.flash_attn", "FLASH_ATTN")
+    assert of(other, _quantized(mode)).arrangement is Arrangement.PAGE
+
+
 def _quantized(mode: str):
     return dataclasses.replace(SPEC, dtype=torch.uint8, kv_quant_mode=KVQuantMode[mode])
 
@@ -311,7 +356,7 @@ def test_which_slots_are_a_key_and_a_value(module, name, mode, keys_lead):
     assert of(backend_of(f"vllm.v1.attention.backends.{module}", name), spec).keys_lead is keys_lead
 
 
-def test_unknown_inside_means_all_that_may_have_a_say_in_it():
+def test_unknown_inside_means_all_that_may_have_a_say_in_it(monkeypatch):
     """Whatever differs of it makes another meaning; what blocks are counted in does not."""
     backend = backend_of("vllm.models.some", "SECRET")
     known = of(backend)
@@ -330,6 +375,12 @@ def test_unknown_inside_means_all_that_may_have_a_say_in_it():
         of(backend, tensor=torch.empty(9, *VIEW.shape[1:], dtype=VIEW.dtype)),
     ):
         assert same == known
+    devices = [known.meaning]
+    for name in ("9.0", "10.0"):
+        monkeypatch.setattr(cache_formats, "_device_name", lambda _, name=name: name)
+        devices += [of(backend).meaning, of(backend, tensor=VIEW.to("meta")).meaning]
+    for one, other in itertools.combinations(devices, 2):
+        assert {what for what in one if one[what] != other[what]} == {"device"}
 
 
 def test_layers_beside_it_in_a_group_are_no_difference():
@@ -407,7 +458,10 @@ def test_every_known_backend_stands_in_its_module():
         }
         if name in strings:
             found.add((module, name))
-    later = {("vllm.v1.attention.backends.mla.flashattn_mla_sparse", "FLASH_ATTN_MLA_SPARSE_FA4")}
+    later = {
+        ("vllm.v1.attention.backends.mla.flashattn_mla_sparse", "FLASH_ATTN_MLA_SPARSE_FA4"),
+        ("vllm.v1.attention.backends.rocm_octave_attn", "ROCM_OCTAVE"),
+    }
     if RELEASE == "0.33.0":
         assert found == set(KNOWN)
     elif RELEASE == "0.32.0":

@@ -129,6 +129,10 @@ MODELS = {
     "nemotron": Model(((Kind(4),), (), (Kind(2),), (Kind(1),), (), (Kind(4),))),
     # MLA with the cache of an indexer.
     "indexer": Model(((LATENT, INDEX),) * 4),
+    # LongCat Flash: two attentions in each layer.
+    "longcat": Model(
+        (tuple(replace(LATENT, suffix=f"self_attn.{number}.attn") for number in range(2)),) * 2
+    ),
     # DeepSeek V3.2 and GLM 5 as they are: rows of 656 bytes and 132, the latter of whole blocks.
     "deepseek 3.2": pytest.param(
         Model(((FP8_LATENT, FP8_INDEX),) * 4),

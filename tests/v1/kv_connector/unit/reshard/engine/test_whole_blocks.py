@@ -97,7 +97,8 @@ def test_blocks_that_nobody_looks_into_are_read(engines, prefill, decode):
             dict(),
             dict(backend=backend_of("vllm.models.other", "SECRET")),
             r"written by is vllm.models.some.Backend .* there and vllm.models.other.Backend .* "
-            r"here: on both engines, give the same --attention-backend",
+            r"here: on both engines, give the same --attention-backend, or, where the model "
+            r"chooses by the device, use devices of one kind and generation",
         ),
         (
             dict(),

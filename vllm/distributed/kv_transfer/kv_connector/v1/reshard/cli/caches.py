@@ -53,13 +53,14 @@ _RING = "a ring of each request (CircularBufferSpec)"
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """One kind of cache, which all ranks of a stage keep alike.
+    """One kind of cache.
 
     Attributes:
         name: What it is called.
         layers: The layers that keep it, by index.
-        state_bytes: Of what it keeps of one token, or of `state_tokens` together; 0 where this
-            connector does not serve it.
+        state_bytes: Of what a unit of it keeps of one token, or of `state_tokens` together; 0
+            where this connector does not serve it.
+        num_units: What ranks of a stage share out as they do KV heads; 1 where all keep it alike.
         state_tokens: Tokens that are kept as one.
         block_tokens: Tokens in a block; None where `--block-size` says so.
         window_tokens: The last tokens of a sequence, which are all that is kept; 0 for all.
@@ -70,6 +71,7 @@ class Cache:
     name: str
     layers: tuple[int, ...]
     state_bytes: int = 0
+    num_units: int = 1
     state_tokens: int = 1
     block_tokens: int | None = None
     window_tokens: int = 0
@@ -246,7 +248,9 @@ def _deepseek_v4(config: _Config, layers: range) -> Family:
     window = _number(config, "sliding_window", 128)
 
     def main(ratio: int, own: tuple[int, ...]) -> Cache:
-        return Cache(f"C{ratio}", own, _V4_LATENT_BYTES, ratio, _V4_BLOCK_TOKENS, is_whole=True)
+        return Cache(
+            *(f"C{ratio}", own, _V4_LATENT_BYTES, 1, ratio, _V4_BLOCK_TOKENS), is_whole=True
+        )
 
     def state(name: str, ratio: int, own: tuple[int, ...], of: int) -> Cache:
         # Groups of four overlap with those before them. What is kept is a value and a score.
@@ -272,7 +276,7 @@ def _deepseek_v4(config: _Config, layers: range) -> Family:
         ),
         state("state of C4", 4, c4, size),
         state("state of C128", 128, c128, size),
-        Cache("indexer", c4, _indexer_bytes(index_size), 4, _V4_BLOCK_TOKENS, is_whole=True),
+        Cache("indexer", c4, _indexer_bytes(index_size), 1, 4, _V4_BLOCK_TOKENS, is_whole=True),
         state("state of indexer", 4, c4, index_size),
     )
     return Family("DeepSeek V4", tuple(each for each in kinds if each.layers), has_main=False)
@@ -286,6 +290,42 @@ def _minimax_m3(config: _Config, layers: range) -> Family:
     size = _number(sparse, "sparse_index_dim", 128) * _BFLOAT16_BYTES
     keys = Cache("index keys", chosen, size)
     return Family("MiniMax M3", (keys,) if chosen else ())
+
+
+def _inkling(config: _Config, layers: range) -> Family:
+    """Every layer keeps what its convolutions take in: of keys, values and hidden states.
+
+    A rank has the part of its own heads, and of the hidden states as many parts.
+    """
+    # What is null there is not given.
+    config = {name: value for name, value in config.items() if value is not None}
+    hidden = _number(config, "hidden_size", 1536)
+    heads = _number(config, "num_key_value_heads", 4)
+    size = _number(config, "head_dim", hidden // _number(config, "num_attention_heads", 12))
+    tokens = _number(config, "sconv_kernel_size", _number(config, "conv_kernel_size", 4))
+    windowed = frozenset(config.get("local_layer_ids") or ())
+
+    def inputs(name: str, own: list[int], heads: int, size: int) -> Cache:
+        elements = 2 * size + 2 * (hidden // heads)
+        # Up to the next power of two.
+        elements = 1 << (elements - 1).bit_length()
+        return Cache(
+            *(name, tuple(own), elements * _BFLOAT16_BYTES, heads),
+            block_tokens=tokens,
+            window_tokens=tokens,
+            is_whole=True,
+        )
+
+    kinds = (
+        inputs("conv inputs", [each for each in layers if each not in windowed], heads, size),
+        inputs(
+            "conv inputs with a window",
+            [each for each in layers if each in windowed],
+            _number(config, "swa_num_key_value_heads", heads),
+            _number(config, "swa_head_dim", size),
+        ),
+    )
+    return Family("Inkling", tuple(each for each in kinds if each.layers))
 
 
 def _deepseek_v41(config: _Config, layers: range) -> Family:
@@ -348,6 +388,8 @@ _FAMILIES: Mapping[str, Callable[[_Config, range], Family]] = {
     "glm5_next_text": _glm5_next,
     "glm_moe_dsa": partial(_with_indexers, "GLM 5", chooses_fp8_on_blackwell=True),
     "hy_v4": partial(_with_indexers, "HY V4"),
+    "inkling_mm_model": _inkling,
+    "inkling_model": _inkling,
     "minimax_m3_text": _minimax_m3,
     "minimax_m3_vl": _minimax_m3,
     "qwen4_exp": _qwen4,

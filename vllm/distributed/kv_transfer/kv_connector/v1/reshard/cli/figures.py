@@ -45,7 +45,7 @@ class CacheFormat:
         window_tokens_by_layer: The layers that keep the last tokens of a sequence only, and how
             many. Others keep all.
         slot_bytes_by_layer: The layers whose slots have another size.
-        caches: The layers that are a cache of another kind, which every rank has whole.
+        caches: The layers that are a cache of another kind.
     """
 
     slot_bytes: int

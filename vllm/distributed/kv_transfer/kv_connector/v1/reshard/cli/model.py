@@ -312,14 +312,20 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> dict[int, int]:
     return {
         layer: _size(config, "attention_chunk_size", "sliding_window")
         if kind == "chunked_attention"
-        else _size(config, "sliding_window", "attention_chunk_size")
+        else _size(config, "sliding_window", "sliding_window_size", "attention_chunk_size")
         for layer, kind in enumerate(kinds[:num_layers])
         if kind in _WINDOWED
     }
 
 
 def _kinds_by_pattern(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """What each layer keeps, where it is told by a rule and not by a list."""
+    """What each layer keeps, where it is told by a rule and not by a list of kinds."""
+    # Inkling.
+    if isinstance(local := config.get("local_layer_ids"), list):
+        return [
+            "sliding_attention" if layer in local else "full_attention"
+            for layer in range(num_layers)
+        ]
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return ["full_attention"] * num_layers
     if isinstance(flags := config.get(_PATTERN), list):

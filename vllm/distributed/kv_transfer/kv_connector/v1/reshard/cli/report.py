@@ -268,7 +268,7 @@ def _rows(sizes: _Sizes, cache_format: CacheFormat) -> tuple[CacheRow, ...]:
                 own.state_tokens,
                 (tokens[0], tokens[1]),
                 own.window_tokens if sizes.keeps_windows else 0,
-                own.state_bytes / own.state_tokens,
+                own.num_units * own.state_bytes / own.state_tokens,
             )
         )
     return tuple(rows)
@@ -327,6 +327,7 @@ def _read_sizes(args: argparse.Namespace) -> _Sizes:
     )
     state = () if model is None else model.state
     require_units(sum(each.num_kv_heads for each in sizes.main_layers.values()))
+    require_units(sum(each.num_units * len(each.layers) for each in sizes.caches))
     require_units(sum(each.num_units * len(each.layers) for each in state))
     return sizes
 
@@ -368,7 +369,7 @@ def _read_layout(
             shape = layout.mesh, sizes.num_layers, num_kv_heads, partition
             return layout, shard_model(*shape, *shared)
         units = {_main_name(sizes.is_mla): num_kv_heads} if sizes.has_main else {}
-        units |= {each.name: dict.fromkeys(each.layers, 1) for each in sizes.caches}
+        units |= {each.name: dict.fromkeys(each.layers, each.num_units) for each in sizes.caches}
         return layout, shard_kinds(layout.mesh, sizes.num_layers, units, partition)
     except ValueError as error:
         raise ValueError(f"--{role} {getattr(args, role)}: {error}") from error

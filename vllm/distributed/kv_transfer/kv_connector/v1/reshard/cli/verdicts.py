@@ -82,11 +82,11 @@ def judge(
         block_tokens: Tokens in a block of each.
 
     Raises:
-        ValueError: They would refuse it when they start.
+        ValueError: They would refuse it, when they start or each other.
     """
     if (family := model.family) is not None and not family.is_served:
         return (_left_to_upstream(family, prefill, decode),)
-    notes = [] if family is None else [*_of_family(family)]
+    notes = [] if family is None else [*_of_family(family, prefill, decode)]
     shares_slots = family is not None and any(each.state_tokens > 1 for each in family.caches)
     if shares_slots or model.state:
         what = "several tokens as one" if shares_slots else "recurrent state"
@@ -127,9 +127,18 @@ def _left_to_upstream(family: Family, prefill: ParallelMesh, decode: ParallelMes
     )
 
 
-def _of_family(family: Family) -> Iterator[Note]:
+def _of_family(family: Family, prefill: ParallelMesh, decode: ParallelMesh) -> Iterator[Note]:
     """What is particular to a family that is served."""
-    if whole := [each.name for each in family.caches if each.is_whole]:
+    if shared := [each.name for each in family.caches if each.is_whole and each.num_units > 1]:
+        note = _uncut(EVERYWHERE, f"whole blocks of {_listed(shared)}", prefill, decode)
+        if note.verdict is Verdict.REFUSED:
+            raise ValueError(
+                f"{family.name} keeps {_listed(shared)} of each rank's own, and such blocks, which "
+                "nobody looks into, cannot be cut: use one tp at both engines, not "
+                f"{prefill.tp_size} and {decode.tp_size}"
+            )
+        yield note
+    if whole := [each.name for each in family.caches if each.is_whole and each.num_units == 1]:
         yield Note(
             Verdict.SERVED,
             EVERYWHERE,

@@ -58,6 +58,8 @@ _BACKENDS = "vllm.v1.attention.backends"
 _ABSTRACT = "vllm.v1.attention.backend"
 _V4 = "vllm.models.deepseek_v4"
 _M3 = "vllm.models.minimax_m3.common"
+_HY_V4 = "vllm.models.hy_v4.nvidia.flashmla_sparse"
+_DOTS3 = "vllm.models.dots3_note.nvidia.attention"
 
 _SLOTS = frozenset(
     {
@@ -81,6 +83,10 @@ _SLOTS = frozenset(
         # `triton_turboquant_store`, but for FlyDSL's kernels: one packed slot of each head of each
         # token, key and value together.
         (f"{_BACKENDS}.turboquant_attn", "TURBOQUANT"),
+        # `ultraquant_store` and `octave_cache_store`, by strides of block, head and token: one such
+        # slot, too, whichever of ROCm's kernels read.
+        (f"{_BACKENDS}.ultraquant_attn", "ULTRAQUANT"),
+        (f"{_BACKENDS}.rocm_octave_attn", "ROCM_OCTAVE"),
         # None has a `do_kv_cache_update` of its own. That of `MLAAttentionImpl` calls
         # `concat_and_cache_mla`: each token has a slot, the latent before the rope.
         (f"{_BACKENDS}.mla.cutlass_mla", "CUTLASS_MLA"),
@@ -101,6 +107,8 @@ _SLOTS = frozenset(
         (f"{_BACKENDS}.mla.flashattn_mla_sparse", "FLASH_ATTN_MLA_SPARSE_FA4"),
         (f"{_BACKENDS}.mla.rocm_aiter_mla_sparse", "ROCM_AITER_MLA_SPARSE"),
         (f"{_BACKENDS}.mla.xpu_mla_sparse", "XPU_MLA_SPARSE"),
+        # `Dots3NotePaddedSparseImpl._logical_cache`: the same in the first part of a wider row.
+        (_DOTS3, "DOTS3_NOTE_PADDED_MLA_SPARSE"),
         # The same with functions of their own: `amx_mla_concat_and_cache`, and torch.
         (f"{_BACKENDS}.mla.amx_mla", "AMX_MLA"),
         (f"{_BACKENDS}.mla.cpu_mla", "CPU_MLA"),
@@ -114,6 +122,16 @@ _SLOTS = frozenset(
     }
 )
 """Backends whose slots are plain strides: where they stand, and their names."""
+
+_STORE_AS_THEIR_PARENTS = frozenset(
+    {
+        # `HYV4FlashMLASparseImpl` adds sinks to what reads, and `Dots3NoteTritonMLAImpl` windows.
+        # Neither has a `do_kv_cache_update`.
+        (_HY_V4, "FLASHMLA_SPARSE"),
+        (_DOTS3, "TRITON_MLA"),
+    }
+)
+"""Where models have implementations of their own of known backends, whose names they keep."""
 
 _OTHERS: Mapping[tuple[str, str], Arrangement] = {
     # `cpu_attn_reshape_and_cache`: keys of a head of a block, then its values, both arranged for
@@ -163,6 +181,13 @@ _SLOT_QUANTIZATIONS = frozenset(
     }
 )
 """Number formats whose scales, if a token has any of its own, lie in its slot."""
+
+_OWN_QUANTIZATIONS: Mapping[str, frozenset[str]] = {
+    "ULTRAQUANT": frozenset({"ULTRAQUANT_4BIT"}),
+    # The first of these has the number of CUSTOM, which other backends fill as they like.
+    "ROCM_OCTAVE": frozenset({"OCTAVE_K3V4", "OCTAVE_K3V3", "OCTAVE_K3V3_COMPACT"}),
+}
+"""Those of which that is known where one backend has written, by its name."""
 
 _KEYS_LEAD = frozenset(
     {
@@ -251,7 +276,8 @@ def _known_arrangement(backend: type[AttentionBackend], spec: Any) -> Arrangemen
     module, stores_in = (_defined_in(backend, each) for each in ("get_name", "get_impl_cls"))
     # Models that store by themselves have backends without an implementation, or with none that
     # stores.
-    if stores_in not in (module, _ABSTRACT, f"{_V4}.sparse_mla"):
+    known_places = (module, _ABSTRACT, f"{_V4}.sparse_mla")
+    if stores_in not in known_places and (stores_in, name) not in _STORE_AS_THEIR_PARENTS:
         return None
     if (module, name) not in _SLOTS:
         return _OTHERS.get((module, name))
@@ -265,7 +291,8 @@ def _known_arrangement(backend: type[AttentionBackend], spec: Any) -> Arrangemen
     if name == "MINIMAX_M3_SPARSE" and mode == "NVFP4":
         # `nvfp4_kv_cache_views`: two slots of a head, each with numbers before scales.
         return Arrangement.HEADS
-    known = mode in _SLOT_QUANTIZATIONS and tokens_per_slot(spec) >= 1
+    quantizations = _SLOT_QUANTIZATIONS | _OWN_QUANTIZATIONS.get(name, frozenset())
+    known = mode in quantizations and tokens_per_slot(spec) >= 1
     return Arrangement.SLOTS if known else None
 
 

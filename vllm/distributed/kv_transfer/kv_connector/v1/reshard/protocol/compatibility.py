@@ -44,7 +44,9 @@ _REMEDIES = {
     "multimodal_items_named_by": "give --model the same name or path",
     **dict.fromkeys(("multimodal_items_hashed_as", "values"), _OTHER_RELEASE),
     "release": "install the same release of vLLM",
-    "written by": "give the same --attention-backend",
+    # A model may choose its backend, by the device, and take no other.
+    "written by": "give the same --attention-backend, or, where the model chooses by the device, "
+    "use devices of one kind and generation",
     "specification": "serve the same model with the same --tensor-parallel-size",
     "shape and strides": "give the same --tensor-parallel-size, --block-size and "
     "VLLM_KV_CACHE_LAYOUT",
