@@ -29,6 +29,8 @@ from .layout import Layout, check_layout, parse_layout, read_model_shape
 from .model import cache_dir, given_model, prepare_default_model
 from .stack import PDStack
 
+_SAID_EVERY = 8
+"""Rounds, of which the last one is told of."""
 _OPTIONS = {"early_dispatch": True, "seed_first_token": True}
 
 
@@ -166,8 +168,14 @@ def measure(
         ) as client:
             pair = Pair(prefill.url, decode.url, stack.model.name, settings.num_tokens, client)
             for clients in settings.clients:
-                say(f"clients at once: {clients}; rounds: {settings.rounds}")
-                samples += await pair.measure(clients, settings.rounds, lambda _: stack.check())
+                said = f"clients at once: {clients}"
+
+                def on_round(number: int, said: str = said) -> None:
+                    stack.check()
+                    if number % _SAID_EVERY == 0 or number == settings.rounds:
+                        say(f"{said}; round {number} of {settings.rounds} is over")
+
+                samples += await pair.measure(clients, settings.rounds, on_round)
         return samples
 
     try:
