@@ -199,6 +199,7 @@ _CACHE_LAYOUTS = {
     "PP x TP": (Layout(2, 2), _RANKS),
     "TP to TP": (_RANKS, _RANKS),
     "TP4 to TP2": (Layout(4, 1), _RANKS),
+    "TP4 to TP4": (Layout(4, 1), Layout(4, 1)),
 }
 
 # Model, caches of P and of D, and pairs of layouts. Of slots, each size of blocks and each order of
@@ -219,6 +220,8 @@ _OF_GPUS: tuple[tuple[str, Caches, Caches, tuple[str, ...]], ...] = (
     (_MLA, Caches("HND", 64), Caches("HND", 16), ("TP down", "PP to TP")),
     (_MLA, Caches("HND", 32), Caches("HND", 48), ("TP up",)),
     (_SIX, Caches("HND", 64, "Sides"), Caches("NHD", 32, "Sides"), ("TP down", "PP to TP")),
+    # What settings differ in may have a say in its values, so that its two layouts are no pair.
+    (_SIX, Caches("HND", 32, "PackedSides"), Caches("HND", 32, "PackedSides"), ("PP to TP",)),
     (_SIX, Caches("NHD", 16, "Scaled"), Caches("HND", 64, "Scaled"), ("TP down", "PP on P")),
     (_SIX, Caches("HND", 32, "ScalesLast"), Caches("HND", 32, "ScalesLast"), ("PP on P",)),
     (_SIX, Caches("NHD", 32, "Scrambled"), Caches("NHD", 32, "Scrambled"), ("PP on P", "PP x TP")),
@@ -240,6 +243,8 @@ _OF_GPUS: tuple[tuple[str, Caches, Caches, tuple[str, ...]], ...] = (
                 "PP x TP",
             ),
             (Caches("HND", 32), Caches("HND", 16, shares=2, run_tokens=4), "PP to TP"),
+            (Caches("HND", 32), Caches("NHD", 48, shares=2), "TP4 to TP4"),
+            (Caches("NHD", 16), Caches("HND", 32, shares=4, run_tokens=8), "TP4 to TP4"),
         )
     ),
     (_MLA, Caches("HND", 16), Caches("HND", 32, shares=2), ("TP up", "PP to TP")),

@@ -10,7 +10,9 @@ import pytest
 import torch
 from vllm.model_executor.layers.quantization.utils.quant_utils import FP8_DTYPE
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend, B12xPagedAttentionImpl
+from vllm.v1.attention.backends.rocm_attn import RocmAttentionBackend, RocmAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
@@ -125,6 +127,28 @@ def test_keys_and_values_apart(layout):
 
     theirs = Cache(B12xPagedAttentionBackend, spec(64), layout)
     compare(theirs, Cache(heads.Sides, spec(64), layout), write, heads.Sides)
+
+
+@pytest.mark.parametrize(("layout", "block_tokens"), [("LBHNC", 32), ("LBHNC", 64), ("LHBNC", 48)])
+def test_packed_keys_and_values_apart(layout, block_tokens):
+    """`triton_reshape_and_cache_flash` with the views of `PagedAttention`, as ROCm's attention."""
+    impl = bare(
+        RocmAttentionImpl,
+        attn_type=AttentionType.DECODER,
+        num_kv_heads=HEADS,
+        head_size=SIZE,
+        kv_cache_dtype="auto",
+        _use_interleaved_v_cache=False,
+    )
+    theirs = Cache(RocmAttentionBackend, spec(block_tokens), layout)
+    compare(
+        theirs,
+        Cache(heads.PackedSides, spec(block_tokens), layout),
+        lambda view, slots, keys, values: impl.do_kv_cache_update(
+            SCALES, keys, values, view, slots
+        ),
+        heads.PackedSides,
+    )
 
 
 @pytest.mark.parametrize(("ranks", "run"), [(1, 1), (2, 1), (2, 16), (3, 8), (4, 4)])

@@ -268,6 +268,14 @@ class Sides(Backend):
     format = formats.Sides
 
 
+@takes_the_place_of("ROCM_ATTN", Attention)
+class PackedSides(Backend):
+    """`PagedAttention.split_kv_cache`, of ROCm's own kernels, by whichever of its writers."""
+
+    format = formats.PackedSides
+    layouts = (KVCacheLayout.LHBNC, KVCacheLayout.LBHNC)
+
+
 @takes_the_place_of(None, Attention)
 class ScalesLast(Backend):
     """Nobody's, with what indexers do to a block."""
