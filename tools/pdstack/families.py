@@ -213,6 +213,8 @@ _OF_GPUS: tuple[tuple[str, Caches, Caches, tuple[str, ...]], ...] = (
             (Caches("NHD", 48), Caches("HND", 32)),
         )
     ),
+    # Of 0.22.1, the last release that has them so.
+    (_SIX, Caches("NHD", 48, "Planes"), Caches("HND", 32, "Planes"), ("TP down", "PP to TP")),
     (_SIX, Caches("BHLNC", 48), Caches("LHBNC", 256), ("PP to TP",)),
     (_SIX, Caches("NHD", 64, kernel_tokens=16), Caches("HND", 96, kernel_tokens=48), ("TP down",)),
     (_GEMMA, Caches("NHD", 64), Caches("HND", 16), ("TP down", "PP to TP")),
@@ -476,23 +478,23 @@ def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, s
     wanted = list(families)
     models = {family.model for family in wanted}
     why = {model: ask() for model, ask in WHY_NOT.items() if model in models}
-    of_caches = why_no_caches() if any(map(_has_caches, wanted)) else ""
     of_runner = why_no_second_runner() if any(map(_has_second_runner, wanted)) else ""
     left_out = {
         family.name: reason
         for family in wanted
         if (
             reason := why.get(family.model)
-            or (of_caches if _has_caches(family) else "")
+            or _why_no_caches(family)
             or (of_runner if _has_second_runner(family) else "")
         )
     }
     return [family for family in wanted if family.name not in left_out], left_out
 
 
-def _has_caches(family: Family) -> bool:
-    """Whether its engines fill their caches in other ways than vLLM for CPU does."""
-    return any(side.caches for side in family.sides)
+def _why_no_caches(family: Family) -> str:
+    """Why engines cannot fill their caches as it says; empty where they can, or nothing is said."""
+    formats = {side.caches.format for side in family.sides if side.caches}
+    return why_no_caches(formats) if formats else ""
 
 
 def _has_second_runner(family: Family) -> bool:

@@ -38,7 +38,13 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache, bare
 from tools.pdstack.caches import Caches
 from tools.pdstack.modules.gpu_caches import gpu_caches
-from tools.pdstack.modules.gpu_caches.gpu_caches import heads, latents, platform, shared_tokens
+from tools.pdstack.modules.gpu_caches.gpu_caches import (
+    attention,
+    heads,
+    latents,
+    platform,
+    shared_tokens,
+)
 from vllm import _custom_ops as ops
 
 KV_HEADS, SIZE, LATENT, ROPE = 2, 32, 512, 64
@@ -237,7 +243,7 @@ def test_attention_is_the_releases(monkeypatch, blocks, backend, options):
     if options.get("sliding_window") and not is_packed and backend is not heads.Scrambled:
         # What is behind a window may be anything.
         view[1, :, :8] = torch.nan
-    batch = heads.Metadata(STARTS, LENGTHS, blocks.table, True, 1)
+    batch = attention.Metadata(STARTS, LENGTHS, blocks.table, True, 1)
     found = impl.forward(None, query, None, None, view, batch, torch.zeros_like(query))
     assert (found - right).abs().max() < 1e-5
 
@@ -337,7 +343,7 @@ def test_blocks_of_models_with_mla_are_those_asked_for(monkeypatch, asked_for):
 def test_slopes_are_refused():
     """They are not computed, and would be missed in answers only."""
     with pytest.raises(ValueError, match="unset it for this model"):
-        heads.Attention(4, SIZE, 1.0, KV_HEADS, alibi_slopes=[1.0])
+        attention.Attention(4, SIZE, 1.0, KV_HEADS, alibi_slopes=[1.0])
 
 
 def test_caches_are_told_apart():

@@ -104,6 +104,27 @@ class Sides(Format):
         return keys, values
 
 
+class Planes(Format):
+    """Keys and values are two planes, [2, blocks, tokens, heads, size]."""
+
+    @classmethod
+    def write(
+        cls, view: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """As `Format.write`."""
+        blocks, places = slots // view.shape[2], slots % view.shape[2]
+        for plane, numbers in zip(view, (keys, values), strict=True):
+            plane[blocks, places] = numbers.to(view.dtype)
+
+    @classmethod
+    def read(
+        cls, view: torch.Tensor, blocks: torch.Tensor, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Format.read`."""
+        keys, values = view[:, blocks].flatten(1, 2).float()
+        return keys, values
+
+
 class PackedSides(Sides):
     """A block has its keys and then its values, each of them head by head.
 
