@@ -67,8 +67,14 @@ def test_sweep_is_counted():
 
 def test_pairs_that_were_run_are_counted():
     """The number is that of the rows that the link leads to."""
-    run = rows((ROOT / "docs/layouts.md").read_text(encoding="utf-8"), "family")
+    page = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
+    run = rows(page, "family")
     assert f"[{len(run)} pairs of engines](docs/layouts.md#pairs-that-were-run)" in README
+    _, _, section = page.partition("\n### Caches as on GPUs\n")
+    as_on_gpus = rows(section, "family")
+    assert f"In {len(as_on_gpus)} of them caches are filled" in README
+    shared = [row for row in as_on_gpus if "DCP" in row[0]]
+    assert f"{len(shared)} with decode context parallelism" in " ".join(README.split())
 
 
 def test_releases_are_the_bases():

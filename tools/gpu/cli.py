@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tools.gpu``, which ``make gpu`` runs, and its part that needs no vLLM, ``lane``."""
+"""``python -m tools.gpu``, which ``make gpu`` runs, and its parts ``lane`` and ``announced``.
+
+``lane`` needs no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from . import alone
 _REPORT = Path("build/gpu/report.md")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; returns the exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.gpu",
         description="Run on one GPU what no machine without one can, within ten minutes and "
@@ -25,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--report", type=Path, default=_REPORT, metavar="FILE", help="default: %(default)s"
     )
     parser.set_defaults(run=_kit)
-    commands = parser.add_subparsers(metavar="lane")
+    commands = parser.add_subparsers(metavar="{lane,announced}")
     lane = commands.add_parser(
         "lane", help="read whole workers' caches, compare and time; needs no vLLM"
     )
@@ -33,7 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     lane.add_argument("--small", action="store_true", help="a small model, and each read once")
     lane.add_argument("--output", type=Path, metavar="FILE", help="write a report as JSON")
     lane.set_defaults(run=_lane)
-    args = parser.parse_args(argv)
+    announced = commands.add_parser(
+        "announced", help="what announcing offers gains, with a pair of engines"
+    )
+    announced.add_argument("--prefill", default="tp1pp1", metavar="LAYOUT", help="tp1pp1")
+    announced.add_argument("--rounds", type=int, default=6, metavar="N", help="of either way: 6")
+    announced.add_argument("--requests", type=int, default=32, metavar="N", help="of a round: 32")
+    announced.add_argument(
+        "--synchronous", action="store_true", help="for prefill engines of several stages"
+    )
+    announced.add_argument("--output", type=Path, metavar="FILE", help="write a report as JSON")
+    announced.set_defaults(run=_announced)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; returns the exit status."""
+    args = build_parser().parse_args(argv)
     status: int = args.run(args)
     return status
 
@@ -67,6 +86,34 @@ def _lane(args: argparse.Namespace) -> int:
         measured.append(each)
     lane.report(measured, args.device, args.output)
     return 1 if any(each.fault for each in measured) else 0
+
+
+def _announced(args: argparse.Namespace) -> int:
+    # It needs vLLM, and whatever else starts engines.
+    from tools.pdstack.errors import PDStackError
+    from tools.pdstack.layout import parse_layout
+    from tools.pdstack.model import cache_dir, prepare_default_model
+    from tools.pdstack.stack import PDStack, run_directory
+
+    from . import announced
+
+    try:
+        with run_directory() as run_dir:
+            with PDStack(prepare_default_model(cache_dir(), run_dir), run_dir) as stack:
+                gain = announced.measure(
+                    stack,
+                    prefill=parse_layout(args.prefill),
+                    rounds=args.rounds,
+                    requests=args.requests,
+                    engine_args=() if args.synchronous else announced.ASYNCHRONOUS,
+                )
+            announced.report(gain, args.output)
+    except PDStackError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    if gain.fault:
+        print(gain.fault)
+    return 1 if gain.fault else 0
 
 
 def _missing(reason: str) -> int:

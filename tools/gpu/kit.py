@@ -71,7 +71,7 @@ class Outcome:
 
     def __str__(self) -> str:
         state = "ok" if not self.fault else self.fault
-        return f"{self.step.name:8} {self.took_s:5.0f} s  {state}"
+        return f"{self.step.name:9} {self.took_s:5.0f} s  {state}"
 
 
 def steps(directory: Path) -> list[Step]:
@@ -113,6 +113,16 @@ def steps(directory: Path) -> list[Step]:
             240.0,
             (*_FOR_ENGINES, "matplotlib"),
             needs_fork=True,
+        ),
+        Step(
+            "announced",
+            "what a prefill engine gains that tells of offers before its next step",
+            [
+                *(python, "-m", "tools.gpu", "announced"),
+                *("--output", str(directory / "announced.json")),
+            ],
+            240.0,
+            _FOR_ENGINES,
         ),
     ]
 

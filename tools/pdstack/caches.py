@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from .engine import Device, installed_device
 _MODULE = Path(__file__).with_name("modules") / "gpu_caches"
 _BITS = {"Scaled": "fp8_per_token_head", "ScalesLast": "fp8_per_token_head"}
 """Formats that keep 8 bits of a number, and how they are asked for."""
+_OLD = "Planes"
+"""The format of releases whose caches are no views."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,11 @@ class Caches:
         return (_MODULE,)
 
 
-def why_no_caches() -> str:
+def why_no_caches(formats: Collection[str] = ()) -> str:
     """Return why the installed vLLM cannot fill its caches so; an empty string where it can.
+
+    Args:
+        formats: how blocks are filled, of all engines of a pair; those of 0.32 where not given.
 
     Raises:
         UsageError: vLLM is not installed in this interpreter's environment.
@@ -81,4 +86,8 @@ def why_no_caches() -> str:
         return "caches are filled as on GPUs on CPU only"
     version = importlib.metadata.version("vllm")
     release = tuple(map(int, version.partition("+")[0].split(".")[:2]))
+    if _OLD in formats:
+        return (
+            f"vLLM {version} has no keys and values apart in planes" if release >= (0, 32) else ""
+        )
     return "" if release >= (0, 32) else f"vLLM {version} has no caches that are views"

@@ -127,6 +127,7 @@ _CACHE_LAYOUTS = {
     "PP x TP": (Layout(2, 2), _RANKS),
     "TP to TP": (_RANKS, _RANKS),
     "TP4 to TP2": (Layout(4, 1), _RANKS),
+    "TP4 to TP4": (Layout(4, 1), Layout(4, 1)),
 }
 
 # Model, caches of P and of D, and pairs of layouts. Of slots, each size of blocks and each order of
@@ -140,6 +141,8 @@ _OF_GPUS: tuple[tuple[str, Caches, Caches, tuple[str, ...]], ...] = (
             (Caches("NHD", 48), Caches("HND", 32)),
         )
     ),
+    # Of 0.22.1, the last release that has them so.
+    (_SIX, Caches("NHD", 48, "Planes"), Caches("HND", 32, "Planes"), ("TP down", "PP to TP")),
     (_SIX, Caches("BHLNC", 48), Caches("LHBNC", 256), ("PP to TP",)),
     (_SIX, Caches("NHD", 64, kernel_tokens=16), Caches("HND", 96, kernel_tokens=48), ("TP down",)),
     (_GEMMA, Caches("NHD", 64), Caches("HND", 16), ("TP down", "PP to TP")),
@@ -147,6 +150,8 @@ _OF_GPUS: tuple[tuple[str, Caches, Caches, tuple[str, ...]], ...] = (
     (_MLA, Caches("HND", 64), Caches("HND", 16), ("TP down", "PP to TP")),
     (_MLA, Caches("HND", 32), Caches("HND", 48), ("TP up",)),
     (_SIX, Caches("HND", 64, "Sides"), Caches("NHD", 32, "Sides"), ("TP down", "PP to TP")),
+    # What settings differ in may have a say in its values, so that its two layouts are no pair.
+    (_SIX, Caches("HND", 32, "PackedSides"), Caches("HND", 32, "PackedSides"), ("PP to TP",)),
     (_SIX, Caches("NHD", 16, "Scaled"), Caches("HND", 64, "Scaled"), ("TP down", "PP on P")),
     (_SIX, Caches("HND", 32, "ScalesLast"), Caches("HND", 32, "ScalesLast"), ("PP on P",)),
     (_SIX, Caches("NHD", 32, "Scrambled"), Caches("NHD", 32, "Scrambled"), ("PP on P", "PP x TP")),
@@ -168,6 +173,8 @@ _OF_GPUS: tuple[tuple[str, Caches, Caches, tuple[str, ...]], ...] = (
                 "PP x TP",
             ),
             (Caches("HND", 32), Caches("HND", 16, shares=2, run_tokens=4), "PP to TP"),
+            (Caches("HND", 32), Caches("NHD", 48, shares=2), "TP4 to TP4"),
+            (Caches("NHD", 16), Caches("HND", 32, shares=4, run_tokens=8), "TP4 to TP4"),
         )
     ),
     (_MLA, Caches("HND", 16), Caches("HND", 32, shares=2), ("TP up", "PP to TP")),
@@ -401,7 +408,6 @@ def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, s
     wanted = list(families)
     models = {family.model for family in wanted}
     why = {model: ask() for model, ask in WHY_NOT.items() if model in models}
-    of_caches = why_no_caches() if any(map(_has_caches, wanted)) else ""
     of_runner = why_no_second_runner() if any(map(_has_second_runner, wanted)) else ""
     of_tokens = why_no_first_tokens() if any(map(_is_seeded, wanted)) else ""
     left_out = {
@@ -409,7 +415,7 @@ def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, s
         for family in wanted
         if (
             reason := why.get(family.model)
-            or (of_caches if _has_caches(family) else "")
+            or _why_no_caches(family)
             or (of_runner if _has_second_runner(family) else "")
             or (of_tokens if _is_seeded(family) else "")
         )
@@ -417,9 +423,10 @@ def split_by_vllm(families: Iterable[Family]) -> tuple[list[Family], dict[str, s
     return [family for family in wanted if family.name not in left_out], left_out
 
 
-def _has_caches(family: Family) -> bool:
-    """Whether its engines fill their caches in other ways than vLLM for CPU does."""
-    return any(side.caches for side in family.sides)
+def _why_no_caches(family: Family) -> str:
+    """Why engines cannot fill their caches as it says; empty where they can, or nothing is said."""
+    formats = {side.caches.format for side in family.sides if side.caches}
+    return why_no_caches(formats) if formats else ""
 
 
 def _has_second_runner(family: Family) -> bool:

@@ -25,8 +25,9 @@ from .metrics import NixlCounters
 from .report import format_bytes, yes_no
 from .stack import Engine, PDStack, Router
 
-MAX_WORKERS = 8
-"""Worker processes that are kept alive at the same time."""
+MAX_WORKERS = 9
+"""Worker processes that are kept alive at the same time: four ranks at either end, and the one that
+says what is right."""
 
 BF16_AGREEMENT = 0.5
 """Share of tokens that must agree where layouts round differently."""

@@ -91,8 +91,10 @@ def test_report_is_one_file_with_everything(tmp_path, status, fails):
 def test_commands_of_all_steps_are_understood(tmp_path):
     """By the programs that they call."""
     by_name = {each.name: each for each in kit.steps(tmp_path)}
-    assert list(by_name) == ["lane", "tests", "pair", "transfer"]
+    assert list(by_name) == ["lane", "tests", "pair", "transfer", "announced"]
     build_parser().parse_args(by_name["pair"].command[3:])
+    asked = cli.build_parser().parse_args(by_name["announced"].command[3:])
+    assert asked.output.parent == tmp_path and not asked.synchronous
     args = build_benchmarks_parser().parse_args(by_name["transfer"].command[3:])
     assert args.quick and args.strategy == ["direct", "staged"] and args.output == tmp_path
     # Where none were chosen, pytest would fail.

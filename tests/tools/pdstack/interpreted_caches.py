@@ -10,7 +10,9 @@ import pytest
 import torch
 from vllm.model_executor.layers.quantization.utils.quant_utils import FP8_DTYPE
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend, B12xPagedAttentionImpl
+from vllm.v1.attention.backends.rocm_attn import RocmAttentionBackend, RocmAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
@@ -18,7 +20,7 @@ from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
 from tests.v1.kv_connector.unit.reshard.engine.interpreted_writers import SCALES
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache, bare
-from tools.pdstack.modules.gpu_caches.gpu_caches import heads, shared_tokens
+from tools.pdstack.modules.gpu_caches.gpu_caches import formats, heads, shared_tokens
 
 LAYOUTS = pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BHLNC", "LHBNC"])
 HEADS, SIZE = 3, 32
@@ -125,6 +127,52 @@ def test_keys_and_values_apart(layout):
 
     theirs = Cache(B12xPagedAttentionBackend, spec(64), layout)
     compare(theirs, Cache(heads.Sides, spec(64), layout), write, heads.Sides)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4)], ids=["NHD", "HND"])
+def test_planes(order):
+    """`triton_reshape_and_cache_flash` with the two planes of 0.22.1, in both of its orders."""
+    sizes, block_tokens = (2, 4, 16, HEADS, SIZE), 16
+    memory = []
+    keys, values = numbers(21, 3), numbers(21, 4)
+    slots = torch.arange(16, 37).flip(0)
+    for is_theirs in (True, False):
+        cache = torch.full([sizes[axis] for axis in order], 7.0)
+        view = cache.permute([order.index(axis) for axis in range(5)])
+        assert view.shape == sizes and view.shape[2] == block_tokens
+        if is_theirs:
+            triton_reshape_and_cache_flash(
+                keys, values, *view.unbind(0), slots, "auto", *vars(SCALES).values()
+            )
+        else:
+            formats.Planes.write(view, slots, keys, values)
+        memory.append(cache)
+        found = formats.Planes.read(view, torch.tensor([1, 2]), SIZE)
+        for right, each in zip((keys, values), found, strict=True):
+            assert torch.equal(each[:21], right.flip(0))
+    assert torch.equal(*memory) and (memory[0] != 7.0).any()
+
+
+@pytest.mark.parametrize(("layout", "block_tokens"), [("LBHNC", 32), ("LBHNC", 64), ("LHBNC", 48)])
+def test_packed_keys_and_values_apart(layout, block_tokens):
+    """`triton_reshape_and_cache_flash` with the views of `PagedAttention`, as ROCm's attention."""
+    impl = bare(
+        RocmAttentionImpl,
+        attn_type=AttentionType.DECODER,
+        num_kv_heads=HEADS,
+        head_size=SIZE,
+        kv_cache_dtype="auto",
+        _use_interleaved_v_cache=False,
+    )
+    theirs = Cache(RocmAttentionBackend, spec(block_tokens), layout)
+    compare(
+        theirs,
+        Cache(heads.PackedSides, spec(block_tokens), layout),
+        lambda view, slots, keys, values: impl.do_kv_cache_update(
+            SCALES, keys, values, view, slots
+        ),
+        heads.PackedSides,
+    )
 
 
 @pytest.mark.parametrize(("ranks", "run"), [(1, 1), (2, 1), (2, 16), (3, 8), (4, 4)])

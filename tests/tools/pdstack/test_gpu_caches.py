@@ -33,26 +33,37 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
 from vllm.v1.attention.ops.dcp import _lse_weighted_combine
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache, bare
 from tools.pdstack.caches import Caches
 from tools.pdstack.modules.gpu_caches import gpu_caches
-from tools.pdstack.modules.gpu_caches.gpu_caches import heads, latents, platform, shared_tokens
+from tools.pdstack.modules.gpu_caches.gpu_caches import (
+    attention,
+    heads,
+    latents,
+    platform,
+    shared_tokens,
+)
 from vllm import _custom_ops as ops
 
 KV_HEADS, SIZE, LATENT, ROPE = 2, 32, 512, 64
 # The first is computed whole, the others behind what is cached, one of them a token at a time.
 STARTS, LENGTHS = [0, 20, 21, 28], [20, 41, 7 + 30]
-FORMATS = pytest.mark.parametrize(
-    ("backend", "arrangement"),
-    [
-        (heads.Slots, "slots"),
-        (heads.Scaled, "slots"),
-        (heads.Sides, "keys and values apart, in slots"),
-        (heads.ScalesLast, "whole blocks"),
-        (heads.Scrambled, "whole blocks"),
-    ],
-)
+ARRANGEMENTS = {
+    heads.Slots: "slots",
+    heads.Scaled: "slots",
+    heads.Sides: "keys and values apart, in slots",
+    heads.PackedSides: "keys and values apart, in packed heads",
+    heads.ScalesLast: "whole blocks",
+    heads.Scrambled: "whole blocks",
+}
+LAYOUTS = [
+    pytest.param(backend, layout.name, id=f"{backend.__name__} {layout.name}")
+    for backend in ARRANGEMENTS
+    for layout in backend.layouts or (*heads.BLOCK_COMPACT, KVCacheLayout.LHBNC)
+]
+"""Each backend in layouts that it takes."""
 
 
 def cache_of(backend, layout="LBHNC", block_tokens=32, **fields) -> Cache:
@@ -84,19 +95,18 @@ def test_what_ranks_find_is_weighed_as_vllm_does_it():
         torch.testing.assert_close(each, total)
 
 
-@FORMATS
+@pytest.mark.parametrize(("backend", "arrangement"), ARRANGEMENTS.items())
 def test_the_connector_takes_each_for_whom_it_stands_for(backend, arrangement):
     """By its own table of formats, which knows none of these; those of nobody are opaque."""
     cache = cache_of(backend)
     assert cache.arrangement == arrangement
     planes = cache.planes[LAYERS[0]]
     alone = {plane.slot_tokens == 1 for plane in planes}
-    assert alone == {arrangement != "whole blocks"}
+    assert alone == {"slots" in arrangement}
 
 
-@FORMATS
-@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLNHC"])
-def test_what_is_written_is_read(backend, arrangement, layout):
+@pytest.mark.parametrize(("backend", "layout"), LAYOUTS)
+def test_what_is_written_is_read(backend, layout):
     """At float32 to the last bit, of other blocks nothing."""
     view = cache_of(backend, layout).views[LAYERS[1]]
     keys, values = torch.randn(2, 40, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(1))
@@ -205,7 +215,7 @@ def blocks():
     ],
     ids=lambda options: next(iter(options), "plain"),
 )
-@pytest.mark.parametrize("backend", [heads.Slots, heads.Sides, heads.Scrambled])
+@pytest.mark.parametrize("backend", [heads.Slots, heads.Sides, heads.PackedSides, heads.Scrambled])
 def test_attention_is_the_releases(monkeypatch, blocks, backend, options):
     """Prompts, what comes behind them and single tokens, as vLLM's kernel for CPU computes them."""
     random = torch.Generator().manual_seed(2)
@@ -218,8 +228,9 @@ def test_attention_is_the_releases(monkeypatch, blocks, backend, options):
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
     monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
     right = _by_the_release(query, keys, values, blocks, **options)
+    is_packed = backend is heads.PackedSides
     view, impl = (
-        cache_of(backend, "LBNHC").views[LAYERS[0]],
+        cache_of(backend, "LBHNC" if is_packed else "LBNHC").views[LAYERS[0]],
         _impl(backend.get_impl_cls(), **options),
     )
     for slots, key, value in zip(blocks.slots, keys, values, strict=True):
@@ -229,10 +240,10 @@ def test_attention_is_the_releases(monkeypatch, blocks, backend, options):
         impl.do_kv_cache_update(
             None, *(torch.cat((each, pad)) for each in (key, value)), view, padded
         )
-    if options.get("sliding_window") and backend is not heads.Scrambled:
+    if options.get("sliding_window") and not is_packed and backend is not heads.Scrambled:
         # What is behind a window may be anything.
         view[1, :, :8] = torch.nan
-    batch = heads.Metadata(STARTS, LENGTHS, blocks.table, True, 1)
+    batch = attention.Metadata(STARTS, LENGTHS, blocks.table, True, 1)
     found = impl.forward(None, query, None, None, view, batch, torch.zeros_like(query))
     assert (found - right).abs().max() < 1e-5
 
@@ -332,7 +343,7 @@ def test_blocks_of_models_with_mla_are_those_asked_for(monkeypatch, asked_for):
 def test_slopes_are_refused():
     """They are not computed, and would be missed in answers only."""
     with pytest.raises(ValueError, match="unset it for this model"):
-        heads.Attention(4, SIZE, 1.0, KV_HEADS, alibi_slopes=[1.0])
+        attention.Attention(4, SIZE, 1.0, KV_HEADS, alibi_slopes=[1.0])
 
 
 def test_caches_are_told_apart():

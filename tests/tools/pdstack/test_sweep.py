@@ -10,7 +10,7 @@ from unittest.mock import Mock, create_autospec
 import pytest
 from rich.console import Console
 
-from tools.pdstack import accuracy, cli, families
+from tools.pdstack import accuracy, caches, cli, families
 from tools.pdstack.accuracy import Accuracy, Completion
 from tools.pdstack.caches import Caches
 from tools.pdstack.engine import Device, KVTransfer, Speculation
@@ -199,7 +199,7 @@ def test_families_that_vllm_cannot_serve_are_left_out(monkeypatch, why):
         monkeypatch.setitem(families.WHY_NOT, model, lambda: "")
     monkeypatch.setitem(families.WHY_NOT, "deepseek 2, MLA", lambda: why)
     for ask in ("why_no_caches", "why_no_second_runner", "why_no_first_tokens"):
-        monkeypatch.setattr(families, ask, lambda: "")
+        monkeypatch.setattr(families, ask, lambda *_: "")
     served, left_out = split_by_vllm(FAMILIES)
     names = [family.name for family in FAMILIES if family.name.startswith("MLA ")]
     assert {"MLA TP down", "MLA PP on P", "MLA TP up"} < {*names}
@@ -209,7 +209,7 @@ def test_families_that_vllm_cannot_serve_are_left_out(monkeypatch, why):
 
 def test_families_whose_caches_vllm_has_not_are_left_out(monkeypatch):
     """Those on either side that are filled as on GPUs; nobody asks where there are none."""
-    monkeypatch.setattr(families, "why_no_caches", lambda: "there are none")
+    monkeypatch.setattr(families, "why_no_caches", lambda _: "there are none")
     with_caches = replace(FAMILY, name="with", decode=Side(caches=Caches("NHD", 16)))
     served, left_out = split_by_vllm([FAMILY, with_caches])
     assert (served, left_out) == ([FAMILY], {"with": "there are none"})
@@ -222,6 +222,24 @@ def test_families_whose_first_tokens_vllm_does_not_ask_for_are_left_out(monkeypa
     monkeypatch.setattr(families, "why_no_first_tokens", lambda: "there is no hook")
     seeded = replace(FAMILY, name="with", decode=Side(options=(("seed_first_token", True),)))
     assert split_by_vllm([FAMILY, seeded]) == ([FAMILY], {"with": "there is no hook"})
+
+
+@pytest.mark.parametrize(
+    ("version", "formats", "words"),
+    [
+        ("0.22.1+reshard.1.cpu", {"Planes"}, ""),
+        ("0.22.1+reshard.1.cpu", {"Slots"}, "has no caches that are views"),
+        ("0.22.1+reshard.1.cpu", (), "has no caches that are views"),
+        ("0.33.0+reshard.1", {"Planes"}, "has no keys and values apart in planes"),
+        ("0.33.0+reshard.1", {"Slots", "Sides"}, ""),
+    ],
+)
+def test_each_release_fills_its_own_caches(monkeypatch, version, formats, words):
+    """Two planes of 0.22.1, views since."""
+    monkeypatch.setattr(caches, "installed_device", lambda: Device.CPU)
+    monkeypatch.setattr(caches.importlib.metadata, "version", lambda _: version)
+    reason = caches.why_no_caches(formats)
+    assert words in reason and bool(words) == bool(reason)
 
 
 def test_caches_of_a_side_reach_its_engine():

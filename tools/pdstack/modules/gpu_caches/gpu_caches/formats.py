@@ -16,6 +16,8 @@ _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
 _SCALE_BYTES = 4
 _SMALLEST_SCALE = 1e-6
+_GROUP_BYTES = 16
+"""Of a key that lie together where a block has such groups of all its tokens side by side."""
 _SECRET = 20261124
 
 
@@ -100,6 +102,67 @@ class Sides(Format):
     def _unpacked(contents: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = contents.float().unflatten(-1, (-1, size)).unbind(1)
         return keys, values
+
+
+class Planes(Format):
+    """Keys and values are two planes, [2, blocks, tokens, heads, size]."""
+
+    @classmethod
+    def write(
+        cls, view: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """As `Format.write`."""
+        blocks, places = slots // view.shape[2], slots % view.shape[2]
+        for plane, numbers in zip(view, (keys, values), strict=True):
+            plane[blocks, places] = numbers.to(view.dtype)
+
+    @classmethod
+    def read(
+        cls, view: torch.Tensor, blocks: torch.Tensor, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Format.read`."""
+        keys, values = view[:, blocks].flatten(1, 2).float()
+        return keys, values
+
+
+class PackedSides(Sides):
+    """A block has its keys and then its values, each of them head by head.
+
+    Of a head, tokens have groups of their keys' numbers side by side, and single numbers of their
+    values: [heads, size / group, tokens, group] and [heads, size, tokens].
+    """
+
+    @classmethod
+    def write(
+        cls, view: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """As `Format.write`."""
+        blocks, places = slots // view.shape[2], slots % view.shape[2]
+        of_keys, of_values = cls._sides(view, keys.shape[-1])
+        group = of_keys.shape[-1]
+        of_keys[blocks, :, :, places] = keys.unflatten(-1, (-1, group)).to(view.dtype)
+        of_values[blocks, :, :, places] = values.to(view.dtype)
+
+    @classmethod
+    def read(
+        cls, view: torch.Tensor, blocks: torch.Tensor, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Format.read`."""
+        of_keys, of_values = (side[blocks].float() for side in cls._sides(view, size))
+        keys = of_keys.permute(0, 3, 1, 2, 4).flatten(3)
+        return keys.flatten(0, 1), of_values.permute(0, 3, 1, 2).flatten(0, 1)
+
+    @staticmethod
+    def _sides(view: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all blocks, by heads; a side of a block is in one piece."""
+        blocks, _, tokens, content = view.shape
+        group = _GROUP_BYTES // view.element_size()
+        of_keys, of_values = view.unbind(1)
+        shape = blocks, content // size, size
+        return (
+            of_keys.view(*shape[:2], size // group, tokens, group),
+            of_values.view(*shape, tokens),
+        )
 
 
 class Scaled(Format):

@@ -13,8 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from vllm.utils import cpu_triton_utils
-from vllm.v1.attention.ops import dcp
 
 from vllm.distributed import get_dcp_group
 
@@ -91,5 +89,9 @@ def weigh(
 
 def install() -> None:
     """Take the places of the kernels that vLLM lacks on CPU."""
+    # Not before: releases that do not share tokens out so have neither.
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.attention.ops import dcp
+
     cpu_triton_utils._compute_slot_mapping_kernel_impl = map_slots
     dcp.correct_attn_out = weigh

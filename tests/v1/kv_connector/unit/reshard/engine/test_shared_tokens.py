@@ -27,6 +27,8 @@ PAIRS = {
     "TP2 to TP2 DCP2": (dict(tp=2), dict(tp=2, dcp=2, interleave=16)),
     "TP1 to TP4 DCP4 by token": (dict(tp=1), dict(tp=4, dcp=4)),
     "TP4 DCP4 by token to TP2": (dict(tp=4, dcp=4), dict(tp=2)),
+    "TP4 to TP4 DCP2": (dict(tp=4), dict(tp=4, dcp=2, interleave=16)),
+    "TP4 to TP4 DCP4 unequally": (dict(tp=4), dict(tp=4, dcp=4, interleave=4, block_tokens=24)),
     "TP4 DCP2 to TP4 DCP4": (dict(tp=4, dcp=2, interleave=16), dict(tp=4, dcp=4, interleave=16)),
     "TP4 DCP4 to TP2 DCP2 by token": (dict(tp=4, dcp=4, interleave=16), dict(tp=2, dcp=2)),
     "TP3 DCP3 to TP2 DCP2 unequally": (

@@ -54,6 +54,7 @@ class Kind:
         backend: Who writes and reads.
         layouts: Orders of axes that it takes.
         is_whole: Whether nobody looks into a block.
+        is_packed: Whether only heads have a place of their own in it.
         is_latent: Whether all ranks have the same.
         is_scaled: Whether numbers have 8 bits.
     """
@@ -61,6 +62,7 @@ class Kind:
     backend: Any
     layouts: tuple[str, ...]
     is_whole: bool = False
+    is_packed: bool = False
     is_latent: bool = False
     is_scaled: bool = False
 
@@ -78,6 +80,7 @@ class Kind:
 KINDS = (
     Kind(heads.Slots, ALL),
     Kind(heads.Sides, ALL),
+    Kind(heads.PackedSides, ("LBHNC", "LHBNC"), is_packed=True),
     Kind(heads.Scaled, ALL, is_scaled=True),
     Kind(heads.ScalesLast, COMPACT, is_whole=True, is_scaled=True),
     Kind(heads.Scrambled, COMPACT, is_whole=True),
@@ -235,9 +238,10 @@ def test_what_was_written_at_one_end_is_read_at_the_other(data, kind, num_tokens
     num_heads = 1 if kind.is_latent else 6
     src = data.draw(sides(kind, num_heads, num_tokens))
     dst = data.draw(sides(kind, num_heads, num_tokens))
-    if kind.is_whole:
-        # All but stages, and which blocks these are, has to be equal.
-        count, tp = len(src.blocks), dst.tp if kind.is_latent else src.tp
+    if kind.is_whole or kind.is_packed:
+        # All but stages, which blocks these are, and the ranks of what may be cut has to be equal.
+        count = len(src.blocks)
+        tp = dst.tp if kind.is_latent or kind.is_packed else src.tp
         blocks = tuple(data.draw(st.permutations(range(NUM_BLOCKS)))[:count])
         dst = Side(tp, dst.stages, src.layout, src.block_tokens, src.kernel_tokens, blocks)
     random = torch.Generator().manual_seed(num_tokens)
