@@ -36,8 +36,11 @@ OWN_NAME = "ReshardConnector"
 NIXL_NAME = "NixlConnector"
 
 _MODULE = f"{__package__}.stock"
-# Hooks that only the fork's older base calls; no release that the plugin is for has them.
-_OLDER_HOOKS = frozenset({"prefer_cross_layer_blocks", "register_cross_layers_kv_cache"})
+# Hooks that only the fork calls, on its older base or by a patch; no release that the plugin is for
+# has them.
+_FORKS_HOOKS = frozenset(
+    {"prefer_cross_layer_blocks", "register_cross_layers_kv_cache", "take_first_outputs"}
+)
 # How vLLM calls the processes that one node has several of.
 _WORKER_PREFIX = "VllmWorker"
 
@@ -135,7 +138,7 @@ def _uncalled(connector: type[KVConnectorBaseType]) -> list[str]:
     """
     own = [part for part in connector.__mro__ if part.__module__.startswith(f"{__package__}.")]
     theirs = [part for part in connector.__mro__ if part not in own]
-    names = {name for part in own for name in vars(part) if name[0] != "_"} - _OLDER_HOOKS
+    names = {name for part in own for name in vars(part) if name[0] != "_"} - _FORKS_HOOKS
     return sorted(name for name in names if not any(name in vars(part) for part in theirs))
 
 

@@ -56,7 +56,7 @@ print(json.dumps({
     "classes": {name: f"{each.__module__}.{each.__qualname__}" for name, each in found.items()},
     "abstract": sorted(found["NixlConnector"].__abstractmethods__),
     "uncalled": entry._uncalled(found["NixlConnector"]),
-    "older": sorted(entry._OLDER_HOOKS - set(dir(found["NixlPullConnector"]))),
+    "forks": sorted(entry._FORKS_HOOKS - set(dir(found["NixlPullConnector"]))),
     "modules": modules,
 }))
 """
@@ -94,7 +94,11 @@ def test_everything_but_a_gpu(stock_site: Path) -> None:
         "NixlPushConnector": f"{upstream}.connector.NixlPushConnector",
     }
     assert (told["abstract"], told["uncalled"]) == ([], [])
-    assert told["older"] == ["prefer_cross_layer_blocks", "register_cross_layers_kv_cache"]
+    assert told["forks"] == [
+        "prefer_cross_layer_blocks",
+        "register_cross_layers_kv_cache",
+        "take_first_outputs",
+    ]
     assert (
         len(told["modules"]) == len([f for f in read_plugin(PROJECT).files if f[-3:] == ".py"]) - 1
     )

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As much of the configurations of vLLM as the factors are taken from."""
+"""As much of the configurations of vLLM as workers and their factors look at."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from vllm.config import KVTransferConfig
 
 
 def speculative(**changes) -> SimpleNamespace:
@@ -62,5 +65,41 @@ def config(**changes) -> SimpleNamespace:
         num_prefill_lookahead_tokens=values["lookahead"],
         parallel_config=SimpleNamespace(
             tensor_parallel_size=values["tp_size"], pipeline_parallel_size=values["pp_size"]
+        ),
+    )
+
+
+def worker_config(
+    *, tp: int, extra_config: Mapping[str, Any], drafts: SimpleNamespace | None = None, **model: Any
+) -> SimpleNamespace:
+    """As much of a `VllmConfig` as a worker is made with.
+
+    Args:
+        tp: How many ranks a stage has.
+        extra_config: Options of the connector's.
+        drafts: Its `SpeculativeConfig`, if it drafts.
+        model: Of its `ModelConfig`.
+    """
+    return SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=None, **model),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        attention_config=None,
+        compilation_config=SimpleNamespace(
+            pass_config=SimpleNamespace(), static_forward_context={}
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        speculative_config=drafts,
+        num_prefill_lookahead_tokens=1,
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp,
+            data_parallel_rank=0,
+            data_parallel_index=0,
+            decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="NixlConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"num_threads": 0, **extra_config},
         ),
     )

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vllm.config import KVTransferConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -24,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.v1.kv_connector.unit.reshard import forms
+from tests.v1.kv_connector.unit.reshard.engine.configs import worker_config
 from tests.v1.kv_connector.unit.reshard.engine.workers import OFFER, Engine, Progress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
@@ -141,39 +141,19 @@ class ModelEngine(Engine):
             self._start_worker(shard, model, tp, pp, drafts, extra_config, said)
 
     def _start_worker(self, shard, model, tp, pp, drafts, extra_config, said) -> None:
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(
-                use_mla=any(kind.mla for kinds in model.layers for kind in kinds),
-                hf_text_config=SimpleNamespace(model_type="llama"),
-                multimodal_config=None,
-                dtype=torch.float32,
-                get_total_num_kv_heads=lambda: 4,
-                get_total_num_hidden_layers=lambda: len(model.layers),
-                get_layers_start_end_indices=lambda _: get_pp_indices(
-                    len(model.layers), shard.rank.pp_rank, pp
-                ),
-                get_head_size=lambda: 8,
+        config = worker_config(
+            tp=tp,
+            extra_config=extra_config,
+            drafts=speculative(drafts) if drafts else None,
+            use_mla=any(kind.mla for kinds in model.layers for kind in kinds),
+            hf_text_config=SimpleNamespace(model_type="llama"),
+            dtype=torch.float32,
+            get_total_num_kv_heads=lambda: 4,
+            get_total_num_hidden_layers=lambda: len(model.layers),
+            get_layers_start_end_indices=lambda _: get_pp_indices(
+                len(model.layers), shard.rank.pp_rank, pp
             ),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
-            attention_config=None,
-            compilation_config=SimpleNamespace(
-                pass_config=SimpleNamespace(), static_forward_context={}
-            ),
-            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-            speculative_config=speculative(drafts) if drafts else None,
-            num_prefill_lookahead_tokens=1,
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=tp,
-                data_parallel_rank=0,
-                data_parallel_index=0,
-                decode_context_parallel_size=1,
-                cp_kv_cache_interleave_size=1,
-            ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="NixlConnector",
-                kv_role="kv_both",
-                kv_connector_extra_config={"num_threads": 0, **extra_config},
-            ),
+            get_head_size=lambda: 8,
         )
         tensors, members = {}, [[] for _ in self.groups]
         for name, holding in shard.holdings.items():

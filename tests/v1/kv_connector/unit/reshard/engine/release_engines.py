@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import KVTransferConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.bases import RELEASE
+from tests.v1.kv_connector.unit.reshard.engine.configs import worker_config
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
     DEADLINE_S,
     OFFER,
@@ -134,39 +134,19 @@ class ReleaseEngine(Engine):
 
     def _worker(self, rank: MeshRank, places: KVCacheConfig, extra_config: Any) -> ReshardWorker:
         has_draft = any(_number(name) >= self.num_layers for name in self.kept)
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(
-                use_mla=True,
-                hf_text_config=SimpleNamespace(model_type="deepseek"),
-                multimodal_config=None,
-                dtype=torch.bfloat16,
-                get_total_num_kv_heads=lambda: 1,
-                get_total_num_hidden_layers=lambda: self.num_layers,
-                get_layers_start_end_indices=lambda _: get_pp_indices(
-                    self.num_layers, rank.pp_rank, self.mesh.pp_size
-                ),
-                get_head_size=lambda: 576,
+        config = worker_config(
+            tp=self.mesh.tp_size,
+            extra_config=extra_config,
+            drafts=_mtp() if has_draft else None,
+            use_mla=True,
+            hf_text_config=SimpleNamespace(model_type="deepseek"),
+            dtype=torch.bfloat16,
+            get_total_num_kv_heads=lambda: 1,
+            get_total_num_hidden_layers=lambda: self.num_layers,
+            get_layers_start_end_indices=lambda _: get_pp_indices(
+                self.num_layers, rank.pp_rank, self.mesh.pp_size
             ),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
-            attention_config=None,
-            compilation_config=SimpleNamespace(
-                pass_config=SimpleNamespace(), static_forward_context={}
-            ),
-            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-            speculative_config=_mtp() if has_draft else None,
-            num_prefill_lookahead_tokens=1,
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=self.mesh.tp_size,
-                data_parallel_rank=0,
-                data_parallel_index=0,
-                decode_context_parallel_size=1,
-                cp_kv_cache_interleave_size=1,
-            ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="NixlConnector",
-                kv_role="kv_both",
-                kv_connector_extra_config={"num_threads": 0, **extra_config},
-            ),
+            get_head_size=lambda: 576,
         )
         with pytest.MonkeyPatch.context() as patch:
             for group, number in (("get_pp_group", rank.pp_rank), ("get_tp_group", rank.tp_rank)):

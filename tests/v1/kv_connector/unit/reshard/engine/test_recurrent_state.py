@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.config import KVTransferConfig
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -31,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
+from tests.v1.kv_connector.unit.reshard.engine.configs import worker_config
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
     OFFER,
     Engine,
@@ -237,35 +237,15 @@ class HybridEngine(Engine):
             self._start_worker(rank, attention, extra_config, said)
 
     def _start_worker(self, rank, attention, extra_config, said) -> None:
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(
-                use_mla=False,
-                hf_text_config=SimpleNamespace(model_type="bamba"),
-                multimodal_config=None,
-                dtype=torch.float32,
-                get_total_num_kv_heads=lambda: HEADS,
-                get_total_num_hidden_layers=lambda: 4,
-                get_head_size=lambda: HEAD_SIZE,
-            ),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
-            attention_config=None,
-            compilation_config=SimpleNamespace(
-                pass_config=SimpleNamespace(), static_forward_context={}
-            ),
-            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-            speculative_config=None,
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=self.tp,
-                data_parallel_rank=0,
-                data_parallel_index=0,
-                decode_context_parallel_size=1,
-                cp_kv_cache_interleave_size=1,
-            ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="NixlConnector",
-                kv_role="kv_both",
-                kv_connector_extra_config={"num_threads": 0, **extra_config},
-            ),
+        config = worker_config(
+            tp=self.tp,
+            extra_config=extra_config,
+            use_mla=False,
+            hf_text_config=SimpleNamespace(model_type="bamba"),
+            dtype=torch.float32,
+            get_total_num_kv_heads=lambda: HEADS,
+            get_total_num_hidden_layers=lambda: 4,
+            get_head_size=lambda: HEAD_SIZE,
         )
         layers = self.layers[rank]
         memory = torch.zeros(len(layers) // 2, NUM_BLOCKS, self.page_bytes, dtype=torch.uint8)

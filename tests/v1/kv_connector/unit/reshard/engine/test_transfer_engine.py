@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from random import Random
 from types import SimpleNamespace
@@ -175,16 +176,24 @@ def test_turn_costs_nothing_for_idle_peers(ticks):
 
 def test_threads_choose_the_device_of_the_caches(engines, monkeypatch):
     """The connector's and the dialer's; on CPU there is none to choose."""
+    choose, threads = ReshardWorker._choose_device, []
+
+    def choose_in_thread(worker: ReshardWorker) -> None:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        choose(worker)
+
+    monkeypatch.setattr(ReshardWorker, "_choose_device", choose_in_thread)
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     (worker,) = engines("decode").workers.values()
+    # It makes lanes once the caches are registered.
+    wait_until(lambda: {*threads} == {"reshard-connector", "reshard-dialer"})
     worker._choose_device()
     assert chosen == []
     monkeypatch.setattr(worker, "_device", torch.device("cuda", 1))
     worker._choose_device()
     worker._prepare_thread()
     assert chosen == 2 * [torch.device("cuda", 1)]
-    assert worker._dialer._thread._initializer == worker._choose_device
 
 
 def test_connection_that_died_while_it_was_idle_costs_nothing(engines, monkeypatch):
