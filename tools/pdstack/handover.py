@@ -110,27 +110,26 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
     made: list[Row] = []
     for clients in dict.fromkeys(each.clients for each in samples):
         of_clients = [each for each in samples if each.clients == clients]
-        serial = [each for each in of_clients if each.way == WAYS[0]]
-        handover_s, ttft_s = (
-            statistics.median(getattr(each, name) for each in serial)
-            for name in ("handover_s", "ttft_s")
-        )
-        for way in WAYS:
-            went = [each for each in of_clients if each.way == way]
-            medians = {
-                name: statistics.median(getattr(each, name) for each in went)
+        went = {way: [each for each in of_clients if each.way == way] for way in WAYS}
+        medians = {
+            way: {
+                name: statistics.median(getattr(each, name) for each in samples_of_way)
                 for name in ("prefill_s", "handover_s", "ttft_s")
             }
-            made.append(
-                Row(
-                    str(way),
-                    clients,
-                    len(went),
-                    **medians,
-                    of_serial=medians["handover_s"] / handover_s,
-                    ttft_of_serial=medians["ttft_s"] / ttft_s,
-                )
+            for way, samples_of_way in went.items()
+        }
+        serial = medians[WAYS[0]]
+        made += [
+            Row(
+                str(way),
+                clients,
+                len(went[way]),
+                **own,
+                of_serial=own["handover_s"] / serial["handover_s"],
+                ttft_of_serial=own["ttft_s"] / serial["ttft_s"],
             )
+            for way, own in medians.items()
+        ]
     return made
 
 

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import KVTransferConfig
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 
 
 def speculative(**changes) -> SimpleNamespace:
@@ -103,3 +107,10 @@ def worker_config(
             kv_connector_extra_config={"num_threads": 0, **extra_config},
         ),
     )
+
+
+def stand_at(patch: pytest.MonkeyPatch, rank: MeshRank) -> None:
+    """Have the worker that is made next find itself at a rank of its engine."""
+    for group, number in (("get_pp_group", rank.pp_rank), ("get_tp_group", rank.tp_rank)):
+        place = SimpleNamespace(rank_in_group=number)
+        patch.setattr(worker_module, group, lambda place=place: place)

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.v1.kv_connector.unit.reshard import forms
-from tests.v1.kv_connector.unit.reshard.engine.configs import worker_config
+from tests.v1.kv_connector.unit.reshard.engine.configs import stand_at, worker_config
 from tests.v1.kv_connector.unit.reshard.engine.workers import OFFER, Engine, Progress
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
@@ -172,12 +172,7 @@ class ModelEngine(Engine):
                 members[self.groups.index(replace(kind, shares=None))].append(name)
         groups = [KVCacheGroupSpec(*each) for each in zip(members, specs, strict=True)]
         with pytest.MonkeyPatch.context() as patch:
-            for group, number in (
-                ("get_pp_group", shard.rank.pp_rank),
-                ("get_tp_group", shard.rank.tp_rank),
-            ):
-                place = SimpleNamespace(rank_in_group=number)
-                patch.setattr(worker_module, group, lambda place=place: place)
+            stand_at(patch, shard.rank)
             # All workers of the engine hear of each other, as far as each knows itself.
             patch.setattr(worker_module, "_gather", lambda own: (said.append(own), said)[1])
             patch.setattr(

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.bases import RELEASE
-from tests.v1.kv_connector.unit.reshard.engine.configs import worker_config
+from tests.v1.kv_connector.unit.reshard.engine.configs import stand_at, worker_config
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
     DEADLINE_S,
     OFFER,
@@ -149,9 +149,7 @@ class ReleaseEngine(Engine):
             get_head_size=lambda: 576,
         )
         with pytest.MonkeyPatch.context() as patch:
-            for group, number in (("get_pp_group", rank.pp_rank), ("get_tp_group", rank.tp_rank)):
-                place = SimpleNamespace(rank_in_group=number)
-                patch.setattr(worker_module, group, lambda place=place: place)
+            stand_at(patch, rank)
             return ReshardWorker(config, self.engine_id, places)
 
     def block_ids(self, seed: int, num_tokens: int, cached_tokens: int = 0) -> list[list[int]]:

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
-from tests.v1.kv_connector.unit.reshard.engine.configs import worker_config
+from tests.v1.kv_connector.unit.reshard.engine.configs import stand_at, worker_config
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
     OFFER,
     Engine,
@@ -269,9 +269,7 @@ class HybridEngine(Engine):
         groups = [KVCacheGroupSpec(*each) for each in zip(names, specs, strict=True)]
         backend = SimpleNamespace(get_name=lambda: self.family.kind)
         with pytest.MonkeyPatch.context() as patch:
-            for group, number in (("get_pp_group", rank.pp_rank), ("get_tp_group", rank.tp_rank)):
-                place = SimpleNamespace(rank_in_group=number)
-                patch.setattr(worker_module, group, lambda place=place: place)
+            stand_at(patch, rank)
             patch.setattr(worker_module, "_gather", lambda own: (said.append(own), said)[1])
             patch.setattr(
                 ReshardWorker,

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.v1.kv_connector.unit.reshard import forms
+from tests.v1.kv_connector.unit.reshard.engine.configs import stand_at
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
     geometry as geometry_module,
 )
@@ -189,12 +190,7 @@ class Engine:
                 for full, sliding in zip(*(group.layer_names for group in groups), strict=False):
                     tensors[sliding] = tensors[full]
             with pytest.MonkeyPatch.context() as patch:
-                for group, number in (
-                    ("get_pp_group", shard.rank.pp_rank),
-                    ("get_tp_group", shard.rank.tp_rank),
-                ):
-                    place = SimpleNamespace(rank_in_group=number)
-                    patch.setattr(worker_module, group, lambda place=place: place)
+                stand_at(patch, shard.rank)
                 patch.setattr(
                     worker_module,
                     "_gather",
