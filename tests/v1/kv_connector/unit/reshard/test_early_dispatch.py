@@ -54,7 +54,8 @@ def coordinates(p: Whole, **changes) -> dict:
 
 def parked(d: Whole, request_id: str = DECODED) -> bool:
     """Whether a request waits without blocks."""
-    return request_id in d.serving.scheduler.connector.connector_scheduler._parking
+    parking = d.serving.scheduler.connector.connector_scheduler._parking
+    return not parking.may_have_blocks(request_id)
 
 
 def is_allocated(d: Whole) -> bool:
@@ -82,26 +83,37 @@ def assert_ended_by(policy: str, d: Whole) -> None:
     assert d.serving.finished == {DECODED: ended}
 
 
-def begin_last_chunk(p: Whole) -> Callable[[], dict]:
-    """Take all steps that a prompt needs, and begin the last one, without an end.
+def begin_chunk(p: Whole, computes=fill) -> Callable[[], dict]:
+    """Begin a step that computes some of a prompt, without an end.
+
+    Args:
+        p: The prefill engine.
+        computes: Writes what it computes.
 
     Returns:
-        Ends it; returns the bytes of its blocks in the first group, in their order.
+        Ends it; returns the bytes of the prompt's blocks in the first group, in their order.
     """
-    request = p.serving.scheduler.requests[PREFILLED]
-    while True:
-        scheduled = p.serving.begin()
-        if request.num_computed_tokens >= request.num_prompt_tokens:
-            break
-        p.end(scheduled)
+    scheduled = p.serving.begin()
     blocks, *_ = p.serving.scheduler.kv_cache_manager.get_block_ids(PREFILLED)
+    num_tokens = p.serving.scheduler.requests[PREFILLED].num_prompt_tokens
     heard = p.work(scheduled)
 
     def end() -> dict:
+        whole = computes(p.engine, blocks, num_blocks=-(-num_tokens // BLOCK_TOKENS))
         p.serving.end(scheduled, heard=heard)
-        return fill(p.engine, blocks)
+        return whole
 
     return end
+
+
+def begin_last_chunk(p: Whole, computes=fill) -> Callable[[], dict]:
+    """Take all steps that a prompt needs, and begin the last one, without an end."""
+    request = p.serving.scheduler.requests[PREFILLED]
+    while True:
+        end = begin_chunk(p, computes)
+        if request.num_computed_tokens >= request.num_prompt_tokens:
+            return end
+        end()
 
 
 def compute(p: Whole) -> dict:
@@ -457,15 +469,15 @@ def test_groups_with_windows_are_read(pair):
     """Of what has a window, as many blocks as that reaches back to, in the group's own places."""
     p, d = pair(window_tokens=WINDOW_TOKENS)
     cut_prompts(p)
-    p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
-    d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS)
-    end = begin_last_chunk(p)
-    until(lambda: is_allocated(d), d)
-    (receive,) = d.serving.told.receive.values() or [None]
-    end()
     for layers in p.engine.caches.values():
         for number, cache in enumerate(layers.values()):
             cache.copy_(torch.rand(cache.shape, generator=torch.Generator().manual_seed(number)))
+    p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
+    d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS)
+    end = begin_last_chunk(p, computes=lambda *_, **__: {})
+    until(lambda: is_allocated(d), d)
+    (receive,) = d.serving.told.receive.values() or [None]
+    end()
     until(lambda: is_quiet(p, d), p, d)
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
     theirs = p.serving.handed_over[PREFILLED]["remote_block_ids"]

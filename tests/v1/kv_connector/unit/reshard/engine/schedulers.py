@@ -61,6 +61,8 @@ def scheduler(
             nnodes_within_dp=1,
         ),
         num_prefill_lookahead_tokens=0,
+        speculative_config=None,
+        model_config=SimpleNamespace(max_model_len=4 * block_size),
         kv_transfer_config=KVTransferConfig(
             kv_connector="NixlConnector",
             kv_role=role,

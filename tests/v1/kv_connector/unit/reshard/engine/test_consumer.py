@@ -202,7 +202,7 @@ def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, mon
     part = SimpleNamespace(leg=SimpleNamespace(remote=SimpleNamespace(peer="p")))
     monkeypatch.setattr(consumer_module.RequestBlocks, "select", lambda *_: ["something"])
     monkeypatch.setattr(Transfers, "cut", lambda *_: [part])
-    monkeypatch.setattr(Transfers, "start", lambda *_: None)
+    monkeypatch.setattr(Transfers, "start", lambda *_, **__: None)
     worker.ask(0, "a")
     worker.turn()
     worker.answer()

@@ -3,20 +3,62 @@
 
 from __future__ import annotations
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.postings import Postings
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import State
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.postings import (
+    Postings,
+    Scheduled,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
+    Posting,
+    Record,
+    State,
+    digest_of,
+    read_record,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     decode_announcement,
     encode_announcement,
 )
 
 
-def made() -> tuple[Postings, list]:
-    """Postings, and what they announce."""
+@dataclass
+class Prompt:
+    """A prompt that a scheduler computes.
+
+    Attributes:
+        num_prompt_tokens: How long it is.
+        num_computed_tokens: How many of its tokens are computed after what is scheduled.
+        num_in_flight: How many of these are those of steps that are not over.
+    """
+
+    num_prompt_tokens: int = 40
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+
+
+def made(*block_tokens: int) -> tuple[Postings, list]:
+    """Postings of a scheduler with blocks of these sizes, and what they announce."""
     announced: list = []
     return Postings(
-        lambda posting: announced.append(decode_announcement(encode_announcement(posting)))
+        lambda posting: announced.append(decode_announcement(encode_announcement(posting))),
+        block_tokens,
+        lambda prompt: prompt.num_in_flight,
     ), announced
+
+
+def step(
+    num_before: int, num_after: int, *block_ids: list[int], request_id: str = "a"
+) -> Scheduled:
+    """A request in a step, which begins it where nothing was computed before."""
+    return Scheduled(request_id, num_before, num_after, block_ids, begins=not num_before)
+
+
+def told(posting: Posting) -> tuple[State | None, int, list[list[int]]]:
+    """What a posting tells of a prompt: its state, tokens that are computed, and their blocks."""
+    record = read_record(posting.record, digest_of(posting.record))
+    assert isinstance(record, Record) and record.num_tokens == posting.num_computed
+    return posting.state, posting.num_computed, record.blocks()
 
 
 def states(postings: Postings) -> list[tuple[str, State | None]]:
@@ -26,10 +68,12 @@ def states(postings: Postings) -> list[tuple[str, State | None]]:
 
 def complete(postings: Postings, request_id: str) -> None:
     """Compute a request's prompt, in two steps."""
-    postings.admit(request_id, 40)
-    postings.compute([("another", 99), (request_id, 32)], 64)
-    postings.compute([(request_id, 40)], 9)
-    postings.compute([(request_id, 41)], 1)
+    postings.admit(request_id, Prompt())
+    postings.compute(
+        [step(0, 99, request_id="another"), step(0, 32, [5, 2], request_id=request_id)], 64
+    )
+    postings.compute([step(32, 40, [9], request_id=request_id)], 9)
+    postings.compute([step(40, 41, request_id=request_id)], 1)
 
 
 def test_request_is_known_computed_and_offered():
@@ -38,11 +82,11 @@ def test_request_is_known_computed_and_offered():
     postings.know("a", "x")
     complete(postings, "a")
     postings.offer("a", 40, [[5, 2, 9]])
-    told = postings.take()
-    assert told == announced and postings.take() == []
-    assert [each.state for each in told] == [State.KNOWN, State.LAST_CHUNK, State.OFFERED]
-    assert [each.step_tokens for each in told] == [0, 9, 0]
-    assert [each.number for each in told] == [1, 2, 3]
+    taken = postings.take()
+    assert taken == announced and postings.take() == []
+    assert [each.state for each in taken] == [State.KNOWN, State.LAST_CHUNK, State.OFFERED]
+    assert [each.step_tokens for each in taken] == [0, 9, 0]
+    assert [each.number for each in taken] == [1, 2, 3]
     postings.forget(["a"])
     assert states(postings) == [] and not len(postings)
 
@@ -69,3 +113,99 @@ def test_two_requests_of_one_name_are_ambiguous_until_both_have_ended():
     assert states(postings) == [("x", None)]
     postings.know("c", "x")
     assert states(postings) == [("x", State.KNOWN)]
+
+
+def begin(prompt: Prompt, *block_tokens: int) -> Postings:
+    """The postings of a scheduler that computes 16 tokens of a prompt in its first step."""
+    postings, _ = made(*block_tokens)
+    postings.know("a", "x")
+    postings.admit("a", prompt)
+    postings.compute([step(0, 16, [5], [7])], 16)
+    prompt.num_computed_tokens = prompt.num_in_flight = 16
+    assert [each.record for each in postings.take()] == [b""]
+    return postings
+
+
+def test_prompt_is_told_of_as_its_steps_are_over():
+    """Full blocks, of groups that keep all tokens; the step that is scheduled is not over."""
+    prompt = Prompt(num_prompt_tokens=80)
+    postings = begin(prompt, 16, 0)
+    prompt.num_in_flight = 0
+    postings.compute([step(16, 40, [2, 9], [8])], 24)
+    prompt.num_computed_tokens = 40
+    postings.compute([step(40, 80, [3, 4], [])], 99)
+    assert [told(each) for each in postings.take() if each.record] == [
+        (State.KNOWN, 16, [[5], []]),
+        (State.LAST_CHUNK, 40, [[5, 2], []]),
+    ]
+    # No more of it is computed since.
+    postings.compute([], 0)
+    assert not postings.take()
+
+
+def test_steps_that_are_ahead_are_not_over():
+    """With asynchronous scheduling the next step is scheduled while one is computed."""
+    prompt = Prompt(num_prompt_tokens=80)
+    postings = begin(prompt, 16, 0)
+    postings.compute([step(16, 40, [2, 9], [8])], 24)
+    prompt.num_computed_tokens, prompt.num_in_flight = 40, 24
+    assert not postings.take()
+    postings.compute([step(40, 56, [3], [])], 16)
+    prompt.num_computed_tokens, prompt.num_in_flight = 56, 16
+    postings.compute([step(56, 80, [4, 6], [])], 77)
+    taken = postings.take()
+    assert [told(each) for each in taken if each.record] == [
+        (State.KNOWN, 16, [[5], []]),
+        (State.LAST_CHUNK, 40, [[5, 2], []]),
+    ]
+    assert [each.step_tokens for each in taken] == [0, 77, 77]
+
+
+def test_what_was_cached_is_told_of_once_a_step_is_over():
+    """The request that computes it may be in the very same step."""
+    prompt = Prompt(num_prompt_tokens=80)
+    postings, _ = made(16)
+    postings.know("a", "x")
+    postings.admit("a", prompt)
+    # Nor what is to be received from another engine, before it is in any step.
+    prompt.num_computed_tokens = 32
+    postings.compute([], 0)
+    postings.compute([Scheduled("a", 32, 48, [[5, 2, 9]], begins=True)], 16)
+    prompt.num_computed_tokens, prompt.num_in_flight = 48, 16
+    postings.compute([Scheduled("a", 48, 64, [[3]], begins=False)], 16)
+    assert [each.record for each in postings.take()] == [b""]
+    prompt.num_computed_tokens, prompt.num_in_flight = 64, 16
+    postings.compute([], 0)
+    assert [told(each) for each in postings.take()] == [(State.KNOWN, 48, [[5, 2, 9]])]
+
+
+def test_prompt_that_is_preempted_is_another_attempt():
+    """Its blocks are others' meanwhile; what it has then is told of with its offer, too."""
+    prompt = Prompt(num_prompt_tokens=80)
+    postings = begin(prompt, 16, 16)
+    prompt.num_in_flight = 0
+    postings.compute([step(16, 32, [2], [8])], 16)
+    prompt.num_computed_tokens = 0
+    postings.compute([], 0)
+    postings.compute([step(0, 48, [1, 3, 6], [4, 9, 0])], 48)
+    prompt.num_computed_tokens = 48
+    postings.compute([step(48, 80, [10, 11], [12, 13])], 32)
+    postings.offer("a", 80, [[1, 3, 6, 10, 11], []])
+    records = [read_record(each.record, digest_of(each.record)) for each in postings.take()]
+    told_of = [each for each in records if isinstance(each, Record)]
+    assert [each.blocks()[0] for each in told_of] == [[5], [1, 3, 6], [1, 3, 6, 10, 11]]
+    first, second, offered = (each.attempt for each in told_of)
+    assert first != second == offered
+
+
+def test_scheduler_that_cannot_tell_what_is_in_flight_tells_nothing():
+    """Of what is computed so far; all else it does."""
+    prompt = Prompt(num_prompt_tokens=80)
+    announced: list = []
+    postings = Postings(announced.append, (16,), lambda _: None)
+    postings.know("a", "x")
+    postings.admit("a", prompt)
+    for number in range(5):
+        postings.compute([step(16 * number, 16 * (number + 1), [number])], 16)
+        prompt.num_computed_tokens = 16 * (number + 1)
+    assert [each.state for each in announced] == [State.KNOWN, State.LAST_CHUNK]

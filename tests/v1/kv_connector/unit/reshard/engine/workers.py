@@ -406,9 +406,16 @@ def receive(address, local, remote, *, tokens=48, remote_request_id="p-a") -> Re
     return Receive(address, remote_request_id, [local], [remote], tokens, tokens, OFFER)
 
 
-def fill(engine: Engine, block_ids, *, seed: int = 1) -> np.ndarray:
-    """Give a sequence random KV; returns it whole: layers, planes, heads, tokens, size."""
-    num_tokens = len(block_ids) * engine.block_tokens * engine.dcp
+def fill(engine: Engine, block_ids, *, seed: int = 1, num_blocks: int | None = None) -> np.ndarray:
+    """Give a sequence random KV; returns it whole: layers, planes, heads, tokens, size.
+
+    Args:
+        engine: Whose caches.
+        block_ids: Its blocks.
+        seed: Of what is random.
+        num_blocks: How many blocks it will have, where these are only the first ones.
+    """
+    num_tokens = (num_blocks or len(block_ids)) * engine.block_tokens * engine.dcp
     heads = max(holding.num_units for shard in engine.shards for holding in shard.holdings.values())
     shape = (NUM_LAYERS, 1 if engine.mla else 2, heads, num_tokens, engine.head_size)
     random = np.random.default_rng(seed)

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import 
     Board,
     Posting,
     Record,
+    RecordPlace,
     Sighting,
     State,
     board_entry,
@@ -48,11 +49,15 @@ def sighting(board: Board, name: str) -> Sighting:
 
 def record_of(board: Board, name: str) -> Record | None:
     """The record that a reader finds, if there is one."""
-    found = sighting(board, name)
-    if not found.has_record:
+    return record_at(board, sighting(board, name).offered)
+
+
+def record_at(board: Board, place: RecordPlace | None) -> Record | None:
+    """The record at a place, if there is one."""
+    if place is None:
         return None
-    rows = rows_of(board)[found.first_row : found.first_row + found.num_rows]
-    return read_record(rows.tobytes()[: found.size_bytes], found.digest)
+    rows = rows_of(board)[list(place.rows)]
+    return read_record(rows.tobytes()[: place.size_bytes], place.digest)
 
 
 def test_record_says_what_is_offered():
@@ -63,7 +68,8 @@ def test_record_says_what_is_offered():
     board.tell([Posting(1, "x", State.OFFERED, record.request_id, encode_record(record))])
     found = record_of(board, "x")
     assert found == record and found.blocks() == blocks
-    assert sighting(board, "x").num_rows > 1
+    place = sighting(board, "x").offered
+    assert place is not None and place.num_rows > 1
     assert sighting(board, "y") == Sighting(None)
 
 
@@ -72,6 +78,62 @@ def test_step_that_completes_a_prompt_says_how_long_it_is():
     board = Board(ENGINE)
     board.tell([Posting(1, "x", State.LAST_CHUNK, "a", step_tokens=8192)])
     assert sighting(board, "x") == Sighting(State.LAST_CHUNK, step_tokens=8192)
+
+
+def computed(number: int, num_tokens: int, request_id: str = "a", name: str = "x") -> Posting:
+    """A posting of what is computed of a prompt."""
+    record = encode_record(Record.of(request_id, num_tokens, [[*range(num_tokens)]]))
+    return Posting(number, name, State.KNOWN, request_id, record, num_computed=num_tokens)
+
+
+def test_readers_find_what_is_computed_so_far():
+    """It stays beside the state until the prompt is through, and is another record each time."""
+    board = Board(ENGINE)
+    board.tell([Posting(1, "x", State.KNOWN, "a")])
+    assert sighting(board, "x") == Sighting(State.KNOWN)
+    for number, num_tokens in ((2, 16), (3, 400)):
+        board.tell([computed(number, num_tokens)])
+        found = sighting(board, "x")
+        assert (found.state, found.num_computed) == (State.KNOWN, num_tokens)
+        record = record_at(board, found.computed)
+        assert record is not None and record.blocks() == [[*range(num_tokens)]]
+    board.tell([Posting(4, "x", State.LAST_CHUNK, "a", step_tokens=9)])
+    found = sighting(board, "x")
+    assert (found.state, found.step_tokens, found.num_computed) == (State.LAST_CHUNK, 9, 400)
+    board.tell([Posting(5, "x", State.OFFERED, "a", encode_record(Record.of("a", 4, [[1]])))])
+    found = sighting(board, "x")
+    assert found.offered is not None and not found.num_computed and found.computed is None
+    board.release("a")
+    assert board._records.free_bytes == board._records.size_bytes
+    assert not rows_of(board)[:NUM_BUCKETS].any()
+
+
+def test_what_is_computed_is_no_other_requests():
+    """A name that is another request's says nothing of the one before."""
+    board = Board(ENGINE)
+    board.tell([computed(1, 16), Posting(2, "x", State.KNOWN, "b")])
+    assert sighting(board, "x") == Sighting(State.KNOWN)
+
+
+def test_what_is_computed_takes_no_place_that_a_request_needs(monkeypatch):
+    """A request without an entry would not be found, where readers can do without this one."""
+    board = Board(ENGINE)
+    monkeypatch.setattr(board_module, "board_entry", lambda _, name: (0, 1 + NAMES.index(name)))
+    monkeypatch.setattr(board_module, "_LEFT_FREE", 12)
+    board.tell([Posting(n + 1, name, State.KNOWN, name) for n, name in enumerate(NAMES)])
+    board.tell([computed(9, 16, name=NAMES[0], request_id=NAMES[0])])
+    entries = rows_of(board)[0].reshape(-1, 4)
+    assert np.count_nonzero(entries[:, 0]) == len(NAMES)
+
+
+def test_builds_that_know_nothing_of_it_are_not_misled():
+    """They look for the name alone, and find what it always said."""
+    board = Board(ENGINE)
+    board.tell([Posting(1, "x", State.LAST_CHUNK, "a", step_tokens=9), computed(2, 16)])
+    bucket, name = board_entry(ENGINE, "x")
+    entries = rows_of(board)[bucket].reshape(-1, 4)
+    (words,) = entries[entries[:, 0] == np.uint64(name)].tolist()
+    assert words == [name, State.KNOWN, 0, 0]
 
 
 def test_buckets_cannot_be_told_from_names():
@@ -167,7 +229,7 @@ def test_announcement_is_ahead_of_its_step_and_never_behind():
 )
 def test_record_that_cannot_be_is_none(place):
     """A peer may have written anything: no row outside of the board is read."""
-    assert not Sighting(State.OFFERED, *place).has_record
+    assert not RecordPlace(*place, digest=0).is_possible
 
 
 @given(st.binary(max_size=64), st.integers(0, (1 << 64) - 1))
@@ -189,11 +251,15 @@ def test_readers_find_what_was_said_last(data):
     postings = []
     for number in range(1, data.draw(st.integers(1, 30)) + 1):
         name, state = data.draw(st.sampled_from(NAMES)), data.draw(STATES)
-        record = b""
-        if state is State.OFFERED:
+        record, num_computed = b"", 0
+        is_computed = state is not None and state.is_computed and data.draw(st.booleans())
+        if state is State.OFFERED or is_computed:
             blocks = [data.draw(st.lists(st.integers(0, 99), max_size=300))]
             record = encode_record(Record.of(f"r{number}", number, blocks))
-        postings.append(Posting(number, name, state, f"r{number}", record))
+            num_computed = number if is_computed else 0
+        postings.append(
+            Posting(number, name, state, f"r{number}", record, num_computed=num_computed)
+        )
         now[name] = postings[-1]
     announced = told = 0
     while told < len(postings):
@@ -209,9 +275,11 @@ def test_readers_find_what_was_said_last(data):
         board.announce(late)
     for name, posting in now.items():
         assert sighting(board, name).state is posting.state
-        if posting.state is State.OFFERED:
-            found = record_of(board, name)
-            assert found is not None and encode_record(found) == posting.record
+        found = sighting(board, name)
+        assert found.num_computed == posting.num_computed
+        if posting.record:
+            record = record_at(board, found.computed if found.num_computed else found.offered)
+            assert record is not None and encode_record(record) == posting.record
         board.tell([Posting(1000 + NAMES.index(name), name, None)])
     assert board._records.free_bytes == board._records.size_bytes
     assert not rows_of(board)[:NUM_BUCKETS].any()

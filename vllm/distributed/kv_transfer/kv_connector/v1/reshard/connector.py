@@ -212,8 +212,8 @@ class NixlConnector(UpstreamConnector):
         """What the scheduler should know, and vLLM would not tell it at once."""
         early = self._worker.take_early_news()
         failed = frozenset(self._reports.take_news())
-        admissible = frozenset(early.admissible)
-        return WorkerNews(failed, admissible, early.faults, early.first_tokens) or None
+        begun, admissible = frozenset(early.begun), frozenset(early.admissible)
+        return WorkerNews(failed, begun, admissible, early.faults, early.first_tokens) or None
 
     def take_first_outputs(self) -> Iterable[tuple[int, EngineCoreOutput]]:
         """What clients are sent of requests that were received with a first token."""

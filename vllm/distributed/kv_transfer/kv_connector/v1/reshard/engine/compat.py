@@ -97,6 +97,21 @@ That of 0.22.1 does not ask connectors, nor does any vLLM as released, so that t
 """
 
 
+def tokens_in_flight(request: Any, *, is_ahead: bool) -> int | None:
+    """How many of a request's computed tokens are those of steps whose output is not known yet.
+
+    Args:
+        request: The request.
+        is_ahead: Steps are scheduled before the output of earlier ones is known.
+
+    Returns:
+        That many; None where steps are ahead in 0.22.1, which does not count them.
+    """
+    if _IS_0_22:
+        return None if is_ahead else 0
+    return int(request.num_in_flight_tokens)
+
+
 def is_since(release: str) -> bool:
     """Whether the base is this release or a later one; 0.22.1 is the first of all."""
     return Version(_vllm_version).release >= Version(release).release

@@ -12,6 +12,7 @@ All of this belongs to the connector's thread.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -27,11 +28,12 @@ from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
 from ..transport.lease_check import LeaseCheckFailure, Verdict
 from ..transport.remote import LocalCache, RequestBlocks
-from ..transport.transfers import PartEvent, PartFailed, Transfers
+from ..transport.transfers import PartDrained, PartEvent, PartFailed, Transfers
 from .completions import CompletionHandler
 from .doubt import BlocksInDoubt
 from .notifier import Notifier
 from .peers import Peer, PeerTable
+from .prefetch import FullGroups, Prefetched
 from .queues import taken_once_done
 from .readings import READ_FAILURES, Reading
 from .stats import ReadFailure, ReshardStats
@@ -141,6 +143,30 @@ class ConsumerSide:
                     self._account(request_id, receive, None, now_s)
             self._lose(request_id, error)
 
+    def prefetch(
+        self, request_id: RequestId, receive: Receive, part: Receive, now_s: float
+    ) -> None:
+        """Read what is computed of a request that is not offered yet, as far as it can be.
+
+        What goes wrong with that fails no request: all of it is read once it is offered.
+
+        Args:
+            request_id: The request.
+            receive: What is to be read of it then.
+            part: What can be read of it now.
+            now_s: The time.
+        """
+        self._now_s = now_s
+        try:
+            self._prefetch(request_id, receive, part, now_s)
+        except Exception:
+            logger.exception(
+                "Request %s is read once it is offered: an exception that nobody foresaw came up",
+                quote(request_id),
+            )
+            if (reading := self._reading.get(request_id)) is not None:
+                self._spoil(request_id, reading)
+
     def refuse(
         self,
         request_id: RequestId,
@@ -164,12 +190,69 @@ class ConsumerSide:
             return
         peer = self._peers.get_or_connect(receive.source, now_s)
         if any(receive.local_block_ids):
-            self._account(request_id, receive, peer, now_s)
+            reading = self._reading.get(request_id)
+            if reading is not None and reading.state is ReadState.PREFETCHING:
+                self._go_on(reading, receive, peer, now_s)
+            else:
+                self._account(request_id, receive, peer, now_s)
         elif peer.connection is not None:
             # It waits for no read of another request's.
             self._completions.notify_producers(receive, peer.connection)
             return
         peer.waiting.append((request_id, receive))
+
+    def _prefetch(
+        self, request_id: RequestId, receive: Receive, part: Receive, now_s: float
+    ) -> None:
+        reading = self._reading.get(request_id)
+        if reading is not None and (
+            reading.receive is not receive or reading.state is not ReadState.PREFETCHING
+        ):
+            return
+        connection = self._peers.get_or_connect(part.source, now_s).connection
+        if connection is None or self._doubt.are_too_many:
+            return
+        assert self._reader is not None
+        prefetched = Prefetched() if reading is None else reading.prefetched
+        assert prefetched is not None
+        if prefetched.connection not in (None, connection) or prefetched.is_spoiled:
+            return
+        legs = connection.engine.legs
+        groups = FullGroups.of(
+            (each.leg for each in legs), part.remote_block_ids, self._reader.window_groups
+        )
+        wanted = prefetched.next(part, groups)
+        if wanted is None:
+            return
+        blocks = RequestBlocks(wanted, self._reader)
+        parts = [
+            each
+            for leg in legs
+            if not leg.leg.per_sequence
+            for each in self._transfers.cut(leg, blocks.select(leg.leg))
+        ]
+        if reading is None:
+            reading = self._account(request_id, receive, None, now_s, ReadState.PREFETCHING)
+            reading.prefetched = prefetched
+        prefetched.groups, prefetched.part, prefetched.connection = groups, part, connection
+        prefetched.num_tokens = wanted.local_tokens
+        keys = reading.take_keys(len(parts))
+        self._ledger.prefetch(request_id, keys)
+        self._transfers.start(request_id, parts, connection, first_key=keys.start, is_prefetch=True)
+
+    def _spoil(self, request_id: RequestId, reading: Reading) -> None:
+        """What was read of a request before it is offered is of no use."""
+        if reading.prefetched is not None:
+            reading.prefetched.is_spoiled = True
+            self._transfers.give_up(request_id)
+
+    def _go_on(self, reading: Reading, receive: Receive, peer: Peer, now_s: float) -> None:
+        """A request is offered of which something was read before: its time begins now."""
+        self._num_taken_up += 1
+        reading.number, reading.receive, reading.peer = self._num_taken_up, receive, peer
+        reading.taken_up_at_s, reading.due_at_s = now_s, now_s + self._timeout_s
+        self._deadlines.append((reading.due_at_s, reading.request_id, reading.number))
+        reading.enter(ReadState.WAITING, now_s)
 
     def on_connected(self, peer: Peer) -> None:
         """What has waited for a peer can begin: it is connected now."""
@@ -294,11 +377,16 @@ class ConsumerSide:
         )
 
     def _account(
-        self, request_id: RequestId, receive: Receive, peer: Peer | None, now_s: float
+        self,
+        request_id: RequestId,
+        receive: Receive,
+        peer: Peer | None,
+        now_s: float,
+        state: ReadState = ReadState.WAITING,
     ) -> Reading:
-        """Take a request into account until it is reported."""
+        """Take a request into account until it is reported; it is due once it is offered."""
         self._num_taken_up += 1
-        due_at_s = now_s + self._timeout_s
+        due_at_s = now_s + self._timeout_s if state is ReadState.WAITING else math.inf
         trace = trace_of_read(self._name, receive)
         reading = Reading(
             request_id,
@@ -307,12 +395,14 @@ class ConsumerSide:
             due_at_s,
             receive,
             peer,
+            state=state,
             since_s=now_s,
             trace=trace,
         )
         self._ledger.begin(request_id)
         self._reading[request_id] = reading
-        self._deadlines.append((reading.due_at_s, request_id, reading.number))
+        if due_at_s < math.inf:
+            self._deadlines.append((due_at_s, request_id, reading.number))
         logger.debug(
             "Request %s: %s at engine %s, to read %d blocks.",
             quote(request_id),
@@ -348,8 +438,16 @@ class ConsumerSide:
             reason = f"{self._doubt.count:d} blocks may still be written by earlier reads"
             self._fail(request_id, reading, reason, ReadFailure.DOUBT)
             return
+        prefetched = reading.prefetched
+        if prefetched is not None and not prefetched.is_of(receive, connection):
+            if self._ledger.num_parts_of(request_id):
+                # The same blocks are read into once nothing else is. See `_apply`.
+                self._spoil(request_id, reading)
+                return
+            prefetched = None
         try:
-            blocks = RequestBlocks(receive, self._reader)
+            rest = receive if prefetched is None else prefetched.rest_of(receive)
+            blocks = RequestBlocks(rest, self._reader)
             selected = [(leg, blocks.select(leg.leg)) for leg in engine.legs]
         except ReshardError as error:
             self._fail(request_id, reading, str(error), ReadFailure.PARAMETERS)
@@ -360,12 +458,16 @@ class ConsumerSide:
         reading.connection = connection
         reading.enter(ReadState.READING, self._now_s)
         reading.lease_tables = [
-            table for name, table in engine.lease_tables.items() if name in read_from
+            table
+            for name, table in engine.lease_tables.items()
+            if name in read_from or prefetched is not None
         ]
-        keys, num_tables = range(len(parts)), len(reading.lease_tables)
+        keys, num_tables = reading.take_keys(len(parts)), len(reading.lease_tables)
         try:
             self._ledger.post(request_id, keys, pending_checks=num_tables)
-            self._transfers.start(request_id, parts, connection)
+            self._transfers.start(request_id, parts, connection, first_key=keys.start)
+            if num_tables and not self._ledger.num_parts_of(request_id):
+                self._look_up(request_id, reading)
         except Exception as error:
             self._lose(request_id, error)
             # None of them is on its way.
@@ -377,22 +479,49 @@ class ConsumerSide:
         reading = self._reading.get(event.request_id)
         if reading is None:
             return
+        if reading.state in (ReadState.PREFETCHING, ReadState.WAITING):
+            self._apply_to_prefetched(event, reading, now_s)
+            return
         if isinstance(event, PartFailed):
             if not event.local:
                 self._break_off(reading, now_s)
             kind = ReadFailure.COPY if event.local else ReadFailure.TRANSFER
             self._fail(event.request_id, reading, event.fault, kind)
             return
-        if event.telemetry is not None:
-            self._stats.record_transfer(event.telemetry, event.strategy)
-            if reading.trace is not None:
-                reading.trace.num_bytes += event.telemetry.totalBytes
-                reading.trace.strategies.add(event.strategy.value)
+        self._count(event, reading)
         if self._ledger.part_drained(event.request_id, event.key):
             try:
                 self._look_up(event.request_id, reading)
             except Exception as error:
                 self._lose(event.request_id, error)
+
+    def _apply_to_prefetched(self, event: PartEvent, reading: Reading, now_s: float) -> None:
+        """Take note of what has happened to what is read of a request before its turn."""
+        request_id, prefetched = event.request_id, reading.prefetched
+        assert prefetched is not None
+        if isinstance(event, PartFailed):
+            if not event.local:
+                self._break_off(reading, now_s)
+            self._spoil(request_id, reading)
+            return
+        self._count(event, reading)
+        self._ledger.part_drained(request_id, event.key)
+        if (
+            prefetched.is_spoiled
+            and reading.state is ReadState.WAITING
+            and not self._ledger.num_parts_of(request_id)
+        ):
+            peer = self._peers.get_or_connect(reading.receive.source, now_s)
+            if (request_id, reading.receive) not in peer.waiting:
+                peer.waiting.append((request_id, reading.receive))
+
+    def _count(self, event: PartDrained, reading: Reading) -> None:
+        """Count what a part has brought."""
+        if event.telemetry is not None:
+            self._stats.record_transfer(event.telemetry, event.strategy)
+            if reading.trace is not None:
+                reading.trace.num_bytes += event.telemetry.totalBytes
+                reading.trace.strategies.add(event.strategy.value)
 
     def _look_up(self, request_id: RequestId, reading: Reading) -> None:
         """All of a request was read: see that it was still held, and was what was wanted."""
@@ -466,18 +595,21 @@ class ConsumerSide:
 
     def _break_off(self, reading: Reading, now_s: float) -> None:
         """Read nothing more with the connection that a request is read with."""
-        if reading.connection is not None:
-            self._peers.break_off(reading.connection, now_s)
+        connection = reading.connection
+        if connection is None and reading.prefetched is not None:
+            connection = reading.prefetched.connection
+        if connection is not None:
+            self._peers.break_off(connection, now_s)
 
     def _run_out_of_time(self, request_id: RequestId, reading: Reading, now_s: float) -> None:
         """Fail a request whose time is over, and say what it waited for."""
         source = reading.receive.source
         where = f"{quote(source.engine_id)} at {quote(source.host)}:{source.port}"
-        if reading.connection is None:
-            waited_for = f"{where} to be connected"
-        elif num_legs := self._ledger.num_parts_of(request_id):
+        if num_legs := self._ledger.num_parts_of(request_id):
             waited_for = f"{num_legs} reads from {where}"
             self._break_off(reading, now_s)
+        elif reading.connection is None:
+            waited_for = f"{where} to be connected"
         elif reading.connection.leases.waits_for_offer((request_id, reading.number)):
             fault = f"{where} did not say within {self._timeout_s:g} s what it offers: {_NO_OFFER}"
             self._fail(request_id, reading, fault, ReadFailure.LEASE)

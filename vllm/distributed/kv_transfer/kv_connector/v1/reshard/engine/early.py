@@ -5,10 +5,10 @@
                       |  last chunk, or a fault: the scheduler hears of it
 
 A request is handed on once two things are known: what is offered, from the board, and the blocks to
-fill, from the scheduler, which gives it some when its last chunk is computed. Each worker watches
-for itself, so that none waits for another one's step: one small read of each engine at a time, and
-a rest after it. Nothing is read into blocks here, so that a request that is given up is quiet at
-once.
+fill, from the scheduler, which gives it some when its last chunk is computed. Where there is room,
+it has some before, and what is computed so far is handed on as well. Each worker watches for
+itself, so that none waits for another one's step: one small read of each engine at a time, and a
+rest after it. Nothing is read into blocks here.
 
 All of this belongs to the connector's thread.
 """
@@ -27,7 +27,15 @@ import numpy.typing as npt
 from vllm.logger import init_logger
 
 from ..errors import RemoteEngineChangedError, TransferError
-from ..protocol.board import Record, Sighting, State, board_entry, look_up, read_record
+from ..protocol.board import (
+    Record,
+    RecordPlace,
+    Sighting,
+    State,
+    board_entry,
+    look_up,
+    read_record,
+)
 from ..protocol.fingerprint import with_blocks
 from ..protocol.ids import RequestId
 from ..protocol.leases import Entry
@@ -59,18 +67,48 @@ class _Waiting:
         watch: What was seen of it.
         entry: What stands for its name on the boards of the engine that computes it.
         receive: What to fill, once the scheduler has said so.
+        is_begun: The scheduler has heard that something of it is computed.
         is_told: The scheduler has heard that it may have blocks.
         has_waited: It was not offered at the first look, as it is where a router is serial.
         step_tokens: How many tokens the step of its last chunk computes; 0 until that is known.
+        num_computed: How many of its tokens were handed on as computed.
     """
 
     name: str
     watch: Watch
     entry: Entry = field(init=False)
     receive: Receive | None = None
+    is_begun: bool = False
     is_told: bool = False
     has_waited: bool = False
     step_tokens: int = 0
+    num_computed: int = 0
+
+
+class _Sought(NamedTuple):
+    """A record that is read.
+
+    Attributes:
+        place: Where it lies.
+        num_computed: How many tokens are computed of whose blocks it tells; 0 for that of an offer.
+    """
+
+    place: RecordPlace
+    num_computed: int
+
+
+class Computed(NamedTuple):
+    """A request that has blocks, and of which something is computed.
+
+    Attributes:
+        request_id: The request.
+        receive: What is to be read of it once it is offered.
+        part: What can be read now: as many tokens as it says there are.
+    """
+
+    request_id: RequestId
+    receive: Receive
+    part: Receive
 
 
 class Refusal(NamedTuple):
@@ -102,8 +140,7 @@ class _Place:
         connection: What that is made with.
         look: That look; None without one.
         asked: The requests whose buckets it is for.
-        sightings: What these have said of requests whose records are looked at; empty where
-            buckets are.
+        sought: The records that it is for instead, if any.
     """
 
     waiting: dict[RequestId, _Waiting] = field(default_factory=dict)
@@ -114,7 +151,7 @@ class _Place:
     connection: PeerConnection | None = None
     look: Look | None = None
     asked: list[RequestId] = field(default_factory=list)
-    sightings: dict[RequestId, Sighting] = field(default_factory=dict)
+    sought: dict[RequestId, _Sought] = field(default_factory=dict)
 
     @property
     def reader(self) -> BoardReader:
@@ -130,20 +167,23 @@ class EarlyNews:
     """What the scheduler should hear.
 
     Attributes:
+        begun: Requests of whose prompts something is computed.
         admissible: Requests that are to have blocks now.
         faults: Requests that will not be read, each with the reason.
         first_tokens: The token that is told with the offer of some requests.
     """
 
+    begun: set[RequestId] = field(default_factory=set)
     admissible: set[RequestId] = field(default_factory=set)
     faults: dict[RequestId, str] = field(default_factory=dict)
     first_tokens: dict[RequestId, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.admissible or self.faults or self.first_tokens)
+        return bool(self.begun or self.admissible or self.faults or self.first_tokens)
 
     def add(self, later: EarlyNews) -> None:
         """Take in what was seen since."""
+        self.begun |= later.begun
         self.admissible |= later.admissible
         self.faults |= later.faults
         self.first_tokens |= later.first_tokens
@@ -158,6 +198,7 @@ class EarlyRequests:
 
     Attributes:
         ready: Requests that can be read, or told to their producer. The caller takes them out.
+        computed: Requests of which something can be read already. The caller takes them out.
         refused: Those that have blocks, and will not be read. The caller takes them out.
         has_moved: The last look has found an offer, whose record is soon there.
     """
@@ -175,6 +216,7 @@ class EarlyRequests:
         self._left = LeftLooks(peers)
         self._renewed: dict[RequestId, RemoteRequest] = {}
         self.ready: deque[tuple[RequestId, Receive]] = deque()
+        self.computed: deque[Computed] = deque()
         self.refused: deque[Refusal] = deque()
         self.has_moved = False
 
@@ -190,7 +232,7 @@ class EarlyRequests:
     @property
     def next_due_s(self) -> float:
         """When there is something to do next."""
-        if self.ready or self.refused or self._news:
+        if self.ready or self.computed or self.refused or self._news:
             return -math.inf
         due_s = [
             place.look_at_s if place.connection else -math.inf
@@ -314,7 +356,6 @@ class EarlyRequests:
             for request_id in place.asked:
                 place.waiting[request_id] = place.waiting.pop(request_id)
         rows = [place.waiting[each].entry.bucket for each in place.asked]
-        place.sightings = {}
         self._post(address, place, rows, now_s)
 
     def _take(self, address: RemoteEngineAddress, place: _Place, now_s: float) -> None:
@@ -333,7 +374,7 @@ class EarlyRequests:
                 self._break_off(address, place, now_s)
             return
         place.look = None
-        if place.sightings:
+        if place.sought:
             self._read_records(address, place, rows, now_s)
         else:
             self._read_buckets(address, place, rows, now_s)
@@ -366,20 +407,25 @@ class EarlyRequests:
             if fault is not None:
                 self._fail(request_id, waiting, fault)
                 continue
-            if waiting.watch.may_have_blocks and not waiting.is_told and waiting.receive is None:
-                waiting.is_told = True
-                self._news.admissible.add(request_id)
-            if sighting.has_record and sighting.num_rows <= room:
-                room -= sighting.num_rows
-                place.sightings[request_id] = sighting
-        if place.sightings:
+            self._tell(request_id, waiting, sighting)
+            sought = _sought(waiting, sighting)
+            if sought is not None and sought.place.num_rows <= room:
+                room -= sought.place.num_rows
+                place.sought[request_id] = sought
+        if place.sought:
             self.has_moved = True
-            wanted = [
-                row
-                for each in place.sightings.values()
-                for row in range(each.first_row, each.first_row + each.num_rows)
-            ]
+            wanted = [row for each in place.sought.values() for row in each.place.rows]
             self._post(address, place, wanted, now_s)
+
+    def _tell(self, request_id: RequestId, waiting: _Waiting, sighting: Sighting) -> None:
+        """Have the scheduler know of a request that it may give blocks, or that waits no longer."""
+        has_none = waiting.receive is None
+        if sighting.num_computed and has_none and not waiting.is_begun:
+            waiting.is_begun = True
+            self._news.begun.add(request_id)
+        if waiting.watch.may_have_blocks and not waiting.is_told and (has_none or waiting.is_begun):
+            waiting.is_told = True
+            self._news.admissible.add(request_id)
 
     def _read_records(
         self,
@@ -390,12 +436,20 @@ class EarlyRequests:
     ) -> None:
         """Hand on what is offered; what was changed while it was read is looked at again."""
         first = 0
-        for request_id, sighting in place.sightings.items():
-            data = rows[first : first + sighting.num_rows].tobytes()[: sighting.size_bytes]
-            first += sighting.num_rows
+        for request_id, (record_place, num_computed) in place.sought.items():
+            landed = rows[first : first + record_place.num_rows]
+            first += record_place.num_rows
             waiting = place.waiting.get(request_id)
-            record = read_record(data, sighting.digest)
+            data = landed.tobytes()[: record_place.size_bytes]
+            record = read_record(data, record_place.digest)
             if waiting is None or record is None:
+                continue
+            if num_computed:
+                waiting.num_computed = num_computed
+                if isinstance(record, Record) and waiting.receive is not None:
+                    part = _found(waiting.receive, address, record)
+                    part = replace(part, remote_tokens=record.num_tokens)
+                    self.computed.append(Computed(request_id, waiting.receive, part))
                 continue
             if isinstance(record, str):
                 self._fail(request_id, waiting, record)
@@ -414,7 +468,7 @@ class EarlyRequests:
                 self._offered[request_id] = address, record
             else:
                 self._hand_on(request_id, receive, address, record)
-        place.sightings = {}
+        place.sought = {}
 
     def _post(
         self, address: RemoteEngineAddress, place: _Place, rows: list[int], now_s: float
@@ -445,7 +499,7 @@ class EarlyRequests:
         if place.look is not None and place.connection is not None:
             self._left.add(place.connection, place.look, place.looked_s)
         place.look = place.connection = None
-        place.sightings = {}
+        place.sought = {}
 
     def _hand_on(
         self,
@@ -455,16 +509,7 @@ class EarlyRequests:
         record: Record,
     ) -> None:
         """A request is one like any other from now on: what is to be read, and where, is known."""
-        blocks = record.blocks()
-        whole = replace(
-            receive,
-            source=address,
-            remote_request_id=record.request_id,
-            remote_block_ids=blocks,
-            fingerprint=receive.fingerprint and with_blocks(receive.fingerprint, blocks),
-            is_early=False,
-        )
-        self.ready.append((request_id, whole))
+        self.ready.append((request_id, _found(receive, address, record)))
 
     def _fail(self, request_id: RequestId, waiting: _Waiting, reason: str) -> None:
         self._drop(request_id)
@@ -492,3 +537,29 @@ class EarlyRequests:
 
     def _drop(self, request_id: RequestId) -> None:
         del self._places[self._at.pop(request_id)].waiting[request_id]
+
+
+def _sought(waiting: _Waiting, sighting: Sighting) -> _Sought | None:
+    """Which record of a request is to be read: that of its offer, or of what is computed anew."""
+    if sighting.offered is not None:
+        return _Sought(sighting.offered, 0)
+    has_blocks = waiting.receive is not None and any(waiting.receive.local_block_ids)
+    if sighting.computed is None or not has_blocks:
+        return None
+    if sighting.num_computed <= waiting.num_computed:
+        return None
+    return _Sought(sighting.computed, sighting.num_computed)
+
+
+def _found(receive: Receive, address: RemoteEngineAddress, record: Record) -> Receive:
+    """A request, with what its source says of it."""
+    blocks = record.blocks()
+    return replace(
+        receive,
+        source=address,
+        remote_request_id=record.request_id,
+        remote_block_ids=blocks,
+        fingerprint=receive.fingerprint and with_blocks(receive.fingerprint, blocks),
+        is_early=False,
+        attempt=record.attempt,
+    )

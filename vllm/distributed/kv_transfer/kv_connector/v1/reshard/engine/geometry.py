@@ -230,6 +230,12 @@ def state_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
     )
 
 
+def full_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """The KV-cache groups that keep all tokens of a sequence."""
+    groups = frozenset(group for _, group in _specs(kv_cache_config).values())
+    return groups - window_groups(kv_cache_config) - state_groups(kv_cache_config)
+
+
 def token_layers(kv_cache_config: KVCacheConfig) -> list[str]:
     """The layers that keep tokens, and not state."""
     specs = _specs(kv_cache_config)

@@ -95,24 +95,29 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
     Attributes:
         failed: Requests that a worker could not read.
+        begun: Requests of `early` of which something is computed.
         admissible: Requests of `early` that may have blocks.
         faults: Those of them that will not be read, each with the reason.
         first_tokens: The token that is told with the offer of some of them.
     """
 
     failed: frozenset[RequestId] = frozenset()
+    begun: frozenset[RequestId] = frozenset()
     admissible: frozenset[RequestId] = frozenset()
     faults: Mapping[RequestId, str] = field(default_factory=dict)
     first_tokens: Mapping[RequestId, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.failed or self.admissible or self.faults or self.first_tokens)
+        return bool(
+            self.failed or self.begun or self.admissible or self.faults or self.first_tokens
+        )
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """What two workers say."""
         assert isinstance(other, WorkerNews)
         return WorkerNews(
             self.failed | other.failed,
+            self.begun | other.begun,
             self.admissible | other.admissible,
             {**self.faults, **other.faults},
             {**self.first_tokens, **other.first_tokens},

@@ -15,6 +15,7 @@ from ..protocol.quoting import one_line, quote
 from ..transport.connection import PeerConnection
 from ..transport.lease_check import LeaseCheckFailure, PreparedTable
 from .peers import Peer
+from .prefetch import Prefetched
 from .stats import ReadFailure
 from .traces import Trace
 
@@ -27,6 +28,7 @@ READ_FAILURES = {
 }
 
 _SPANS = {
+    ReadState.PREFETCHING: "prefetch",
     ReadState.WAITING: "wait",
     ReadState.READING: "read",
     ReadState.CHECKING: "check",
@@ -55,6 +57,8 @@ class Reading:
         stood_still_s: For how long nothing was done for it, as its worker stood still.
         trace: Where what it goes through is exported; None where its client traces nothing.
         num_in_doubt: Its blocks, since it has failed and while they may be written.
+        num_parts: How many parts of it were begun.
+        prefetched: What of it was read before it was offered; None where nothing was.
     """
 
     request_id: RequestId
@@ -72,10 +76,17 @@ class Reading:
     stood_still_s: float = 0.0
     trace: Trace | None = None
     num_in_doubt: int = 0
+    num_parts: int = 0
+    prefetched: Prefetched | None = None
 
     def waits_for(self, receive: Receive) -> bool:
         """Whether it is this request of those that had its name, and waits to be read."""
         return self.receive is receive and self.state is ReadState.WAITING
+
+    def take_keys(self, count: int) -> range:
+        """Keys of so many parts that are begun now."""
+        first, self.num_parts = self.num_parts, self.num_parts + count
+        return range(first, self.num_parts)
 
     def enter(self, state: ReadState, now_s: float) -> None:
         """Take note of its next state, and tell it in the log and in its trace."""

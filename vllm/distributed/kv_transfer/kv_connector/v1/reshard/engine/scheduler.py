@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from ..protocol.board import State
 from ..protocol.early import decode_params, prefill_name, prefill_params
 from ..protocol.fingerprint import OfferFingerprint, fingerprint
-from ..protocol.ids import BlockIds, EngineId, RequestId
+from ..protocol.ids import BlockIds, EngineId
 from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.metadata import encode_replies
 from ..protocol.params import (
@@ -40,15 +40,19 @@ from ..protocol.params import (
 )
 from ..protocol.quoting import one_line, quote
 from ..transport.side_channel import HandshakeServer
-from .compat import OUTPUTS_OUTLIVE_PREEMPTION, PRODUCERS_KEEP_THE_LAST_WINDOW
+from .compat import (
+    OUTPUTS_OUTLIVE_PREEMPTION,
+    PRODUCERS_KEEP_THE_LAST_WINDOW,
+    tokens_in_flight,
+)
 from .content import content_keys, content_token_ids
 from .failed_reads import ReadBook
 from .first_tokens import open_first_tokens
-from .geometry import state_groups, tokens_of_blocks, window_groups
+from .geometry import full_groups, state_groups, tokens_of_blocks, window_groups
 from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from .offers import OfferBook, host_for_workers
 from .parking import Parking
-from .postings import Postings
+from .postings import Postings, Scheduled
 from .readers import Readers, RemoteName, is_made_up
 from .settings import read_settings, remarks
 
@@ -98,8 +102,16 @@ class ReshardScheduler(NixlConnectorScheduler):
         # Those whose leases workers renew, or are about to.
         self._renewed: set[str] = set()
         self._offers = OfferBook()
-        self._postings = Postings(self._offers.announce)
-        self._parking = Parking()
+        # What drafts compute of a step's tokens is not taken for granted.
+        is_told = vllm_config.speculative_config is None
+        full = full_groups(kv_cache_config) if is_told else frozenset()
+        self._postings = Postings(
+            self._offers.announce,
+            [tokens * (group in full) for group, tokens in enumerate(self._block_tokens)],
+            partial(tokens_in_flight, is_ahead=self._is_ahead),
+        )
+        longest = self._num_blocks_of(vllm_config.model_config.max_model_len)
+        self._parking = Parking(kv_cache_config.num_blocks - longest)
         self._readers = Readers()
         self.first_tokens = open_first_tokens(
             vllm_config, settings, prefills_all=not self._prefill_backoff()
@@ -172,7 +184,8 @@ class ReshardScheduler(NixlConnectorScheduler):
                 self.first_tokens.begin(request)
                 named = RemoteRequest(_address(source), source.remote_request_id)
                 if is_early(params):
-                    self._parking.park(request.request_id, named)
+                    num_blocks = self._num_blocks_of(request.num_tokens)
+                    self._parking.park(request.request_id, named, num_blocks)
                 else:
                     self._awaited[request.request_id] = named
                 self._renewed.add(request.request_id)
@@ -206,11 +219,10 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[int | None, bool]:
         """As upstream's, but for requests that are dispatched early, which wait.
 
-        They have no blocks until the engine that computes their prompt needs no more for it. What
-        is cached here whole need not wait.
+        They have no blocks as long as `parking` has it. What is cached here whole need not wait.
         """
         count, is_async = self._num_to_read(request, num_computed_tokens)
-        if count > 0 and request.request_id in self._parking:
+        if count > 0 and not self._parking.may_have_blocks(request.request_id):
             return None, False
         return count, is_async
 
@@ -260,7 +272,9 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> None:
         """As upstream's; what is left of a prompt is known then."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._postings.admit(request.request_id, request.num_prompt_tokens)
+        self._postings.admit(request.request_id, request)
+        if num_external_tokens:
+            self._parking.admit(request.request_id)
 
     def _prefill_backoff(self) -> int:
         """As upstream's, but at least the last token of a prompt where layers have windows.
@@ -275,7 +289,7 @@ class ReshardScheduler(NixlConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """What the workers are asked to do in this step."""
         self._postings.compute(
-            _reached(scheduler_output), scheduler_output.total_num_scheduled_tokens
+            _scheduled(scheduler_output), scheduler_output.total_num_scheduled_tokens
         )
         wanted: dict[str, tuple[Request, BlockIds]] = {
             # What follows the blocks, if anything does, is for upstream's worker.
@@ -320,9 +334,10 @@ class ReshardScheduler(NixlConnectorScheduler):
         if isinstance(told, WorkerNews):
             for request_id in self._reads.hear(told.failed):
                 self._stop_heartbeat(request_id)
-            self._parking.hear(told.admissible, told.faults)
+            self._parking.hear(told.begun, told.admissible, told.faults)
             self.first_tokens.hear(told.first_tokens)
         self._postings.forget(connector_output.finished_sending or ())
+        self._parking.forget(connector_output.finished_recving or ())
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
                 connector_output.finished_recving
@@ -445,6 +460,10 @@ class ReshardScheduler(NixlConnectorScheduler):
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
 
+    def _num_blocks_of(self, num_tokens: int) -> int:
+        """How many blocks so many tokens take at most, of all KV-cache groups."""
+        return sum(cdiv(num_tokens, tokens) for tokens in self._block_tokens)
+
     def _blocks_of(self, num_tokens: int, block_ids: BlockIds) -> BlockIds:
         """Those of a request's blocks that hold its first tokens.
 
@@ -474,14 +493,18 @@ class ReshardScheduler(NixlConnectorScheduler):
         super().shutdown()
 
 
-def _reached(scheduled: SchedulerOutput) -> Iterator[tuple[RequestId, int]]:
-    """The requests of a step, each with how many of its tokens are computed after it."""
-    cached = scheduled.scheduled_cached_reqs
-    for request_id, num_computed in chain(
-        ((new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs),
-        zip(cached.req_ids, cached.num_computed_tokens, strict=True),
+def _scheduled(output: SchedulerOutput) -> Iterator[Scheduled]:
+    """The requests of a step."""
+    cached, num_scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        before = new.num_computed_tokens
+        after = before + num_scheduled[new.req_id]
+        yield Scheduled(new.req_id, before, after, new.block_ids, begins=True)
+    for request_id, before, block_ids in zip(
+        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
     ):
-        yield request_id, num_computed + scheduled.num_scheduled_tokens[request_id]
+        after, begins = before + num_scheduled[request_id], request_id in cached.resumed_req_ids
+        yield Scheduled(request_id, before, after, block_ids or (), begins)
 
 
 def _address(source: RemoteBlocks) -> RemoteEngineAddress:

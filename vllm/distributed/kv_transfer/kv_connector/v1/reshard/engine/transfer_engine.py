@@ -358,6 +358,8 @@ class TransferEngine:
         """See how far other engines are, and read what they offer."""
         early.advance(now_s)
         self._renewals.begin(early.take_renewed())
+        for computed in taken_once_done(early.computed):
+            self.consumer.prefetch(*computed, now_s)
         if early.ready:
             for request_id, receive in taken_once_done(early.ready):
                 self.consumer.start_request(request_id, receive, now_s)

@@ -10,6 +10,9 @@ board in host memory, which readers look into as into the table of leases:
     OFFERED     it is held for readers; a record says under which id, and in which blocks
     ABORTED, EMPTY, AMBIGUOUS   it will not be offered, and why
 
+Of a prompt that takes several steps, a second entry in the name's bucket tells how many tokens are
+computed, and a record in which blocks. Builds that do not know of it do not find it.
+
 The board binds nothing. What a record says is what routers pass on otherwise, and a reader believes
 what it has read only once it has found the lease: see `leases`.
 
@@ -23,8 +26,8 @@ four words:
               its step computes, of all requests
     digest    of the record: what was read while it was changed has another one
 
-The name is written last where it is new, and the state last where it is not: an entry says one
-state or the next until it is taken down.
+In the second entry the tokens stand in the place of the state. The name is written last where it is
+new, and the state last where it is not: an entry says one state or the next until it is taken down.
 
 Clients may choose names. What stands for one is made with the engine's id, which they are not told:
 else they could choose some that fill a bucket.
@@ -67,6 +70,12 @@ MAX_GONE = 1 << 10
 
 _NAME, _STATE, _RECORD, _DIGEST = range(_WORDS_PER_ENTRY)
 
+_COMPUTED = 0x9E3779B97F4A7C15
+"""By which the name differs in the second entry."""
+
+_LEFT_FREE = 4
+"""So many places of a bucket are left to requests that would not be found without one."""
+
 
 class State(IntEnum):
     """How far a producer has come with a request."""
@@ -82,6 +91,11 @@ class State(IntEnum):
     def fault(self) -> str | None:
         """Why the request will not be offered; None where it may be, or is."""
         return _FAULTS.get(self)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the request's prompt is still being computed."""
+        return self in (State.KNOWN, State.LAST_CHUNK)
 
 
 _FAULTS = {
@@ -99,8 +113,9 @@ class Posting(msgspec.Struct, frozen=True, array_like=True, tag="posting"):
         name: The shared name.
         state: The state; None where the request is told of no more.
         request_id: What the producer calls it.
-        record: What is offered, encoded; empty in other states.
+        record: What is offered, or what is computed so far, encoded; else empty.
         step_tokens: How many tokens the step computes that completes the prompt; 0 in other states.
+        num_computed: How many tokens are computed so far, of which the record tells; else 0.
     """
 
     number: int
@@ -109,22 +124,27 @@ class Posting(msgspec.Struct, frozen=True, array_like=True, tag="posting"):
     request_id: RequestId = ""
     record: bytes = b""
     step_tokens: int = 0
+    num_computed: int = 0
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """What is offered, and where.
+    """What is offered, or is computed so far, and where.
 
     Attributes:
         request_id: What the producer calls the request.
         num_tokens: How many of its tokens the blocks hold.
-        block_ids: The blocks of each KV-cache group, as 32-bit words.
+        block_ids: The blocks of each KV-cache group, as 32-bit words. Of what is computed so far,
+            none of groups that do not keep all tokens.
         first_token: The token that was sampled behind these; None where it is not told.
+        attempt: Which of its producer's attempts to compute a prompt. One that was preempted is
+            begun anew with another one, and what was computed before may be there no more.
     """
 
     request_id: Annotated[str, Meta(min_length=1, max_length=1 << 10)]
     num_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
     block_ids: Annotated[list[bytes], Meta(min_length=1, max_length=1 << 12)]
     first_token: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    attempt: Annotated[int, Meta(ge=0, lt=1 << 53)] = 0
 
     @classmethod
     def of(
@@ -133,10 +153,11 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
         num_tokens: int,
         block_ids: Sequence[Sequence[int]],
         first_token: int | None = None,
+        attempt: int = 0,
     ) -> Record:
         """The record of some tokens in some blocks."""
         words = [np.array(each, "<u4").tobytes() for each in block_ids]
-        return cls(request_id, num_tokens, words, first_token)
+        return cls(request_id, num_tokens, words, first_token, attempt)
 
     def blocks(self) -> list[list[int]]:
         """The blocks of each KV-cache group."""
@@ -144,38 +165,56 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
         return [np.frombuffer(each, "<u4").tolist() for each in whole]
 
 
+class RecordPlace(NamedTuple):
+    """Where a record lies.
+
+    Attributes:
+        first_row: Where it begins.
+        size_bytes: Its size.
+        digest: What it must give.
+    """
+
+    first_row: int
+    size_bytes: int
+    digest: int
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows it takes."""
+        return -(-self.size_bytes // ROW_BYTES)
+
+    @property
+    def rows(self) -> range:
+        """These rows."""
+        return range(self.first_row, self.first_row + self.num_rows)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a record can be there: a peer may have written anything."""
+        return (
+            0 < self.num_rows <= MAX_RECORD_ROWS
+            and self.first_row >= NUM_BUCKETS
+            and self.rows.stop <= NUM_ROWS
+        )
+
+
 class Sighting(NamedTuple):
     """What a reader finds on a board under a name.
 
     Attributes:
         state: The state; None where nothing is said.
-        first_row: Where its record begins.
-        size_bytes: Size of the record; 0 without one.
-        digest: What the record must give.
+        offered: Where the record of an offer is; None without one.
         step_tokens: How many tokens its last chunk's step computes; 0 in other states.
+        num_computed: How many tokens of a prompt that is computed may be read; 0 where that is not
+            said.
+        computed: Where the record of these is.
     """
 
     state: State | None
-    first_row: int = 0
-    size_bytes: int = 0
-    digest: int = 0
+    offered: RecordPlace | None = None
     step_tokens: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows the record takes."""
-        return -(-self.size_bytes // ROW_BYTES)
-
-    @property
-    def has_record(self) -> bool:
-        """Whether there is a record, where one can be: a peer may have written anything."""
-        stop = self.first_row + self.num_rows
-        return (
-            self.state is State.OFFERED
-            and 0 < self.num_rows <= MAX_RECORD_ROWS
-            and self.first_row >= NUM_BUCKETS
-            and stop <= NUM_ROWS
-        )
+    num_computed: int = 0
+    computed: RecordPlace | None = None
 
 
 _RECORD_DECODER = msgspec.msgpack.Decoder(Record)
@@ -218,17 +257,41 @@ def look_up(rows: npt.NDArray[np.uint64], names: Sequence[int]) -> list[Sighting
         rows: The words of a bucket for each name, shape (names, `WORDS_PER_ROW`).
         names: What stands for each.
     """
+    wanted = np.array(names, dtype=np.uint64)
     entries = rows.reshape(len(names), -1, _WORDS_PER_ENTRY)
-    is_its = entries[:, :, _NAME] == np.array(names, dtype=np.uint64)[:, None]
-    found = entries[np.arange(len(names)), is_its.argmax(axis=1)]
+    found = (
+        _entries_of(entries, each).tolist() for each in (wanted, wanted ^ np.uint64(_COMPUTED))
+    )
+    return [
+        _sighting(first[_STATE:], second[_STATE:]) for first, second in zip(*found, strict=True)
+    ]
+
+
+def _entries_of(
+    entries: npt.NDArray[np.uint64], names: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """The entry of each name in its bucket; zeros where there is none."""
+    is_its = entries[:, :, _NAME] == names[:, None]
+    found: npt.NDArray[np.uint64] = entries[np.arange(len(names)), is_its.argmax(axis=1)]
     found[~is_its.any(axis=1)] = 0
-    return [_sighting(*words[_STATE:]) for words in found.tolist()]
+    return found
 
 
-def _sighting(state: int, record: int, digest: int) -> Sighting:
-    if state == State.LAST_CHUNK:
-        return Sighting(State.LAST_CHUNK, step_tokens=record & 0x7FFFFFFF)
-    return Sighting(_STATES.get(state), record >> 32, record & 0xFFFFFFFF, digest)
+def _sighting(words: Sequence[int], computed_words: Sequence[int]) -> Sighting:
+    state = _STATES.get(words[0])
+    if state is State.OFFERED:
+        return Sighting(state, _place(*words[1:]))
+    if state is None or not state.is_computed:
+        return Sighting(state)
+    step_tokens = words[1] & 0x7FFFFFFF if state is State.LAST_CHUNK else 0
+    place = _place(*computed_words[1:])
+    num_computed = computed_words[0] & 0x7FFFFFFF if place is not None else 0
+    return Sighting(state, None, step_tokens, num_computed, place)
+
+
+def _place(record: int, digest: int) -> RecordPlace | None:
+    place = RecordPlace(record >> 32, record & 0xFFFFFFFF, digest)
+    return place if place.is_possible else None
 
 
 @dataclass(slots=True)
@@ -239,11 +302,13 @@ class _Posted:
         request_id: What the producer calls the request.
         state: Its state.
         span: Where its record lies, if it has one.
+        computed: Where the record lies of what is computed so far, if there is one.
     """
 
     request_id: RequestId
     state: State
     span: Span | None = None
+    computed: Span | None = None
 
 
 class Board:
@@ -309,63 +374,102 @@ class Board:
         if posting.state is None:
             self._forget(posting.name)
             return
-        entry = self._entry(posting.name)
+        bucket, name = self._bucket_of(posting.name)
+        entry = _entry(bucket, name)
         if entry is None:
             return
-        posted = self._posted.get(posting.name)
-        if posted is not None:
-            self._free(posted)
+        before = self._posted.get(posting.name)
         posted = self._posted[posting.name] = _Posted(posting.request_id, posting.state)
+        if before is not None:
+            self._offered.pop(before.request_id, None)
+            self._free(before.span)
+            posted.computed = before.computed
+        is_anothers = before is not None and before.request_id != posting.request_id
+        if is_anothers or not posting.state.is_computed:
+            self._hide_computed(bucket, name, posted)
         self._gone.pop(posting.name, None)
         entry[_RECORD] = posting.step_tokens
         if posting.state is State.OFFERED:
-            self._write(entry, posted, posting.record)
+            if (span := self._write(entry, posting.record)) is None:
+                posted.state = State.EMPTY
+            posted.span = span
             self._offered[posting.request_id] = posting.name
         entry[_STATE] = posted.state
-        entry[_NAME] = board_entry(self._engine_id, posting.name).name
+        entry[_NAME] = name
+        if posting.num_computed:
+            self._show_computed(bucket, name, posted, posting)
         if posted.state.fault is not None:
             self._gone[posting.name] = None
             if len(self._gone) > MAX_GONE:
                 self._forget(next(iter(self._gone)))
 
-    def _write(self, entry: npt.NDArray[np.uint64], posted: _Posted, record: bytes) -> None:
-        """Write a record; without room for it there is nothing to read."""
+    def _show_computed(
+        self, bucket: npt.NDArray[np.uint64], name: int, posted: _Posted, posting: Posting
+    ) -> None:
+        """Say what is computed so far, where there is room: readers can do without."""
+        entry = _entry(bucket, name ^ _COMPUTED, _LEFT_FREE)
+        if entry is None:
+            return
+        self._free(posted.computed)
+        posted.computed = self._write(entry, posting.record)
+        entry[_STATE] = posting.num_computed
+        entry[_NAME] = name ^ _COMPUTED
+
+    def _hide_computed(self, bucket: npt.NDArray[np.uint64], name: int, posted: _Posted) -> None:
+        _take_down(bucket, name ^ _COMPUTED)
+        self._free(posted.computed)
+        posted.computed = None
+
+    def _write(self, entry: npt.NDArray[np.uint64], record: bytes) -> Span | None:
+        """Write a record; None where there is no room for it, or nothing to read."""
         size_bytes = -(-len(record) // ROW_BYTES) * ROW_BYTES
         span = None
         if 0 < size_bytes <= MAX_RECORD_ROWS * ROW_BYTES:
             span = self._records.allocate(size_bytes, ROW_BYTES)
         if span is None:
-            posted.state = State.EMPTY
-            return
-        posted.span = span
+            entry[_RECORD] = 0
+            return None
         first_row = NUM_BUCKETS + span.start_bytes // ROW_BYTES
         rows = self._rows[first_row:].reshape(-1).view(np.uint8)
         rows[: len(record)] = np.frombuffer(record, dtype=np.uint8)
         entry[_RECORD] = (first_row << 32) | len(record)
         entry[_DIGEST] = digest_of(record)
+        return span
 
-    def _entry(self, name: str) -> npt.NDArray[np.uint64] | None:
-        """A name's entry, or a free one; None where its bucket is full."""
+    def _bucket_of(self, name: str) -> tuple[npt.NDArray[np.uint64], int]:
+        """The entries of a name's bucket, and what stands for it there."""
         bucket, wanted = board_entry(self._engine_id, name)
         entries: npt.NDArray[np.uint64] = self._rows[bucket].reshape(-1, _WORDS_PER_ENTRY)
-        for looked_for in (wanted, 0):
-            places = np.flatnonzero(entries[:, _NAME] == np.uint64(looked_for))
-            if len(places):
-                found: npt.NDArray[np.uint64] = entries[places[0]]
-                return found
-        return None
+        return entries, wanted
 
     def _forget(self, name: str) -> None:
         posted = self._posted.pop(name, None)
         if posted is None:
             return
-        entry = self._entry(name)
-        assert entry is not None
-        entry[:] = 0
-        self._free(posted)
+        bucket, word = self._bucket_of(name)
+        self._hide_computed(bucket, word, posted)
+        _take_down(bucket, word)
+        self._offered.pop(posted.request_id, None)
+        self._free(posted.span)
         self._gone.pop(name, None)
 
-    def _free(self, posted: _Posted) -> None:
-        self._offered.pop(posted.request_id, None)
-        if posted.span is not None:
-            self._records.free(posted.span)
+    def _free(self, span: Span | None) -> None:
+        if span is not None:
+            self._records.free(span)
+
+
+def _entry(
+    bucket: npt.NDArray[np.uint64], word: int, num_left: int = 0
+) -> npt.NDArray[np.uint64] | None:
+    """The entry of a name, or a free one, where more than `num_left` are; None without one."""
+    for looked_for, more_than in ((word, 0), (0, num_left)):
+        places = np.flatnonzero(bucket[:, _NAME] == np.uint64(looked_for))
+        if len(places) > more_than:
+            found: npt.NDArray[np.uint64] = bucket[places[0]]
+            return found
+    return None
+
+
+def _take_down(bucket: npt.NDArray[np.uint64], word: int) -> None:
+    """Empty the entry of a name, if there is one."""
+    bucket[bucket[:, _NAME] == np.uint64(word)] = 0

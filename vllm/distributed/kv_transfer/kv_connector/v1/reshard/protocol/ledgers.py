@@ -88,6 +88,9 @@ class HeldState(Enum):
 class ReadState(Enum):
     """Where a request is that a consumer reads."""
 
+    PREFETCHING = "being read while its prompt is computed"
+    """It is not offered yet. What has been computed of it is read, and may have to be read anew."""
+
     WAITING = "waiting for its peer"
     """It waits until its peer is connected, and for its turn."""
 
@@ -378,6 +381,9 @@ class ConsumerLedger(Generic[PartKey]):
        v                 v     last part quiet    v
      ended            FAILED  ------------>    ended
 
+    Parts may be prefetched while a request waits. It goes on to wait when the last of them is
+    quiet; one that has failed ends then.
+
     A request fails at once, and for good: one fault is enough, and nothing turns a failed request
     into a received one. It *ends* exactly once, and only after everything that could still write
     into its blocks is quiet: all of its parts, also those of a failed request. The steps
@@ -408,20 +414,26 @@ class ConsumerLedger(Generic[PartKey]):
         assert request_id not in self._receiving, f"{quote(request_id)} is being received"
         self._receiving[request_id] = _Receiving()
 
+    def prefetch(self, request_id: RequestId, parts: Iterable[PartKey]) -> None:
+        """Account for parts of a request that goes on to wait."""
+        receiving = self._receiving[request_id]
+        assert not receiving.posted, f"{quote(request_id)} is being read"
+        receiving.parts.update(parts)
+
     def post(
         self, request_id: RequestId, parts: Iterable[PartKey], *, pending_checks: int = 0
     ) -> None:
-        """Account for the parts of a request that waits.
+        """Account for the parts of a request that waits, beside those that were prefetched.
 
         Args:
             request_id: The request.
-            parts: The parts in flight. Without any, and without steps, the request ends at once.
+            parts: The parts in flight. Without any, and without checks, the request ends at once.
             pending_checks: How often `check_done` is called once all parts are quiet.
         """
         receiving = self._receiving[request_id]
         assert not receiving.posted, f"{quote(request_id)} is being read"
         receiving.posted = True
-        receiving.parts = set(parts)
+        receiving.parts.update(parts)
         receiving.checks_left = pending_checks
         self._end_if_over(request_id, receiving)
 
@@ -429,15 +441,15 @@ class ConsumerLedger(Generic[PartKey]):
         """Take note that nothing writes for a part any more.
 
         Returns:
-            Whether this was the last part of a request without failure, so that the steps that
-            follow may begin.
+            Whether this was the last part of a request that was posted and has not failed, so that
+            the checks that follow may begin.
         """
         receiving = self._receiving.get(request_id)
         if receiving is None:
             return False
         receiving.parts.discard(part)
         self._end_if_over(request_id, receiving)
-        return not receiving.parts and receiving.failure is None
+        return not receiving.parts and receiving.posted and receiving.failure is None
 
     def fail(self, request_id: RequestId, reason: str) -> bool:
         """Fail a request.

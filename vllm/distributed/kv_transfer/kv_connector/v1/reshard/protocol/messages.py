@@ -58,6 +58,7 @@ class Receive:
         trace_headers: What its client's trace is known by; None where it has none.
         is_early: Its source may not have offered it yet: what it is called there, the blocks, and
             their part of the fingerprint are still to be found out. Its name is the shared one.
+        attempt: Which attempt of its source's has computed it, where that was found out.
     """
 
     source: RemoteEngineAddress
@@ -71,6 +72,7 @@ class Receive:
     secret: OfferSecret | None = None
     trace_headers: Mapping[str, str] | None = None
     is_early: bool = False
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

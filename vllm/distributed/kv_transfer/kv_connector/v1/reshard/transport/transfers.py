@@ -5,7 +5,8 @@
     staged    queued -> has a span, posted -> landed, being scattered -> done
 
 What is queued is posted, and what is posted is looked at, as far as the budget of a turn goes; the
-next turn goes on from there.
+next turn goes on from there. What is prefetched is queued once nothing else is: no request that is
+offered waits for it, but for what was posted already.
 
 What fails on its way, or is given up, stays here until nothing of it can write any more: until its
 read is done after all, or the connection that it was posted with is closed. Only then it is *quiet*
@@ -143,6 +144,7 @@ class Transfers:
     has_moved: bool = False
     _direct: deque[_Running] = field(default_factory=deque)
     _queue: deque[_Running] = field(default_factory=deque)
+    _prefetched: deque[_Running] = field(default_factory=deque)
     # In the order in which they are looked at.
     _posted: deque[_Running] = field(default_factory=deque)
     _landed: deque[_Running] = field(default_factory=deque)
@@ -155,7 +157,7 @@ class Transfers:
 
     def __len__(self) -> int:
         """Parts on their way, those that failed and are not quiet among them."""
-        queued = len(self._direct) + len(self._queue)
+        queued = len(self._direct) + len(self._queue) + len(self._prefetched)
         return queued + len(self._posted) + len(self._landed) + len(self._in_doubt)
 
     @property
@@ -164,6 +166,7 @@ class Transfers:
         return bool(
             self._direct
             or self._queue
+            or self._prefetched
             or self._landed
             or self._events
             or any(not each.unwanted for each in self._posted)
@@ -200,17 +203,22 @@ class Transfers:
         request_id: RequestId,
         parts: Sequence[Part],
         connection: PeerConnection,
+        *,
+        first_key: int = 0,
+        is_prefetch: bool = False,
     ) -> None:
-        """Read the parts of a request, which are posted by `post`; all of them, or none.
+        """Read parts of a request, which are posted by `post`; all of them, or none.
 
         Args:
             request_id: The request.
-            parts: Its parts, whose keys are their positions.
+            parts: The parts.
             connection: What to read them with.
+            first_key: The key of the first one; those of the others follow it.
+            is_prefetch: They are read once nothing else is to be.
         """
-        for key, part in enumerate(parts):
+        for key, part in enumerate(parts, first_key):
             running = _Running(request_id, key, part, connection)
-            (self._direct if part.window is None else self._queue).append(running)
+            (self._prefetched if is_prefetch else self._queue_of(part)).append(running)
 
     def post(self, now_s: float, budget: Budget) -> None:
         """Post what is queued, as far as there are spans and the budget goes."""
@@ -219,17 +227,28 @@ class Transfers:
             if budget.is_spent:
                 break
         self._serve_queue(now_s, budget)
+        while self._prefetched and not (self._direct or self._queue or budget.is_spent):
+            first = self._prefetched[0]
+            self._queue_of(first.part).append(first)
+            self._prefetched.popleft()
+            if self._direct:
+                self._post_direct(first, now_s, self._direct)
+            self._serve_queue(now_s, budget)
+
+    def _queue_of(self, part: Part) -> deque[_Running]:
+        """Where a part waits to be posted."""
+        return self._direct if part.window is None else self._queue
 
     def give_up(self, request_id: RequestId) -> None:
         """A request has failed: what was not posted of it ends now, the rest later."""
         for each in (*self._posted, *self._landed):
             each.unwanted = each.unwanted or each.request_id == request_id
-        self._end((self._direct, self._queue), lambda each: each.request_id == request_id)
+        self._end(self._queues, lambda each: each.request_id == request_id)
 
     def retire(self, connection: PeerConnection) -> None:
         """Post nothing more of a connection's, and let what waits for its turn fail."""
         fault = "its connection was given up before all of it was asked for"
-        self._end((self._direct, self._queue), lambda each: each.connection is connection, fault)
+        self._end(self._queues, lambda each: each.connection is connection, fault)
 
     def end(self, lane: Lane) -> None:
         """A lane is closed: all that was written over it is quiet."""
@@ -260,8 +279,13 @@ class Transfers:
         """Wait for copies, and forget everything. The connections are closed."""
         if self.area is not None:
             self.area.scatterer.close()
-        for parts in (self._direct, self._queue, self._posted, self._landed, self._in_doubt):
+        for parts in (*self._queues, self._posted, self._landed, self._in_doubt):
             parts.clear()
+
+    @property
+    def _queues(self) -> tuple[deque[_Running], ...]:
+        """What was not posted."""
+        return self._direct, self._queue, self._prefetched
 
     def _serve_queue(self, now_s: float, budget: Budget) -> None:
         """Post the windows that there are spans for, in their order."""
