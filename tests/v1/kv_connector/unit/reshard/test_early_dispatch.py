@@ -126,6 +126,60 @@ def cut_prompts(p: Whole) -> None:
     p.serving.scheduler.max_num_scheduled_tokens = BLOCK_TOKENS
 
 
+LAYOUTS = pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [({}, {}), ({"tp": 2}, {}), ({"pp": 2}, {"tp": 2})],
+    ids=["TP1-TP1", "TP2-TP1", "PP2-TP2"],
+)
+
+
+def prefetch(
+    p: Whole, d: Whole, num_chunks: int = 2, num_cached: int = 0, computes=fill
+) -> tuple[Callable[[], dict], int]:
+    """Compute some chunks of a prompt, of a block each, have them read, and begin the next one.
+
+    Args:
+        p: The prefill engine.
+        d: The decode engine.
+        num_chunks: How many chunks.
+        num_cached: How many of these blocks are there already.
+        computes: Writes what the chunks compute.
+
+    Returns:
+        Ends the next chunk; and how many bytes were read.
+    """
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p), max_tokens=2)
+    for _ in range(num_chunks):
+        begin_chunk(p, computes)()
+    wanted = (num_chunks - num_cached) * BLOCK_TOKENS * bytes_of_token(d)
+    read = 0
+
+    def is_read() -> bool:
+        nonlocal read
+        read += bytes_read(d)
+        return read >= wanted
+
+    # What a step has computed is told with the next one.
+    end = begin_chunk(p)
+    until(is_read, d)
+    assert read == wanted
+    return end, read
+
+
+def bytes_of_token(whole: Whole) -> int:
+    """Bytes of a token in all of an engine's workers."""
+    caches = [cache for layers in whole.engine.caches.values() for cache in layers.values()]
+    return sum(cache[:, 0].nbytes for cache in caches) // BLOCK_TOKENS
+
+
+def bytes_read(whole: Whole) -> int:
+    """Bytes that an engine has read since the last call."""
+    stats = [each.take_stats() for each in whole.engine.workers.values()]
+    return sum(sum(each.data["bytes_transferred"]) for each in stats if each)
+
+
 def test_prefill_engine_says_that_its_address_is_enough(pair):
     """What vllm-router looks at, and what serial routers pass on as ever."""
     p, _ = pair()
@@ -136,11 +190,7 @@ def test_prefill_engine_says_that_its_address_is_enough(pair):
     assert params["remote_block_ids"] and params["remote_request_id"] == PREFILLED
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [({}, {}), ({"tp": 2}, {}), ({"pp": 2}, {"tp": 2})],
-    ids=["TP1-TP1", "TP2-TP1", "PP2-TP2"],
-)
+@LAYOUTS
 def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, decode):
     """It has blocks once its last chunk is computed; then it is offered, and read, and right."""
     p, d = pair(prefill, decode)
@@ -487,3 +537,135 @@ def test_groups_with_windows_are_read(pair):
         for layer in list(sources)[group::2]:
             found = targets[layer][:, wanted]
             assert torch.equal(found, sources[layer][:, src[-len(wanted) :]])
+
+
+@LAYOUTS
+def test_chunks_are_read_while_the_next_is_computed(pair, prefill, decode):
+    """The last one is all that is left to be read at the offer, and nothing is read twice."""
+    p, d = pair(prefill, decode)
+    end, read = prefetch(p, d)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    request = d.serving.scheduler.requests[DECODED]
+    assert PREFILLED not in p.serving.finished and request.num_output_tokens == 0
+    whole = end()
+    until(lambda: request.num_output_tokens > 0, p, d)
+    assert_received(d.engine, blocks[:3], whole)
+    assert read + bytes_read(d) == 3 * BLOCK_TOKENS * bytes_of_token(d)
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+
+
+def test_prefix_that_is_cached_here_is_not_prefetched(pair):
+    """What is computed there of it is here already."""
+    p, d = pair()
+    d.serving.add("before", max_tokens=1, num_tokens=BLOCK_TOKENS)
+    d.step()
+    d.step()
+    end, read = prefetch(p, d, num_cached=1)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    whole = end()
+    until(lambda: is_quiet(p, d), p, d)
+    assert_received(d.engine, blocks[1:3], whole[:, :, :, BLOCK_TOKENS:])
+    assert read + bytes_read(d) == 2 * BLOCK_TOKENS * bytes_of_token(d)
+
+
+def test_chunks_of_another_attempt_are_read_anew(pair):
+    """Others may have had the blocks, and written there, while they were read."""
+    p, d = pair()
+    end, _ = prefetch(p, d, num_chunks=1, computes=partial(fill, seed=2))
+    end()
+    preempt(p, PREFILLED)
+    for layers in p.engine.caches.values():
+        for cache in layers.values():
+            cache.zero_()
+    end = begin_last_chunk(p)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    bytes_read(d)
+    whole = end()
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    assert_received(d.engine, blocks[:3], whole)
+    assert bytes_read(d) == 3 * BLOCK_TOKENS * bytes_of_token(d)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("leaves", [False, True], ids=["aborted there", "left here"])
+def test_request_that_ends_while_it_is_prefetched(pair, policy, leaves):
+    """Its blocks are its own until nothing writes into them, and then nobody's."""
+    p, d = pair(policy=policy)
+    consumers = [each.consumer for each in d.engine.transfer_engines.values()]
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    with pytest.MonkeyPatch.context() as patch:
+        for consumer in consumers:
+            # Whatever arrives meanwhile, nobody takes note of it.
+            patch.setattr(consumer, "advance", lambda *_: None)
+        begin_chunk(p)()
+        begin_chunk(p)()
+        begin_chunk(p)
+        until(lambda: any(map(len, consumers)), d)
+        if leaves:
+            d.serving.abort(DECODED)
+        else:
+            p.serving.abort(PREFILLED)
+            p.step()
+        for _ in range(20):
+            d.step()
+        assert is_allocated(d)
+    if leaves:
+        until(lambda: not is_allocated(d), d)
+        p.serving.abort(PREFILLED)
+    until(lambda: is_quiet(p, d), p, d)
+    if not leaves:
+        assert_ended_by(policy, d)
+
+
+def test_connection_that_breaks_costs_only_what_was_prefetched(pair, monkeypatch):
+    """All of the request is read once it is offered, over the next one."""
+    p, d = pair()
+    end, _ = prefetch(p, d)
+    (engine,) = d.engine.transfer_engines.values()
+    (peer,) = engine.peers._peers.values()
+    first = peer.connection
+
+    def advance(early, now_s):
+        if peer.connection is first:
+            engine.peers.break_off(first, now_s)
+        type(engine)._advance_early(engine, early, now_s)
+
+    monkeypatch.setattr(engine, "_advance_early", advance)
+    until(lambda: peer.connection not in (None, first), d)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    whole = end()
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    assert_received(d.engine, blocks[:3], whole)
+    assert bytes_read(d) == 3 * BLOCK_TOKENS * bytes_of_token(d)
+
+
+def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair):
+    """What is offered finds room, and is not kept waiting by prompts that need more room there."""
+    p, d = pair()
+    names = "abcd"
+    for number, name in enumerate(names):
+        asked = {"do_remote_decode": True}
+        p.serving.add(f"cmpl-{name}-0-aaaaaaaa", asked, first_token=100 * number)
+        told = coordinates(p, remote_request_id=name)
+        d.serving.add(f"cmpl-{name}-0-bbbbbbbb", told, first_token=100 * number)
+    # Each has a chunk computed, and none its last.
+    p.serving.scheduler.max_num_scheduled_tokens = len(names) * BLOCK_TOKENS
+    p.serving.scheduler.scheduler_config.long_prefill_token_threshold = BLOCK_TOKENS
+    p.step()
+    begun = p.serving.begin()
+    heard = p.work(begun)
+    parking = d.serving.scheduler.connector.connector_scheduler._parking
+    until(lambda: len(parking._begun) + len(parking._holding) == len(names), d)
+    for _ in range(20):
+        d.step()
+    # Three blocks each, of fifteen, of which the longest prompt takes four.
+    assert len(parking._holding) == 3 and d.serving.num_used_blocks() == 9
+    p.serving.end(begun, heard=heard)
+    until(lambda: is_quiet(p, d), p, d)
+    assert len(d.serving.finished) == len(names)
+    assert set(d.serving.finished.values()) == {FinishReason.LENGTH}

@@ -215,7 +215,9 @@ class ConsumerSide:
         assert self._reader is not None
         prefetched = Prefetched() if reading is None else reading.prefetched
         assert prefetched is not None
-        if prefetched.connection not in (None, connection) or prefetched.is_spoiled:
+        if not prefetched.is_of(part, connection):
+            if reading is not None:
+                self._spoil(request_id, reading)
             return
         legs = connection.engine.legs
         groups = FullGroups.of(

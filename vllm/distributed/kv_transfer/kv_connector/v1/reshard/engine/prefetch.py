@@ -114,23 +114,25 @@ class Prefetched:
             remote_tokens=until,
         )
 
-    def is_of(self, whole: Receive, connection: PeerConnection) -> bool:
-        """Whether what was read is part of an offer.
+    def is_of(self, more: Receive, connection: PeerConnection) -> bool:
+        """Whether what was read is part of what is computed by now, or is offered.
 
         Args:
-            whole: What is offered.
+            more: What that is.
             connection: What the rest is read with. The engine behind another one may have begun
                 anew, with the same names and numbers.
         """
         part = self.part
-        if self.is_spoiled or part is None or connection is not self.connection:
+        if part is None:
+            return not self.is_spoiled
+        if self.is_spoiled or connection is not self.connection:
             return False
         who = part.source, part.remote_request_id, part.attempt
-        if who != (whole.source, whole.remote_request_id, whole.attempt):
+        if who != (more.source, more.remote_request_id, more.attempt):
             return False
         return all(
-            group < len(whole.remote_block_ids)
-            and list(whole.remote_block_ids[group][: self.num_tokens // tokens])
+            group < len(more.remote_block_ids)
+            and list(more.remote_block_ids[group][: self.num_tokens // tokens])
             == list(part.remote_block_ids[group][: self.num_tokens // tokens])
             for group, tokens in self.groups.src_tokens.items()
         )

@@ -111,7 +111,8 @@ class ReshardScheduler(NixlConnectorScheduler):
             partial(tokens_in_flight, is_ahead=self._is_ahead),
         )
         longest = self._num_blocks_of(vllm_config.model_config.max_model_len)
-        self._parking = Parking(kv_cache_config.num_blocks - longest)
+        # One is the null block.
+        self._parking = Parking(kv_cache_config.num_blocks - 1 - longest)
         self._readers = Readers()
         self.first_tokens = open_first_tokens(
             vllm_config, settings, prefills_all=not self._prefill_backoff()
