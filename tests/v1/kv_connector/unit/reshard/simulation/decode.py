@@ -40,6 +40,7 @@ class Request:
         failed_by: Workers that could not read it.
         received_by: Workers that are through with it.
         is_early: It was asked for before it was offered.
+        is_prefetched: It had blocks before its last chunk was computed.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Request:
     failed_by: set[str] = field(default_factory=set)
     received_by: set[str] = field(default_factory=set)
     is_early: bool = False
+    is_prefetched: bool = False
 
 
 class DecodeEngine(Engine):
@@ -63,8 +65,10 @@ class DecodeEngine(Engine):
         running: Requests that were received well.
         parked: Requests that have no blocks yet, as the router has told them.
         admissible: Those of them that may have some.
+        begun: Those of them that may have some before, of which something is computed.
         faults: Those that will not be read.
         num_early: Requests that were received of those.
+        num_prefetched: Those of them that had blocks before their last chunks were computed.
         num_received: How many were.
         num_failed: How many could not be.
     """
@@ -75,8 +79,9 @@ class DecodeEngine(Engine):
         self.running: list[Request] = []
         self.parked: dict[str, Ticket] = {}
         self.admissible: set[str] = set()
+        self.begun: set[str] = set()
         self.faults: dict[str, str] = {}
-        self.num_early = 0
+        self.num_early = self.num_prefetched = 0
         self.num_received = self.num_failed = 0
         self._backlog: dict[str, list[SchedulerStep]] = {worker.name: [] for worker in self.workers}
 
@@ -146,6 +151,7 @@ class DecodeEngine(Engine):
             return None
         request = Request(request_id, ticket, ticket.content, ticket.num_tokens, 0, blocks, owner)
         request.is_early = True
+        request.is_prefetched = request_id not in self.admissible | self.faults.keys()
         self.reading[request_id] = request
         self._leave(request_id, [blocks])
         return request
@@ -162,6 +168,7 @@ class DecodeEngine(Engine):
         ticket = self.parked.pop(request_id)
         num_tokens = ticket.num_tokens
         self.admissible.discard(request_id)
+        self.begun.discard(request_id)
         receive = Receive(
             ticket.address,
             ticket.request_id,
@@ -218,6 +225,7 @@ class DecodeEngine(Engine):
         """A request fails at once, and is given back once it is quiet; both once each."""
         check(not report.sent, f"{worker.name} was never offered {report.sent}")
         self.admissible |= report.early.admissible & self.parked.keys()
+        self.begun |= report.early.begun & self.parked.keys()
         for request_id, reason in report.early.faults.items():
             if request_id in self.parked:
                 self.faults[request_id] = reason
@@ -263,6 +271,7 @@ class DecodeEngine(Engine):
             return
         self.num_received += 1
         self.num_early += request.is_early
+        self.num_prefetched += request.is_prefetched
         self._check_bytes(request)
         request.owner.reads = False
         self.running.append(request)

@@ -126,7 +126,7 @@ class CacheMemory:
         return offset % self._layer_bytes // self._block_bytes
 
     def compute(self, content: int, block_ids: Sequence[int]) -> None:
-        """Write the KV of a prompt from its first token on."""
+        """Write the KV of a prompt from its first token on, as many as fit these blocks."""
         num_tokens = len(block_ids) * self._block_tokens
         kv = kv_of(content)[self._held][..., :num_tokens]
         by_block = kv.reshape(*kv.shape[:2], len(block_ids), self._block_tokens)

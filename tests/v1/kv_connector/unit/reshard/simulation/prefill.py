@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tests.v1.kv_connector.unit.reshard.simulation.engines import Engine, Worker
 from tests.v1.kv_connector.unit.reshard.simulation.memory import MAX_TOKENS
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.postings import Postings
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.postings import (
+    Postings,
+    Scheduled,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Report,
     SchedulerStep,
@@ -59,23 +62,48 @@ class Ticket:
         return fingerprint(tokens, self.num_tokens, None, [self.blocks])
 
 
+@dataclass
+class Prompt:
+    """What a scheduler knows of a prompt that it computes.
+
+    Attributes:
+        num_prompt_tokens: How long it is.
+        num_computed_tokens: How many of its tokens are computed after what is scheduled.
+        num_in_flight: How many of these are the step's that is not over.
+    """
+
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+
+
 @dataclass(eq=False)
 class Offer:
     """A request of a prefill engine's, from admission until its blocks are free.
 
     Attributes:
         ticket: What is told of it once it is offered.
-        fingerprint: What is offered.
+        prompt: How much of it is computed.
         offered: Whether it is.
         expires_at_s: When each worker's lease runs out, as far as it was taken up.
         sent_by: Workers that have reported it.
     """
 
     ticket: Ticket
-    fingerprint: OfferFingerprint
+    prompt: Prompt
     offered: bool = False
     expires_at_s: dict[str, float] = field(default_factory=dict)
     sent_by: set[str] = field(default_factory=set)
+
+    @property
+    def fingerprint(self) -> OfferFingerprint:
+        """What is offered."""
+        return self.ticket.fingerprint(tokens_of(self.ticket.content))
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its last chunk is scheduled."""
+        return self.prompt.num_computed_tokens == self.prompt.num_prompt_tokens
 
 
 class PrefillEngine(Engine):
@@ -83,42 +111,81 @@ class PrefillEngine(Engine):
 
     Attributes:
         offers: Requests by their names.
+        chunks: How often a step computes a chunk of a prompt, and not all that is left.
     """
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
         self.is_ahead = self.world.random.random() < 0.5
+        self.chunks = self.world.random.choice((0.0, 0.5, 1.0))
         self._num_offers = 0
         self.offers: dict[str, Offer] = {}
-        self.postings = Postings(self._announce)
+        self.postings = Postings(
+            self._announce, [self.layout.block_tokens], lambda prompt: prompt.num_in_flight
+        )
         # Who was heard by a worker, for what, and of how many.
         self._heard: dict[tuple[str, str, OfferFingerprint | OfferSecret], dict[str, int]] = {}
         for worker in self.workers:
             worker.agent.heard = partial(self._note, worker)
 
     def begin(self, request_id: str, num_tokens: int) -> Offer | None:
-        """Admit and compute a prompt, if there is room."""
+        """Admit a prompt and compute it, or its first chunk, if there is room."""
         if request_id in self.offers:
             return None
-        count = -(-num_tokens // self.layout.block_tokens)
-        blocks = self.allocate(count, Owner(f"{self.engine_id}'s {request_id}"))
+        blocks = self._allocate(request_id, num_tokens)
         if blocks is None:
             return None
         content = self.world.new_content()
         secret = self.world.random.getrandbits(64)
-        ticket = Ticket(self.address, request_id, tuple(blocks), num_tokens, content, secret)
-        offer = Offer(ticket, ticket.fingerprint(tokens_of(content)))
-        self.offers[request_id] = offer
+        ticket = Ticket(self.address, request_id, blocks, num_tokens, content, secret)
+        offer = self.offers[request_id] = Offer(ticket, Prompt(num_tokens))
         self.postings.know(request_id, request_id)
         if self.world.random.random() < 0.3:
             # It waits for its turn.
             self.hand_over()
-        self.postings.admit(request_id, num_tokens)
-        self.postings.compute([(request_id, num_tokens)], num_tokens)
-        self.hand_over(num_offers=self._num_offers, admitted={request_id})
-        for worker in self.workers:
-            worker.memory.cache.compute(content, blocks)
+        self.postings.admit(request_id, offer.prompt)
+        self.go_on(offer, admitted={request_id})
         return offer
+
+    def go_on(self, offer: Offer, **asked: object) -> None:
+        """A step is over, and the next one computes more of a prompt, or all that is left."""
+        prompt, ticket = offer.prompt, offer.ticket
+        self.end_step(offer)
+        before = prompt.num_computed_tokens
+        after = prompt.num_prompt_tokens
+        if self.world.random.random() < self.chunks:
+            after = min(after, before + self.world.random.randint(1, self.layout.block_tokens))
+        # All blocks are its own from the beginning.
+        blocks = [] if before else [list(ticket.blocks)]
+        step = Scheduled(ticket.request_id, before, after, blocks, begins=not before)
+        self.postings.compute([step], after - before)
+        self.hand_over(num_offers=self._num_offers, **asked)
+        prompt.num_computed_tokens, prompt.num_in_flight = after, after - before
+
+    def end_step(self, offer: Offer) -> None:
+        """All workers have computed the step that is under way, if one is."""
+        prompt, ticket = offer.prompt, offer.ticket
+        prompt.num_in_flight = 0
+        num_full = prompt.num_computed_tokens // self.layout.block_tokens
+        full = ticket.blocks if offer.is_computed else ticket.blocks[:num_full]
+        for worker in self.workers:
+            worker.memory.cache.compute(ticket.content, full)
+
+    def preempt(self, offer: Offer) -> None:
+        """A prompt that is not computed loses its blocks to others, and begins anew in some."""
+        self.give_back(offer.ticket.blocks)
+        offer.prompt.num_computed_tokens = offer.prompt.num_in_flight = 0
+        blocks = self._allocate(offer.ticket.request_id, offer.ticket.num_tokens)
+        assert blocks is not None
+        offer.ticket = replace(offer.ticket, blocks=blocks)
+        if self.world.random.random() < 0.5:
+            self.go_on(offer)
+
+    def _allocate(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
+        """The blocks of a prompt, if there are so many."""
+        count = -(-num_tokens // self.layout.block_tokens)
+        blocks = self.allocate(count, Owner(f"{self.engine_id}'s {request_id}"))
+        return None if blocks is None else tuple(blocks)
 
     def withdraw(self, offer: Offer) -> None:
         """Abort a request that was not offered: its blocks are free at once."""
@@ -130,6 +197,7 @@ class PrefillEngine(Engine):
     def offer(self, offer: Offer) -> Ticket:
         """Hold a request's blocks for readers; returns what the router hears."""
         request_id = offer.ticket.request_id
+        self.end_step(offer)
         offer.offered = True
         self._num_offers += 1
         self.postings.offer(request_id, offer.ticket.num_tokens, [offer.ticket.blocks])

@@ -88,8 +88,8 @@ class Simulation:
         self.gone: list[Engine] = []
         self.tickets: list[Ticket] = []
         self.num_received = self.num_failed = self.num_requests = 0
-        self.num_neighbours_served = self.num_early = 0
-        self.copy_failures = self.confusion = self.handshake_failures = 0.0
+        self.num_neighbours_served = self.num_early = self.num_prefetched = 0
+        self.copy_failures = self.confusion = self.handshake_failures = self.preemptions = 0.0
         for _ in range(random.choice((1, 2, 3))):
             self._start_prefill(f"prefill{len(self.engines)}.example")
         for _ in range(random.choice((1, 1, 2))):
@@ -197,7 +197,17 @@ class Simulation:
         offer = self._any(offers)
         if engine is None or offer is None:
             return
-        if self.random.random() < 0.1:
+        if not offer.is_computed:
+            if self.random.random() < 0.8:
+                # A step takes its time.
+                return
+            is_preempted = self.random.random() < self.preemptions
+            self._note(
+                f"{engine.engine_id} {'preempts' if is_preempted else 'goes on with'} "
+                f"{offer.ticket.request_id}"
+            )
+            (engine.preempt if is_preempted else engine.go_on)(offer)
+        elif self.random.random() < 0.1:
             self._note(f"{engine.engine_id} withdraws {offer.ticket.request_id}")
             engine.withdraw(offer)
         else:
@@ -246,7 +256,9 @@ class Simulation:
         engine, prefill = self._any(self._decodes()), self._any(self._prefills())
         if engine is None or prefill is None or not prefill.offers:
             return
-        ticket = self._any(list(prefill.offers.values())).ticket
+        offers = list(prefill.offers.values())
+        computed = [offer for offer in offers if not offer.is_computed]
+        ticket = self._any(computed if computed and self.random.random() < 0.7 else offers).ticket
         if self.random.random() < 0.1:
             ticket = replace(ticket, request_id="nobody's")
         if self.random.random() < 0.1:
@@ -261,7 +273,8 @@ class Simulation:
     def admit(self) -> None:
         """A request that has waited has blocks, if there are enough."""
         for engine in self._decodes():
-            request_id = self._any(sorted(engine.admissible | engine.faults.keys()))
+            waiting = engine.admissible | engine.begun | engine.faults.keys()
+            request_id = self._any(sorted(waiting))
             if request_id is not None and engine.admit(request_id) is not None:
                 self._note(f"{engine.engine_id} admits {request_id}")
 
@@ -380,7 +393,7 @@ class Simulation:
             repetition=some(0.5),
         )
         self.copy_failures, self.confusion = some(0.2), some(0.5)
-        self.handshake_failures = some(0.5)
+        self.handshake_failures, self.preemptions = some(0.5), some(0.5)
         for worker in self._workers():
             self._set_copies(worker)
         weights = {
@@ -394,7 +407,7 @@ class Simulation:
             self.answer: 6.0,
             self.connect: 6.0,
             self.prefill: 5.0,
-            self.offer: 6.0,
+            self.offer: 14.0,
             self.begin_step: 12.0,
             self.apply_announcement: random.choice((0.5, 6.0)),
             self.read: 4.5,
@@ -470,13 +483,12 @@ class Simulation:
             worker.set_hung(False)
             if worker.memory.copies is not None:
                 worker.memory.copies.failure_rate = 0.0
-        for engine in self._prefills():
-            for offer in list(engine.offers.values()):
-                if not offer.offered:
-                    engine.offer(offer)
 
     def _wait_until_over(self) -> None:
         """All that can end does, all that cannot is ended, and nothing is left."""
+        while any(not each.is_computed for e in self._prefills() for each in e.offers.values()):
+            self._do_all()
+            self.world.now_s += 0.01
         for wait_s in _PATIENCE_S:
             self._do_all()
             if all(engine.is_over for engine in self.engines):
@@ -509,10 +521,18 @@ class Simulation:
             world.wire.deliver(message)
         for question in list(world.questions):
             self._answer(question, healed=True)
+        for engine in self._prefills():
+            for offer in list(engine.offers.values()):
+                if not offer.is_computed:
+                    if self.random.random() < 0.3:
+                        is_preempted = self.random.random() < self.preemptions
+                        (engine.preempt if is_preempted else engine.go_on)(offer)
+                elif not offer.offered:
+                    engine.offer(offer)
         for engine in self._decodes():
             for request in list(engine.running):
                 engine.finish(request)
-            for request_id in sorted(engine.admissible | engine.faults.keys()):
+            for request_id in sorted(engine.admissible | engine.begun | engine.faults.keys()):
                 engine.admit(request_id)
         for worker in self._workers():
             while worker.announced:
@@ -597,6 +617,7 @@ class Simulation:
             self.num_received += engine.num_received
             self.num_failed += engine.num_failed
             self.num_early += engine.num_early
+            self.num_prefetched += engine.num_prefetched
 
     def _prefills(self) -> list[PrefillEngine]:
         return [engine for engine in self.engines if isinstance(engine, PrefillEngine)]

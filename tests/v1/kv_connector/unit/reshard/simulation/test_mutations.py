@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.v1.kv_connector.unit.reshard.simulation import prefill
 from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.prefetch import Prefetched
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
@@ -25,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
+    ConsumerLedger,
     ProducerLedger,
     ReadState,
 )
@@ -265,11 +268,46 @@ def clients_that_leave_are_not_heard_of(monkeypatch):
     monkeypatch.setattr(EarlyRequests, "give_up", lambda *_: None)
 
 
+def attempts_are_not_compared(monkeypatch):
+    """What was prefetched of a prompt counts though it was begun anew, in blocks as it likes."""
+    monkeypatch.setattr(Prefetched, "is_of", lambda self, *_: not self.is_spoiled)
+
+
+def prefetched_parts_are_not_accounted_for(monkeypatch):
+    """A request that ends while its prompt is computed is quiet at once."""
+    monkeypatch.setattr(ConsumerLedger, "prefetch", lambda *_: None)
+
+
+def prefetched_parts_are_not_waited_for(monkeypatch):
+    """A request is read anew while what was prefetched of it is still under way."""
+    begin = ConsumerSide._begin
+
+    def hasty(self, request_id, reading, connection, now_s):
+        prefetched = reading.prefetched
+        if prefetched is not None and not prefetched.is_of(reading.receive, connection):
+            reading.prefetched = None
+        begin(self, request_id, reading, connection, now_s)
+
+    monkeypatch.setattr(ConsumerSide, "_begin", hasty)
+
+
+def steps_are_told_of_before_they_are_over(monkeypatch):
+    """Readers are told of blocks that a step has still to compute."""
+    monkeypatch.setattr(prefill.Prompt, "num_in_flight", property(lambda _: 0, lambda *_: None))
+
+
+PROMPTS = {"park": 12.0, "prefill": 9.0, "turn": 60.0, "move": 30.0}
+"""Many prompts that are computed while they are waited for."""
+
 WEIGHTS = {
     spans_are_free_once_nixl_says_failed: {"hang": 6.0, "fail_read": 8.0},
     lookups_that_nobody_wants_break_nothing_off: {"hang": 6.0, "fail_read": 8.0},
     looks_at_boards_have_no_end: {"park": 8.0, "hang": 4.0},
     clients_that_leave_are_not_heard_of: {"park": 8.0, "abort": 4.0, "hang": 1.0},
+    attempts_are_not_compared: PROMPTS,
+    prefetched_parts_are_not_accounted_for: {**PROMPTS, "abort": 8.0},
+    prefetched_parts_are_not_waited_for: {**PROMPTS, "fail_read": 4.0},
+    steps_are_told_of_before_they_are_over: PROMPTS,
 }
 """What has to happen often for a defect to show within some dozens of schedules."""
 
@@ -309,6 +347,10 @@ WEIGHTS = {
         (backlog_is_forgotten, "sleeps though"),
         (looks_at_boards_have_no_end, "is not over"),
         (clients_that_leave_are_not_heard_of, "in its time|is not over"),
+        (attempts_are_not_compared, "other bytes"),
+        (prefetched_parts_are_not_accounted_for, "other bytes|may be written|may write"),
+        (prefetched_parts_are_not_waited_for, "other bytes|may be written|may write"),
+        (steps_are_told_of_before_they_are_over, "other bytes"),
     ],
 )
 def test_planted_defect_is_found(plant: Plant, fault: str, monkeypatch):

@@ -37,8 +37,10 @@ def test_no_schedule_violates_an_invariant():
         counts["failed"] += simulation.num_failed
         counts["neighbours served"] += simulation.num_neighbours_served
         counts["early"] += simulation.num_early
+        counts["prefetched"] += simulation.num_prefetched
     # Schedules in which nothing happens prove nothing.
     assert counts["early"] > NUM_SCHEDULES // 20, counts
+    assert counts["prefetched"] > NUM_SCHEDULES // 100, counts
     assert counts["neighbours served"] >= NUM_SCHEDULES // 1000, counts
     assert min(counts["received"], counts["failed"]) > NUM_SCHEDULES // 3, counts
 
