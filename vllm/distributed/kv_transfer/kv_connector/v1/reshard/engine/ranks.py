@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 def shares_over_pcp(parallel_config: ParallelConfig) -> bool:
     """Whether ranks of prefill context parallelism hold other tokens each."""
-    return (
-        parallel_config.prefill_context_parallel_size > 1
-        and parallel_config.decode_context_parallel_size > 1
-    )
+    pcp_size: int = parallel_config.prefill_context_parallel_size
+    dcp_size: int = parallel_config.decode_context_parallel_size
+    return pcp_size > 1 and dcp_size > 1
 
 
 def rank_of_worker(parallel_config: ParallelConfig) -> MeshRank:
@@ -40,10 +39,9 @@ def rank_of_worker(parallel_config: ParallelConfig) -> MeshRank:
 
 def num_ranks_of_stage(parallel_config: ParallelConfig) -> int:
     """How many ranks of a stage other engines know."""
-    tp_size = parallel_config.tensor_parallel_size
-    if shares_over_pcp(parallel_config):
-        return tp_size * parallel_config.prefill_context_parallel_size
-    return tp_size
+    tp_size: int = parallel_config.tensor_parallel_size
+    pcp_size: int = parallel_config.prefill_context_parallel_size
+    return tp_size * pcp_size if shares_over_pcp(parallel_config) else tp_size
 
 
 def tokens_of_worker(parallel_config: ParallelConfig) -> TokenShare:
