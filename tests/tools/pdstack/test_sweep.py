@@ -269,9 +269,9 @@ def test_engines_with_prefill_context_parallelism_are_read_from_alone():
     for pcp_size, role in ((1, "kv_both"), (2, "kv_producer")):
         spec = _spec(Side(Layout(pcp_size=pcp_size)), (), 0, 128)
         assert spec.kv_transfer is not None and spec.kv_transfer.role == role
-    copies = [family for family in FAMILIES if family.prefill.layout.pcp_size > 1]
-    assert copies and not any(map(subsets_of, copies))
-    assert all(family.prefill.second_runner for family in copies)
+    replicas = [family for family in FAMILIES if family.prefill.layout.pcp_size > 1]
+    assert replicas and not any(map(subsets_of, replicas))
+    assert all(family.prefill.second_runner for family in replicas)
     assert all(family.decode.layout.pcp_size == 1 for family in FAMILIES)
 
 

@@ -159,18 +159,18 @@ def test_context_parallelism_is_refused(make_config, axis):
 
 
 @requires_base("0.32.0", "0.33.0", reason="it is refused")
-@pytest.mark.parametrize("is_copy", [False, True])
-def test_copies_of_prefill_context_parallelism_make_no_worker(make_config, monkeypatch, is_copy):
+@pytest.mark.parametrize("is_replica", [False, True])
+def test_pcp_replicas_make_no_worker(make_config, monkeypatch, is_replica):
     """The first rank's worker is one as ever; the others say nothing and report offers as sent."""
     config = make_config("NixlConnector")
     config.kv_transfer_config.kv_role = "kv_producer"
     config.parallel_config.prefill_context_parallel_size = 2
-    monkeypatch.setattr(connector_module, "is_pcp_replica", lambda _: is_copy)
+    monkeypatch.setattr(connector_module, "is_pcp_replica", lambda _: is_replica)
     monkeypatch.setattr(connector_module, "ReshardWorker", made := Mock())
     cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
     worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-    assert made.called is not is_copy
-    if is_copy:
+    assert made.called is not is_replica
+    if is_replica:
         worker.register_kv_caches({})
         assert worker.get_handshake_metadata() is None
         worker.bind_connector_metadata(

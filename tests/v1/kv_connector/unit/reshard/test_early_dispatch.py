@@ -28,9 +28,9 @@ LONG_TOKENS, WINDOW_TOKENS = 60, 20
 def pair(wholes):
     """Makes a prefill and a decode engine of some layouts, with the option on."""
 
-    def make(prefill=None, decode=None, policy="fail", num_copies=0, **both):
+    def make(prefill=None, decode=None, policy="fail", num_replicas=0, **both):
         layout = {**(prefill or {}), **both, **OPTION}
-        p = wholes("prefill", layout, num_copies=num_copies, **both, **OPTION)
+        p = wholes("prefill", layout, num_replicas=num_replicas, **both, **OPTION)
         both = {**both, **OPTION}
         d = wholes("decode", {**(decode or {}), **both}, policy=policy, **both)
         return p, d
@@ -199,9 +199,9 @@ def test_request_that_is_offered_already_is_read_at_once(pair):
     assert not worker.take_stats().data["prefill_wait_seconds"]
 
 
-def test_copies_of_prefill_context_parallelism_show_nothing(pair):
-    """What a request waits for is seen where it is read; nothing is left of it at the copies."""
-    p, d = pair(num_copies=1)
+def test_replicas_of_prefill_context_parallelism_show_nothing(pair):
+    """What a request waits for is seen where it is read; nothing is left of it at the replicas."""
+    p, d = pair(num_replicas=1)
     d.serving.add(DECODED, coordinates(p))
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})

@@ -399,7 +399,7 @@ def test_shares_of_tokens_are_planned_and_told(kv_plan):
     assert "tokens dealt out in whole blocks" in " ".join(out.split())
 
 
-def test_copies_of_prefill_context_parallelism_are_told(kv_plan):
+def test_replicas_of_prefill_context_parallelism_are_told(kv_plan):
     """One of each group is read from: the reads are those of an engine without."""
     model = ("--decode", "tp=1", "--mla", "--num-layers", "2", "--head-size", "576")
     _, plain, _ = kv_plan("--prefill", "tp=2", *model, "--json")
@@ -421,7 +421,7 @@ def test_copies_of_prefill_context_parallelism_are_told(kv_plan):
         (("--decode", "pcp=2", "--mla"), "cannot read: leave pcp out"),
     ],
 )
-def test_impossible_copies_are_told(kv_plan, arguments, reason):
+def test_impossible_replicas_are_told(kv_plan, arguments, reason):
     """In one line, with what to write instead."""
     status, _, err = kv_plan("--prefill", "tp=2", "--decode", "tp=1", *SIZES, *arguments)
     assert status == 2

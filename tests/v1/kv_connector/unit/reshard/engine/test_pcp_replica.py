@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Producers with prefill context parallelism: who says what, and when blocks are free.
 
-vLLM's scheduler and aggregator, and workers over real NIXL; copies have nothing of it.
+vLLM's scheduler and aggregator, and workers over real NIXL; replicas have nothing of it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def offered(*request_ids: str) -> dict:
     ("pcp", "dcp", "pcp_rank", "expected"),
     [(1, 1, 0, False), (2, 1, 0, False), (2, 1, 1, True), (2, 2, 1, False), (1, 2, 0, False)],
 )
-def test_ranks_behind_the_first_are_copies(monkeypatch, pcp, dcp, pcp_rank, expected):
+def test_ranks_behind_the_first_are_replicas(monkeypatch, pcp, dcp, pcp_rank, expected):
     """Unless they hold other tokens each."""
     group = SimpleNamespace(rank_in_group=pcp_rank)
     monkeypatch.setattr(pcp_replica_module, "get_pcp_group", lambda: group)
@@ -92,8 +92,8 @@ def counts(p: Whole) -> dict[str, int]:
     ("prefill", "decode"), [(dict(), dict()), (dict(pp=2), dict(tp=2))], ids=["PCP3", "PCP3 x PP2"]
 )
 def test_blocks_are_held_until_they_were_read(wholes, prefill, decode):
-    """Copies have said so long before; then they are free, and nothing is left to count."""
-    p, d = wholes("prefill", dict(mla=True, **prefill), num_copies=2), None
+    """Replicas have said so long before; then they are free, and nothing is left to count."""
+    p, d = wholes("prefill", dict(mla=True, **prefill), num_replicas=2), None
     p.serving.add("p-a", {"do_remote_decode": True})
     for _ in range(4):
         p.step()
@@ -115,7 +115,7 @@ def test_blocks_are_held_until_they_were_read(wholes, prefill, decode):
 def test_lease_that_runs_out_frees_the_blocks_once(wholes, caplog_vllm):
     """At the rank that serves; the name may be used again, and is counted anew."""
     ahead_s = 0.0
-    p = wholes("prefill", dict(clock=lambda: time.monotonic() + ahead_s), num_copies=1)
+    p = wholes("prefill", dict(clock=lambda: time.monotonic() + ahead_s), num_replicas=1)
     for _ in range(2):
         p.serving.add("p-a", {"do_remote_decode": True})
         for _ in range(4):
@@ -129,7 +129,7 @@ def test_lease_that_runs_out_frees_the_blocks_once(wholes, caplog_vllm):
 
 def test_aborted_prefill_is_reported_by_nobody(wholes):
     """Its blocks are free at once, and no worker says that they were sent."""
-    p = wholes("prefill", dict(), num_copies=1)
+    p = wholes("prefill", dict(), num_replicas=1)
     p.serving.add("p-a", {"do_remote_decode": True}, max_tokens=8)
     p.step()
     p.serving.abort("p-a")

@@ -49,7 +49,7 @@ def sizes(tp: int = 1, pcp: int = 1, dcp: int = 1) -> SimpleNamespace:
             [(0, 0), (1, 2), (2, 1), (3, 3)],
         ),
     ],
-    ids=["TP", "DCP", "copies", "PCP", "TP copies of PCP", "TP and PCP"],
+    ids=["TP", "DCP", "replicas", "PCP", "TP replicas of PCP", "TP and PCP"],
 )
 def test_ranks_and_shares_are_those_of_vllm(monkeypatch, config, places, expected):
     """At the handshake, TP groups one behind another; in a group of DCP, PCP comes first."""
@@ -92,9 +92,9 @@ def all_gather_object(parts: list, own: list, *, group: Group) -> None:
         ]
 
 
-@pytest.mark.parametrize(("dcp", "num_ranks"), [(1, 2), (2, 4)], ids=["copies", "shares"])
+@pytest.mark.parametrize(("dcp", "num_ranks"), [(1, 2), (2, 4)], ids=["replicas", "shares"])
 def test_every_rank_that_others_know_is_gathered(monkeypatch, dcp, num_ranks):
-    """All stages, in the order of ranks; of copies, those of the own PCP rank alone."""
+    """All stages, in the order of ranks; of replicas, those of the own PCP rank alone."""
     groups = {"tp": Group(2, (0, 1)), "pcp": Group(2, (0, 2)), "pp": Group(2, (1, 0))}
     for name, group in groups.items():
         monkeypatch.setattr(ranks_module, f"get_{name}_group", lambda group=group: group)

@@ -93,7 +93,7 @@ def test_every_rank_receives_its_share(engines, prefill, decode, kind):
         (dict(tp=2, pcp=2, dcp=2, interleave=16), dict()),
         (dict(tp=2, pcp=2, dcp=4), dict(pp=2)),
     ],
-    ids=["PCP2", "PP2 x PCP2 to DCP2", "TP2 x PCP2, copies", "TP2 x PCP2, all shared out"],
+    ids=["PCP2", "PP2 x PCP2 to DCP2", "TP2 x PCP2, replicas", "TP2 x PCP2, all shared out"],
 )
 def test_shares_of_prefill_context_parallelism(engines, prefill, decode):
     """Its ranks are read as those of one stage; every one of them is released."""

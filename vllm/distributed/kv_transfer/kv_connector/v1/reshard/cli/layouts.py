@@ -26,24 +26,24 @@ class EngineLayout:
         num_shares: How many of them share the tokens of a head out, its size of decode context
             parallelism.
         run_tokens: Tokens that are dealt to one of them at a time.
-        num_copies: How many workers have what each of them has, its size of prefill context
+        num_replicas: How many workers have what each of them has, its size of prefill context
             parallelism.
     """
 
     mesh: ParallelMesh
     num_shares: int = 1
     run_tokens: int = 1
-    num_copies: int = 1
+    num_replicas: int = 1
 
     @property
     def num_ranks(self) -> int:
         """Workers of the engine, those that nobody reads from included."""
-        return self.mesh.world_size * self.num_copies
+        return self.mesh.world_size * self.num_replicas
 
     def __str__(self) -> str:
         text = str(self.mesh)
-        if self.num_copies > 1:
-            text += f" x PCP{self.num_copies}"
+        if self.num_replicas > 1:
+            text += f" x PCP{self.num_replicas}"
         if self.num_shares > 1:
             text += f" x DCP{self.num_shares} in runs of {self.run_tokens} tokens"
         return text
@@ -70,19 +70,19 @@ def parse_layout(text: str, run_tokens: int) -> EngineLayout:
                 "most once, or tpNppN; of a prefill engine also tp=N,pp=N,pcp=N"
             )
         sizes[axis] = int(size)
-    tp_size, pp_size, num_shares, num_copies = (sizes.get(axis, 1) for axis in _AXES)
+    tp_size, pp_size, num_shares, num_replicas = (sizes.get(axis, 1) for axis in _AXES)
     require_mesh(tp_size, pp_size)
     for axis in ("dcp", "pcp"):
         if sizes.get(axis, 1) < 1:
             raise ValueError(f"{axis} is {sizes[axis]} but must be at least 1")
-    require_size("pcp", num_copies, MAX_STAGE_RANKS)
-    if min(num_shares, num_copies) > 1:
+    require_size("pcp", num_replicas, MAX_STAGE_RANKS)
+    if min(num_shares, num_replicas) > 1:
         raise ValueError(
-            f"with dcp={num_shares}, the ranks of pcp={num_copies} are read as those of a stage: "
-            f"write tp={tp_size * num_copies},dcp={num_shares}, whose reads are the same"
+            f"with dcp={num_shares}, the ranks of pcp={num_replicas} are read as those of a stage: "
+            f"write tp={tp_size * num_replicas},dcp={num_shares}, whose reads are the same"
         )
     mesh = ParallelMesh(pp_size=pp_size, tp_size=tp_size)
-    return EngineLayout(mesh, num_shares, run_tokens, num_copies)
+    return EngineLayout(mesh, num_shares, run_tokens, num_replicas)
 
 
 def parse_partition(role: str, text: str | None) -> list[int] | None:

@@ -361,8 +361,8 @@ def _read_layout(
     run_tokens = read_run_tokens(args, role, block_tokens)
     try:
         layout = parse_layout(getattr(args, role), run_tokens)
-        if layout.num_copies > 1:
-            _check_copies(role, sizes)
+        if layout.num_replicas > 1:
+            _check_replicas(role, sizes)
         num_kv_heads = {layer: each.num_kv_heads for layer, each in sizes.main_layers.items()}
         if layout.num_shares > 1:
             _check_sharing(sizes)
@@ -377,7 +377,7 @@ def _read_layout(
         raise ValueError(f"--{role} {getattr(args, role)}: {error}") from error
 
 
-def _check_copies(role: str, sizes: _Sizes) -> None:
+def _check_replicas(role: str, sizes: _Sizes) -> None:
     """See that an engine can have prefill context parallelism.
 
     Raises:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def is_pcp_replica(parallel_config: ParallelConfig) -> bool:
-    """Whether this worker has a copy of what another one serves."""
+    """Whether this worker holds what another one serves."""
     return (
         parallel_config.prefill_context_parallel_size > 1
         and not shares_over_pcp(parallel_config)

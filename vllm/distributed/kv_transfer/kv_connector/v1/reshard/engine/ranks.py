@@ -3,7 +3,7 @@
 
 That is its stage and its TP rank, as vLLM keys what workers say at the handshake. Where decode
 context parallelism (DCP) spans ranks of prefill context parallelism (PCP), these hold other tokens
-each: they are ranks of the stage, too, behind one another. Without, they are copies, of which one
+each: they are ranks of the stage, too, behind one another. Without, they are replicas, of which one
 speaks: see `pcp_replica`.
 """
 
