@@ -305,6 +305,8 @@ def engine_command(
     command += ["--served-model-name", model.name, "--host", spec.host, "--port", str(port)]
     command += ["--tensor-parallel-size", str(spec.layout.tp_size)]
     command += ["--pipeline-parallel-size", str(spec.layout.pp_size)]
+    if spec.layout.pcp_size > 1:
+        command += ["--prefill-context-parallel-size", str(spec.layout.pcp_size)]
     # float32: answers are compared token by token, and bfloat16 differs between layouts.
     command += ["--dtype", "float32", "--enforce-eager"]
     # Small batches: an engine warms up with the largest one, and a demo never fills it.

@@ -323,6 +323,14 @@ FAMILIES: tuple[Family, ...] = (
         Side(_RANKS, second_runner=True),
         Side(second_runner=True),
     ),
+    # Decode engines run the first runner, as vLLM for CPU does by itself.
+    Family("MLA PCP on P", _MLA, Side(Layout(pcp_size=2), second_runner=True), Side()),
+    Family(
+        "MLA PCP and PP on P",
+        _MLA,
+        Side(Layout(pp_size=2, pcp_size=2), second_runner=True),
+        Side(_RANKS),
+    ),
     *(
         Family(
             f"{name}, {each}",

@@ -12,27 +12,34 @@ from .errors import UsageError
 
 _VOCABULARY_UNIT = 64
 """vLLM pads vocabularies to multiples of it."""
-_LAYOUT = re.compile(r"tp([1-9][0-9]{0,3})pp([1-9][0-9]{0,3})", re.IGNORECASE | re.ASCII)
+_LAYOUT = re.compile(
+    r"tp([1-9][0-9]{0,3})pp([1-9][0-9]{0,3})(?:pcp([1-9][0-9]{0,3}))?", re.IGNORECASE | re.ASCII
+)
 
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """Sizes of one engine: tensor-parallel ranks in each stage, pipeline stages."""
+    """Sizes of one engine: tensor-parallel ranks in each stage, pipeline stages.
+
+    With prefill context parallelism, each of these is as many workers.
+    """
 
     tp_size: int = 1
     pp_size: int = 1
+    pcp_size: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of worker processes."""
-        return self.tp_size * self.pp_size
+        return self.tp_size * self.pp_size * self.pcp_size
 
     def __str__(self) -> str:
-        return f"tp{self.tp_size}pp{self.pp_size}"
+        pcp = f"pcp{self.pcp_size}" if self.pcp_size > 1 else ""
+        return f"tp{self.tp_size}pp{self.pp_size}{pcp}"
 
 
 def parse_layout(text: str) -> Layout:
-    """Parse ``tp<N>pp<M>``.
+    """Parse ``tp<N>pp<M>``, which ``pcp<K>`` may follow.
 
     Raises:
         UsageError: the text has another shape, or a size is not in [1, 9999].
@@ -40,7 +47,7 @@ def parse_layout(text: str) -> Layout:
     match = _LAYOUT.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"layout {text!r} is not understood; write tp<N>pp<M>, for example tp2pp1")
-    return Layout(tp_size=int(match[1]), pp_size=int(match[2]))
+    return Layout(*(int(size or 1) for size in match.groups()))
 
 
 @dataclass(frozen=True)

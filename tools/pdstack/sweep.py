@@ -254,7 +254,10 @@ def _workers(keys: Iterable[tuple[Side, tuple[str, ...], int]]) -> int:
 
 
 def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> EngineSpec:
-    """How an engine is started; pairs share it, so that it may prefill and decode."""
+    """How an engine is started; pairs share it, so that it may prefill and decode.
+
+    One with prefill context parallelism is read from alone.
+    """
     kv_transfer = UPSTREAM_AT_REST if side.connector == "upstream" else KVTransfer()
     kv_transfer = replace(
         kv_transfer, extra_config={**kv_transfer.extra_config, **dict(side.options)}
@@ -262,6 +265,8 @@ def _spec(side: Side, args: tuple[str, ...], number: int, block_tokens: int) -> 
     if side.connector == "MultiConnector":
         child = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
         kv_transfer = KVTransfer("MultiConnector", extra_config={"connectors": [child]})
+    if side.layout.pcp_size > 1:
+        kv_transfer = replace(kv_transfer, role="kv_producer")
     stages = dict(side.env).get("VLLM_PP_LAYER_PARTITION", "").replace(",", "-")
     drafts = str(side.speculation or "")
     options = [value if isinstance(value, str) else name for name, value in side.options]

@@ -49,6 +49,9 @@ def _env(spec: EngineSpec, device: Device = Device.CPU, **inherited: str) -> Map
 def test_a_command_says_model_address_and_layout() -> None:
     """The command serves the model under its name, on the loopback, with the layout's sizes."""
     command = _command(EngineSpec("e", Layout(3, 2)))
+    assert "--prefill-context-parallel-size" not in command
+    replicas = _command(EngineSpec("e", Layout(pcp_size=2)))
+    assert _value(replicas, "--prefill-context-parallel-size") == "2"
     assert command[:3] == ["/bin/vllm", "serve", "/models/m"]
     assert _value(command, "--served-model-name") == "name"
     assert _value(command, "--host") == "127.0.0.1"

@@ -30,12 +30,12 @@ SMOLLM2 = ModelShape(
 sizes = st.integers(1, 9999)
 
 
-@given(sizes, sizes)
-def test_text_and_layout_are_inverse(tp_size: int, pp_size: int) -> None:
+@given(sizes, sizes, sizes)
+def test_text_and_layout_are_inverse(tp_size: int, pp_size: int, pcp_size: int) -> None:
     """A layout that is written out and parsed is the same layout."""
-    layout = Layout(tp_size, pp_size)
+    layout = Layout(tp_size, pp_size, pcp_size)
     assert parse_layout(str(layout)) == layout
-    assert layout.world_size == tp_size * pp_size
+    assert layout.world_size == tp_size * pp_size * pcp_size
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,7 @@ def test_text_and_layout_are_inverse(tp_size: int, pp_size: int) -> None:
         "tp1pp0",
         "tp-1pp1",
         "tp1pp1x",
+        "tp1pp1pcp0",
         "1x1",
         "tp\u0661pp1",
         "tp10000pp1",

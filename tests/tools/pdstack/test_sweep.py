@@ -264,6 +264,17 @@ def test_second_runner_of_a_side_reaches_its_engine():
     assert first.name != second.name and not first.env
 
 
+def test_engines_with_prefill_context_parallelism_are_read_from_alone():
+    """They would be refused in any other role; no other engine is given one."""
+    for pcp_size, role in ((1, "kv_both"), (2, "kv_producer")):
+        spec = _spec(Side(Layout(pcp_size=pcp_size)), (), 0, 128)
+        assert spec.kv_transfer is not None and spec.kv_transfer.role == role
+    replicas = [family for family in FAMILIES if family.prefill.layout.pcp_size > 1]
+    assert replicas and not any(map(subsets_of, replicas))
+    assert all(family.prefill.second_runner for family in replicas)
+    assert all(family.decode.layout.pcp_size == 1 for family in FAMILIES)
+
+
 def test_a_family_with_the_second_runner_needs_one(monkeypatch):
     """Where there is none, it is left out with the reason; first runners are not asked about."""
     monkeypatch.setattr(families, "why_no_second_runner", lambda: "there is none")

@@ -237,14 +237,25 @@ def from_decode(**changes) -> dict:
 
 
 class Whole:
-    """A scheduler with its engine's workers, and what vLLM has between them."""
+    """A scheduler with its engine's workers, and what vLLM has between them.
 
-    def __init__(self, serving: Serving, engine: Any) -> None:
+    Args:
+        serving: The scheduler.
+        engine: The workers.
+        num_replicas: How many others hold what each of these serves.
+    """
+
+    def __init__(self, serving: Serving, engine: Any, num_replicas: int = 0) -> None:
         self.serving, self.engine = serving, engine
         scheduler = serving.scheduler
         self.connectors = []
-        for worker in engine.workers.values():
+        # Replicas are asked first: what they say is the earliest that can be.
+        workers = [*engine.workers.values()]
+        for worker in (*[None] * num_replicas * len(workers), *workers):
             with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    connector_module, "is_pcp_replica", lambda _, replica=not worker: replica
+                )
                 patch.setattr(connector_module, "ReshardWorker", lambda *_, worker=worker: worker)
                 self.connectors.append(
                     KVConnectorFactory.create_connector(
@@ -283,13 +294,13 @@ class Whole:
 def wholes(serving, engines):
     """Makes engines of a scheduler and its workers, with side channels that answer."""
 
-    def make(engine_id: str, layout: dict, **extra_config) -> Whole:
+    def make(engine_id: str, layout: dict, *, num_replicas: int = 0, **extra_config) -> Whole:
         owner, engine = serving(**extra_config), engines(engine_id, **layout)
         connector_scheduler = owner.scheduler.connector.connector_scheduler
         connector_scheduler.engine_id = engine_id
         connector_scheduler.side_channel_host = "127.0.0.1"
         connector_scheduler.side_channel_port = engine.serve().port
-        return Whole(owner, engine)
+        return Whole(owner, engine, num_replicas)
 
     return make
 

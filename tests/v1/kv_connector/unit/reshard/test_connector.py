@@ -158,15 +158,29 @@ def test_context_parallelism_is_refused(make_config, axis):
         KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
 
 
-@requires_base("0.32.0", "0.33.0", reason="upstream's connector does not serve it either")
-def test_prefill_context_parallelism_is_left_to_upstream(create, caplog_vllm):
-    """Which reads it without stages, and is refused with them."""
-    parallel = {"prefill_context_parallel_size": 2}
-    assert type(create(kv_role="kv_producer", **parallel)) is upstream.NixlConnector
-    option = "--prefill-context-parallel-size 2 spreads the tokens"
-    assert f"Using upstream's NixlConnector: {option}" in caplog_vllm.text
-    with pytest.raises(LocalLayoutError, match=f"{option}.*--pipeline-parallel-size 1 instead"):
-        create(pipeline_parallel_size=2, **parallel)
+@requires_base("0.32.0", "0.33.0", reason="it is refused")
+@pytest.mark.parametrize("is_replica", [False, True])
+def test_pcp_replicas_make_no_worker(make_config, monkeypatch, is_replica):
+    """The first rank's worker is one as ever; the others say nothing and report offers as sent."""
+    config = make_config("NixlConnector")
+    config.kv_transfer_config.kv_role = "kv_producer"
+    config.parallel_config.prefill_context_parallel_size = 2
+    monkeypatch.setattr(connector_module, "is_pcp_replica", lambda _: is_replica)
+    monkeypatch.setattr(connector_module, "ReshardWorker", made := Mock())
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], ATTENTION)])
+    worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+    assert made.called is not is_replica
+    if is_replica:
+        worker.register_kv_caches({})
+        assert worker.get_handshake_metadata() is None
+        worker.bind_connector_metadata(
+            ReshardConnectorMetadata(admitted={"p-a"}, offered={"p-a": 30.0})
+        )
+        results = worker.get_transfer_results(set())
+        assert (results.finished_sending, results.finished_recving) == ({"p-a"}, set())
+        assert worker.build_connector_worker_meta() is None
+        assert worker.get_kv_connector_stats() is None
+    worker.shutdown()
 
 
 @requires_base("0.32.0", "0.33.0", reason="it has no such groups")

@@ -28,8 +28,9 @@ LONG_TOKENS, WINDOW_TOKENS = 60, 20
 def pair(wholes):
     """Makes a prefill and a decode engine of some layouts, with the option on."""
 
-    def make(prefill=None, decode=None, policy="fail", **both):
-        p = wholes("prefill", {**(prefill or {}), **both, **OPTION}, **both, **OPTION)
+    def make(prefill=None, decode=None, policy="fail", num_replicas=0, **both):
+        layout = {**(prefill or {}), **both, **OPTION}
+        p = wholes("prefill", layout, num_replicas=num_replicas, **both, **OPTION)
         both = {**both, **OPTION}
         d = wholes("decode", {**(decode or {}), **both}, policy=policy, **both)
         return p, d
@@ -258,6 +259,22 @@ def test_request_that_is_offered_already_is_read_at_once(pair):
     assert d.serving.finished == {DECODED: FinishReason.LENGTH}
     (worker,) = d.engine.workers.values()
     assert not worker.take_stats().data["prefill_wait_seconds"]
+
+
+def test_replicas_of_prefill_context_parallelism_show_nothing(pair):
+    """What a request waits for is seen where it is read; nothing is left of it at the replicas."""
+    p, d = pair(num_replicas=1)
+    d.serving.add(DECODED, coordinates(p))
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    end = begin_last_chunk(p)
+    until(lambda: is_allocated(d), d)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    whole = end()
+    until(lambda: is_quiet(p, d), p, d)
+    assert_received(d.engine, blocks[:3], whole)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    assert not p.aggregator._send_remaining_count
 
 
 def test_serial_router_passes_blocks_on_as_before(pair):

@@ -54,8 +54,9 @@ def create(make_config, monkeypatch):
     """Creates the scheduler's side by the name; what is left to upstream becomes a stub."""
     monkeypatch.setattr(upstream, "NixlConnector", lambda *_: Stub())
 
-    def make(*, extra_config=None, **changes):
+    def make(*, extra_config=None, kv_role="kv_both", **changes):
         config = make_config("NixlConnector", extra_config=extra_config or {})
+        config.kv_transfer_config.kv_role = kv_role
         for field, value in changes.items():
             owner = config.model_config if field == "enable_sleep_mode" else config.parallel_config
             setattr(owner, field, value)
@@ -104,13 +105,29 @@ def test_other_devices_are_left_to_upstream(make_config, monkeypatch):
         create()
 
 
-def test_prefill_context_parallelism_is_left_to_upstream_where_it_serves_it(create, monkeypatch):
-    """Its newer releases know which rank computes which tokens; what they lack they refuse."""
-    monkeypatch.setattr(connector_module, "LAYERS_SAY_WHAT_IS_SHARED", True)
-    assert type(create(prefill_context_parallel_size=2)) is Stub
-    option = "--prefill-context-parallel-size 2"
-    with pytest.raises(LocalLayoutError, match=f"{option} spreads.*{WITHOUT_STAGES}"):
-        create(pipeline_parallel_size=2, prefill_context_parallel_size=2)
+@requires_base("0.32.0", "0.33.0", reason="its layers do not say what is shared out")
+def test_prefill_context_parallelism_is_ours_on_producers(create):
+    """With stages, too; engines that would read are refused."""
+    for changes in ({}, dict(pipeline_parallel_size=2)):
+        made = create(kv_role="kv_producer", prefill_context_parallel_size=2, **changes)
+        assert isinstance(made, NixlConnector)
+    with pytest.raises(LocalLayoutError, match=r"-size 2 with kv_role kv_both.* kv_producer"):
+        create(prefill_context_parallel_size=2)
+
+
+@requires_base("0.32.0", "0.33.0", reason="its layers do not say what is shared out")
+def test_shares_over_prefill_context_parallelism_are_ours_of_latents(create, monkeypatch):
+    """Ranks count as those of one latent; with heads, vLLM has none, and upstream's may."""
+    sizes = dict(prefill_context_parallel_size=2, decode_context_parallel_size=2)
+    monkeypatch.setattr(ModelConfig, "use_mla", True)
+    assert type(create(kv_role="kv_producer", **sizes)) is Stub
+    with pytest.raises(LocalLayoutError, match=f"layer layer keeps no latent.*{WITHOUT_STAGES}"):
+        create(kv_role="kv_producer", pipeline_parallel_size=2, **sizes)
+    spec = MLAAttentionSpec(**{**SIZES, "num_kv_heads": 1})
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
+    monkeypatch.setattr(f"{__name__}.cache_config", lambda: cache)
+    for changes in ({}, dict(pipeline_parallel_size=2)):
+        assert isinstance(create(kv_role="kv_producer", **sizes, **changes), NixlConnector)
 
 
 @requires_base("0.32.0", "0.33.0", reason="its layers do not say what is shared out")

@@ -399,6 +399,35 @@ def test_shares_of_tokens_are_planned_and_told(kv_plan):
     assert "tokens dealt out in whole blocks" in " ".join(out.split())
 
 
+def test_replicas_of_prefill_context_parallelism_are_told(kv_plan):
+    """One of each group is read from: the reads are those of an engine without."""
+    model = ("--decode", "tp=1", "--mla", "--num-layers", "2", "--head-size", "576")
+    _, plain, _ = kv_plan("--prefill", "tp=2", *model, "--json")
+    status, out, err = kv_plan("--prefill", "tp=2,pcp=2", *model, "--json")
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    assert document["prefill"] == {"tp_size": 2, "pp_size": 1, "pcp_size": 2}
+    assert document["reads"] == json.loads(plain)["reads"]
+    _, out, _ = kv_plan("--prefill", "tp=2,pcp=2", *model)
+    assert "PP1 x TP2 x PCP2, 4 ranks, the first of each PCP group read from" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--prefill", "pcp=0"), "pcp is 0 but must be at least 1"),
+        (("--prefill", "pcp=2"), "for MLA only: leave pcp out"),
+        (("--prefill", "tp=2,pcp=2,dcp=4"), "write tp=4,dcp=4, whose reads are the same"),
+        (("--decode", "pcp=2", "--mla"), "cannot read: leave pcp out"),
+    ],
+)
+def test_impossible_replicas_are_told(kv_plan, arguments, reason):
+    """In one line, with what to write instead."""
+    status, _, err = kv_plan("--prefill", "tp=2", "--decode", "tp=1", *SIZES, *arguments)
+    assert status == 2
+    assert reason in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

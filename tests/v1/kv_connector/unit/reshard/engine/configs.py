@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import ranks as ranks_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 
 
@@ -98,6 +98,7 @@ def worker_config(
             tensor_parallel_size=tp,
             data_parallel_rank=0,
             data_parallel_index=0,
+            prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
             cp_kv_cache_interleave_size=1,
         ),
@@ -109,8 +110,9 @@ def worker_config(
     )
 
 
-def stand_at(patch: pytest.MonkeyPatch, rank: MeshRank) -> None:
+def stand_at(patch: pytest.MonkeyPatch, rank: MeshRank, pcp_rank: int = 0) -> None:
     """Have the worker that is made next find itself at a rank of its engine."""
-    for group, number in (("get_pp_group", rank.pp_rank), ("get_tp_group", rank.tp_rank)):
+    places = {"pp": rank.pp_rank, "tp": rank.tp_rank, "pcp": pcp_rank}
+    for group, number in places.items():
         place = SimpleNamespace(rank_in_group=number)
-        patch.setattr(worker_module, group, lambda place=place: place)
+        patch.setattr(ranks_module, f"get_{group}_group", lambda place=place: place)

@@ -174,7 +174,9 @@ class ModelEngine(Engine):
         with pytest.MonkeyPatch.context() as patch:
             stand_at(patch, shard.rank)
             # All workers of the engine hear of each other, as far as each knows itself.
-            patch.setattr(worker_module, "_gather", lambda own: (said.append(own), said)[1])
+            patch.setattr(
+                worker_module, "gather_shards", lambda own, _: (said.append(own), said)[1]
+            )
             patch.setattr(
                 ReshardWorker,
                 "_backends",

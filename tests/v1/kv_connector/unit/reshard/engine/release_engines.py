@@ -112,13 +112,13 @@ class ReleaseEngine(Engine):
         """Have all workers register at once: they hear from each other what they hold."""
         said, together = list[Shard](), Barrier(len(self.workers), timeout=DEADLINE_S)
 
-        def gather(own: Shard) -> list[Shard]:
+        def gather(own: Shard, _: object) -> list[Shard]:
             said.append(own)
             together.wait()
             return said
 
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(self.workers)) as pool:
-            patch.setattr(worker_module, "_gather", gather)
+            patch.setattr(worker_module, "gather_shards", gather)
             patch.setattr(ReshardWorker, "_make_probe", lambda _: None)
             patch.setattr(
                 ReshardWorker,

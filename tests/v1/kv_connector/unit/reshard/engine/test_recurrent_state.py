@@ -270,7 +270,9 @@ class HybridEngine(Engine):
         backend = SimpleNamespace(get_name=lambda: self.family.kind)
         with pytest.MonkeyPatch.context() as patch:
             stand_at(patch, rank)
-            patch.setattr(worker_module, "_gather", lambda own: (said.append(own), said)[1])
+            patch.setattr(
+                worker_module, "gather_shards", lambda own, _: (said.append(own), said)[1]
+            )
             patch.setattr(
                 ReshardWorker,
                 "_backends",

@@ -85,6 +85,32 @@ def test_every_rank_receives_its_share(engines, prefill, decode, kind):
         assert_received(d, expanded(dst_ids, sizes[1]), whole)
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (dict(pcp=2, dcp=2, interleave=16), dict()),
+        (dict(pp=2, pcp=2, dcp=2, interleave=8), dict(tp=2, dcp=2, interleave=16)),
+        (dict(tp=2, pcp=2, dcp=2, interleave=16), dict()),
+        (dict(tp=2, pcp=2, dcp=4), dict(pp=2)),
+    ],
+    ids=["PCP2", "PP2 x PCP2 to DCP2", "TP2 x PCP2, replicas", "TP2 x PCP2, all shared out"],
+)
+def test_shares_of_prefill_context_parallelism(engines, prefill, decode):
+    """Its ranks are read as those of one stage; every one of them is released."""
+    p = engines("prefill", mla=True, **prefill)
+    d = engines("decode", mla=True, **decode)
+    address, progress = p.serve(), Progress(p, d)
+    src_ids = [5, 2, 9, 7, 4, 11][: ids_for(p, 92)]
+    dst_ids = [3, 4, 1, 8, 6, 2][: ids_for(d, 92)]
+    whole = fill(p, src_ids)[:, :, :, :92]
+    p.offer("p-a")
+    d.start(receive={"d-a": receive(address, dst_ids, src_ids, tokens=92)})
+    progress.until(d, received="d-a")
+    progress.until(p, sent="p-a")
+    assert not any(lost_blocks(worker) for worker in d.workers.values())
+    assert_received(d, dst_ids, whole)
+
+
 @every_strategy
 def test_nothing_else_is_written(engines):
     """Other blocks, and those of a prefix that is cached, stay as they are."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -99,6 +100,7 @@ class Engine:
         cache_dtype: str = "auto",
         blocks_per_id: int = 1,
         dcp: int = 1,
+        pcp: int = 1,
         interleave: int = 1,
         token_major: bool = False,
         cross_layers: bool = False,
@@ -113,13 +115,17 @@ class Engine:
     ) -> None:
         self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
         self.dtype, self.head_size, self.dcp = dtype, head_size, dcp
-        self.mesh = ParallelMesh(pp, tp)
+        # Others know the ranks of PCP as those of the stage, one TP group behind another.
+        assert pcp == 1 or dcp > 1, "replicas have nothing that they say"
+        self.mesh = ParallelMesh(pp, tp * pcp)
         self.shards = tuple(
             Shard(s.rank, {f"layers.{n}": held for n, held in s.holdings.items()})
             for s in shard_model(
                 self.mesh, NUM_LAYERS, 1 if mla else heads, partition, dcp, interleave
             )
         )
+        if pcp > 1:
+            self.shards = tuple(dealt_over_pcp(shard, pcp, tp) for shard in self.shards)
         config = SimpleNamespace(
             model_config=SimpleNamespace(
                 use_mla=mla,
@@ -142,6 +148,7 @@ class Engine:
                 tensor_parallel_size=tp,
                 data_parallel_rank=0,
                 data_parallel_index=replica,
+                prefill_context_parallel_size=pcp,
                 decode_context_parallel_size=dcp,
                 cp_kv_cache_interleave_size=interleave,
             ),
@@ -190,11 +197,12 @@ class Engine:
                 for full, sliding in zip(*(group.layer_names for group in groups), strict=False):
                     tensors[sliding] = tensors[full]
             with pytest.MonkeyPatch.context() as patch:
-                stand_at(patch, shard.rank)
+                pcp_rank, tp_rank = divmod(shard.rank.tp_rank, tp)
+                stand_at(patch, MeshRank(shard.rank.pp_rank, tp_rank), pcp_rank)
                 patch.setattr(
                     worker_module,
-                    "_gather",
-                    lambda own: self.shards if len(self.shards) > 1 else (own,),
+                    "gather_shards",
+                    lambda own, _: self.shards if len(self.shards) > 1 else (own,),
                 )
                 patch.setattr(geometry_module, "describe_layer", describe_layer)
                 patch.setattr(worker_module, "TransferEngine", partial(self._kept, shard.rank))
@@ -271,6 +279,23 @@ class Engine:
             worker.close()
         if self.server is not None:
             self.server.close()
+
+
+def dealt_over_pcp(shard: Shard, pcp: int, tp: int) -> Shard:
+    """A rank's shard where a group of DCP goes along PCP first, as vLLM makes it."""
+    pcp_rank, tp_rank = divmod(shard.rank.tp_rank, tp)
+    return Shard(
+        shard.rank,
+        {
+            layer: replace(
+                held,
+                tokens=replace(
+                    held.tokens, index=(tp_rank * pcp + pcp_rank) % held.tokens.num_shares
+                ),
+            )
+            for layer, held in shard.holdings.items()
+        },
+    )
 
 
 def split(names: list[str], spec: FullAttentionSpec, window_tokens: int) -> list[KVCacheGroupSpec]:

@@ -43,6 +43,8 @@ from .engine.drafts import refuse_impossible_drafts
 from .engine.failed_reads import ReadReports
 from .engine.geometry import keeps_no_middle, unserved_layer
 from .engine.metadata import ReshardConnectorMetadata, WorkerNews
+from .engine.pcp_replica import PcpReplicaWorker, is_pcp_replica, refuse_pcp_consumers
+from .engine.ranks import shares_over_pcp
 from .engine.scheduler import ReshardScheduler
 from .engine.settings import OWN_OPTIONS, read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
@@ -73,7 +75,7 @@ class NixlConnector(UpstreamConnector):
     """
 
     connector_scheduler: ReshardScheduler | None
-    connector_worker: ReshardWorker | None
+    connector_worker: ReshardWorker | PcpReplicaWorker | None
 
     def __new__(
         cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -112,7 +114,9 @@ class NixlConnector(UpstreamConnector):
         refuse_impossible_drafts(vllm_config)
         if not LAYERS_SAY_WHAT_IS_SHARED and (spread := _spread_tokens(vllm_config)):
             raise LocalLayoutError(f"{spread}, which this connector cannot read: use 1")
-        offers_answers = read_settings(self.kv_transfer_config).bidirectional_kv_xfer
+        settings = read_settings(self.kv_transfer_config)
+        refuse_pcp_consumers(vllm_config.parallel_config, self.kv_transfer_config, settings)
+        offers_answers = settings.bidirectional_kv_xfer
         if keeps_no_middle(kv_cache_config) and offers_answers:
             raise LocalLayoutError(
                 "some layers keep a prompt and the last tokens of its answer only, so that "
@@ -145,7 +149,10 @@ class NixlConnector(UpstreamConnector):
                 vllm_config, self.engine_id, kv_cache_config
             )
         else:
-            self.connector_worker = ReshardWorker(vllm_config, self.engine_id, kv_cache_config)
+            if is_pcp_replica(vllm_config.parallel_config):
+                self.connector_worker = PcpReplicaWorker()
+            else:
+                self.connector_worker = ReshardWorker(vllm_config, self.engine_id, kv_cache_config)
             self._reports = ReadReports()
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -161,7 +168,7 @@ class NixlConnector(UpstreamConnector):
         self.connector_scheduler.serve_handshake(metadata)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What this worker says of itself."""
+        """What this worker says of itself; None where another one speaks for it."""
         return self._worker.handshake
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -250,7 +257,7 @@ class NixlConnector(UpstreamConnector):
             self.connector_scheduler.shutdown()
 
     @property
-    def _worker(self) -> ReshardWorker:
+    def _worker(self) -> ReshardWorker | PcpReplicaWorker:
         assert self.connector_worker is not None
         return self.connector_worker
 
@@ -275,10 +282,11 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     if SLEEP_IS_UPSTREAMS and vllm_config.model_config.enable_sleep_mode:
         return "--enable-sleep-mode takes the KV cache's memory away"
     parallel_config = vllm_config.parallel_config
-    if LAYERS_SAY_WHAT_IS_SHARED and parallel_config.prefill_context_parallel_size > 1:
-        return _spread_tokens(vllm_config)
     num_shares = parallel_config.decode_context_parallel_size
-    return counted_items(vllm_config) or unserved_layer(kv_cache_config, num_shares)
+    over_pcp = LAYERS_SAY_WHAT_IS_SHARED and shares_over_pcp(parallel_config)
+    return counted_items(vllm_config) or unserved_layer(
+        kv_cache_config, num_shares, over_pcp=over_pcp
+    )
 
 
 def _refuse_what_upstream_cannot_share(vllm_config: VllmConfig, reason: str) -> None:

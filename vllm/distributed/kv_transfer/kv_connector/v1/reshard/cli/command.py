@@ -55,7 +55,8 @@ def prepare(parser: argparse.ArgumentParser) -> None:
             metavar="tp=N,pp=N",
             required=True,
             help=f"layout of the {role} engine, of which what is left out is 1; or tpNppN; with "
-            ",dcp=N also of its decode context parallelism",
+            ",dcp=N also of its decode context parallelism"
+            + (", with ,pcp=N of its prefill context parallelism" * (role == "prefill")),
         )
         parser.add_argument(
             f"--{role}-layer-partition",

@@ -107,6 +107,8 @@ def _mesh(layout: EngineLayout) -> dict[str, int]:
     sizes = {"tp_size": mesh.tp_size, "pp_size": mesh.pp_size}
     if layout.num_shares > 1:
         sizes |= {"dcp_size": layout.num_shares, "interleave_size": layout.run_tokens}
+    if layout.num_replicas > 1:
+        sizes["pcp_size"] = layout.num_replicas
     return sizes
 
 

@@ -8,12 +8,13 @@ import re
 from dataclasses import dataclass
 
 from ..plan.mesh import ParallelMesh
-from .limits import require_mesh
+from ..protocol.bounds import MAX_STAGE_RANKS
+from .limits import require_mesh, require_size
 
 _ONE_WORD = re.compile(r"tp(\d+)pp(\d+)", re.ASCII | re.IGNORECASE)
 """A layout as `make demo` and the tests of pairs write it."""
 
-_AXES = ("tp", "pp", "dcp")
+_AXES = ("tp", "pp", "dcp", "pcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +26,31 @@ class EngineLayout:
         num_shares: How many of them share the tokens of a head out, its size of decode context
             parallelism.
         run_tokens: Tokens that are dealt to one of them at a time.
+        num_replicas: How many workers have what each of them has, its size of prefill context
+            parallelism.
     """
 
     mesh: ParallelMesh
     num_shares: int = 1
     run_tokens: int = 1
+    num_replicas: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Workers of the engine, those that nobody reads from included."""
+        return self.mesh.world_size * self.num_replicas
 
     def __str__(self) -> str:
-        if self.num_shares == 1:
-            return str(self.mesh)
-        return f"{self.mesh} x DCP{self.num_shares} in runs of {self.run_tokens} tokens"
+        text = str(self.mesh)
+        if self.num_replicas > 1:
+            text += f" x PCP{self.num_replicas}"
+        if self.num_shares > 1:
+            text += f" x DCP{self.num_shares} in runs of {self.run_tokens} tokens"
+        return text
 
 
 def parse_layout(text: str, run_tokens: int) -> EngineLayout:
-    """Read `tp=4,pp=2,dcp=2`, of which what is left out is 1, or `tp4pp2`.
+    """Read `tp=4,pp=2,dcp=2` or `tp=4,pcp=2`, of which what is left out is 1, or `tp4pp2`.
 
     Args:
         text: The layout.
@@ -55,14 +67,22 @@ def parse_layout(text: str, run_tokens: int) -> EngineLayout:
         if axis not in _AXES or axis in sizes or not size.isdecimal():
             raise ValueError(
                 f"{item!r} is not understood: write tp=N,pp=N or tp=N,pp=N,dcp=N, each axis at "
-                "most once, or tpNppN"
+                "most once, or tpNppN; of a prefill engine also tp=N,pp=N,pcp=N"
             )
         sizes[axis] = int(size)
-    tp_size, pp_size, num_shares = (sizes.get(axis, 1) for axis in _AXES)
+    tp_size, pp_size, num_shares, num_replicas = (sizes.get(axis, 1) for axis in _AXES)
     require_mesh(tp_size, pp_size)
-    if num_shares < 1:
-        raise ValueError(f"dcp is {num_shares} but must be at least 1")
-    return EngineLayout(ParallelMesh(pp_size=pp_size, tp_size=tp_size), num_shares, run_tokens)
+    for axis in ("dcp", "pcp"):
+        if sizes.get(axis, 1) < 1:
+            raise ValueError(f"{axis} is {sizes[axis]} but must be at least 1")
+    require_size("pcp", num_replicas, MAX_STAGE_RANKS)
+    if min(num_shares, num_replicas) > 1:
+        raise ValueError(
+            f"with dcp={num_shares}, the ranks of pcp={num_replicas} are read as those of a stage: "
+            f"write tp={tp_size * num_replicas},dcp={num_shares}, whose reads are the same"
+        )
+    mesh = ParallelMesh(pp_size=pp_size, tp_size=tp_size)
+    return EngineLayout(mesh, num_shares, run_tokens, num_replicas)
 
 
 def parse_partition(role: str, text: str | None) -> list[int] | None:

@@ -361,6 +361,8 @@ def _read_layout(
     run_tokens = read_run_tokens(args, role, block_tokens)
     try:
         layout = parse_layout(getattr(args, role), run_tokens)
+        if layout.num_replicas > 1:
+            _check_replicas(role, sizes)
         num_kv_heads = {layer: each.num_kv_heads for layer, each in sizes.main_layers.items()}
         if layout.num_shares > 1:
             _check_sharing(sizes)
@@ -373,6 +375,18 @@ def _read_layout(
         return layout, shard_kinds(layout.mesh, sizes.num_layers, units, partition)
     except ValueError as error:
         raise ValueError(f"--{role} {getattr(args, role)}: {error}") from error
+
+
+def _check_replicas(role: str, sizes: _Sizes) -> None:
+    """See that an engine can have prefill context parallelism.
+
+    Raises:
+        ValueError: It reads, or its model keeps heads.
+    """
+    if role == "decode":
+        raise ValueError("an engine with prefill context parallelism cannot read: leave pcp out")
+    if not sizes.is_mla:
+        raise ValueError("vLLM has prefill context parallelism for MLA only: leave pcp out")
 
 
 def _check_sharing(sizes: _Sizes) -> None:

@@ -14,6 +14,7 @@ from ..plan.text import ranges_text, ranks_text
 from .advice import advise, bytes_text
 from .caches import CacheRow
 from .figures import SourceFigures
+from .layouts import EngineLayout
 from .report import PlanReport, UpstreamReport
 from .verdicts import Note
 
@@ -81,8 +82,8 @@ def _print_notes(notes: Sequence[Note], console: Console) -> None:
 
 def _print_heading(report: PlanReport | UpstreamReport, console: Console) -> None:
     rows = [
-        ("prefill", f"{report.prefill}, {_count(report.prefill.mesh.world_size, 'rank')}"),
-        ("decode", f"{report.decode}, {_count(report.decode.mesh.world_size, 'rank')}"),
+        ("prefill", _layout(report.prefill)),
+        ("decode", _layout(report.decode)),
         ("model", report.model),
     ]
     if isinstance(report, PlanReport) and report.keeps_main:
@@ -95,6 +96,12 @@ def _print_heading(report: PlanReport | UpstreamReport, console: Console) -> Non
     for name, text in rows:
         grid.add_row(Text(name, style="bold"), Text(text))
     console.print(grid)
+
+
+def _layout(layout: EngineLayout) -> str:
+    """An engine, and who of it is read from."""
+    text = f"{layout}, {_count(layout.num_ranks, 'rank')}"
+    return text if layout.num_replicas == 1 else f"{text}, the first of each PCP group read from"
 
 
 def _tokens(block_tokens: tuple[int, int]) -> str:

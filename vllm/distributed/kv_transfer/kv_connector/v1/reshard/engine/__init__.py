@@ -5,6 +5,7 @@ compat                      what releases of vLLM do not have in common
 geometry, cache_views,
 cache_formats, arrangement,
 recurrent_state             vLLM's tensors -> planes, and what their bytes mean
+ranks                       which rank a worker is, and what the others of its engine hold
 ownership, drafts           which layers and heads of the model a worker has, and which are drafts'
 factors, releases           vLLM's configuration and release -> what must be equal
 settings, stats             what is configured, what is counted
@@ -18,6 +19,7 @@ peers                       the engines that are known, and how they are connect
 consumer, readings,
 completions, doubt          requests that are read, and what follows their end
 producer                    requests that are held for others
+pcp_replica                 workers whose caches others serve
 queues                      how a turn works through what waits for it
 traces                      what they go through, in their clients' traces
 readers                     which request reads what is offered, and which gives it up

@@ -122,13 +122,17 @@ def describe_cache(
     return RankCache(kv_cache_config.num_blocks, max(device, 0), layers)
 
 
-def unserved_layer(kv_cache_config: KVCacheConfig, num_shares: int = 1) -> str | None:
+def unserved_layer(
+    kv_cache_config: KVCacheConfig, num_shares: int = 1, *, over_pcp: bool = False
+) -> str | None:
     """What of a model cannot be served, whatever its backends are; None where all can.
 
     Args:
         kv_cache_config: The groups and layers of a worker, or of its engine's scheduler.
         num_shares: Ranks that share tokens out, where layers have that done.
+        over_pcp: Some of these compute parts of a prompt, and not of heads.
     """
+    latent = latent_layers(kv_cache_config)
     for name, (spec, _) in _specs(kv_cache_config).items():
         if not _is_served(spec):
             return _not_served(name, spec)
@@ -136,6 +140,12 @@ def unserved_layer(kv_cache_config: KVCacheConfig, num_shares: int = 1) -> str |
             return (
                 f"layer {name} has one slot for several tokens, and with "
                 f"--decode-context-parallel-size {num_shares} it is not known which rank has which"
+            )
+        if over_pcp and name not in latent:
+            return (
+                f"layer {name} keeps no latent, and where --decode-context-parallel-size "
+                f"{num_shares} spans --prefill-context-parallel-size, ranks count as of one "
+                "latent"
             )
     return None
 

@@ -14,14 +14,12 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 
-from ..plan.mesh import MeshRank
-from ..plan.shards import Shard, share_of_rank
+from ..plan.shards import Shard
 from ..protocol.board import Board
 from ..protocol.bounds import ReplyBounds
 from ..protocol.description import WorkerDescription, encode_worker
@@ -59,6 +57,7 @@ from .notifier import Notifier
 from .ownership import refuse_shared_names, shard_of_worker
 from .peers import PeerTable
 from .producer import ProducerSide
+from .ranks import gather_shards, num_ranks_of_stage, rank_of_worker, tokens_of_worker
 from .renewals import Renewals
 from .settings import read_settings
 from .stats import ReshardStats
@@ -98,15 +97,10 @@ class ReshardWorker:
         # Whether it reads at all.
         self._reads = transfer_config.is_kv_consumer or self._settings.bidirectional_kv_xfer
         self._key = self._settings.channel_key()
-        self._rank = MeshRank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         parallel_config = vllm_config.parallel_config
-        self._tp_size = parallel_config.tensor_parallel_size
-        # What vLLM has adjusted to the blocks, before it made this.
-        self._share = share_of_rank(
-            self._rank.tp_rank,
-            parallel_config.decode_context_parallel_size,
-            parallel_config.cp_kv_cache_interleave_size,
-        )
+        self._rank = rank_of_worker(parallel_config)
+        # With runs that vLLM has adjusted to the blocks, before it made this.
+        self._share = tokens_of_worker(parallel_config)
         self._name = "/".join((engine_id, str(self._rank)))
         # On CPU this thread is bound to cores of its own, which others would have to share with it;
         # and where it waits for them, it does not let them run.
@@ -181,8 +175,10 @@ class ReshardWorker:
         latent = latent_layers(self._kv_cache_config, drafts)
         uncut = uncut_layers(kv_caches, self._kv_cache_config, backends, drafts)
         shares = shares_of_layers(self._kv_cache_config, self._share, drafts)
-        shard = shard_of_worker(self._rank, self._tp_size, cache, latent, uncut, shares)
-        shards = _gather(shard)
+        parallel_config = self._vllm_config.parallel_config
+        num_ranks = num_ranks_of_stage(parallel_config)
+        shard = shard_of_worker(self._rank, num_ranks, cache, latent, uncut, shares)
+        shards = gather_shards(shard, parallel_config)
         refuse_shared_names(shards)
         regions = memory_regions(kv_caches)
         transfer_engine = self._transfer_engine
@@ -191,7 +187,7 @@ class ReshardWorker:
         self._transfers.area = area = self._open_area(kv_caches.values())
         transfer_engine.consumer.set_local_cache(local)
         # Not the rank, which is 0 in every replica of a dense model.
-        replica_offset = self._vllm_config.parallel_config.data_parallel_index
+        replica_offset = parallel_config.data_parallel_index
         self._factors = compatibility_factors(self._vllm_config)
         self._handshake_client = client = self._make_handshake_client(shards)
         required = compared_factors(self._factors, self._settings)
@@ -379,13 +375,3 @@ class ReshardWorker:
             list(names),
         )
         return {name: layer.get_attn_backend() for name, layer in layers.items()}
-
-
-def _gather(shard: Shard) -> tuple[Shard, ...]:
-    """What every worker of this engine holds; all workers call it at the same time."""
-    own = (shard.rank, dict(shard.holdings))
-    stage: list[Any] = [None] * get_tp_group().world_size
-    torch.distributed.all_gather_object(stage, own, group=get_tp_group().cpu_group)
-    stages: list[Any] = [None] * get_pp_group().world_size
-    torch.distributed.all_gather_object(stages, stage, group=get_pp_group().cpu_group)
-    return tuple(Shard(rank, layers) for workers in stages for rank, layers in workers)
