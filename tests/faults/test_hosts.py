@@ -32,9 +32,10 @@ from tools.pdstack.engine import (
     engine_env,
     find_script,
     installed_device,
+    on_host,
 )
 from tools.pdstack.errors import NetworkError
-from tools.pdstack.hosts import CUT, DEVICE, Host, Link, Network, hosts, visiting
+from tools.pdstack.hosts import CUT, Link, Network, hosts, visiting
 from tools.pdstack.layout import Layout
 from tools.pdstack.process import ChildProcess
 from tools.pdstack.stack import Engine, PDStack
@@ -52,31 +53,19 @@ SMALL = Link(largest_bytes=600)
 HEAD, SECOND, DECODE = "head", "second", "decode"
 
 
-def on(host: Host, engine: EngineSpec) -> EngineSpec:
-    """Return how an engine is started on a host."""
-    env = {
-        **engine.env,
-        # Else UCX goes around the network, by the memory that all hosts share.
-        "UCX_TLS": "tcp,self",
-        "UCX_NET_DEVICES": DEVICE,
-        "GLOO_SOCKET_IFNAME": DEVICE,
-    }
-    return dataclasses.replace(engine, host=host.address, namespace=host.namespace, env=env)
-
-
 def stage_of(number: int, network: Network) -> EngineSpec:
     """Return how a stage of the prefill engine is started, each on a host of its own."""
     head, host = network.hosts[HEAD], network.hosts[(HEAD, SECOND)[number]]
     nodes = f"--nnodes 2 --node-rank {number} --master-addr {head.address} --master-port 29501"
     args = (*nodes.split(), "--distributed-executor-backend", "mp")
     engine = spec(f"far-{host.name}", *args, *(["--headless"] if number else []))
-    return dataclasses.replace(on(host, engine), layout=Layout(pp_size=2))
+    return dataclasses.replace(on_host(engine, host), layout=Layout(pp_size=2))
 
 
 def decode_spec(network: Network, name: str, policy: str | None = None) -> EngineSpec:
     """Return how a decode engine is started."""
     options = {"kv_read_timeout_s": READ_LIMIT_S}
-    return on(network.hosts[DECODE], spec(name, policy=policy, options=options))
+    return on_host(spec(name, policy=policy, options=options), network.hosts[DECODE])
 
 
 def start_headless(engine: EngineSpec, model: ServedModel, directory: Path) -> ChildProcess:

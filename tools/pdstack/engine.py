@@ -10,13 +10,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from .cpu import why_no_bfloat16_operators
 from .errors import UsageError
+from .hosts import DEVICE, Host
 from .layout import Layout
 from .ports import HOST
 from .process import GRACE_S
@@ -288,6 +289,18 @@ class EngineSpec:
     namespace: str | None = None
     module_dirs: Sequence[Path] = ()
     grace_s: float = GRACE_S
+
+
+def on_host(spec: EngineSpec, host: Host) -> EngineSpec:
+    """Return how an engine is started on a host of one's own."""
+    env = {
+        **spec.env,
+        # Else UCX goes around the network, by the memory that all hosts share.
+        "UCX_TLS": "tcp,self",
+        "UCX_NET_DEVICES": DEVICE,
+        "GLOO_SOCKET_IFNAME": DEVICE,
+    }
+    return replace(spec, host=host.address, namespace=host.namespace, env=env)
 
 
 def engine_command(

@@ -6,9 +6,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,10 @@ from rich.text import Text
 
 from . import report
 from .demo import engine_specs
-from .engine import ServedModel
+from .engine import ServedModel, on_host
 from .errors import PDStackError, UsageError
 from .handover import REQUEST_LIMIT_S, Pair, Row, Sample, rows
+from .hosts import Link, Network, hosts, visiting
 from .invocation import StackProgress, add_options, check_options, invoke
 from .layout import Layout, check_layout, parse_layout, read_model_shape
 from .model import cache_dir, given_model, prepare_default_model
@@ -31,6 +34,7 @@ from .stack import PDStack
 
 _SAID_EVERY = 8
 """Rounds, of which the last one is told of."""
+_ROLES = ("prefill", "decode")
 _OPTIONS = {"early_dispatch": True, "seed_first_token": True}
 
 
@@ -67,6 +71,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     handover.add_argument(
         "--engine-args", default="", metavar="ARGS", help="for every `vllm serve`"
     )
+    handover.add_argument(
+        "--link-mbit",
+        type=float,
+        metavar="N",
+        help="have both engines on hosts of their own, with a link of so many Mbit/s from the "
+        "prefill engine's on; needs root (default: both here, and no network between them)",
+    )
     handover.add_argument("--output", type=Path, metavar="FILE", help="write the rows as JSON")
     add_options(handover, startup_timeout_s=600.0)
 
@@ -79,6 +90,7 @@ class HandoverSettings:
         clients: numbers of clients that ask at once, one after the other.
         rounds: how often each client asks in each way.
         num_tokens: of a prompt.
+        link_mbit: what the prefill engine's host can send; ``None`` for one host.
     """
 
     prefill: Layout
@@ -87,6 +99,7 @@ class HandoverSettings:
     rounds: int
     num_tokens: int
     engine_args: Sequence[str] = ()
+    link_mbit: float | None = None
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> HandoverSettings:
@@ -96,8 +109,9 @@ class HandoverSettings:
             UsageError: it cannot be.
         """
         clients = args.clients or [1, 4]
-        if min(args.tokens, args.rounds, *clients) < 1:
-            raise UsageError("--tokens, --rounds and --clients have to be positive")
+        link_mbit = math.inf if args.link_mbit is None else args.link_mbit
+        if min(args.tokens, args.rounds, *clients) < 1 or not link_mbit > 0:
+            raise UsageError("--tokens, --rounds, --clients and --link-mbit have to be positive")
         return cls(
             parse_layout(args.prefill),
             parse_layout(args.decode),
@@ -105,6 +119,7 @@ class HandoverSettings:
             args.rounds,
             args.tokens,
             shlex.split(args.engine_args),
+            args.link_mbit,
         )
 
 
@@ -127,10 +142,13 @@ def execute(args: argparse.Namespace, console: Console) -> int:
         for layout in (settings.prefill, settings.decode):
             check_layout(layout, shape)
         say(f"{settings.prefill} -> {settings.decode}, {model.name}; logs in {run_dir}")
-        with PDStack(
-            model, run_dir, startup_timeout_s=args.startup_timeout, on_wait=progress
-        ) as stack:
-            samples = measure(stack, settings, say)
+        with (
+            between(settings.link_mbit) as network,
+            PDStack(
+                model, run_dir, startup_timeout_s=args.startup_timeout, on_wait=progress
+            ) as stack,
+        ):
+            samples = measure(stack, settings, say, network)
         found = rows(samples)
         report.wide(console).print(handover_table(found))
         if args.output is not None:
@@ -142,23 +160,52 @@ def execute(args: argparse.Namespace, console: Console) -> int:
     return invoke(args, console, command)
 
 
+@contextmanager
+def between(link_mbit: float | None) -> Iterator[Network | None]:
+    """Have hosts for both engines, and be on the decode engine's.
+
+    Args:
+        link_mbit: what the prefill engine's can send; ``None`` for no hosts.
+
+    Raises:
+        NetworkError: this machine cannot have them.
+    """
+    if link_mbit is None:
+        yield None
+        return
+    slow = Link(bytes_s=max(int(link_mbit * 1e6 / 8), 1))
+    with (
+        hosts(*_ROLES) as network,
+        network.link(_ROLES[0], outward=slow),
+        visiting(network.hosts[_ROLES[1]].namespace),
+    ):
+        yield network
+
+
 def measure(
-    stack: PDStack, settings: HandoverSettings, say: Callable[[str], None] = lambda _: None
+    stack: PDStack,
+    settings: HandoverSettings,
+    say: Callable[[str], None] = lambda _: None,
+    network: Network | None = None,
 ) -> list[Sample]:
     """Start a pair of engines, and ask it in all ways.
+
+    Args:
+        stack: where they are started.
+        settings: what is asked for.
+        say: told how far it is.
+        network: what they have hosts in, if they do.
 
     Raises:
         PDStackError: an engine cannot be started, or does not answer as it should; or no answer
             began with the prefill engine's token.
     """
-    engines = stack.start_engines(
-        *(
-            spec
-            for role, layout in (("prefill", settings.prefill), ("decode", settings.decode))
-            for spec in engine_specs(role, [layout], settings.engine_args, options=_OPTIONS)
-        )
-    )
-    prefill, decode = engines
+    specs = [
+        spec if network is None else on_host(spec, network.hosts[role])
+        for role, layout in zip(_ROLES, (settings.prefill, settings.decode), strict=True)
+        for spec in engine_specs(role, [layout], settings.engine_args, options=_OPTIONS)
+    ]
+    prefill, decode = stack.start_engines(*specs)
 
     async def ask() -> list[Sample]:
         samples: list[Sample] = []
@@ -200,6 +247,7 @@ def to_json(
         "layouts": f"{settings.prefill} to {settings.decode}",
         "model": model.name,
         "prompt_tokens": round(statistics.median(each.prompt_tokens for each in samples)),
+        "link_mbit": settings.link_mbit,
         "rows": [asdict(each) for each in found],
     }
 

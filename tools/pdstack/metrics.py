@@ -17,6 +17,7 @@ _SAMPLES = {
     "vllm:nixl_num_failed_notifications_total": "failed_notifications",
     "vllm:nixl_num_kv_expired_reqs_total": "expired_requests",
     "vllm:nixl_prefill_wait_seconds_count": "prefill_waits",
+    "vllm:nixl_prefetched_bytes_total": "prefetched_bytes",
     "vllm:nixl_first_tokens_seeded_total": "first_tokens",
 }
 
@@ -27,6 +28,7 @@ class NixlCounters:
 
     Attributes:
         prefill_waits: prompts computed elsewhere that its workers have waited for.
+        prefetched_bytes: what they have read while these were computed.
         first_tokens: answers that begin with the prefill engine's token.
     """
 
@@ -36,6 +38,7 @@ class NixlCounters:
     failed_notifications: int = 0
     expired_requests: int = 0
     prefill_waits: int = 0
+    prefetched_bytes: int = 0
     first_tokens: int = 0
 
     def __add__(self, other: NixlCounters) -> NixlCounters:

@@ -26,6 +26,9 @@ vllm:nixl_num_kv_expired_reqs_total{engine="0",model_name="m"} 5.0
 vllm:nixl_prefill_wait_seconds_bucket{engine="0",le="+Inf",model_name="m"} 6.0
 vllm:nixl_prefill_wait_seconds_count{engine="0",model_name="m"} 6.0
 vllm:nixl_prefill_wait_seconds_sum{engine="0",model_name="m"} 0.75
+# HELP vllm:nixl_prefetched_bytes_total Bytes read of requests that were still being computed.
+# TYPE vllm:nixl_prefetched_bytes_total counter
+vllm:nixl_prefetched_bytes_total{engine="0",model_name="m"} 8.0
 # HELP vllm:nixl_first_tokens_seeded_total Answers that begin with the prefill engine's token.
 # TYPE vllm:nixl_first_tokens_seeded_total counter
 vllm:nixl_first_tokens_seeded_total{engine="0",model_name="m"} 7.0
@@ -43,6 +46,7 @@ def test_counters_are_summed_over_engines() -> None:
         failed_transfers=4,
         expired_requests=5,
         prefill_waits=6,
+        prefetched_bytes=8,
         first_tokens=7,
     )
 

@@ -539,3 +539,28 @@ def test_producer_waits_for_readers_of_all_stages():
         for notifier in release.notifiers
     ]
     assert receipts == [Receipt.COUNTED] * 3 + [Receipt.RELEASED]
+
+
+def test_request_that_is_prefetched_goes_on_to_wait():
+    """Its parts are accounted for, and none of them ends it."""
+    ledger: ConsumerLedger[int] = ConsumerLedger()
+    ledger.begin("a")
+    ledger.prefetch("a", [0, 1])
+    ledger.prefetch("a", [2])
+    assert not any(ledger.part_drained("a", part) for part in (0, 1))
+    ledger.post("a", [3], pending_checks=1)
+    assert not ledger.part_drained("a", 3) and ledger.part_drained("a", 2)
+    assert ledger.take_ended() == []
+    ledger.check_done("a")
+    assert ledger.take_ended() == [Outcome("a", None)]
+
+
+def test_request_that_fails_while_it_is_prefetched_ends_once_it_is_quiet():
+    """Also where nothing was posted of it since."""
+    ledger: ConsumerLedger[int] = ConsumerLedger()
+    ledger.begin("a")
+    ledger.prefetch("a", [0, 1])
+    ledger.part_drained("a", 0)
+    assert ledger.fail("a", "aborted") and ledger.take_ended() == []
+    assert not ledger.part_drained("a", 1)
+    assert ledger.take_ended() == [Outcome("a", "aborted")]

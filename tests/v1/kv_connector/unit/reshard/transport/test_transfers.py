@@ -494,3 +494,44 @@ def test_windows_without_spans_are_no_backlog(one_window_parts):
     start(transfers, "r", one_window_parts, agent, 0.0)
     assert len(agent.posted) == 2 and len(transfers) == 4
     assert transfers.is_moving and not transfers.has_backlog
+
+
+@pytest.mark.parametrize("planes_in_arena", [0, 32], ids=["direct", "staged"])
+def test_what_is_prefetched_is_posted_once_nothing_else_is(one_window_parts, planes_in_arena):
+    """A request that is offered waits for none of it that is not posted yet."""
+    transfers, agent, _ = make(planes_in_arena)
+    parts = one_window_parts
+    if not planes_in_arena:
+        parts = [Part(PREPARED, [part.window.selection]) for part in parts]
+    whole, early = Connection(), agent
+    transfers.start("early", parts, early, first_key=3, is_prefetch=True)
+    transfers.post(0.0, pieces(1))
+    assert len(early.posted) == 1
+    transfers.start("whole", parts, whole)
+    for posted in (1, 2, 3):
+        transfers.post(0.0, pieces(1))
+        assert (len(whole.posted), len(early.posted)) == (posted, 1)
+    transfers.post(0.0, pieces(1))
+    assert len(whole.posted) == 4
+    assert transfers.is_moving and not transfers.has_backlog
+    transfers.post(0.0, UNLIMITED)
+    assert len(early.posted) == 4 and len(transfers) == 8
+    for handle in range(4):
+        early.states[handle] = TransferState.FAILED
+    assert set(failures(transfers.advance(0.0))) == {"early"}
+
+
+def test_what_is_prefetched_is_given_up_as_anything_else(one_window_parts):
+    """With its request, and with its connection."""
+    transfers, agent, _ = make(0)
+    direct = [Part(PREPARED, [part.window.selection]) for part in one_window_parts]
+    other = Connection()
+    for name, connection in (("a", agent), ("b", other)):
+        transfers.start(name, direct, connection, first_key=5, is_prefetch=True)
+    transfers.give_up("a")
+    transfers.retire(other)
+    transfers.post(0.0, UNLIMITED)
+    assert not agent.posted and not other.posted and not len(transfers)
+    events = transfers.advance(0.0)
+    assert set(failures(events)) == {"b"}
+    assert sorted(drained(events)) == [(name, key) for name in "ab" for key in range(5, 9)]

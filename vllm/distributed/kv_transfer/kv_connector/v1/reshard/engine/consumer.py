@@ -507,6 +507,8 @@ class ConsumerSide:
             self._spoil(request_id, reading)
             return
         self._count(event, reading)
+        if event.telemetry is not None:
+            self._stats.record_prefetched(event.telemetry.totalBytes)
         self._ledger.part_drained(request_id, event.key)
         if (
             prefetched.is_spoiled

@@ -117,6 +117,8 @@ class ReshardStats(NixlKVConnectorStats):
         exposed_transfer_seconds
                                what transfer added to each request that was read: from being
                                offered, as far as this worker knows, until it is received
+        prefetched_bytes       how many were read of requests before they were offered, as often as
+                               they were counted
         handshake_failures     a `HandshakeFailure` for each that did not
         read_failures          a `ReadFailure` for each request that could not be read
         read_strategies        a `Strategy` for each value of upstream's `transfer_duration`
@@ -162,6 +164,11 @@ class ReshardStats(NixlKVConnectorStats):
     def record_exposed_transfer(self, duration_s: float) -> None:
         """A request is received."""
         self.data["exposed_transfer_seconds"].append(duration_s)
+
+    def record_prefetched(self, num_bytes: int) -> None:
+        """So many bytes were read of a request that is not offered yet."""
+        prefetched = self.data["prefetched_bytes"]
+        prefetched[:] = [sum(prefetched) + num_bytes]
 
     def record_handshake_failure(self, error: Exception) -> None:
         """An engine could not be connected."""
@@ -210,6 +217,7 @@ _OWN = (
     "handshake_seconds",
     "prefill_wait_seconds",
     "exposed_transfer_seconds",
+    "prefetched_bytes",
     "handshake_failures",
     "read_failures",
     "read_strategies",
@@ -250,6 +258,11 @@ class ReshardPromMetrics(NixlPromMetrics):
             name="vllm:nixl_exposed_transfer_seconds",
             documentation="Time from a request's blocks being offered until all have been read.",
             buckets=_BUCKETS_S,
+            labelnames=labelnames,
+        )
+        self._prefetched_bytes: Any = counter(
+            name="vllm:nixl_prefetched_bytes",
+            documentation="Bytes read of requests whose prompts were still being computed.",
             labelnames=labelnames,
         )
         self._handshake_failures: Any = counter(
@@ -316,6 +329,7 @@ class ReshardPromMetrics(NixlPromMetrics):
                 self._handshakes,
                 self._prefill_waits,
                 self._exposed_transfers,
+                self._prefetched_bytes,
                 self._notifications,
                 self._held_blocks,
                 self._blocks_in_doubt,
@@ -345,8 +359,12 @@ class ReshardPromMetrics(NixlPromMetrics):
         for strategy, duration_s, num_bytes in zip(*reads, strict=True):
             self._reads.labels(*labels, strategy).observe(duration_s)
             self._read_bytes.labels(*labels, strategy).inc(num_bytes)
-        for count in data["notifications_sent"]:
-            self._notifications.labels(*labels).inc(count)
+        for counter, name in (
+            (self._notifications, "notifications_sent"),
+            (self._prefetched_bytes, "prefetched_bytes"),
+        ):
+            for count in data[name]:
+                counter.labels(*labels).inc(count)
         self._first_tokens.labels(*labels).inc(len(data["first_tokens"]))
         if self._late_notifications is not None:
             late = len(data["num_notifications_after_expiry"])

@@ -227,13 +227,15 @@ class Transfers:
             if budget.is_spent:
                 break
         self._serve_queue(now_s, budget)
-        while self._prefetched and not (self._direct or self._queue or budget.is_spent):
+        while self._prefetched and not (self._direct or self._queue):
             first = self._prefetched[0]
             self._queue_of(first.part).append(first)
             self._prefetched.popleft()
             if self._direct:
                 self._post_direct(first, now_s, self._direct)
             self._serve_queue(now_s, budget)
+            if budget.is_spent:
+                return
 
     def _queue_of(self, part: Part) -> deque[_Running]:
         """Where a part waits to be posted."""
