@@ -6,6 +6,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget impor
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     PartDrained,
+    PartFailed,
     Transfers,
 )
 
@@ -215,3 +217,165 @@ def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, mon
     monkeypatch.setattr(Transfers, "advance", lambda *_: [copied])
     worker.reads.advance(1.0, UNLIMITED)
     assert set(worker.reads.take_failed()) == {"a"} and worker.turn() == ["a"]
+
+
+class Prefetching:
+    """A request of which half is read while its prompt is computed, with reads that land late."""
+
+    def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.worker, self.events, self.started = worker, [], []
+        self.given_up: list[str] = []
+        self.selected: list[Receive] = []
+        leg = SimpleNamespace(
+            per_sequence=False,
+            planes_by_groups=[((0, 0), None)],
+            src=SimpleNamespace(tokens_per_id=4),
+            dst=SimpleNamespace(tokens_per_id=4),
+            read=SimpleNamespace(
+                src_tokens=SimpleNamespace(num_shares=1), dst_tokens=SimpleNamespace(num_shares=1)
+            ),
+        )
+        self.leg = SimpleNamespace(leg=leg, remote=SimpleNamespace(peer="p"))
+        self.part = SimpleNamespace(leg=self.leg)
+        monkeypatch.setattr(
+            consumer_module.RequestBlocks,
+            "select",
+            lambda blocks, _: self.selected.append(blocks._receive) or ["something"],
+        )
+        monkeypatch.setattr(Transfers, "cut", lambda *_: [self.part])
+        monkeypatch.setattr(Transfers, "start", self._start)
+        monkeypatch.setattr(Transfers, "give_up", lambda _, each: self.given_up.append(each))
+        monkeypatch.setattr(Transfers, "advance", lambda *_: self._take_events())
+        worker.reads._reader.window_groups = frozenset()
+        self.source = RemoteEngineAddress("engine0", "p0.example", 5600)
+        self.early = Receive(self.source, "x", [[7, 8]], [], 8, 8, is_early=True)
+        peer = worker.peers.get_or_connect(self.source, 0.0)
+        worker.turn()
+        worker.answer()
+        worker.turn()
+        self.connection = peer.connection
+        self.connection.engine.legs = [self.leg]
+        self.looked_up: list[tuple] = []
+        self.connection.leases = SimpleNamespace(
+            check_later=lambda *what: self.looked_up.append(what), advance=list
+        )
+        self.connection.engine.lease_tables = {"p": None}
+
+    def compute(self, num_tokens: int, attempt: int = 1) -> None:
+        """The source has computed some of the prompt."""
+        told = [[5, 6][: num_tokens // 4]]
+        part = replace(self.early, remote_block_ids=told, remote_tokens=num_tokens, attempt=attempt)
+        part = replace(part, remote_request_id="p-x", is_early=False)
+        self.worker.reads.prefetch("d", self.early, part, 0.0)
+
+    def offer(self, attempt: int = 1) -> None:
+        """It is offered."""
+        bound = OfferFingerprint(1, 2, 3)
+        whole = replace(
+            self.early,
+            remote_request_id="p-x",
+            remote_block_ids=[[5, 6]],
+            fingerprint=bound,
+            is_early=False,
+            attempt=attempt,
+        )
+        self.worker.reads.start_request("d", whole, 1.0)
+        self.worker.turn()
+
+    def see(self, *events: object) -> list[str]:
+        """Some parts have got on; returns what is received then."""
+        self.events += events
+        self.worker.reads.advance(1.0, UNLIMITED)
+        return self.worker.turn()
+
+    def _start(self, request_id, parts, connection, *, first_key=0, is_prefetch=False) -> None:
+        self.started += [(key + first_key, is_prefetch) for key in range(len(parts))]
+
+    def _take_events(self) -> list:
+        events, self.events[:] = list(self.events), []
+        return events
+
+
+def done(key: int) -> PartDrained:
+    """A part that has arrived."""
+    return PartDrained("d", key, Strategy.DIRECT)
+
+
+@pytest.fixture
+def prefetching(worker, monkeypatch) -> Prefetching:
+    """A request whose prompt is computed by an engine that is connected."""
+    return Prefetching(worker, monkeypatch)
+
+
+def test_rest_of_a_prefetched_request_need_not_wait_for_the_first_of_it(prefetching):
+    """It is looked up when the last part has arrived, whichever that is."""
+    prefetching.compute(5)
+    assert prefetching.started == [(0, True)] and prefetching.selected[-1].local_block_ids == [[7]]
+    prefetching.offer()
+    assert prefetching.started == [(0, True), (1, False)]
+    assert prefetching.selected[-1].local_block_ids == [[8]]
+    assert prefetching.see(done(1)) == [] and not prefetching.looked_up
+    assert prefetching.see(done(0)) == [] and len(prefetching.looked_up) == 1
+
+
+def test_request_that_was_prefetched_whole_is_only_looked_up(prefetching, monkeypatch):
+    """Where nothing is left to be read, its lease is what is left to be seen."""
+    prefetching.compute(8)
+    prefetching.see(done(0))
+    monkeypatch.setattr(Transfers, "cut", lambda *_: [])
+    prefetching.offer()
+    assert prefetching.started == [(0, True)] and len(prefetching.looked_up) == 1
+
+
+def test_request_is_not_read_anew_while_something_else_writes_into_its_blocks(prefetching):
+    """What was read of an attempt that was given up lands where the next one's is to be."""
+    prefetching.compute(5)
+    prefetching.offer(attempt=2)
+    assert prefetching.started == [(0, True)] and prefetching.given_up == ["d"]
+    assert prefetching.see(done(0)) == []
+    assert prefetching.started == [(0, True), (1, False)]
+    assert prefetching.selected[-1].local_block_ids == [[7, 8]]
+    assert prefetching.see(done(1)) == [] and len(prefetching.looked_up) == 1
+
+
+def test_part_that_fails_before_the_offer_fails_no_request(prefetching):
+    """All of it is read, once what has failed cannot write any more."""
+    prefetching.compute(5)
+    assert prefetching.see(PartFailed("d", "NIXL could not read", local=True)) == []
+    prefetching.compute(8)
+    assert prefetching.started == [(0, True)] and not prefetching.worker.failed
+    prefetching.offer()
+    assert prefetching.started == [(0, True)]
+    assert prefetching.see(done(0)) == []
+    assert prefetching.started == [(0, True), (1, False)]
+
+
+def test_part_that_fails_after_the_offer_fails_its_request(prefetching):
+    """The rest counts on it."""
+    prefetching.compute(5)
+    prefetching.offer()
+    assert prefetching.see(PartFailed("d", "NIXL could not read", local=True)) == []
+    assert prefetching.worker.failed == ["d"]
+    assert prefetching.see(done(0)) == [] and prefetching.see(done(1)) == ["d"]
+
+
+def test_prompt_that_takes_long_is_not_late(prefetching):
+    """A request's time begins with its offer."""
+    prefetching.compute(5)
+    reads = prefetching.worker.reads
+    assert reads.next_due_s is None
+    prefetching.offer()
+    assert reads.next_due_s == 601.0
+
+
+def test_exception_while_something_is_prefetched_is_not_the_requests_end(prefetching, monkeypatch):
+    """It is read once it is offered."""
+    prefetching.compute(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfers, "start", lambda *_, **__: 1 / 0)
+        prefetching.compute(8)
+    assert not prefetching.worker.failed and prefetching.given_up == ["d"]
+    prefetching.offer()
+    assert prefetching.started == [(0, True)]
+    assert prefetching.see(done(0)) == []
+    assert prefetching.started == [(0, True), (2, False)]

@@ -56,6 +56,9 @@ over, and every peer was idle for long."""
 _MOST_TURNS = 100
 """More than any backlog takes, of any of these workers."""
 
+_MOST_PARKED = 6
+"""Of those that wait for one prompt in a small pool, each may take a deadline."""
+
 _Each = TypeVar("_Each")
 
 
@@ -255,6 +258,8 @@ class Simulation:
         """A request is sent to both engines at once, or is another one than the name says."""
         engine, prefill = self._any(self._decodes()), self._any(self._prefills())
         if engine is None or prefill is None or not prefill.offers:
+            return
+        if len(engine.parked) == _MOST_PARKED:
             return
         offers = list(prefill.offers.values())
         computed = [offer for offer in offers if not offer.is_computed]

@@ -278,19 +278,6 @@ def prefetched_parts_are_not_accounted_for(monkeypatch):
     monkeypatch.setattr(ConsumerLedger, "prefetch", lambda *_: None)
 
 
-def prefetched_parts_are_not_waited_for(monkeypatch):
-    """A request is read anew while what was prefetched of it is still under way."""
-    begin = ConsumerSide._begin
-
-    def hasty(self, request_id, reading, connection, now_s):
-        prefetched = reading.prefetched
-        if prefetched is not None and not prefetched.is_of(reading.receive, connection):
-            reading.prefetched = None
-        begin(self, request_id, reading, connection, now_s)
-
-    monkeypatch.setattr(ConsumerSide, "_begin", hasty)
-
-
 def steps_are_told_of_before_they_are_over(monkeypatch):
     """Readers are told of blocks that a step has still to compute."""
     monkeypatch.setattr(prefill.Prompt, "num_in_flight", property(lambda _: 0, lambda *_: None))
@@ -306,7 +293,6 @@ WEIGHTS = {
     clients_that_leave_are_not_heard_of: {"park": 8.0, "abort": 4.0, "hang": 1.0},
     attempts_are_not_compared: PROMPTS,
     prefetched_parts_are_not_accounted_for: {**PROMPTS, "abort": 8.0},
-    prefetched_parts_are_not_waited_for: {**PROMPTS, "fail_read": 4.0},
     steps_are_told_of_before_they_are_over: PROMPTS,
 }
 """What has to happen often for a defect to show within some dozens of schedules."""
@@ -332,8 +318,8 @@ WEIGHTS = {
         (neighbours_are_quiet_once_their_lane_is_retired, "may be written|lands in memory"),
         (lanes_end_with_the_first_of_their_connections, "which others read with"),
         (deadlines_are_missed, "in its time"),
-        (steps_in_flight_are_not_waited_for, "who writes there"),
-        (steps_are_over_before_they_are_computed, "who writes there"),
+        (steps_in_flight_are_not_waited_for, "who writes there|may be written"),
+        (steps_are_over_before_they_are_computed, "who writes there|may be written"),
         (
             copies_are_made_once_they_are_launched,
             "may be written|may write|is made into memory|other bytes",
@@ -349,7 +335,6 @@ WEIGHTS = {
         (clients_that_leave_are_not_heard_of, "in its time|is not over"),
         (attempts_are_not_compared, "other bytes"),
         (prefetched_parts_are_not_accounted_for, "other bytes|may be written|may write"),
-        (prefetched_parts_are_not_waited_for, "other bytes|may be written|may write"),
         (steps_are_told_of_before_they_are_over, "other bytes"),
     ],
 )

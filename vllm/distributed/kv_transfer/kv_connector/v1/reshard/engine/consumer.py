@@ -159,11 +159,15 @@ class ConsumerSide:
         self._now_s = now_s
         try:
             self._prefetch(request_id, receive, part, now_s)
-        except Exception:
-            logger.exception(
-                "Request %s is read once it is offered: an exception that nobody foresaw came up",
-                quote(request_id),
-            )
+        except Exception as error:
+            if isinstance(error, ReshardError):
+                # Its source may say anything of it. What it offers is another matter.
+                logger.debug("Request %s is not prefetched: %s", quote(request_id), error)
+            else:
+                logger.exception(
+                    "Request %s is not prefetched, over an exception that nobody foresaw",
+                    quote(request_id),
+                )
             if (reading := self._reading.get(request_id)) is not None:
                 self._spoil(request_id, reading)
 
@@ -240,7 +244,15 @@ class ConsumerSide:
         prefetched.num_tokens = wanted.local_tokens
         keys = reading.take_keys(len(parts))
         self._ledger.prefetch(request_id, keys)
-        self._transfers.start(request_id, parts, connection, first_key=keys.start, is_prefetch=True)
+        try:
+            self._transfers.start(
+                request_id, parts, connection, first_key=keys.start, is_prefetch=True
+            )
+        except Exception:
+            # None of them is on its way.
+            for key in keys:
+                self._ledger.part_drained(request_id, key)
+            raise
 
     def _spoil(self, request_id: RequestId, reading: Reading) -> None:
         """What was read of a request before it is offered is of no use."""
