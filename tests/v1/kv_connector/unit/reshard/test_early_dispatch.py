@@ -55,8 +55,7 @@ def coordinates(p: Whole, **changes) -> dict:
 
 def parked(d: Whole, request_id: str = DECODED) -> bool:
     """Whether a request waits without blocks."""
-    parking = d.serving.scheduler.connector.connector_scheduler._parking
-    return not parking.may_have_blocks(request_id)
+    return request_id in d.serving.scheduler.connector.connector_scheduler._parking._parked
 
 
 def is_allocated(d: Whole) -> bool:

@@ -225,6 +225,7 @@ class Prefetching:
     def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
         self.worker, self.events, self.started = worker, [], []
         self.given_up: list[str] = []
+        self.promoted: list[str] = []
         self.selected: list[Receive] = []
         leg = SimpleNamespace(
             per_sequence=False,
@@ -246,6 +247,7 @@ class Prefetching:
         monkeypatch.setattr(Transfers, "start", self._start)
         monkeypatch.setattr(Transfers, "give_up", lambda _, each: self.given_up.append(each))
         monkeypatch.setattr(Transfers, "advance", lambda *_: self._take_events())
+        monkeypatch.setattr(Transfers, "promote", lambda _, each: self.promoted.append(each))
         worker.reads._reader.window_groups = frozenset()
         self.source = RemoteEngineAddress("engine0", "p0.example", 5600)
         self.early = Receive(self.source, "x", [[7, 8]], [], 8, 8, is_early=True)
@@ -312,7 +314,7 @@ def test_rest_of_a_prefetched_request_need_not_wait_for_the_first_of_it(prefetch
     prefetching.compute(5)
     assert prefetching.started == [(0, True)] and prefetching.selected[-1].local_block_ids == [[7]]
     prefetching.offer()
-    assert prefetching.started == [(0, True), (1, False)]
+    assert prefetching.started == [(0, True), (1, False)] and prefetching.promoted == ["d"]
     assert prefetching.selected[-1].local_block_ids == [[8]]
     assert prefetching.see(done(1)) == [] and not prefetching.looked_up
     assert prefetching.see(done(0)) == [] and len(prefetching.looked_up) == 1
@@ -379,3 +381,25 @@ def test_exception_while_something_is_prefetched_is_not_the_requests_end(prefetc
     assert prefetching.started == [(0, True)]
     assert prefetching.see(done(0)) == []
     assert prefetching.started == [(0, True), (2, False)]
+
+
+def test_request_that_fails_while_it_is_prefetched_does_not_wait_for_ever(prefetching):
+    """Its read may hang with an engine that is there: it has a deadline, and is broken off then."""
+    prefetching.compute(5)
+    reads = prefetching.worker.reads
+    reads.refuse("d", prefetching.early, "its prefill was aborted", None, 1.0)
+    assert prefetching.see() == [] and prefetching.worker.failed == ["d"]
+    assert reads.next_due_s == 601.0
+    broken_off: list = []
+    reads._peers.break_off = lambda connection, now_s: broken_off.append(connection)
+    reads.advance(601.0, UNLIMITED)
+    assert broken_off == [prefetching.connection]
+
+
+def test_offer_whose_beginning_fails_is_its_requests_failure_alone(prefetching, monkeypatch):
+    """What was prefetched of it is accounted for already."""
+    prefetching.compute(5)
+    monkeypatch.setattr(consumer_module.ConsumerSide, "_go_on", lambda *_: 1 / 0)
+    prefetching.offer()
+    assert prefetching.worker.failed == ["d"]
+    assert prefetching.see(done(0)) == ["d"]

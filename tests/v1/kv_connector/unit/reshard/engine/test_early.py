@@ -205,3 +205,32 @@ def test_engine_that_cannot_be_looked_at_is_asked_anew_at_once():
     watched.reader.fails = False
     watched.post("x", State.OFFERED)
     watched.until(lambda: watched.early.ready)
+
+
+def with_blocks(watched: Watched, name: str, num_tokens: int) -> None:
+    """A request that has blocks, of which nothing is known yet."""
+    watched.early.begin({name: RemoteRequest(ADDRESS, name)}, watched.now_s)
+    receive = Receive(ADDRESS, name, [[7, 8]], [], num_tokens, num_tokens, None, is_early=True)
+    watched.early.take_over(name, receive)
+
+
+def test_what_is_computed_is_handed_on_in_some_parts():
+    """However often another engine says that there is more: each is a record to be read."""
+    watched = Watched()
+    with_blocks(watched, "x", 6400)
+    parts = []
+    for num_tokens in range(1, 6400, 10):
+        record = encode_record(Record.of("p-x", num_tokens, [[1]], attempt=3))
+        watched._number += 1
+        watched.board.tell(
+            [Posting(watched._number, "x", State.KNOWN, "p-x", record, num_computed=num_tokens)]
+        )
+        looks = watched.reader.num_taken
+        watched.until(lambda looks=looks: watched.reader.num_taken >= looks + 2)
+        parts += watched.early.computed
+        watched.early.computed.clear()
+    assert 50 < len(parts) <= 64
+    assert {each.request_id for each in parts} == {"x"}
+    tokens = [each.part.remote_tokens for each in parts]
+    assert tokens == sorted(tokens) and tokens[0] >= 100
+    assert all(each.part.attempt == 3 and not each.part.is_early for each in parts)

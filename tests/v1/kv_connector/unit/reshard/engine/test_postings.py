@@ -198,6 +198,44 @@ def test_prompt_that_is_preempted_is_another_attempt():
     assert first != second == offered
 
 
+def test_prompt_that_is_preempted_in_its_last_step_needs_blocks_again():
+    """Nobody is to hold blocks for it until its last chunk is scheduled once more."""
+    prompt = Prompt(num_prompt_tokens=32)
+    postings = begin(prompt, 16, 0)
+    prompt.num_in_flight = 0
+    postings.compute([step(16, 32, [2], [8])], 16)
+    prompt.num_computed_tokens = 0
+    postings.compute([step(0, 16, [3], [9])], 16)
+    prompt.num_computed_tokens = 16
+    postings.compute([step(16, 32, [4], [])], 16)
+    stages = [each.state for each in postings.take() if not each.record]
+    assert stages == [State.LAST_CHUNK, State.KNOWN, State.LAST_CHUNK]
+
+
+def test_nothing_is_told_beyond_the_prompt():
+    """As where a prefill engine is asked for more than one token."""
+    prompt = Prompt(num_prompt_tokens=40)
+    postings = begin(prompt, 16, 0)
+    postings.compute([step(16, 40, [2, 9], [])], 24)
+    postings.take()
+    told_of = []
+    for num_tokens in range(40, 60):
+        prompt.num_computed_tokens, prompt.num_in_flight = num_tokens, 0
+        postings.compute([step(num_tokens, num_tokens + 1)], 1)
+        told_of += [each.num_computed for each in postings.take()]
+    assert told_of == [40]
+
+
+def test_nothing_is_told_of_what_is_ambiguous():
+    """Nobody could say which of them is computed."""
+    prompt = Prompt(num_prompt_tokens=80)
+    postings = begin(prompt, 16, 0)
+    postings.know("b", "x")
+    prompt.num_in_flight = 0
+    postings.compute([step(16, 32, [2], [8])], 16)
+    assert [each.state for each in postings.take()] == [State.AMBIGUOUS]
+
+
 def test_scheduler_that_cannot_tell_what_is_in_flight_tells_nothing():
     """Of what is computed so far; all else it does."""
     prompt = Prompt(num_prompt_tokens=80)

@@ -53,8 +53,8 @@ def read(prefetched: Prefetched, part: Receive, groups: FullGroups) -> Receive |
     """Prefetch what is computed, as a consumer does."""
     wanted = prefetched.next(part, groups)
     if wanted is not None:
-        prefetched.groups, prefetched.part, prefetched.connection = groups, part, CONNECTION
-        prefetched.num_tokens = wanted.local_tokens
+        prefetched.connection = CONNECTION
+        prefetched.take(part, wanted, groups)
     return wanted
 
 
@@ -120,24 +120,23 @@ def test_what_keeps_no_tokens_is_left_to_the_end():
     assert rest.local_block_ids == [[0, 22, 23], [33], [41]]
 
 
-def test_group_whose_first_block_is_full_later_joins():
-    """Blocks of one group may be many times as long as another's."""
-    legs = [leg({(0, 0): (2, 2)}), leg({(1, 1): (8, 8)})]
+@pytest.mark.parametrize("dst_tokens", [2, 8, 16])
+def test_group_whose_first_block_is_full_later_is_read_at_the_end(dst_tokens):
+    """Blocks of one group may be many times as long as another's: none of its is left out."""
+    legs = [leg({(0, 0): (2, 2)}), leg({(1, 1): (8, dst_tokens)})]
     prefetched = Prefetched()
-    whole = request(16, [blocks(16, 2), blocks(16, 8)], [blocks(16, 2, 1), blocks(16, 8, 1)])
-    src_ids = whole.remote_block_ids
-    found: list[list[int]] = [[], []]
+    src_ids = [blocks(16, 2), blocks(16, 8)]
+    dst_ids = [blocks(16, 2, 1), blocks(16, dst_tokens, 1)]
+    whole = request(16, src_ids, dst_ids)
+    found: list[int] = []
     for computed in (6, 9, 15):
         told = [src_ids[0][: computed // 2], src_ids[1][: computed // 8]]
         part = replace(whole, remote_block_ids=told, remote_tokens=computed)
         wanted = read(prefetched, part, FullGroups.of(legs, told, ()))
-        for ids, more in zip(found, wanted.local_block_ids if wanted else [], strict=False):
-            ids += more
+        assert wanted is not None and not wanted.local_block_ids[1]
+        found += wanted.local_block_ids[0]
     rest = prefetched.rest_of(whole).local_block_ids
-    assert [[*first, *second] for first, second in zip(found, rest, strict=True)] == [
-        *whole.local_block_ids
-    ]
-    assert found[1]
+    assert [found + rest[0], rest[1]] == dst_ids
 
 
 SRC, DST = [11, 12, 13, 14], [21, 22, 23, 24]

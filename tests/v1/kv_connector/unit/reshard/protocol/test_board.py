@@ -126,6 +126,23 @@ def test_what_is_computed_takes_no_place_that_a_request_needs(monkeypatch):
     assert np.count_nonzero(entries[:, 0]) == len(NAMES)
 
 
+def test_half_of_the_room_is_for_offers():
+    """One without room for its record fails, where what is computed so far can be done without."""
+    board = Board(ENGINE)
+    long = [list(range(100_000))]
+    names = [f"x{number}" for number in range(30)]
+    for number, name in enumerate(names):
+        record = encode_record(Record.of(name, 1 << 20, long))
+        board.tell([Posting(number + 1, name, State.KNOWN, name, record, num_computed=1 << 20)])
+    told = [name for name in names if sighting(board, name).num_computed]
+    assert 0 < len(told) < len(names)
+    assert board._records.free_bytes >= board._records.size_bytes // 2
+    for number, name in enumerate(names[:4]):
+        record = encode_record(Record.of(name, 1 << 20, long))
+        board.tell([Posting(100 + number, name, State.OFFERED, name, record)])
+        assert sighting(board, name).state is State.OFFERED
+
+
 def test_builds_that_know_nothing_of_it_are_not_misled():
     """They look for the name alone, and find what it always said."""
     board = Board(ENGINE)

@@ -535,3 +535,24 @@ def test_what_is_prefetched_is_given_up_as_anything_else(one_window_parts):
     events = transfers.advance(0.0)
     assert set(failures(events)) == {"b"}
     assert sorted(drained(events)) == [(name, key) for name in "ab" for key in range(5, 9)]
+
+
+@pytest.mark.parametrize("planes_in_arena", [0, 32], ids=["direct", "staged"])
+def test_what_was_prefetched_takes_its_turn_once_its_request_is_offered(
+    one_window_parts, planes_in_arena
+):
+    """However much others have to be read."""
+    transfers, agent, _ = make(planes_in_arena)
+    parts = one_window_parts
+    if not planes_in_arena:
+        parts = [Part(PREPARED, [part.window.selection]) for part in parts]
+    other = Connection()
+    transfers.start("early", parts, agent, is_prefetch=True)
+    transfers.start("another early", parts, other, is_prefetch=True)
+    transfers.start("first", parts[:1], other)
+    transfers.promote("early")
+    transfers.start("last", parts, other)
+    for _ in range(5):
+        transfers.post(0.0, pieces(1))
+    assert (len(other.posted), len(agent.posted)) == (1, 4)
+    assert len(transfers) == 13

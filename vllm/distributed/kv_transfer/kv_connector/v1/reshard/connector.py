@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -159,6 +160,12 @@ class NixlConnector(UpstreamConnector):
         """Give the scheduler access to the blocks of requests that could not be read."""
         assert self.connector_scheduler is not None
         self.connector_scheduler.set_kv_cache_manager(kv_cache_manager)
+        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Show the scheduler how many blocks are free."""
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.set_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]

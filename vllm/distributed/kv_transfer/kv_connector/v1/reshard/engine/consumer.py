@@ -137,10 +137,8 @@ class ConsumerSide:
         try:
             self._start(request_id, receive, now_s)
         except Exception as error:
-            if any(receive.local_block_ids):
-                reading = self._reading.get(request_id)
-                if reading is None or reading.receive is not receive:
-                    self._account(request_id, receive, None, now_s)
+            if any(receive.local_block_ids) and request_id not in self._reading:
+                self._account(request_id, receive, None, now_s)
             self._lose(request_id, error)
 
     def prefetch(
@@ -179,7 +177,7 @@ class ConsumerSide:
         failure: ReadFailure | None,
         now_s: float,
     ) -> None:
-        """Fail a request of which nothing was read; None for a failure that is told elsewhere."""
+        """Fail a request that is not offered; None for a failure that is told elsewhere."""
         self._now_s = now_s
         reading = self._reading.get(request_id)
         if reading is None or reading.receive is not receive:
@@ -240,8 +238,8 @@ class ConsumerSide:
         if reading is None:
             reading = self._account(request_id, receive, None, now_s, ReadState.PREFETCHING)
             reading.prefetched = prefetched
-        prefetched.groups, prefetched.part, prefetched.connection = groups, part, connection
-        prefetched.num_tokens = wanted.local_tokens
+        prefetched.connection = connection
+        prefetched.take(part, wanted, groups)
         keys = reading.take_keys(len(parts))
         self._ledger.prefetch(request_id, keys)
         try:
@@ -256,7 +254,7 @@ class ConsumerSide:
 
     def _spoil(self, request_id: RequestId, reading: Reading) -> None:
         """What was read of a request before it is offered is of no use."""
-        if reading.prefetched is not None:
+        if reading.prefetched is not None and not reading.prefetched.is_spoiled:
             reading.prefetched.is_spoiled = True
             self._transfers.give_up(request_id)
 
@@ -264,9 +262,14 @@ class ConsumerSide:
         """A request is offered of which something was read before: its time begins now."""
         self._num_taken_up += 1
         reading.number, reading.receive, reading.peer = self._num_taken_up, receive, peer
-        reading.taken_up_at_s, reading.due_at_s = now_s, now_s + self._timeout_s
-        self._deadlines.append((reading.due_at_s, reading.request_id, reading.number))
+        reading.taken_up_at_s = now_s
+        self._set_deadline(reading, now_s)
+        self._transfers.promote(reading.request_id)
         reading.enter(ReadState.WAITING, now_s)
+
+    def _set_deadline(self, reading: Reading, now_s: float) -> None:
+        reading.due_at_s = now_s + self._timeout_s
+        self._deadlines.append((reading.due_at_s, reading.request_id, reading.number))
 
     def on_connected(self, peer: Peer) -> None:
         """What has waited for a peer can begin: it is connected now."""
@@ -400,13 +403,12 @@ class ConsumerSide:
     ) -> Reading:
         """Take a request into account until it is reported; it is due once it is offered."""
         self._num_taken_up += 1
-        due_at_s = now_s + self._timeout_s if state is ReadState.WAITING else math.inf
         trace = trace_of_read(self._name, receive)
         reading = Reading(
             request_id,
             self._num_taken_up,
             now_s,
-            due_at_s,
+            math.inf,
             receive,
             peer,
             state=state,
@@ -415,8 +417,8 @@ class ConsumerSide:
         )
         self._ledger.begin(request_id)
         self._reading[request_id] = reading
-        if due_at_s < math.inf:
-            self._deadlines.append((due_at_s, request_id, reading.number))
+        if state is ReadState.WAITING:
+            self._set_deadline(reading, now_s)
         logger.debug(
             "Request %s: %s at engine %s, to read %d blocks.",
             quote(request_id),
@@ -530,6 +532,8 @@ class ConsumerSide:
             peer = self._peers.get_or_connect(reading.receive.source, now_s)
             if (request_id, reading.receive) not in peer.waiting:
                 peer.waiting.append((request_id, reading.receive))
+            if peer.connection is not None:
+                self.on_connected(peer)
 
     def _count(self, event: PartDrained, reading: Reading) -> None:
         """Count what a part has brought."""
@@ -593,6 +597,9 @@ class ConsumerSide:
     ) -> None:
         """Fail a request, unless it has failed already; what was not posted of it never is."""
         if request_id in self._ledger and reading.state is not ReadState.FAILED:
+            if reading.state is ReadState.PREFETCHING:
+                # What is under way of it is not waited for without an end.
+                self._set_deadline(reading, self._now_s)
             reading.failed_in = reading.state, self._now_s - reading.since_s
             reading.failure = failure
             self._transfers.give_up(request_id)

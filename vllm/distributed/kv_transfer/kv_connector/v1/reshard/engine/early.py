@@ -58,6 +58,11 @@ _LOOK_REQUESTS = 256
 would keep the thread from reads."""
 
 
+_PARTS_OF_A_PROMPT = 64
+"""In so many parts it is read at most while it is computed: each is told of with a record of all
+blocks so far, however many of them another engine says there are."""
+
+
 @dataclass(slots=True)
 class _Waiting:
     """A request that is watched.
@@ -200,7 +205,7 @@ class EarlyRequests:
         ready: Requests that can be read, or told to their producer. The caller takes them out.
         computed: Requests of which something can be read already. The caller takes them out.
         refused: Those that have blocks, and will not be read. The caller takes them out.
-        has_moved: The last look has found an offer, whose record is soon there.
+        has_moved: The last look has found a record, which is soon there.
     """
 
     def __init__(self, peers: PeerTable, record_wait: Callable[[float], None]) -> None:
@@ -265,7 +270,7 @@ class EarlyRequests:
             self._refuse(request_id, receive, "it is not waited for", ReadFailure.PREFILL)
 
     def give_up(self, request_ids: Iterable[RequestId], reason: str) -> None:
-        """Some requests are not wanted any more: their blocks are free, and offers are declined."""
+        """Some requests are not wanted any more: they fail, and offers are declined."""
         for request_id in request_ids:
             self._faults.pop(request_id, None)
             if request_id not in self._at:
@@ -392,6 +397,7 @@ class EarlyRequests:
     ) -> None:
         """See how far requests are, and read the records of those that are offered."""
         room = place.reader.num_free
+        sought: dict[RequestId, _Sought] = {}
         watched = [place.waiting.get(each) for each in place.asked]
         names = [each.entry.name if each else 0 for each in watched]
         for request_id, waiting, sighting in zip(
@@ -408,10 +414,13 @@ class EarlyRequests:
                 self._fail(request_id, waiting, fault)
                 continue
             self._tell(request_id, waiting, sighting)
-            sought = _sought(waiting, sighting)
-            if sought is not None and sought.place.num_rows <= room:
-                room -= sought.place.num_rows
-                place.sought[request_id] = sought
+            if (found := _sought(waiting, sighting)) is not None:
+                sought[request_id] = found
+        # Those of offers first.
+        for request_id, found in sorted(sought.items(), key=lambda each: each[1].num_computed > 0):
+            if found.place.num_rows <= room:
+                room -= found.place.num_rows
+                place.sought[request_id] = found
         if place.sought:
             self.has_moved = True
             wanted = [row for each in place.sought.values() for row in each.place.rows]
@@ -543,10 +552,11 @@ def _sought(waiting: _Waiting, sighting: Sighting) -> _Sought | None:
     """Which record of a request is to be read: that of its offer, or of what is computed anew."""
     if sighting.offered is not None:
         return _Sought(sighting.offered, 0)
-    has_blocks = waiting.receive is not None and any(waiting.receive.local_block_ids)
-    if sighting.computed is None or not has_blocks:
+    receive = waiting.receive
+    if sighting.computed is None or receive is None or not any(receive.local_block_ids):
         return None
-    if sighting.num_computed <= waiting.num_computed:
+    part_tokens = -(-receive.remote_tokens // _PARTS_OF_A_PROMPT)
+    if sighting.num_computed < waiting.num_computed + part_tokens:
         return None
     return _Sought(sighting.computed, sighting.num_computed)
 

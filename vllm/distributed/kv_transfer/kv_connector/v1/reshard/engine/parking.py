@@ -2,16 +2,16 @@
 """Requests that a decode engine's scheduler has, and gives no blocks yet.
 
 A request that was sent to both engines at once waits until the other one computes the last chunk of
-its prompt: until then it holds no blocks and is in nobody's way. It has blocks then, so that
-workers read as soon as it is offered, without a step in between. One that will not be offered has
-blocks, too: vLLM hears of failed reads only where something is read, and does as
-`kv_load_failure_policy` says.
+its prompt. It has blocks then, so that workers read as soon as it is offered, without a step in
+between. One that will not be offered has blocks, too: vLLM hears of failed reads only where
+something is read, and does as `kv_load_failure_policy` says.
 
 Where some of its prompt is computed before, it may have blocks already, to be read into. Two
 engines must not wait for each other then: this one with blocks for a prompt that needs more room
 there, which is taken up by what is offered, and needs these blocks. So all such requests together
 leave room for the longest prompt: whatever is offered finds room once the requests that run here
-have ended.
+have ended. And a request has blocks so early only where as much is free beside it, so that none
+behind it waits for these.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class Parking:
     """The requests that wait. Belongs to the scheduler's thread.
 
     Args:
-        most_blocks: How many blocks requests may hold together whose last chunks are not computed
-            yet; none if that is negative.
+        num_blocks: How many blocks there are; 0 to give none before a last chunk.
+        longest_blocks: How many the longest prompt takes.
     """
 
-    def __init__(self, most_blocks: int) -> None:
-        self._most_blocks = most_blocks
+    def __init__(self, num_blocks: int, longest_blocks: int) -> None:
+        self._most_blocks = num_blocks - longest_blocks
+        self._longest_blocks = longest_blocks
         # How many blocks each takes.
         self._parked: dict[RequestId, int] = {}
         # Those of which something is computed.
@@ -56,12 +57,13 @@ class Parking:
         self._parked[request_id] = num_blocks
         self._untold[request_id] = request
 
-    def may_have_blocks(self, request_id: RequestId) -> bool:
-        """Whether a request waits no longer, or need not."""
+    def may_have_blocks(self, request_id: RequestId, free_blocks: int) -> bool:
+        """Whether a request waits no longer, or need not, with so many blocks that are free."""
         if (num_blocks := self._parked.get(request_id)) is None:
             return True
-        held_blocks = sum(self._holding.values())
-        return request_id in self._begun and held_blocks + num_blocks <= self._most_blocks
+        if request_id not in self._begun or num_blocks + self._longest_blocks > free_blocks:
+            return False
+        return sum(self._holding.values()) + num_blocks <= self._most_blocks
 
     def hear(
         self,

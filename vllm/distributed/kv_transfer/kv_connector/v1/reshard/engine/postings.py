@@ -152,6 +152,10 @@ class Postings:
             if each.begins:
                 self._num_attempts += 1
                 computed.begin(each, self._num_attempts)
+                if computed.last_step_tokens:
+                    # It was preempted after its last chunk was scheduled: it needs blocks again.
+                    computed.last_step_tokens = 0
+                    self._post_of(each.request_id, State.KNOWN)
             else:
                 computed.go_on(each)
             is_last = each.num_after >= computed.prompt.num_prompt_tokens
@@ -205,10 +209,11 @@ class Postings:
         """Tell how much of a prompt is computed, where that is more than before."""
         prompt = computed.prompt
         in_flight = self._in_flight(prompt)
-        if in_flight is None or not computed.block_ids:
+        is_ambiguous = self._names[request_id] in self._ambiguous
+        if in_flight is None or is_ambiguous or not computed.block_ids:
             # Without blocks it was in no step yet: its tokens are still to be received here.
             return
-        num_tokens = prompt.num_computed_tokens - in_flight
+        num_tokens = min(prompt.num_computed_tokens - in_flight, prompt.num_prompt_tokens)
         if num_tokens <= max(computed.num_begun_with, computed.num_told):
             return
         computed.num_told = num_tokens

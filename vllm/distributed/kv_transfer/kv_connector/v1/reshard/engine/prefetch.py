@@ -68,7 +68,8 @@ class Prefetched:
     """What was read of a request, or is being read, before it was offered.
 
     Attributes:
-        groups: Where it is read from and into.
+        groups: Where it is read from and into: those of which the first part has something. Others
+            are read whole at the end.
         part: The last that was read: it names all blocks of the source's that were.
         num_tokens: To which token of the sequence the reads go.
         connection: What it is read with.
@@ -86,11 +87,13 @@ class Prefetched:
 
         Args:
             part: What is computed.
-            groups: Where to read from and into.
+            groups: Where to read from and into, if this is the first part.
 
         Returns:
             It, as a request of that part; None where no block is full at both ends.
         """
+        if self.part is not None:
+            groups = self.groups
         if not groups.dst_tokens:
             return None
         computed_tokens = min(part.remote_tokens, part.local_tokens)
@@ -113,6 +116,18 @@ class Prefetched:
             local_tokens=until,
             remote_tokens=until,
         )
+
+    def take(self, part: Receive, wanted: Receive, groups: FullGroups) -> None:
+        """Some of a part is read from now on.
+
+        Args:
+            part: What is computed.
+            wanted: What `next` has made of it.
+            groups: What that was asked for.
+        """
+        if self.part is None:
+            self.groups = groups
+        self.part, self.num_tokens = part, wanted.local_tokens
 
     def is_of(self, more: Receive, connection: PeerConnection) -> bool:
         """Whether what was read is part of what is computed by now, or is offered.
@@ -150,7 +165,7 @@ class Prefetched:
 def _names_all(src_block_ids: BlockIds, groups: FullGroups, num_tokens: int) -> bool:
     """Whether a source tells of all blocks up to a token: it may say anything."""
     return all(
-        len(src_block_ids[group]) >= num_tokens // tokens
+        group < len(src_block_ids) and len(src_block_ids[group]) >= num_tokens // tokens
         for group, tokens in groups.src_tokens.items()
     )
 

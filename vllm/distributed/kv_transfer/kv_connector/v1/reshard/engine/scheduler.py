@@ -58,6 +58,7 @@ from .settings import read_settings, remarks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -110,9 +111,11 @@ class ReshardScheduler(NixlConnectorScheduler):
             [tokens * (group in full) for group, tokens in enumerate(self._block_tokens)],
             partial(tokens_in_flight, is_ahead=self._is_ahead),
         )
-        longest = self._num_blocks_of(vllm_config.model_config.max_model_len)
-        # One is the null block.
-        self._parking = Parking(kv_cache_config.num_blocks - 1 - longest)
+        # One is the null block. For drafts vLLM keeps more of a request than is counted here.
+        num_blocks = kv_cache_config.num_blocks - 1 if is_told else 0
+        longest_blocks = self._num_blocks_of(vllm_config.model_config.max_model_len)
+        self._parking = Parking(num_blocks, longest_blocks)
+        self._block_pool: BlockPool | None = None
         self._readers = Readers()
         self.first_tokens = open_first_tokens(
             vllm_config, settings, prefills_all=not self._prefill_backoff()
@@ -152,6 +155,10 @@ class ReshardScheduler(NixlConnectorScheduler):
     def set_kv_cache_manager(self, manager: Any) -> None:
         """Set the cache manager, which owns the blocks; that of 0.22.1 is not."""
         self._reads.manager = manager
+
+    def set_block_pool(self, block_pool: BlockPool) -> None:
+        """Set the pool of blocks, to see how many are free."""
+        self._block_pool = block_pool
 
     def on_new_request(self, request: Request) -> None:
         """As upstream's, with parameters that it can believe.
@@ -223,7 +230,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         They have no blocks as long as `parking` has it. What is cached here whole need not wait.
         """
         count, is_async = self._num_to_read(request, num_computed_tokens)
-        if count > 0 and not self._parking.may_have_blocks(request.request_id):
+        pool = self._block_pool
+        free_blocks = 0 if pool is None else pool.get_num_free_blocks()
+        if count > 0 and not self._parking.may_have_blocks(request.request_id, free_blocks):
             return None, False
         return count, is_async
 
@@ -338,11 +347,11 @@ class ReshardScheduler(NixlConnectorScheduler):
             self._parking.hear(told.begun, told.admissible, told.faults)
             self.first_tokens.hear(told.first_tokens)
         self._postings.forget(connector_output.finished_sending or ())
-        self._parking.forget(connector_output.finished_recving or ())
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
                 connector_output.finished_recving
             )
+            self._parking.forget(connector_output.finished_recving)
             self.first_tokens.receive(connector_output.finished_recving)
 
     def has_pending_push_work(self) -> bool:

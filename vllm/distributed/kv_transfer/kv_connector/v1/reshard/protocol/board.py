@@ -407,10 +407,15 @@ class Board:
         self, bucket: npt.NDArray[np.uint64], name: int, posted: _Posted, posting: Posting
     ) -> None:
         """Say what is computed so far, where there is room: readers can do without."""
+        self._free(posted.computed)
+        posted.computed = None
         entry = _entry(bucket, name ^ _COMPUTED, _LEFT_FREE)
         if entry is None:
             return
-        self._free(posted.computed)
+        if len(posting.record) > self._records.free_bytes - self._records.size_bytes // 2:
+            # Half of the room is for offers.
+            entry[:] = 0
+            return
         posted.computed = self._write(entry, posting.record)
         entry[_STATE] = posting.num_computed
         entry[_NAME] = name ^ _COMPUTED

@@ -5,8 +5,8 @@
     staged    queued -> has a span, posted -> landed, being scattered -> done
 
 What is queued is posted, and what is posted is looked at, as far as the budget of a turn goes; the
-next turn goes on from there. What is prefetched is queued once nothing else is: no request that is
-offered waits for it, but for what was posted already.
+next turn goes on from there. What is prefetched is posted once nothing else is queued, until its
+request is offered, too: no offered request waits for what is not.
 
 What fails on its way, or is given up, stays here until nothing of it can write any more: until its
 read is done after all, or the connection that it was posted with is closed. Only then it is *quiet*
@@ -219,6 +219,12 @@ class Transfers:
         for key, part in enumerate(parts, first_key):
             running = _Running(request_id, key, part, connection)
             (self._prefetched if is_prefetch else self._queue_of(part)).append(running)
+
+    def promote(self, request_id: RequestId) -> None:
+        """A request is offered: what is prefetched of it is posted in its turn from now on."""
+        for running in [each for each in self._prefetched if each.request_id == request_id]:
+            self._queue_of(running.part).append(running)
+            self._prefetched.remove(running)
 
     def post(self, now_s: float, budget: Budget) -> None:
         """Post what is queued, as far as there are spans and the budget goes."""
