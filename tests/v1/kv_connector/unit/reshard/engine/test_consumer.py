@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import RequestBlocks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     PartDrained,
     PartFailed,
@@ -202,7 +203,7 @@ def test_request_that_cannot_be_taken_up_fails_alone(worker, monkeypatch):
 def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, monkeypatch):
     """Its lease cannot be looked up any more; it does not wait for its deadline to hear that."""
     part = SimpleNamespace(leg=SimpleNamespace(remote=SimpleNamespace(peer="p")))
-    monkeypatch.setattr(consumer_module.RequestBlocks, "select", lambda *_: ["something"])
+    monkeypatch.setattr(RequestBlocks, "select", lambda *_: ["something"])
     monkeypatch.setattr(Transfers, "cut", lambda *_: [part])
     monkeypatch.setattr(Transfers, "start", lambda *_, **__: None)
     worker.ask(0, "a")
@@ -239,7 +240,7 @@ class Prefetching:
         self.leg = SimpleNamespace(leg=leg, remote=SimpleNamespace(peer="p"))
         self.part = SimpleNamespace(leg=self.leg)
         monkeypatch.setattr(
-            consumer_module.RequestBlocks,
+            RequestBlocks,
             "select",
             lambda blocks, _: self.selected.append(blocks._receive) or ["something"],
         )

@@ -53,8 +53,7 @@ def read(prefetched: Prefetched, part: Receive, groups: FullGroups) -> Receive |
     """Prefetch what is computed, as a consumer does."""
     wanted = prefetched.next(part, groups)
     if wanted is not None:
-        prefetched.connection = CONNECTION
-        prefetched.take(part, wanted, groups)
+        prefetched.take(part, wanted, groups, CONNECTION)
     return wanted
 
 

@@ -33,7 +33,7 @@ from .completions import CompletionHandler
 from .doubt import BlocksInDoubt
 from .notifier import Notifier
 from .peers import Peer, PeerTable
-from .prefetch import FullGroups, Prefetched
+from .prefetcher import Prefetcher
 from .queues import taken_once_done
 from .readings import READ_FAILURES, Reading
 from .stats import ReadFailure, ReshardStats
@@ -89,6 +89,7 @@ class ConsumerSide:
         self._failed: deque[Outcome] = deque()
         self._ended: deque[Outcome] = deque()
         self._doubt = BlocksInDoubt(peers.lanes, stats)
+        self._prefetcher = Prefetcher(transfers, self._ledger)
         self._completions = CompletionHandler(notifier, stats, self._doubt)
         self._reader: LocalCache | None = None
 
@@ -125,7 +126,7 @@ class ConsumerSide:
 
     def set_local_cache(self, reader: LocalCache) -> None:
         """Where to read to, known once the caches are registered."""
-        self._reader = reader
+        self._reader = self._prefetcher.reader = reader
         self._doubt.num_block_ids = reader.cache.num_block_ids
 
     def start_request(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
@@ -144,9 +145,7 @@ class ConsumerSide:
     def prefetch(
         self, request_id: RequestId, receive: Receive, part: Receive, now_s: float
     ) -> None:
-        """Read what is computed of a request that is not offered yet, as far as it can be.
-
-        What goes wrong with that fails no request: all of it is read once it is offered.
+        """Read what is computed of a request that is not offered yet.
 
         Args:
             request_id: The request.
@@ -155,19 +154,18 @@ class ConsumerSide:
             now_s: The time.
         """
         self._now_s = now_s
-        try:
-            self._prefetch(request_id, receive, part, now_s)
-        except Exception as error:
-            if isinstance(error, ReshardError):
-                # Its source may say anything of it. What it offers is another matter.
-                logger.debug("Request %s is not prefetched: %s", quote(request_id), error)
-            else:
-                logger.exception(
-                    "Request %s is not prefetched, over an exception that nobody foresaw",
-                    quote(request_id),
-                )
-            if (reading := self._reading.get(request_id)) is not None:
-                self._spoil(request_id, reading)
+        reading = self._reading.get(request_id)
+        connection = self._peers.get_or_connect(part.source, now_s).connection
+        is_another = reading is not None and reading.receive is not receive
+        if connection is None or is_another or self._doubt.are_too_many:
+            return
+        self._prefetcher.read(
+            request_id,
+            reading,
+            part,
+            connection,
+            lambda: self._account(request_id, receive, None, now_s, ReadState.PREFETCHING),
+        )
 
     def refuse(
         self,
@@ -202,61 +200,6 @@ class ConsumerSide:
             self._completions.notify_producers(receive, peer.connection)
             return
         peer.waiting.append((request_id, receive))
-
-    def _prefetch(
-        self, request_id: RequestId, receive: Receive, part: Receive, now_s: float
-    ) -> None:
-        reading = self._reading.get(request_id)
-        if reading is not None and (
-            reading.receive is not receive or reading.state is not ReadState.PREFETCHING
-        ):
-            return
-        connection = self._peers.get_or_connect(part.source, now_s).connection
-        if connection is None or self._doubt.are_too_many:
-            return
-        assert self._reader is not None
-        prefetched = Prefetched() if reading is None else reading.prefetched
-        assert prefetched is not None
-        if not prefetched.is_of(part, connection):
-            if reading is not None:
-                self._spoil(request_id, reading)
-            return
-        legs = connection.engine.legs
-        groups = FullGroups.of(
-            (each.leg for each in legs), part.remote_block_ids, self._reader.window_groups
-        )
-        wanted = prefetched.next(part, groups)
-        if wanted is None:
-            return
-        blocks = RequestBlocks(wanted, self._reader)
-        parts = [
-            each
-            for leg in legs
-            if not leg.leg.per_sequence
-            for each in self._transfers.cut(leg, blocks.select(leg.leg))
-        ]
-        if reading is None:
-            reading = self._account(request_id, receive, None, now_s, ReadState.PREFETCHING)
-            reading.prefetched = prefetched
-        prefetched.connection = connection
-        prefetched.take(part, wanted, groups)
-        keys = reading.take_keys(len(parts))
-        self._ledger.prefetch(request_id, keys)
-        try:
-            self._transfers.start(
-                request_id, parts, connection, first_key=keys.start, is_prefetch=True
-            )
-        except Exception:
-            # None of them is on its way.
-            for key in keys:
-                self._ledger.part_drained(request_id, key)
-            raise
-
-    def _spoil(self, request_id: RequestId, reading: Reading) -> None:
-        """What was read of a request before it is offered is of no use."""
-        if reading.prefetched is not None and not reading.prefetched.is_spoiled:
-            reading.prefetched.is_spoiled = True
-            self._transfers.give_up(request_id)
 
     def _go_on(self, reading: Reading, receive: Receive, peer: Peer, now_s: float) -> None:
         """A request is offered of which something was read before: its time begins now."""
@@ -458,7 +401,7 @@ class ConsumerSide:
         if prefetched is not None and not prefetched.is_of(receive, connection):
             if self._ledger.num_parts_of(request_id):
                 # The same blocks are read into once nothing else is. See `_apply`.
-                self._spoil(request_id, reading)
+                self._prefetcher.spoil(reading)
                 return
             prefetched = None
         try:
@@ -518,7 +461,7 @@ class ConsumerSide:
         if isinstance(event, PartFailed):
             if not event.local:
                 self._break_off(reading, now_s)
-            self._spoil(request_id, reading)
+            self._prefetcher.spoil(reading)
             return
         self._count(event, reading)
         if event.telemetry is not None:

@@ -117,16 +117,19 @@ class Prefetched:
             remote_tokens=until,
         )
 
-    def take(self, part: Receive, wanted: Receive, groups: FullGroups) -> None:
+    def take(
+        self, part: Receive, wanted: Receive, groups: FullGroups, connection: PeerConnection
+    ) -> None:
         """Some of a part is read from now on.
 
         Args:
             part: What is computed.
             wanted: What `next` has made of it.
             groups: What that was asked for.
+            connection: What it is read with.
         """
         if self.part is None:
-            self.groups = groups
+            self.groups, self.connection = groups, connection
         self.part, self.num_tokens = part, wanted.local_tokens
 
     def is_of(self, more: Receive, connection: PeerConnection) -> bool:
