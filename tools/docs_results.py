@@ -5,7 +5,7 @@ A table stands between `<!-- results: NAME -->` and `<!-- /results -->`. What th
 lies in docs/results/, where ``python -m tools.pdstack`` has put what it measured: ``sweep`` with
 ``--across .venv-0.33.0/bin --results docs/results/releases.json``, and ``roll`` with
 ``--next .venv-0.33.0/bin --address same --output docs/results/roll-same.json``, and ``handover``
-with ``--output docs/results/handover.json``.
+with ``--output docs/results/handover.json``, and with a slow link to ``handover-link.json``.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def _handover() -> Any:
-    return json.loads((_RESULTS / "handover.json").read_text(encoding="utf-8"))
+def _handover(name: str = "handover") -> Any:
+    return json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _releases() -> list[str]:
@@ -138,6 +138,7 @@ _TABLES: Mapping[str, Callable[[], list[str]]] = {
     "rolls": _rolls,
     "handover": lambda: handover_lines(_handover()),
     "handover timeline": lambda: timeline_lines(_handover()),
+    "handover over a link": lambda: handover_lines(_handover("handover-link")),
 }
 
 

@@ -262,7 +262,7 @@ def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, 
     )
     scheduler = ReshardScheduler.__new__(ReshardScheduler)
     scheduler.kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
-    scheduler._parking = Parking()
+    scheduler._parking, scheduler._block_pool = Parking(0, 0), None
     request = SimpleNamespace(
         request_id="d",
         num_tokens=NUM_TOKENS,

@@ -96,6 +96,16 @@ REFUSALS = [
         "the plugin's other name keeps vLLM from its own checks; with NixlConnector it is served",
         "test_left_to_upstream.py::test_other_name_is_refused_where_upstreams_would_serve",
     ),
+    *(
+        Refusal(
+            "pcp_replica.refuse_pcp_consumers",
+            words,
+            HAS_IT_NOT,
+            "upstream's refuses it, too",
+            "engine/test_pcp_replica.py::test_readers_are_refused",
+        )
+        for words in ("set kv_role to kv_producer", "by which it would read answers back")
+    ),
     Refusal(
         "connector.NixlConnector.__init__",
         "which this connector cannot read: use 1",

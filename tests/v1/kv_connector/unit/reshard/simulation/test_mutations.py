@@ -288,6 +288,7 @@ PROMPTS = {"park": 12.0, "prefill": 9.0, "turn": 60.0, "move": 30.0}
 
 WEIGHTS = {
     spans_are_free_once_nixl_says_failed: {"hang": 6.0, "fail_read": 8.0},
+    hung_reads_of_failed_requests_have_no_deadline: {"hang": 6.0, "lose_read": 8.0},
     lookups_that_nobody_wants_break_nothing_off: {"hang": 6.0, "fail_read": 8.0},
     looks_at_boards_have_no_end: {"park": 8.0, "hang": 4.0},
     clients_that_leave_are_not_heard_of: {"park": 8.0, "abort": 4.0, "hang": 1.0},

@@ -17,7 +17,7 @@ from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.schedule import Simulation
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 
-NUM_SCHEDULES = int(os.environ.get("RESHARD_SCHEDULES", "2000"))
+NUM_SCHEDULES = int(os.environ.get("RESHARD_SCHEDULES", "1200"))
 FIRST_SEED = int(os.environ.get("RESHARD_FIRST_SEED", "0"))
 
 

@@ -15,6 +15,7 @@ from vllm.distributed.parallel_state import get_pcp_group
 
 from ..errors import LocalLayoutError
 from ..protocol.ids import RequestId
+from ..protocol.quoting import quote
 from .early import EarlyNews
 from .metadata import ReshardConnectorMetadata
 from .ranks import shares_over_pcp
@@ -54,11 +55,12 @@ def refuse_pcp_consumers(
     """
     if (size := parallel_config.prefill_context_parallel_size) == 1:
         return
-    option = f"--prefill-context-parallel-size {size}"
+    option = f"--prefill-context-parallel-size {size:d}"
     if transfer_config.is_kv_consumer:
         raise LocalLayoutError(
-            f"{option} with kv_role {transfer_config.kv_role}: such an engine is read from, and "
-            "cannot read: set kv_role to kv_producer, or use --prefill-context-parallel-size 1"
+            f"{option} with kv_role {quote(str(transfer_config.kv_role))}: such an engine is read "
+            "from, and cannot read: set kv_role to kv_producer, or use "
+            "--prefill-context-parallel-size 1"
         )
     if settings.bidirectional_kv_xfer:
         raise LocalLayoutError(

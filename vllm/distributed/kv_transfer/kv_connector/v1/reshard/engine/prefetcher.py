@@ -17,7 +17,7 @@ from ..errors import ReshardError
 from ..protocol.ids import RequestId
 from ..protocol.ledgers import ConsumerLedger, ReadState
 from ..protocol.messages import Receive
-from ..protocol.quoting import quote
+from ..protocol.quoting import one_line, quote
 from ..transport.connection import PeerConnection
 from ..transport.remote import LocalCache, RequestBlocks
 from ..transport.transfers import Part, Transfers
@@ -67,7 +67,7 @@ class Prefetcher:
         except Exception as error:
             if isinstance(error, ReshardError):
                 # Its source may say anything of it. What it offers is another matter.
-                logger.debug("Request %s is not prefetched: %s", quote(request_id), error)
+                logger.debug("Request %s is not prefetched: %s", quote(request_id), one_line(error))
             else:
                 logger.exception(
                     "Request %s is not prefetched, over an exception that nobody foresaw",
