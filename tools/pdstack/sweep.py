@@ -66,6 +66,9 @@ def judge(family: Family, found: Accuracy, counters: NixlCounters) -> str | None
         return "nothing was moved over NIXL"
     if family.decode.has("early_dispatch") and not counters.prefill_waits:
         return "no request was at a decode engine before its prompt was computed"
+    chunked = family.decode.has("early_dispatch") and "--max-num-batched-tokens" in family.args
+    if chunked and not counters.prefetched_bytes:
+        return "nothing of a prompt was read while the rest was computed"
     if family.decode.has("seed_first_token") and not counters.first_tokens:
         return "no answer began with the prefill engine's token"
     differing = found.requests - found.equal - found.tied

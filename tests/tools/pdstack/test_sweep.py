@@ -170,7 +170,9 @@ def test_early_pair_has_to_have_been_early():
     assert early
     for family in early:
         assert judge(family, GOOD, replace(MOVED, first_tokens=1)) is not None
-        assert judge(family, GOOD, replace(MOVED, first_tokens=1, prefill_waits=1)) is None
+        found = replace(MOVED, first_tokens=1, prefill_waits=1)
+        assert (judge(family, GOOD, found) is None) == ("chunks" not in family.name)
+        assert judge(family, GOOD, replace(found, prefetched_bytes=1)) is None
         config = _spec(family.decode, family.args, 0, 128).kv_transfer
         assert config is not None and config.extra_config["early_dispatch"] is True
 
@@ -180,8 +182,9 @@ def test_seeded_pair_has_to_have_been_seeded():
     seeded = [each for each in FAMILIES if "seeded" in each.name]
     assert seeded
     for family in seeded:
-        assert judge(family, GOOD, replace(MOVED, prefill_waits=1)) is not None
-        assert judge(family, GOOD, replace(MOVED, first_tokens=1, prefill_waits=1)) is None
+        found = replace(MOVED, prefill_waits=1, prefetched_bytes=1)
+        assert judge(family, GOOD, found) is not None
+        assert judge(family, GOOD, replace(found, first_tokens=1)) is None
         assert "seeded" in str(family.decode)
 
 
