@@ -22,11 +22,11 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import (
     Announcer,
-    AnnouncerAddress,
     Listener,
     listen_to,
     open_announcer,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.sockets import InternalAddress
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def announcer() -> Iterator[Announcer]:
 
 
 @contextlib.contextmanager
-def listening_to(address: AnnouncerAddress) -> Iterator[list[bytes]]:
+def listening_to(address: InternalAddress) -> Iterator[list[bytes]]:
     """A worker that listens; yields what it has heard."""
     heard: list[bytes] = []
     listener = Listener(address, heard.append)

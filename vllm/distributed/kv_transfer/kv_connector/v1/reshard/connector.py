@@ -12,7 +12,7 @@ on the prefill engine, and with the role `kv_consumer` on the decode engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,6 +166,16 @@ class NixlConnector(UpstreamConnector):
         """Show the scheduler how many blocks are free."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.set_block_pool(gpu_block_pool)
+
+    def bind_engine_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """Let the engine's core rest where it only waits for workers, which wake it."""
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.set_wakeup(wakeup)
+
+    def get_idle_timeout(self, num_running: int, num_waiting: int) -> float:
+        """For how long the engine's core may wait after a step that has computed nothing."""
+        assert self.connector_scheduler is not None
+        return self.connector_scheduler.idle_timeout_s(num_running, num_waiting)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from vllm.logger import init_logger
 
 from ..errors import ConnectorThreadError
+from ..transport.doorbell import Ringer
 from ..transport.wakeup import Wakeup
 from .stalls import STALL_S, Round
 from .transfer_engine import Incoming, Report, SchedulerStep, TransferEngine
@@ -78,6 +79,10 @@ class ConnectorThread:
         clock: Seconds that only grow.
         prepare: Called by the thread before everything else.
         watched: What other threads of the connector do, each told of if it takes too long.
+
+    Attributes:
+        ringer: Wakes a scheduler that rests; None where it does not. The engine's thread sets it,
+            and the connector's rings.
     """
 
     def __init__(
@@ -102,6 +107,10 @@ class ConnectorThread:
         # Hints for the engine's thread, which the other one writes.
         self._moves = False
         self._holds = False
+        self.ringer: Ringer | None = None
+        # The scheduler may rest after this step, and hears of a report when it is rung for. The
+        # engine's thread writes it.
+        self._rings = False
         self._tick_at_s = 0.0
         # When this thread should have come round, by the clock that it rests by.
         self._round_by_s = math.inf
@@ -117,8 +126,13 @@ class ConnectorThread:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread.start()
 
-    def begin_step(self) -> None:
-        """The engine's thread begins a step, which `collect` ends."""
+    def begin_step(self, *, is_idle: bool = False) -> None:
+        """The engine's thread begins a step, which `collect` ends.
+
+        Args:
+            is_idle: The scheduler may rest after it.
+        """
+        self._rings = is_idle
         self._step.begin(self._clock())
 
     def hand_over(self, incoming: Incoming) -> None:
@@ -167,6 +181,8 @@ class ConnectorThread:
                 _CLOSE_LIMIT_S,
             )
             return
+        if self.ringer is not None:
+            self.ringer.close()
         self._transfer_engine.close(self._clock())
 
     def _run(self) -> None:
@@ -207,6 +223,8 @@ class ConnectorThread:
             report = self._transfer_engine.poll(self._taken, now_s)
             if report:
                 self._reports.append(report)
+                if report.is_awaited and self._rings and self.ringer is not None:
+                    self.ringer.ring()
             self._transfer_engine.tell_producers(now_s)
             self._see_how_late_it_is()
         finally:

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
+from vllm.v1.request import RequestStatus
+
 from ..protocol.ids import RequestId
 
 if TYPE_CHECKING:
@@ -159,6 +161,12 @@ class ReadBook:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def num_loading(self) -> int:
+        """Requests that wait for blocks, and for nothing else."""
+        requests = (entry.request for entry in self._entries.values())
+        return sum(each.status is RequestStatus.WAITING_FOR_REMOTE_KVS for each in requests)
 
     @property
     def num_taken_blocks(self) -> int:

@@ -17,7 +17,7 @@ from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteRequest
 from ..protocol.metadata import WorkerHandshake
-from ..transport.announcements import AnnouncerAddress
+from ..transport.sockets import InternalAddress
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             is older than the step.
         announcer: Where to hear of offers before the step that says so; None where that does not
             help, or was said before.
+        doorbell: Where to ring; None where the scheduler does not rest, or it was said before.
+        is_idle: The scheduler may rest after this step: what there is to tell later is rung for.
         awaited: Requests that wait for blocks from now on, and whose leases are to be renewed
             until they have ended.
         ended: Requests that do not wait any longer.
@@ -66,7 +68,9 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     secrets: dict[RequestId, OfferSecret] = field(default_factory=dict)
     trace_headers: dict[RequestId, Mapping[str, str]] = field(default_factory=dict)
     num_offers: int = 0
-    announcer: AnnouncerAddress | None = None
+    announcer: InternalAddress | None = None
+    doorbell: InternalAddress | None = None
+    is_idle: bool = False
     awaited: dict[RequestId, RemoteRequest] = field(default_factory=dict)
     ended: set[RequestId] = field(default_factory=set)
     early: dict[RequestId, RemoteRequest] = field(default_factory=dict)

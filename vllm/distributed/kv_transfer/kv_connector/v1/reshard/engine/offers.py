@@ -17,7 +17,8 @@ from ..protocol.board import Posting
 from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
 from ..protocol.messages import Announcement, encode_announcement
-from ..transport.announcements import Announcer, AnnouncerAddress, open_announcer
+from ..transport.announcements import Announcer, open_announcer
+from ..transport.sockets import InternalAddress
 from .metadata import ReshardConnectorMetadata
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class OfferBook:
         self._num_offers = 0
         self._announcer: Announcer | None = None
         # As long as workers were not told.
-        self._address: AnnouncerAddress | None = None
+        self._address: InternalAddress | None = None
 
     def announce_from(self, host: str) -> None:
         """Announce all further offers, where that can be.

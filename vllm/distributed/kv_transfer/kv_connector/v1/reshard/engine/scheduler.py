@@ -8,7 +8,7 @@ the handshake, which serves all stages, and what the workers are told.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ from .content import content_keys, content_token_ids
 from .failed_reads import ReadBook
 from .first_tokens import open_first_tokens
 from .geometry import full_groups, state_groups, tokens_of_blocks, window_groups
+from .idling import Idling
 from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from .offers import OfferBook, host_for_workers
 from .parking import Parking
@@ -124,6 +125,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         # what clients say, so that two may have one.
         self._given_up: dict[RemoteName, Request] = {}
         self._reads = ReadBook()
+        # One step is under way in each stage, and one more where they are scheduled ahead.
+        most_steps = parallel_config.pipeline_parallel_size + 1
+        self._idling = Idling(parallel_config.world_size, most_steps)
 
     def serve_handshake(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -159,6 +163,28 @@ class ReshardScheduler(NixlConnectorScheduler):
     def set_block_pool(self, block_pool: BlockPool) -> None:
         """Set the pool of blocks, to see how many are free."""
         self._block_pool = block_pool
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """Set what ends a wait of the engine's core, which may wait longer then.
+
+        It may not where it computes in turn with others, nor where some workers never ring.
+        """
+        parallel_config = self.vllm_config.parallel_config
+        if (
+            parallel_config.data_parallel_size > 1
+            or parallel_config.prefill_context_parallel_size > 1
+        ):
+            return
+        self._idling.begin(host_for_workers(parallel_config, self.side_channel_host), wakeup)
+
+    def idle_timeout_s(self, num_running: int, num_waiting: int) -> float:
+        """For how long the engine's core may wait after a step that has computed nothing.
+
+        Args:
+            num_running: Requests that are computed.
+            num_waiting: Requests that are not.
+        """
+        return self._idling.timeout_s(num_running, num_waiting, self._reads.num_loading)
 
     def on_new_request(self, request: Request) -> None:
         """As upstream's, with parameters that it can believe.
@@ -233,6 +259,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         pool = self._block_pool
         free_blocks = 0 if pool is None else pool.get_num_free_blocks()
         if count > 0 and not self._parking.may_have_blocks(request.request_id, free_blocks):
+            self._idling.defer()
             return None, False
         return count, is_async
 
@@ -335,12 +362,17 @@ class ReshardScheduler(NixlConnectorScheduler):
             if any(block_ids):
                 self._reads.begin(request)
         metadata.failed = self._reads.take_failed()
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        metadata.is_idle = self._idling.end_schedule(is_idle=not (computes or metadata))
+        metadata.doorbell = self._idling.take_address()
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """As upstream's; vLLM hears of reads that have failed as `failed_reads` has it."""
         super().update_connector_output(connector_output)
         told = connector_output.kv_connector_worker_meta
+        if told or connector_output.finished_sending or connector_output.finished_recving:
+            self._idling.hear()
         if isinstance(told, WorkerNews):
             for request_id in self._reads.hear(told.failed):
                 self._stop_heartbeat(request_id)
@@ -495,8 +527,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:
-        """Stop answering handshakes and announcing."""
+        """Stop answering handshakes, announcing and hearing rings."""
         self._offers.close()
+        self._idling.close()
         if self._server is not None:
             self._server.close()
             self._server = None

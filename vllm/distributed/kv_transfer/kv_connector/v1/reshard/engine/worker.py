@@ -29,6 +29,7 @@ from ..transport.agent import NIXL_MODULE, NixlAgent, can_be_polled
 from ..transport.announcements import Listener, listen_to
 from ..transport.connection import PeerConnection
 from ..transport.cpu import parents_cores, run_on
+from ..transport.doorbell import open_ringer
 from ..transport.handshake_client import HandshakeClient
 from ..transport.lane import Lane, Lanes
 from ..transport.probe import MetadataProbe
@@ -214,7 +215,11 @@ class ReshardWorker:
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
         """Hand over what the scheduler asks for in this step; blocks on nothing."""
-        self._thread.begin_step()
+        self._thread.begin_step(is_idle=metadata.is_idle)
+        if metadata.doorbell is not None:
+            self._thread.ringer = open_ringer(
+                metadata.doorbell, str(self._rank), self._helpers_cores()
+            )
         if metadata.announcer is not None:
             self._listener = listen_to(
                 metadata.announcer, self._submit_announcement, self._helpers_cores()

@@ -8,9 +8,7 @@ Steps reach a worker one after the other, each when the last one is computed. Wh
 reaches it while it computes. It may come late or not at all, and says nothing that a later step
 does not say as well: a lost announcement costs latency only.
 
-Workers learn from a step where the announcer is, and its public key, without which no client
-connects: ZeroMQ's CURVE sends neither that key nor what is told in the clear. The announcer alone
-has the secret one, so that a worker hears nothing else.
+Workers learn from a step where the announcer is, and its public key: see `sockets`.
 """
 
 from __future__ import annotations
@@ -18,15 +16,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import zmq
 from vllm.logger import init_logger
-from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
 
 from ..protocol.quoting import one_line, quote
 from .cpu import running_on
-from .sockets import listen
+from .sockets import InternalAddress, connect_internally, listen_internally
 
 logger = init_logger(__name__)
 
@@ -35,21 +31,6 @@ _MAX_REQUEST_BYTES = 1 << 10
 
 _QUEUED_MESSAGES = 1000
 """What is kept for a worker that does not read; it loses what is said then."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnnouncerAddress:
-    """Where an engine's announcer listens.
-
-    Attributes:
-        host: Host name or address.
-        port: TCP port.
-        public_key: What it is known by; clients without it are rejected.
-    """
-
-    host: str
-    port: int
-    public_key: bytes = field(repr=False)
 
 
 class Announcer:
@@ -66,18 +47,14 @@ class Announcer:
     """
 
     def __init__(self, host: str) -> None:
-        public_key, secret_key = zmq.curve_keypair()
         self._context = zmq.Context()
         try:
             self._socket = self._context.socket(zmq.PUB)
             self._socket.sndhwm = _QUEUED_MESSAGES
-            self._socket.curve_server = True
-            self._socket.curve_secretkey = secret_key
-            port = listen(self._socket, host, 0, _MAX_REQUEST_BYTES)
+            self.address = listen_internally(self._socket, host, _MAX_REQUEST_BYTES)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self.address = AnnouncerAddress(host, port, public_key)
 
     def tell(self, message: bytes) -> None:
         """Tell all workers that listen; waits for none."""
@@ -106,7 +83,7 @@ class Listener:
 
     def __init__(
         self,
-        address: AnnouncerAddress,
+        address: InternalAddress,
         hear: Callable[[bytes], None],
         cores: Collection[int] | None = None,
     ) -> None:
@@ -119,7 +96,8 @@ class Listener:
                 self._thread = threading.Thread(
                     target=self._run, args=(socket,), name="reshard-listener", daemon=True
                 )
-                _connect(socket, address)
+                socket.subscribe(b"")
+                connect_internally(socket, address)
                 self._thread.start()
         except BaseException:
             self._context.destroy(linger=0)
@@ -141,17 +119,6 @@ class Listener:
                     logger.exception("An announcement is lost: the next step says the same")
 
 
-def _connect(socket: zmq.Socket[bytes], address: AnnouncerAddress) -> None:
-    """Subscribe to all that an announcer tells."""
-    socket.linger = 0
-    socket.ipv6 = is_valid_ipv6_address(address.host)
-    socket.curve_serverkey = address.public_key
-    # A client that knows the other key is let in with any of its own.
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    socket.subscribe(b"")
-    socket.connect(make_zmq_path("tcp", address.host, address.port))
-
-
 def open_announcer(host: str) -> Announcer | None:
     """An announcer, or a line in the log and None: an engine can do without."""
     try:
@@ -162,7 +129,7 @@ def open_announcer(host: str) -> Announcer | None:
 
 
 def listen_to(
-    address: AnnouncerAddress, hear: Callable[[bytes], None], cores: Collection[int] | None
+    address: InternalAddress, hear: Callable[[bytes], None], cores: Collection[int] | None
 ) -> Listener | None:
     """A listener, or a line in the log and None: a worker can do without."""
     try:

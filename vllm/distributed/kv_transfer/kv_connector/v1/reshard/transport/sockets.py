@@ -1,10 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all sockets have in common that this engine listens on."""
+"""What all sockets have in common that this engine listens on.
+
+Those that only its own processes connect to have keys, made anew for each: ZeroMQ's CURVE sends
+neither the public one nor what is said in the clear. Clients without the public key are rejected,
+and the listener alone has the secret one, so that a client hears nothing else.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import zmq
 from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
+
+
+@dataclass(frozen=True, slots=True)
+class InternalAddress:
+    """Where an engine listens for its own processes.
+
+    Attributes:
+        host: Host name or address.
+        port: TCP port.
+        public_key: What the listener is known by; clients without it are rejected.
+    """
+
+    host: str
+    port: int
+    public_key: bytes = field(repr=False)
 
 
 def listen(socket: zmq.Socket[bytes], host: str, port: int, max_bytes: int) -> int:
@@ -31,3 +53,37 @@ def listen(socket: zmq.Socket[bytes], host: str, port: int, max_bytes: int) -> i
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+
+def listen_internally(socket: zmq.Socket[bytes], host: str, max_bytes: int) -> InternalAddress:
+    """Have a socket listen for this engine's own processes, on a port that is free.
+
+    Args:
+        socket: One whose other options are set.
+        host: Address of this machine.
+        max_bytes: Size of the largest frame that it accepts.
+
+    Returns:
+        Where it listens.
+
+    Raises:
+        ZMQError: The address cannot be bound, or ZeroMQ was built without CURVE.
+    """
+    public_key, secret_key = zmq.curve_keypair()
+    socket.curve_server = True
+    socket.curve_secretkey = secret_key
+    return InternalAddress(host, listen(socket, host, 0, max_bytes), public_key)
+
+
+def connect_internally(socket: zmq.Socket[bytes], address: InternalAddress) -> None:
+    """Have a socket connect to one of this engine's.
+
+    Raises:
+        ZMQError: ZeroMQ was built without CURVE.
+    """
+    socket.linger = 0
+    socket.ipv6 = is_valid_ipv6_address(address.host)
+    socket.curve_serverkey = address.public_key
+    # A client that knows the other key is let in with any of its own.
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.connect(make_zmq_path("tcp", address.host, address.port))
