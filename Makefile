@@ -103,7 +103,8 @@ TESTS_OF_0.22.1 := $(patsubst %,$(RESHARD)/test_%.py,blocks_in_doubt early_dispa
                      worker)
 # What pages tell of a release, and models that vary between it and the default one.
 TESTS_OF_0.33.0 := $(patsubst %,tests/docs/test_%.py,bases models) \
-                   $(RESHARD)/engine/test_sparse_models.py $(RESHARD)/test_first_tokens.py
+                   $(RESHARD)/engine/test_sparse_models.py $(RESHARD)/test_first_tokens.py \
+                   $(RESHARD)/test_idle_engines.py
 ifeq ($(BASE),$(DEFAULT_BASE))
 test: setup  ## Run the tests that decide a change but test-faults', with real engines and a wheel
 	shared=0; $(PYTEST_SHARED) -m "not e2e and $(DECIDES)" $(PYTEST_ARGS) || shared=$$?; \

@@ -39,7 +39,13 @@ _MODULE = f"{__package__}.stock"
 # Hooks that only the fork calls, on its older base or by a patch; no release that the plugin is for
 # has them.
 _FORKS_HOOKS = frozenset(
-    {"prefer_cross_layer_blocks", "register_cross_layers_kv_cache", "take_first_outputs"}
+    {
+        "bind_engine_wakeup",
+        "get_idle_timeout",
+        "prefer_cross_layer_blocks",
+        "register_cross_layers_kv_cache",
+        "take_first_outputs",
+    }
 )
 # How vLLM calls the processes that one node has several of.
 _WORKER_PREFIX = "VllmWorker"

@@ -115,14 +115,21 @@ def test_blocks_are_held_until_they_were_read(wholes, prefill, decode):
 def test_lease_that_runs_out_frees_the_blocks_once(wholes, caplog_vllm):
     """At the rank that serves; the name may be used again, and is counted anew."""
     ahead_s = 0.0
+
+    def is_freed() -> bool:
+        # The lease runs from when the connector's thread has heard of the offer, which no step
+        # waits for.
+        nonlocal ahead_s
+        ahead_s += 31.0
+        return p.serving.is_through()
+
     p = wholes("prefill", dict(clock=lambda: time.monotonic() + ahead_s), num_replicas=1)
     for _ in range(2):
         p.serving.add("p-a", {"do_remote_decode": True})
         for _ in range(4):
             p.step()
         assert counts(p) == {"p-a": 1}
-        ahead_s += 31.0
-        until(p.serving.is_through, p)
+        until(is_freed, p)
         assert not counts(p)
     assert caplog_vllm.text.count("its lease ran out") == 2
 

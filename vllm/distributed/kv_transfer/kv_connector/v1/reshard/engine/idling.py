@@ -102,7 +102,7 @@ class Idling:
             self._has_rung, self._num_idle_steps = False, 0
         may_rest = (
             self._doorbell is not None
-            and self._doorbell.num_ringers == self._num_workers
+            and self._doorbell.num_ringers >= self._num_workers
             and self._num_idle_steps >= self._max_concurrent_steps
             and num_running == 0
             and num_waiting == self._num_parked + num_loading
