@@ -8,6 +8,7 @@ probe, probe_process        try other engines' NIXL metadata in a process that m
 zmtp                        bounds what comes over a ZeroMQ connection
 authentication              the key that engines know one another by
 announcements               what an engine's scheduler tells its workers between two steps
+doorbell                    how workers wake a scheduler that takes no steps
 sockets, wakeup             how one listens, and how a thread is woken
 cpu                         what is for engines on CPU only
 lane                        the agents that peers share
