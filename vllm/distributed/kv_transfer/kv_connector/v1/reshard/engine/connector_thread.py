@@ -5,9 +5,10 @@
     hand_over(step)   ---- queue --->    the transfer engine is polled while something is on its way
     collect()         <--- queue ----    reports
 
-The engine's thread does nothing but that, and waits for nothing. The connector's owns everything
-else: NIXL's agents, the peers, the ledgers. It polls often while reads are in flight, ever less
-often while nothing moves, and sleeps until it is woken or something is due otherwise.
+The engine's thread does nothing but that. It leaves the interpreter to the other one for a moment
+while something is under way, and waits for nothing else. The connector's owns everything else:
+NIXL's agents, the peers, the ledgers. It polls often while reads are in flight, ever less often
+while nothing moves, and sleeps until it is woken or something is due otherwise.
 
 Both share the interpreter. A poll takes a fraction of a millisecond, and the interpreter is let go
 of after each; within one, as elsewhere in this process, a thread that wants it waits `SWITCH_S` at

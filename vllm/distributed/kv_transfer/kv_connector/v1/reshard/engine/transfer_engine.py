@@ -126,7 +126,7 @@ class TransferEngine:
         producer: What it holds for them.
         peers: The engines that it reads from.
         transfers: What is on its way.
-        reads: The requests that it reads.
+        consumer: The requests that it reads.
         notifier: What it tells others.
         renewals: The leases that it renews.
         stats: What is counted.
