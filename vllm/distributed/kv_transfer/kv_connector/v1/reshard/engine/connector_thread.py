@@ -233,7 +233,7 @@ class ConnectorThread:
         began_s = self._clock()
         ends_s = [due_s, *(each.stalls_at_s for each in self._watched)]
         if self._holds:
-            # Else nobody could say for how long leases have run that nobody could renew.
+            # Else it is not known for how long leases have run that could not be renewed.
             ends_s.append(began_s + STALL_S)
         rest_s = min((each_s for each_s in ends_s if each_s is not None), default=math.inf)
         self._rest(max(rest_s - began_s, _SHORTEST_REST_S))
@@ -244,7 +244,7 @@ class ConnectorThread:
         self._news.wait(rest_s if rest_s < math.inf else None)
 
     def _see_how_late_it_is(self) -> None:
-        """Where a turn begins late or takes long, leases last longer: nobody was heard."""
+        """Where a turn begins late or takes long, leases last longer: no reader was heard."""
         now_s = time.monotonic()
         late_s, self._round_by_s = now_s - self._round_by_s, now_s
         if late_s > STALL_S:
