@@ -17,8 +17,9 @@ PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the table below a heading, without its head."""
-    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    """The cells of the table below a heading of any level, without its head."""
+    section = re.split(rf"\n##+ {heading}\n", PAGE)[1]
+    section = re.split(r"\n##+ ", section)[0]
     table = [line for line in section.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
@@ -39,11 +40,28 @@ def test_there_are_five_deadlines_at_most():
     assert 0 < len(rows("Deadlines")) <= 5
 
 
-@pytest.mark.parametrize("row", rows("Deadlines"), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", [*rows("Deadlines"), *rows("Within these")], ids=lambda row: row[0])
 def test_deadline_is_what_the_code_says(row):
     """Each is set by a constant or an option, whose default the table tells."""
     _, default, setting, *_ = row
-    assert value_of(setting.strip("`")) == float(default.removesuffix(" s"))
+    number, _, unit = default.partition(" ")
+    assert unit == ("looks" if setting.endswith("_LOOKS`") else "s")
+    assert value_of(setting.strip("`")) == float(number)
+
+
+def test_every_deadline_is_told_of():
+    """A constant that limits how long something may take has a row."""
+    package = ROOT / PACKAGE.replace(".", "/")
+    limits = {
+        ".".join((*path.relative_to(package).with_suffix("").parts, name))
+        for path in package.rglob("*.py")
+        for name in re.findall(
+            r"^(\w*(?:LIMIT|TIMEOUT|WITHIN|AFTER|GRACE|AGE|WAIT)_S)\b.*=", path.read_text(), re.M
+        )
+    }
+    told = {row[2].strip("`") for row in [*rows("Deadlines"), *rows("Within these")]}
+    assert len(limits) > 8
+    assert limits - told == set()
 
 
 def test_every_file_that_is_named_exists():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.snippets import code_in
+from tests.v1.kv_connector.unit.reshard.simulation.running import NUM_SCHEDULES_OF_MAKE_TEST
 from tools.pdstack.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,17 @@ def test_paths_exist():
 def test_sweep_is_counted():
     """The number of pairs is that of the families."""
     assert f"make sweep           # {len(FAMILIES)} pairs" in CONTRIBUTING
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CHANGELOG.md"])
+def test_schedules_are_counted(page):
+    """The numbers that pages tell are those of the Makefile and of the tests."""
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").replace("#", "").split())
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (simulate,) = re.findall(r"^SCHEDULES \?= (\d+)$", makefile, re.MULTILINE)
+    assert set(re.findall(r"([\d,]+) schedules", text)) == {f"{int(simulate):,}"}
+    told = set(re.findall(r"`make test` runs ([\d,]+\d)", text))
+    assert told == {f"{NUM_SCHEDULES_OF_MAKE_TEST:,}"}
 
 
 def test_pairs_that_were_run_are_counted():

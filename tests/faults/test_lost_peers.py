@@ -78,7 +78,7 @@ def test_wrong_addresses_cost_their_requests_only(stage: Stage) -> None:
     with silent_listener() as silent_port, full_listener() as full_port:
         nobody = {"remote_port": PortAllocator().take()}
         wrong = {
-            "nobody listens at the port": nobody,
+            "nothing listens at the port": nobody,
             "something else listens at the port": {"remote_port": silent_port},
             "a host that cannot be reached": {"remote_port": full_port},
             "a host without an address": {"remote_host": "no-such-host.invalid"},
@@ -111,7 +111,7 @@ def test_wrong_addresses_cost_their_requests_only(stage: Stage) -> None:
         (line,) = (each for each in lines if f" at {address} failed" in each)
         assert ROWS[fault].tells("500", line, "lease"), line
     (line,) = recomputing_log.complaints()
-    assert ROWS["nobody listens at the port"].matches(line)
+    assert ROWS["nothing listens at the port"].matches(line)
 
 
 @pytest.mark.full

@@ -22,7 +22,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m tools.gpu",
         description="Run on one GPU what no machine without one can, within ten minutes and "
         "without a network, and write a report.",
-        epilog="Exit status: 0 all is well, 1 something failed, 2 something is missing.",
+        epilog="Exit status: 0 all is well, 1 something failed, 2 something is missing, "
+        "3 a step had no time left.",
     )
     parser.add_argument(
         "--report", type=Path, default=_REPORT, metavar="FILE", help="default: %(default)s"

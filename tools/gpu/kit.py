@@ -59,6 +59,7 @@ class Outcome:
     Attributes:
         fault: Why it did not end well; empty where it did.
         was_run: Whether it was begun.
+        lacked_time: Whether the time of all steps was over before it, or before its own limit.
         took_s: How long it took.
         log: What it has printed, line by line; the end of it.
     """
@@ -66,6 +67,7 @@ class Outcome:
     step: Step
     fault: str = ""
     was_run: bool = True
+    lacked_time: bool = False
     took_s: float = 0.0
     log: Sequence[str] = ()
 
@@ -158,16 +160,20 @@ def run_all(
 
     Args:
         directory: Where logs go.
-        limit_s: For all of them; what has no time left is not run.
+        limit_s: For all of them; what is under way then is ended, and what is left is not run.
     """
     due_s = time.monotonic() + limit_s
+    over = f"the time of all steps, {limit_s:.0f} s, is over"
     for step in planned:
         reason = _why_left_out(step)
         left_s = due_s - time.monotonic()
         if reason or left_s <= 0:
-            yield Outcome(step, f"not run: {reason or 'no time is left'}", was_run=False)
+            yield Outcome(step, f"not run: {reason or over}", was_run=False, lacked_time=not reason)
             continue
-        yield _run(step, directory, min(step.limit_s, left_s))
+        if left_s < step.limit_s:
+            yield _run(step, directory, left_s, f"cut short after {left_s:.0f} s: {over}")
+        else:
+            yield _run(step, directory, step.limit_s)
 
 
 def _why_left_out(step: Step) -> str:
@@ -191,7 +197,13 @@ def environment() -> dict[str, str]:
     }
 
 
-def _run(step: Step, directory: Path, limit_s: float) -> Outcome:
+def _run(step: Step, directory: Path, limit_s: float, cut_short: str = "") -> Outcome:
+    """Run a step.
+
+    Args:
+        limit_s: For so long at most.
+        cut_short: What is said where that is less than the step's own limit, and is over.
+    """
     child = ChildProcess(step.name, step.command, environment(), directory)
     try:
         due_s = child.started_at + limit_s
@@ -199,11 +211,18 @@ def _run(step: Step, directory: Path, limit_s: float) -> Outcome:
             time.sleep(_POLL_S)
     finally:
         child.stop()
-    fault = f"not over after {limit_s:.0f} s" if status is None else ""
-    if status:
+    fault = ""
+    if status is None:
+        fault = cut_short or f"not over after {limit_s:.0f} s"
+    elif status:
         fault = describe_exit(status)
-    took_s = time.monotonic() - child.started_at
-    return Outcome(step, fault, took_s=took_s, log=child.log_tail(_REPORTED_LINES))
+    return Outcome(
+        step,
+        fault,
+        lacked_time=status is None and bool(cut_short),
+        took_s=time.monotonic() - child.started_at,
+        log=child.log_tail(_REPORTED_LINES),
+    )
 
 
 def facts() -> dict[str, str]:
@@ -231,6 +250,8 @@ def write_report(path: Path, found: dict[str, str], outcomes: Sequence[Outcome])
     for each in outcomes:
         step = each.step
         text.append(f"| {step.name} | {step.shows} | {each.fault or 'ok'} | {each.took_s:.0f} |")
+    if told := _without_time(outcomes):
+        text += ["", told]
     for each in outcomes:
         if each.was_run:
             text += ["", f"## {each.step.name}", "", *_quoted("\n".join(each.log))]
@@ -238,10 +259,13 @@ def write_report(path: Path, found: dict[str, str], outcomes: Sequence[Outcome])
 
 
 def run_kit(planned: Sequence[Step], path: Path, say: Callable[[str], None] = print) -> int:
-    """Run steps, tell of each, and write the report; returns the exit status.
+    """Run steps, tell of each, and write the report.
 
     Args:
         path: Of the report. Logs lie beside it.
+
+    Returns:
+        The exit status: 1 where a step has failed, and else 3 where one had no time left.
     """
     outcomes = []
     for outcome in run_all(planned, path.parent):
@@ -249,8 +273,19 @@ def run_kit(planned: Sequence[Step], path: Path, say: Callable[[str], None] = pr
         outcomes.append(outcome)
         # What was found is worth something also where it ends here.
         write_report(path, facts(), outcomes)
+    told = _without_time(outcomes)
+    if told:
+        say(told)
     say(f"Wrote {path}: attach it to an issue.")
-    return 1 if any(each.fault and each.was_run for each in outcomes) else 0
+    if any(each.fault and each.was_run and not each.lacked_time for each in outcomes):
+        return 1
+    return 3 if told else 0
+
+
+def _without_time(outcomes: Sequence[Outcome]) -> str:
+    """The line on steps that the time of all did not suffice for; empty where there are none."""
+    names = ", ".join(each.step.name for each in outcomes if each.lacked_time)
+    return f"No time was left for {names}, which show nothing." if names else ""
 
 
 def _quoted(text: str) -> list[str]:

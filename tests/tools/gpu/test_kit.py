@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from tools.pdstack.cli import build_parser
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 300.0
 PYTHON = sys.executable
+BROKEN = {"fault": "ended with exit status 3"}
+CUT = {"fault": "cut short", "lacked_time": True}
+LATE = {"fault": "not run", "was_run": False, "lacked_time": True}
 
 
 def step(name: str, program: str, limit_s: float = LIMIT_S, **fields: object) -> Step:
@@ -55,9 +59,35 @@ def test_all_steps_have_one_deadline(tmp_path):
     planned = [step("slow", "import time; time.sleep(600)"), step("late", "")]
     outcomes = list(run_all(planned, tmp_path, limit_s=2.0))
     assert names_and_faults(outcomes) == [
-        ("slow", "not over after 2 s"),
-        ("late", "not run: no time is left"),
+        ("slow", "cut short after 2 s: the time of all steps, 2 s, is over"),
+        ("late", "not run: the time of all steps, 2 s, is over"),
     ]
+    assert [each.lacked_time for each in outcomes] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("faults", "status", "told"),
+    [
+        ([{}], 0, []),
+        ([{"fault": "not run: needs the fork", "was_run": False}], 0, []),
+        ([{}, CUT, LATE], 3, ["No time was left for two, three, which show nothing."]),
+        ([BROKEN, CUT, LATE], 1, ["No time was left for two, three, which show nothing."]),
+        ([BROKEN, {}], 1, []),
+    ],
+    ids=["all", "left out", "late", "broken and late", "broken"],
+)
+def test_steps_without_time_are_no_success(monkeypatch, tmp_path, faults, status, told):
+    """They have not failed either: output and report say so, and the exit status is its own."""
+    outcomes = [
+        Outcome(step(name, ""), **fault)
+        for name, fault in zip(("one", "two", "three"), faults, strict=False)
+    ]
+    monkeypatch.setattr(kit, "run_all", lambda *_: iter(outcomes))
+    said: list[str] = []
+    assert run_kit([], tmp_path / "report.md", said.append) == status
+    report = (tmp_path / "report.md").read_text().splitlines()
+    assert [line for line in said if "No time" in line] == told
+    assert [line for line in report if "No time" in line] == told
 
 
 @pytest.mark.parametrize(
@@ -130,3 +160,14 @@ def test_machine_without_gpu_is_told_in_one_line(capsys, tmp_path):
     (line,) = told.err.splitlines()
     assert line.startswith("error: torch ") and "finds no GPU" in line
     assert told.out == "" and not report.parent.exists()
+
+
+def test_page_has_the_limits_of_all_steps(tmp_path):
+    """And says that they are more than what all have together."""
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `(\w+)` \| (\d+) s \|", page, re.MULTILINE)
+    planned = kit.steps(tmp_path)
+    assert [(name, float(limit)) for name, limit in told] == [
+        (each.name, each.limit_s) for each in planned
+    ]
+    assert sum(each.limit_s for each in planned) > kit.LIMIT_S == 600.0

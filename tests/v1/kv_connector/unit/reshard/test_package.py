@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 from pathlib import Path
+
+import pytest
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import reshard
 
@@ -26,3 +30,18 @@ def test_own_modules_are_imported_by_relative_names():
         )
     }
     assert {found for found in imported if "reshard" in found[1]} == set()
+
+
+@pytest.mark.parametrize("floor", ["plan", "memory", "protocol", "transport", "engine", "cli"])
+def test_floors_tell_what_their_modules_are_for(floor):
+    """Each module has its place in its package's table, and what has gone is not in it any more."""
+    package = importlib.import_module(f"{reshard.__name__}.{floor}")
+    # Names begin a line, one or several with commas; a comma at its end has them go on in the next.
+    told = {
+        name
+        for line in package.__doc__.splitlines()
+        if (names := re.match(r"\w+(?:, ?\w+)*(?=,$| {2,})", line))
+        for name in re.split(r", ?", names[0])
+    }
+    modules = {path.stem for path in Path(package.__file__).parent.glob("[!_]*.py")}
+    assert told == modules

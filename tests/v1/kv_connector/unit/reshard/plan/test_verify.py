@@ -102,7 +102,7 @@ def test_right_plan_has_no_faults():
         (with_read(dst_rank=STRANGER), "destination offset 0 holds heads []"),
         (with_read(layers=(0,)), "head 0 of layer 1 on pp0tp0 is read 0 times"),
         (with_read(units=UnitInterval(0, 1)), "head 1 of layer 0 on pp0tp0 is read 0 times"),
-        (with_release(0), "source pp0tp0 is released by nobody"),
+        (with_release(0), "source pp0tp0 is released by no rank"),
         (with_release(0, MeshRank(0, 1)), "source pp0tp0 does not wait for its reader pp0tp0"),
         (with_release(1, MeshRank(0, 0)), "source pp0tp1 does not wait for its reader pp0tp1"),
         (with_release(0, MeshRank(0, 0), STRANGER), "source pp0tp0 waits for unknown pp9tp9"),

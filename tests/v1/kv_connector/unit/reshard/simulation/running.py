@@ -17,6 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import producer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
 
+NUM_SCHEDULES_OF_MAKE_TEST = 1200
+"""Half a minute of one core. `make simulate` runs as many as it is told."""
+
 
 @contextmanager
 def simulated() -> Iterator[None]:

@@ -13,11 +13,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
+from tests.v1.kv_connector.unit.reshard.simulation.running import (
+    NUM_SCHEDULES_OF_MAKE_TEST,
+    run,
+    simulated,
+)
 from tests.v1.kv_connector.unit.reshard.simulation.schedule import Simulation
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 
-NUM_SCHEDULES = int(os.environ.get("RESHARD_SCHEDULES", "1200"))
+NUM_SCHEDULES = int(os.environ.get("RESHARD_SCHEDULES", NUM_SCHEDULES_OF_MAKE_TEST))
 FIRST_SEED = int(os.environ.get("RESHARD_FIRST_SEED", "0"))
 
 

@@ -113,7 +113,7 @@ class TestNames:
     def test_all_addresses_refuse(self, resolver):
         """That is known as soon as the last one has."""
         resolver.known["engine.example"] = ("127.0.0.2", HOST)
-        with pytest.raises(RemoteUnreachableError, match=r"nobody listens there"):
+        with pytest.raises(RemoteUnreachableError, match=r"nothing listens there"):
             fetch(free_port(), host="engine.example", timeout_s=10 * DEADLINE_S)
 
     def test_address_that_says_nothing_does_not_hide_the_next(self, resolver):

@@ -10,7 +10,7 @@ is a list of reads. The code stands on five floors, and imports go down only:
     transport       4   NIXL, ZeroMQ, torch
     protocol        3   what engines say to each other, and what each knows of its requests
     memory          2   where bytes lie, and how reads become descriptors
-    plan            1   who holds what, and who reads what from whom
+    plan            1   which rank holds what, and which reads what from which
     errors          the ground
 
     cli             `kv-plan`, a program of its own beside floors 4 and 5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of resharding, told apart by whose they are: ours or the peer's."""
+"""Errors of resharding, told apart by their side: ours or the peer's."""
 
 from __future__ import annotations
 

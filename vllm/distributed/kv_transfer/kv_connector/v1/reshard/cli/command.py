@@ -118,7 +118,7 @@ def run(args: argparse.Namespace, prog: str) -> int:
         prog: How the command is called, for messages.
 
     Returns:
-        The exit status: 2, after one line, for what cannot be planned; 1 if nobody reads the plan.
+        The exit status: 2, after one line, for what cannot be planned; 1 if its reader has gone.
     """
     try:
         report = make_report(args)
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace, prog: str) -> int:
             _print_text(report)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Who reads has seen enough, as in `| head`. The interpreter would flush again as it ends.
+        # The reader has seen enough, as in `| head`. The interpreter would flush again as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NOT_READ
     return 0

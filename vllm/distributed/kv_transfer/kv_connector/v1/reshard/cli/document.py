@@ -15,7 +15,7 @@ from .verdicts import Note
 
 
 def plan_document(report: PlanReport | UpstreamReport) -> dict[str, Any]:
-    """Meshes, sizes, every read with its offsets, and who releases whom.
+    """Meshes, sizes, every read with its offsets, and which ranks release which.
 
     A read's strategy is None where sizes in bytes are not known. Of a model that is left to
     upstream's connector there are no reads.

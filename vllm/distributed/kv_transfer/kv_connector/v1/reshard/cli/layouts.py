@@ -37,7 +37,7 @@ class EngineLayout:
 
     @property
     def num_ranks(self) -> int:
-        """Workers of the engine, those that nobody reads from included."""
+        """Workers of the engine, those that are not read from included."""
         return self.mesh.world_size * self.num_replicas
 
     def __str__(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent state before there is an engine: which layers keep what, and who reads it from whom.
+"""Recurrent state before there is an engine: which layers keep what, and which ranks read it.
 
 Engines ask vLLM's specification of each layer, as `engine.recurrent_state` does. Here names in
 `config.json` are all there is.
@@ -168,7 +168,7 @@ def plan_state(
     prefill: tuple[ParallelMesh, Sequence[int] | None],
     decode: tuple[ParallelMesh, Sequence[int] | None],
 ) -> tuple[StateRead, ...]:
-    """Plan who reads what of a model's state.
+    """Plan which rank reads what of a model's state.
 
     Args:
         components: What layers keep.

@@ -342,7 +342,7 @@ def _overrides(args: argparse.Namespace) -> bool:
 def _keeps_windows(args: argparse.Namespace, model: ModelSizes | None) -> bool:
     """Whether engines keep windows only: vLLM's hybrid KV-cache manager is on.
 
-    With this connector it is, unless somebody turns it off, or vLLM does, as with chunks.
+    With this connector it is, unless an option turns it off, or vLLM does, as with chunks.
     """
     if args.disable_hybrid_kv_cache_manager is not None:
         return not args.disable_hybrid_kv_cache_manager

@@ -2,7 +2,7 @@
 """A plan as a drawing: both engines side by side, layers downwards and KV heads to the right.
 
 A layer is at the same height in both engines. Each prefill rank is one rectangle with a colour of
-its own, hatched where nobody reads from it; each read is one rectangle within its decode rank, in
+its own, hatched where no rank reads from it; each read is one rectangle within its decode rank, in
 the colour of the rank that it reads from. Hues tell tensor-parallel ranks apart, and shades tell
 stages apart; both stay apart for people who are colour-blind, and labels say the same in words.
 """
@@ -175,7 +175,7 @@ def _layer_axis(svg: Tree.Element, side: _Side, rows: _Rows, shards: Sequence[Sh
 def _draw_source(
     svg: Tree.Element, side: _Side, rows: _Rows, shard: Shard, *, is_read: bool
 ) -> None:
-    """One prefill rank; hatched if nobody reads from it."""
+    """One prefill rank; hatched if no rank reads from it."""
     layers = [int(layer) for layer in shard.holdings]
     heads = next(iter(shard.holdings.values())).units
     x_range = side.x(shard.rank.tp_rank), side.x(shard.rank.tp_rank) + side.column
@@ -258,7 +258,7 @@ def _legend(svg: Tree.Element, y: float, *, all_read: bool) -> None:
     )
     _text(svg, _MARGIN, y, text, size=10.5, fill="#333")
     if not all_read:
-        text = "Hatched: nobody reads from it, it is only notified."
+        text = "Hatched: no rank reads from it, it is only notified."
         _text(svg, _MARGIN, y + 15, text, size=10.5, fill="#333")
 
 

@@ -99,7 +99,7 @@ def _print_heading(report: PlanReport | UpstreamReport, console: Console) -> Non
 
 
 def _layout(layout: EngineLayout) -> str:
-    """An engine, and who of it is read from."""
+    """An engine, and which of its ranks are read from."""
     text = f"{layout}, {_count(layout.num_ranks, 'rank')}"
     return text if layout.num_replicas == 1 else f"{text}, the first of each PCP group read from"
 

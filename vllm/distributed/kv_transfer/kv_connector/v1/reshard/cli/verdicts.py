@@ -46,7 +46,7 @@ class Backend:
 
     Attributes:
         where: On which devices it is used, and with which options.
-        is_whole: Nobody looks into its blocks, which every rank has others of.
+        is_whole: Its blocks are not looked into, and every rank has others of them.
     """
 
     where: str
@@ -171,7 +171,7 @@ def _of_backends(
 
 
 def _uncut(where: str, what: str, prefill: ParallelMesh, decode: ParallelMesh) -> Note:
-    """Blocks of a rank's own, which nobody cuts."""
+    """Blocks of a rank's own, which are never cut."""
     if prefill.tp_size == decode.tp_size:
         return Note(Verdict.SERVED, where, f"{what}, as long as TP is the same at both engines")
     return Note(

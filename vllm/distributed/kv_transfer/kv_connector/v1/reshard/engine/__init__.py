@@ -17,6 +17,8 @@ stalls                      threads that do not come round
 idling                      when the engine's core takes no steps
 dialer, plans               what takes long of a connection with another engine
 peers                       the engines that are known, and how they are connected
+early, left_looks           requests that are not offered yet, and looks for them that are let go
+prefetch, prefetcher        what of them is read while their prompts are computed
 consumer, readings,
 completions, doubt          requests that are read, and what follows their end
 producer                    requests that are held for others
@@ -24,7 +26,9 @@ pcp_replica                 workers whose caches others serve
 queues                      how a turn works through what waits for it
 traces                      what they go through, in their clients' traces
 readers                     which request reads what is offered, and which gives it up
-offers                      what is held, on its way from scheduler to workers
+offers, postings            what is held, or being computed, on its way from scheduler to workers
+parking                     requests that the scheduler gives no blocks yet
+first_tokens                answers that begin with the token that the prefill engine has sampled
 notifier, renewals          what producers are told, and the leases that are renewed
 content                     what a prompt's KV depends on
 worker, scheduler           the two halves of the connector

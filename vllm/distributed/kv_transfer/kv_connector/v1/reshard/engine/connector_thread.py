@@ -5,9 +5,10 @@
     hand_over(step)   ---- queue --->    the transfer engine is polled while something is on its way
     collect()         <--- queue ----    reports
 
-The engine's thread does nothing but that, and waits for nothing. The connector's owns everything
-else: NIXL's agents, the peers, the ledgers. It polls often while reads are in flight, ever less
-often while nothing moves, and sleeps until it is woken or something is due otherwise.
+The engine's thread does nothing but that. It leaves the interpreter to the other one for a moment
+while something is under way, and waits for nothing else. The connector's owns everything else:
+NIXL's agents, the peers, the ledgers. It polls often while reads are in flight, ever less often
+while nothing moves, and sleeps until it is woken or something is due otherwise.
 
 Both share the interpreter. A poll takes a fraction of a millisecond, and the interpreter is let go
 of after each; within one, as elsewhere in this process, a thread that wants it waits `SWITCH_S` at
@@ -250,7 +251,7 @@ class ConnectorThread:
         began_s = self._clock()
         ends_s = [due_s, *(each.stalls_at_s for each in self._watched)]
         if self._holds:
-            # Else nobody could say for how long leases have run that nobody could renew.
+            # Else it is not known for how long leases have run that could not be renewed.
             ends_s.append(began_s + STALL_S)
         rest_s = min((each_s for each_s in ends_s if each_s is not None), default=math.inf)
         self._rest(max(rest_s - began_s, _SHORTEST_REST_S))
@@ -261,7 +262,7 @@ class ConnectorThread:
         self._news.wait(rest_s if rest_s < math.inf else None)
 
     def _see_how_late_it_is(self) -> None:
-        """Where a turn begins late or takes long, leases last longer: nobody was heard."""
+        """Where a turn begins late or takes long, leases last longer: no reader was heard."""
         now_s = time.monotonic()
         late_s, self._round_by_s = now_s - self._round_by_s, now_s
         if late_s > STALL_S:

@@ -9,7 +9,7 @@ engine can take it over:
     decode    has received all of the prompt: answers with the token at once, and computes the next
 
 Both look at their own request: parameters that could change the token, or what has to be told with
-it, keep it from being told or used, and so do parameters that nobody here knows.
+it, keep it from being told or used, and so do parameters that are not known here.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _DEFAULTS = {
     if field.name not in _LOOKED_AT | _INDIFFERENT
 }
 """All others, which must be as they are without a word of the client's: also those of later
-releases that nobody has looked at."""
+releases that were not looked at yet."""
 
 _OF_CONNECTORS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
 """Arguments beside the sampling parameters that are not for processors of logits."""

@@ -186,7 +186,7 @@ def uncut_layers(
     backends: Mapping[str, type[AttentionBackend]],
     identities: Mapping[str, str] = _THEIR_OWN,
 ) -> frozenset[Layer]:
-    """The layers of which each rank has blocks of its own that nobody looks into.
+    """The layers of which each rank has blocks of its own that are not looked into.
 
     Args:
         kv_caches: The tensor of each layer.

@@ -76,7 +76,7 @@ class OfferBook:
             trace_headers: What its trace is known by; None where it has none.
 
         Returns:
-            What whoever is sent the request gives them up with.
+            What the engine that is sent the request gives them up with.
         """
         secret = secrets.randbits(64)
         self._num_blocks[request_id] = num_blocks

@@ -70,7 +70,7 @@ def refuse_pcp_consumers(
 
 
 class PcpReplicaWorker:
-    """A worker that nobody reads from, and that reads nothing. Belongs to the engine's thread.
+    """A worker that is not read from, and reads nothing. Belongs to the engine's thread.
 
     A request counts as sent when all workers of its engine have said so. This one says it at once,
     and is not asked again: the blocks are held until the worker that serves them says it, too. So

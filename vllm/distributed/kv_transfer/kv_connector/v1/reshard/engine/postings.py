@@ -8,8 +8,8 @@ Of a prompt that takes several steps, what these have computed can be read while
 of groups that keep all tokens, as far as they are full. What a step writes is told once its output
 is known, which says that all workers have computed it.
 
-The names are those that decode engines derive, too. Of two requests that have one name at the same
-time, nobody could say which is meant: it is ambiguous until both have ended.
+The names are those that decode engines derive, too. Where two requests have one name at the
+same time, it does not say which is meant: it is ambiguous until both have ended.
 """
 
 from __future__ import annotations

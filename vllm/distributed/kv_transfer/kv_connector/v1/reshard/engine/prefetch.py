@@ -145,8 +145,8 @@ class Prefetched:
             return not self.is_spoiled
         if self.is_spoiled or connection is not self.connection:
             return False
-        who = part.source, part.remote_request_id, part.attempt
-        if who != (more.source, more.remote_request_id, more.attempt):
+        known = part.source, part.remote_request_id, part.attempt
+        if known != (more.source, more.remote_request_id, more.attempt):
             return False
         return all(
             group < len(more.remote_block_ids)

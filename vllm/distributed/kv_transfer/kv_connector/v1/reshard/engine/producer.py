@@ -119,7 +119,7 @@ class ProducerSide:
                     # Its readers were faster.
                     self._end_trace(request_id, HeldState.RELEASED, now_s)
         if self._board is not None:
-            # Last: who sees there that a request is offered finds its lease.
+            # Last: a reader that sees there that a request is offered finds its lease.
             self._board.tell(metadata.postings)
 
     def apply_announcement(self, announcement: Announcement | Posting) -> None:
@@ -135,7 +135,7 @@ class ProducerSide:
             self._table.publish(announcement.request_id, announcement.fingerprint)
 
     def stood_still(self, for_s: float) -> None:
-        """Nobody could be heard for so many seconds."""
+        """No reader could be heard for so many seconds."""
         self._ledger.extend(for_s)
 
     def collect_released(self, now_s: float) -> set[RequestId]:
@@ -189,8 +189,8 @@ class ProducerSide:
     def _count(self, done: Done | GaveUp) -> None:
         """Count a reader for all requests that it is through with.
 
-        However many requests it names, one line of the log tells that it was too late; who has read
-        nothing never is.
+        However many requests it names, one line of the log tells that it was too late; one that
+        has read nothing never is.
         """
         late = []
         for release in done.releases:

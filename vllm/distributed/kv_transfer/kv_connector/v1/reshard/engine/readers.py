@@ -3,9 +3,9 @@
 
 Where an API server refuses a request, or does not see it through, vLLM makes one up in its place:
 of the token 0, aborted as soon as it is there, with the parameters that came with the true one. For
-a request that was refused, nobody else tells who holds its blocks. But vLLM does the same after
-requests that this engine has had: when one fails, or when its client leaves. Their holders have
-heard of them, or must not: what is held for another prompt may be somebody else's.
+a request that was refused, nothing else tells which engine holds its blocks. But vLLM does the same
+after requests that this engine has had: when one fails, or when its client leaves. Their holders
+have heard of them, or must not: what is held for another prompt may be another client's.
 
     refused by the API server    made up                   the holder is told
     taken up, and ended          made up, after that       nothing more is told
@@ -36,7 +36,7 @@ def is_made_up(request: Request) -> bool:
 
 
 class Readers:
-    """Who reads which request of another engine's. Belongs to the scheduler's thread."""
+    """Which request reads which request of another engine's. Belongs to the scheduler's thread."""
 
     def __init__(self) -> None:
         self._reading: dict[RemoteName, RequestId] = {}

@@ -81,7 +81,7 @@ class ReadFailure(str, Enum):
     """So much memory may still be written by the reads before that no more were begun."""
 
     UNFORESEEN = "unforeseen"
-    """An exception came up that nobody thought of; the log has its traceback."""
+    """An exception came up that was not foreseen; the log has its traceback."""
 
 
 # The order matters: the first type that fits.

@@ -6,7 +6,7 @@
 It has no thread and waits for nothing: `connector_thread` runs its turns. All of it belongs to the
 thread that does.
 
-A turn that an exception ends, which nobody foresaw, has lost nothing: what it has not done is done
+A turn that an unforeseen exception ends has lost nothing: what it has not done is done
 by the next one. Where the exception is a request's own, that request fails.
 """
 
@@ -126,7 +126,7 @@ class TransferEngine:
         producer: What it holds for them.
         peers: The engines that it reads from.
         transfers: What is on its way.
-        reads: The requests that it reads.
+        consumer: The requests that it reads.
         notifier: What it tells others.
         renewals: The leases that it renews.
         stats: What is counted.

@@ -29,7 +29,7 @@ class ArenaAllocator:
     """Hands out spans of an arena.
 
     It knows numbers only, not the memory. A span stays in use until it is freed, so that one into
-    which somebody may still write is never handed out again.
+    which something may still write is never handed out again.
 
     Args:
         size_bytes: Size of the arena.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floor 1: who holds what, and who reads what from whom. Values in, values out.
+"""Floor 1: which rank holds what, and which reads what from which. Values in, values out.
 
-mesh, shards    who holds what
-reshard         who reads what from whom, and who releases whom
+mesh, shards    which rank holds what
+reshard         which rank reads what from which, and releases which
 verify          a check of that by other means
 text            how it is told in a log or a table
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who reads what from whom, and who tells whom that it has done so.
+"""Which rank reads what from which, and tells which that it has done so.
 
 `plan_reshard` intersects what every destination rank needs with what the source ranks hold. It is a
 function of values: the order in which ranks are given does not matter, and both engines compute the
@@ -46,8 +46,8 @@ class Read:
     """One destination rank's read of a slice of units of some layers from one source rank.
 
     Attributes:
-        dst_rank: Who reads.
-        src_rank: Who is read from.
+        dst_rank: The rank that reads.
+        src_rank: The rank that is read from.
         layers: The layers to read, in the order of the destination's cache.
         units: The units to read of each layer, of those of the whole model.
         src_unit_offset: Position of the first unit within the source's shard of each layer.
@@ -76,9 +76,9 @@ class ReleaseQuorum:
     """The destination ranks that a source rank must hear from before it may free a request.
 
     Attributes:
-        src_rank: Who holds the blocks.
-        notifiers: Who notifies it, in the order of ranks: all that read from it, or one destination
-            rank where none does.
+        src_rank: The rank that holds the blocks.
+        notifiers: The ranks that notify it, in their order: all that read from it, or one
+            destination rank where none does.
     """
 
     src_rank: MeshRank
@@ -87,7 +87,7 @@ class ReleaseQuorum:
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """All reads between two engines, and who releases whom.
+    """All reads between two engines, and which ranks release which.
 
     Attributes:
         reads: Ordered by destination rank, then source rank, then heads.
@@ -219,7 +219,7 @@ class _Piece:
 
 
 _Held: TypeAlias = dict[TokenShare, list[tuple[MeshRank, UnitInterval]]]
-"""Who holds which units of a layer, by the tokens of these, in the order of ranks."""
+"""Ranks that hold units of a layer, and which, by the tokens of these, in the order of ranks."""
 
 
 def _elect(src: _Boxes, dst: _Boxes, replica_offset: int) -> Iterator[_Piece]:
@@ -257,7 +257,7 @@ def _elect(src: _Boxes, dst: _Boxes, replica_offset: int) -> Iterator[_Piece]:
 def _held_of(
     layer: Layer, needed: TokenShare, held: _Held
 ) -> Iterable[tuple[TokenShare, list[tuple[MeshRank, UnitInterval]]]]:
-    """Who holds a layer's units at the source, by the shares that have some of the tokens needed.
+    """Ranks that hold a layer's units at the source, by the shares that have some needed tokens.
 
     Those are among them that no rank holds.
     """
@@ -322,7 +322,7 @@ def _releases(
     dst: dict[MeshRank, Shard],
     replica_offset: int,
 ) -> Iterator[ReleaseQuorum]:
-    """Name the notifiers of every source rank, also of those that nobody reads from."""
+    """Name the notifiers of every source rank, also of those that are not read from."""
     readers: dict[MeshRank, set[MeshRank]] = defaultdict(set)
     for read in reads:
         readers[read.src_rank].add(read.dst_rank)

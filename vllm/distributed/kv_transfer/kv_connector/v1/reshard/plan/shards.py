@@ -236,10 +236,10 @@ def share_of_rank(tp_rank: int, num_shares: int, run_tokens: int) -> TokenShare:
 def common_units(holdings: Iterable[Holding]) -> int | None:
     """With how many units a layer is planned, of which these holdings are all that is known.
 
-    Where nobody knows, it is the largest number that fits: a divisor of what every engine counts,
-    and so a multiple of what the layer has. Ranks that share one of these units share one of the
-    layer's, whatever that is: with `U` units on `T` ranks, and `G` a multiple of `U` that divides
-    `T`, the unit of rank t is `t*U//T`, which is `(t*G//T) // (G/U)`.
+    Where it is not known, it is the largest number that fits: a divisor of what every engine
+    counts, and so a multiple of what the layer has. Ranks that share one of these units share one
+    of the layer's, whatever that is: with `U` units on `T` ranks, and `G` a multiple of `U` that
+    divides `T`, the unit of rank t is `t*U//T`, which is `(t*G//T) // (G/U)`.
 
     Args:
         holdings: Of one layer, at both engines; at least one.

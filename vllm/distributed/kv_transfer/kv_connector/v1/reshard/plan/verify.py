@@ -126,7 +126,7 @@ def _slice(
 
 
 class _Deal:
-    """Who is dealt which stretches of tokens, for all shares that some shards have.
+    """Which rank is dealt which stretches of tokens, for all shares that some shards have.
 
     A stretch is as many tokens as no run of theirs is cut by.
     """
@@ -199,7 +199,7 @@ def _check_coverage(reads: Iterable[Read], dst: Iterable[Shard], deal: _Deal) ->
 def _check_releases(
     plan: ReshardPlan, held: Iterable[MeshRank], needed: Iterable[MeshRank]
 ) -> Iterator[str]:
-    """Every source rank hears from its readers, from somebody in any case, and from each once."""
+    """Every source rank hears from its readers, from one rank in any case, and from each once."""
     known = set(needed)
     readers: dict[MeshRank, set[MeshRank]] = {rank: set() for rank in held}
     for read in plan.reads:
@@ -213,7 +213,7 @@ def _check_releases(
         if release.src_rank not in readers:
             yield f"release of {release.src_rank}, which is no source rank"
         if not notifiers:
-            yield f"source {release.src_rank} is released by nobody"
+            yield f"source {release.src_rank} is released by no rank"
         if len(notifiers) != len(release.notifiers):
             yield f"source {release.src_rank} counts a notifier twice: {_names(release.notifiers)}"
         if strangers := notifiers - known:

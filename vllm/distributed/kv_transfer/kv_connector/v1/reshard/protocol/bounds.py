@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's reply may cost whoever reads it.
+"""What an engine's reply may cost the engine that asked.
 
 A client names the host that is asked, so that a reply may come from anybody. What it may hold is
 bounded by what *we* are: an engine that we could read from serves our model, so that it has about

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker says of itself to those who read from it, and how it is written for the wire.
+"""What a worker says of itself to its readers, and how it is written for the wire.
 
 What a peer writes is bounded and checked before it is used, and nothing but a
 `RemoteHandshakeError` comes out of decoding.

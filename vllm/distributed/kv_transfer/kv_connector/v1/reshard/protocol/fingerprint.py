@@ -29,7 +29,7 @@ OfferSecret: TypeAlias = int
 """64 random bits that go with an offer, by way of the router, to whom it is for.
 
 A reader that knows no tokens gives the offer up with it. Holders keep it out of their tables of
-leases: who can read these need not be who was sent the request.
+leases: a process that can read these need not be the one that was sent the request.
 """
 
 _TOKENS_AT_ONCE = 4096

@@ -375,7 +375,7 @@ class _Receiving(Generic[PartKey]):
 class ConsumerLedger(Generic[PartKey]):
     """The requests that a decode worker reads blocks for.
 
-              post            last part quiet           last step done
+              post            last part quiet          last check done
     WAITING  ------>  READING  ------------>  CHECKING  ------------>  ended, received
        | fail            | fail                  | fail
        v                 v     last part quiet    v
@@ -386,11 +386,11 @@ class ConsumerLedger(Generic[PartKey]):
 
     A request fails at once, and for good: one fault is enough, and nothing turns a failed request
     into a received one. It *ends* exactly once, and only after everything that could still write
-    into its blocks is quiet: all of its parts, also those of a failed request. The steps
+    into its blocks is quiet: all of its parts, also those of a failed request. The checks
     that follow the parts, such as looking its lease up, write nothing there, and are not waited for
     once it has failed.
 
-    Legs are named by the caller with any hashable key, unique within a request.
+    Parts are named by the caller with any hashable key, unique within a request.
     """
 
     def __init__(self) -> None:
@@ -405,7 +405,7 @@ class ConsumerLedger(Generic[PartKey]):
         return request_id in self._receiving
 
     def num_parts_of(self, request_id: RequestId) -> int:
-        """Legs of a request that are not quiet; 0 for one that has ended."""
+        """Parts of a request that are not quiet; 0 for one that has ended."""
         receiving = self._receiving.get(request_id)
         return 0 if receiving is None else len(receiving.parts)
 

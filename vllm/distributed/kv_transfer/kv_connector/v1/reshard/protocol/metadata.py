@@ -7,7 +7,7 @@
 
 A reply is frames: a greeting, and one for each worker. It is read in phases, each with types of its
 own, so that a later phase may change from version to version without making an earlier one
-unreadable: who answers (connector and version), then what must be equal (factors), both in the
+unreadable: what answers (connector and version), then what must be equal (factors), both in the
 greeting, then the workers' descriptions, one by one (`description`). `bounds` says what a reply may
 cost.
 """
@@ -78,7 +78,7 @@ class Reply:
 
 
 class _Greeting(msgspec.Struct, frozen=True):
-    """The first phase: who answers. All versions of this connector write these fields.
+    """The first phase: what answers. All versions of this connector write these fields.
 
     Attributes:
         connector: Name of the connector.

@@ -2,7 +2,7 @@
 """Text that others have written, made fit for one line of a log.
 
 Clients name engines, hosts and requests, engines name themselves, and libraries quote them in what
-they raise. A line feed in a name would begin a line that nobody here has written. So whatever may
+they raise. A line feed in a name would begin a line that is not ours. So whatever may
 be text is quoted where it is put into a line, and a test finds where it is not.
 """
 

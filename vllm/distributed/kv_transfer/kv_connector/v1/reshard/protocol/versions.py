@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which versions of the protocol an engine speaks, and which one two engines speak to each other.
 
-Who reads says all versions that it speaks when it asks, and who is read from answers in the newest
+The reader says all versions that it speaks when it asks, and the other one answers in the newest
 that both do, without what that version does not have. Neither release of vLLM nor this project's
 own has a say in it.
 """

@@ -66,7 +66,7 @@ class Watch:
         changed_s: When it was last seen to have gone on.
         heard_s: When its producer could last be looked at.
         state: The last state that was seen and may lead to an offer; None before the first.
-        takes_s: How long its last chunk may take; None where nobody knows.
+        takes_s: How long its last chunk may take; None where it is not known.
         took_s: How long that took, once it is offered; None where its begin was not seen.
     """
 
@@ -99,7 +99,7 @@ class Watch:
         return min(max(rest_s, _SHORTEST_REST_S), _LONGEST_REST_S)
 
     def stood_still(self, for_s: float) -> None:
-        """Nobody could look for so many seconds."""
+        """The reader could not look for so many seconds."""
         self.since_s += for_s
         self.changed_s += for_s
         self.heard_s += for_s

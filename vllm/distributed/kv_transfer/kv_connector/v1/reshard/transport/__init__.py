@@ -4,6 +4,7 @@
 agent                       NIXL
 side_channel                where other engines ask what this one is
 handshake_client, resolver  asks other engines what they are, and where their hosts are
+agent_metadata              names and room of NIXL metadata, before NIXL has them
 probe, probe_process        try other engines' NIXL metadata in a process that may end over it
 zmtp                        bounds what comes over a ZeroMQ connection
 authentication              the key that engines know one another by
@@ -16,4 +17,5 @@ connection, remote          a connection with an engine over a lane, and what is
 transfers, budget           reads in flight, and for how long a turn looks after them
 staging_area, scatter       the arena's memory, and copies out of it
 lease_check                 whether what was read was still held
+board_reader                what is said of requests that are not offered yet
 """

@@ -114,8 +114,9 @@ _MISSING = {
 """What a handshake still waited for at its end, and what to do about it."""
 
 _REFUSED = (
-    "nobody listens there (connection refused), so that the engine has ended or listens elsewhere: "
-    "check its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, and send the request through prefill again"
+    "nothing listens there (connection refused), so that the engine has ended or listens "
+    "elsewhere: check its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, and send the request through "
+    "prefill again"
 )
 
 
@@ -124,7 +125,7 @@ class _Handshake:
     """One handshake.
 
     Attributes:
-        address: Where to ask, and who should answer.
+        address: Where to ask, and which engine should answer.
         required: What must be equal at both engines; None to take any.
         stage: How far it has come, with whichever of the host's addresses.
         num_left: Addresses that have not refused.
@@ -140,7 +141,7 @@ class _Handshake:
         self.stage = max(self.stage, stage)
 
     def error(self, error: RemoteHandshakeError) -> RemoteHandshakeError:
-        """An error that says who was asked."""
+        """An error that says which engine was asked."""
         address = self.address
         message = f"side channel {quote(address.host)}:{address.port}: {error}"
         if isinstance(error, RemoteEngineChangedError):
@@ -208,19 +209,19 @@ class HandshakeClient:
         """Ask an engine what it is; does not wait.
 
         Args:
-            address: Where its side channel listens, and who should answer.
+            address: Where its side channel listens, and which engine should answer.
             required: What must be equal at both engines, as it is here; None to take any.
 
         Returns:
             What each of its workers says, in the order of ranks, at least one; or one of these:
 
-                RemoteUnreachableError     nobody answered in time, or there is no such host
+                RemoteUnreachableError     nothing answered in time, or there is no such host
                 RemoteUntrustedError       the host is not where hosts may be
                 RemoteIncompatibleError    another connector or version, or factors differ
                 RemoteRefusedError         the peer declined
                 RemoteEngineChangedError   another engine answers there
                 RemoteHandshakeError       the answer is malformed, out of bounds, contradicts
-                                           itself, or ends whoever loads its NIXL metadata
+                                           itself, or ends a process that loads its NIXL metadata
 
             One that is cancelled, or is under way at `close`, is cancelled.
 
@@ -315,7 +316,7 @@ class HandshakeClient:
                 future.cancel()
 
     async def _shake_hands(self, handshake: _Handshake, deadline_s: float) -> Answer:
-        """Take a handshake through its stages, and say in its errors who was asked."""
+        """Take a handshake through its stages, and say in its errors which engine was asked."""
         try:
             timeout_s = deadline_s - time.monotonic()
             return await asyncio.wait_for(self._find_and_ask(handshake), timeout_s)

@@ -42,7 +42,7 @@ _LIMIT_S = 10.0
 """A child that has not loaded what it was given after this ends; its handshake is over."""
 
 _ENVIRONMENT = {"UCX_HANDLE_ERRORS": "none", "OPENBLAS_NUM_THREADS": "1"}
-"""UCX may stop a process that it should end, for somebody to look at; and what forks has one thread
+"""UCX may stop a process that it should end, to be looked at; and what forks has one thread
 alone."""
 
 _REMEDY = "check who answers there; with side_channel_key_file on both engines, only engines do"
@@ -183,7 +183,7 @@ class MetadataProbe:
             OSError: There is none.
         """
         loop = asyncio.get_running_loop()
-        # The first may have ended while nobody has needed it; what forks, too, which the next fork
+        # The first may have ended while it was not needed; what forks, too, which the next fork
         # may not see.
         for _ in range(3):
             if fresh:

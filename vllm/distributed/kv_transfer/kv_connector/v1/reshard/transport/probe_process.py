@@ -67,7 +67,7 @@ def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    # Nobody waits for one that hangs.
+    # One that hangs is not waited for.
     signal.setitimer(signal.ITIMER_REAL, options["limit_s"])
     config = nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
     agents = [nixl.nixl_agent(_name(), config)]

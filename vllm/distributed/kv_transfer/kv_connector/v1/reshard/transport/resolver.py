@@ -54,7 +54,7 @@ class Resolver:
             if not 0 < address.port < 1 << 16:
                 raise ValueError("a port is a number from 1 to 65535")
             if numeric(address.host) is None:
-                # One answer is for all who ask meanwhile; whoever gives up leaves it to the others.
+                # One answer is for all that ask meanwhile; what gives up leaves it to the others.
                 found = await asyncio.shield(self._look_up(address.host))
         except (OSError, ValueError, RuntimeError) as error:
             raise RemoteUnreachableError(

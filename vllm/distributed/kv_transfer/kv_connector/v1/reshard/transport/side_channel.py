@@ -103,7 +103,7 @@ class ServerCounters:
         answered: Were given the reply.
         refused: Were well-formed, but asked for something else.
         dropped: Were not understood and got no answer.
-        locked_out: Connections of those who have not the key; each may be tried many times.
+        locked_out: Connections without the key; each may be tried many times.
         breakdowns: How often the server had to listen anew.
     """
 
