@@ -25,7 +25,7 @@ from .errors import ReportError
 from .report import PEERS_COLUMNS, count, figures, from_json, held, seconds, share, size, speed
 from .results import Metric, Part, Result
 from .samples import Summary
-from .specs import MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
+from .specs import EARLY, EARLY_SEEDED, MEMCPY, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
 from .targets import goals, judge
 
 PAGE = Path(__file__).parents[1] / "docs/performance.md"
@@ -41,7 +41,10 @@ _TARGET_COLUMNS = ("<part", "<what", "<wanted", "<met", "<worst", "<where")
 _CONNECTORS = (OURS.name, UPSTREAM.name, UPSTREAM_AT_REST.name)
 _SHORT = (OURS.name, UPSTREAM.name, "at rest")
 _NETWORK_VARIANTS = tuple(variant.name for variant in network_variants([UPSTREAM_AT_REST]))
-_STACKS = (SINGLE, UPSTREAM.name, UPSTREAM_AT_REST.name, OURS.name)
+_STACKS = (
+    *(SINGLE, UPSTREAM.name, UPSTREAM_AT_REST.name),
+    *(OURS.name, EARLY.name, EARLY_SEEDED.name),
+)
 _ABSENT = "not measured"
 
 

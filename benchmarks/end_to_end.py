@@ -6,7 +6,9 @@ one after another, and each is measured several times while it is warm.
 
 The two engines of a pair share memory, as vLLM's engines on one machine do. Where two connectors
 leave the cores to others, they are compared once more with a link between the engines, as between
-two machines; router and clients are where the decode engine is.
+two machines; router and clients are where the decode engine is. Ours is measured as well with
+requests that go to both engines at once, and with answers that begin with the prefill engine's
+token.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +31,7 @@ from tools.pdstack.engine import (
     ServedModel,
     find_script,
     server_env,
+    why_no_first_tokens,
 )
 from tools.pdstack.errors import NetworkError, PDStackError
 from tools.pdstack.hosts import visiting
@@ -46,9 +49,18 @@ SINGLE = "one engine"
 LINKS = (Link(10, 0.1), Link(10))
 """What lies between two machines. The first that this machine can have is taken."""
 
+
+def _with(**options: bool) -> KVTransfer:
+    """Our connector with options."""
+    ours = KVTransfer()
+    return replace(ours, extra_config={**ours.extra_config, **options})
+
+
 _COMPARED = {specs.OURS.name: KVTransfer(), specs.UPSTREAM_AT_REST.name: UPSTREAM_AT_REST}
 _ALL: Mapping[str, KVTransfer | None] = {
     **_COMPARED,
+    specs.EARLY.name: _with(early_dispatch=True),
+    specs.EARLY_SEEDED.name: _with(early_dispatch=True, seed_first_token=True),
     specs.UPSTREAM.name: UPSTREAM,
     SINGLE: None,
 }
@@ -117,7 +129,11 @@ def measure_end_to_end(
     try:
         bench = _Bench(prepare_default_model(cache_dir(), plan.directory), rounds, plan)
         for link in given:
-            stacks = _ALL if link is None else _COMPARED
+            stacks = dict(_ALL if link is None else _COMPARED)
+            if specs.EARLY_SEEDED.name in stacks and (why := why_no_first_tokens()):
+                del stacks[specs.EARLY_SEEDED.name]
+                for _, result in cases[link]:
+                    result.give_up(specs.EARLY_SEEDED.name, why)
             for variant, connector in stacks.items() if cases[link] else ():
                 bench.measure(variant, connector, link, cases[link])
     except PDStackError as error:

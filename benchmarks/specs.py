@@ -38,6 +38,10 @@ UPSTREAM = Variant("upstream", "upstream")
 UPSTREAM_AT_REST = Variant("upstream at rest", "upstream", at_rest=True)
 RAW = Variant("raw NIXL", "raw")
 MEMCPY = Variant("memcpy", "memcpy")
+EARLY = Variant("ours, early", "ours")
+"""With requests that go to both engines at once; end to end only, as the next one."""
+EARLY_SEEDED = Variant("ours, early, seeded", "ours")
+"""And with answers that begin with the prefill engine's token."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from enum import Enum
 
 from .results import Metric, Part, Result
 from .samples import Summary
-from .specs import OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
+from .specs import EARLY, EARLY_SEEDED, OURS, RAW, UPSTREAM, UPSTREAM_AT_REST
 
 _FLAT = 1.5
 """How much more something may take for many blocks, or engines, than for few, to be flat."""
@@ -204,6 +204,14 @@ def _end_to_end(result: Result, ours: str) -> Iterable[Verdict]:
         ratio = result.ratio(ours, at_rest, metric)
         target = f"our {what} / that of {at_rest}"
         yield _verdict(target, result, ratio, wanted, at_rest, at_most=True)
+    for variant in (EARLY.name, EARLY_SEEDED.name):
+        if variant not in (*result.samples, *result.missing):
+            continue
+        first = result.ratio(variant, ours, Metric.TTFT_S)
+        target = f"time to first token, {variant} / {ours}"
+        yield _verdict(target, result, first, 0.95, variant, at_most=True)
+        speed = result.ratio(variant, ours, Metric.TOKENS_PER_S)
+        yield _verdict(f"tokens a second, {variant} / {ours}", result, speed, 0.97, variant)
 
 
 def _flatness(results: Sequence[Result], ours: str) -> Iterable[Verdict]:

@@ -5,7 +5,8 @@ A table stands between `<!-- results: NAME -->` and `<!-- /results -->`. What th
 lies in docs/results/, where ``python -m tools.pdstack`` has put what it measured: ``sweep`` with
 ``--across .venv-0.33.0/bin --results docs/results/releases.json``, and ``roll`` with
 ``--next .venv-0.33.0/bin --address same --output docs/results/roll-same.json``, and ``handover``
-with ``--output docs/results/handover.json``, and with a slow link to ``handover-link.json``.
+with ``--output docs/results/handover.json``, and as docs/performance.md says to ``handover-link``,
+``handover-load`` and ``handover-push``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ PAGES = ("docs/bases.md", "docs/performance.md")
 _RESULTS = ROOT / "docs/results"
 _BLOCK = re.compile(r"^<!-- results: (.+?) -->\n.*?^<!-- /results -->$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = "-"
+_YES_NO = ("no", "yes")
+_EARLY, _SEEDED = "early", "early, seeded"
+_SPEED, _BLOCKS = "requests_of_serial", "blocks_of_last"
 
 
 def rewrite(page: str) -> str:
@@ -96,6 +101,113 @@ def handover_lines(measured: Mapping[str, Any]) -> list[str]:
     return _table(head, lines, numbers=2)
 
 
+def load_lines(measured: Mapping[str, Any]) -> list[str]:
+    """A row for each number of clients and each way, with requests a second."""
+    head = ["clients", "", "requests", "prefill", "of serial", "TTFT", "of serial"]
+    lines = [
+        [
+            str(row["clients"]),
+            row["way"],
+            str(row["requests"]),
+            _ms(row["prefill_s"]),
+            f"{row['prefill_of_serial']:.2f}",
+            _ms(row["ttft_s"]),
+            f"{row['ttft_of_serial']:.2f}",
+            f"{row['requests_s']:.2f}",
+            f"{row['requests_of_serial']:.2f}",
+        ]
+        for row in measured["rows"]
+    ]
+    return _table([*head, "requests/s", "of serial"], lines, numbers=2)
+
+
+def connector_lines(measured: Mapping[str, Any]) -> list[str]:
+    """A row for each number of clients, each connector and each way."""
+    head = ["clients", "connector", "", "requests", "prefill", "handover", "of push", "TTFT"]
+    lines = [
+        [
+            str(row["clients"]),
+            row["connector"],
+            row["way"],
+            str(row["requests"]),
+            _ms(row["prefill_s"]),
+            _ms(row["handover_s"]),
+            f"{row['of_last']:.2f}",
+            _ms(row["ttft_s"]),
+            f"{row['block_s']:.1f}",
+            f"{row['blocks_of_last']:.2f}",
+        ]
+        for row in measured["rows"]
+    ]
+    return _table([*head, "blocks x s", "of push"], lines, numbers=3)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a row of a measurement ought to be.
+
+    Attributes:
+        what: it is.
+        wanted: what it may be at most; of requests a second, at least.
+        results: where the row stands, by the name of its file.
+        clients: of the row.
+        way: of the row; it is the first of its kind, so one of ours.
+        share: the row's figure.
+    """
+
+    what: str
+    wanted: float
+    results: str
+    clients: int
+    way: str
+    share: str
+
+    @property
+    def is_floor(self) -> bool:
+        """Whether more is better."""
+        return self.share == _SPEED
+
+
+TARGETS = tuple(
+    Target(*each)
+    for each in (
+        ("handover, early / serial, one client", 0.6, "handover", 1, _EARLY, "of_serial"),
+        ("handover, early / serial, four clients", 0.7, "handover", 4, _EARLY, "of_serial"),
+        ("handover, seeded / serial, one client", 0.4, "handover", 1, _SEEDED, "of_serial"),
+        ("handover, early / serial, slow network", 0.3, "handover-link", 1, _EARLY, "of_serial"),
+        ("time to first token, under load", 0.95, "handover-load", 4, _EARLY, "ttft_of_serial"),
+        ("requests a second, under load", 0.97, "handover-load", 4, _EARLY, _SPEED),
+        ("prefill, under load", 1.05, "handover-load", 4, _EARLY, "prefill_of_serial"),
+        ("handover, ours / push, one client", 0.9, "handover-push", 1, _EARLY, "of_last"),
+        ("blocks x s, ours / push, five at once", 0.5, "handover-push", 5, _EARLY, _BLOCKS),
+    )
+)
+
+
+def target_lines(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A row for each target.
+
+    Args:
+        measured: what was, by the names of the files.
+    """
+    lines = []
+    for target in TARGETS:
+        alike = (
+            row
+            for row in measured[target.results]["rows"]
+            if (row["clients"], row["way"]) == (target.clients, target.way)
+        )
+        bound = "at least" if target.is_floor else "at most"
+        line = [target.what, f"{bound} {target.wanted}"]
+        if (row := next(alike, None)) is None:
+            lines.append([*line, "not measured", _NOT_RUN])
+            continue
+        share = row[target.share]
+        is_met = share >= target.wanted if target.is_floor else share <= target.wanted
+        lines.append([*line, f"{share:.2f}", _YES_NO[is_met]])
+    return _table(["what", "wanted", "measured", "met"], lines, numbers=4)
+
+
 def timeline_lines(measured: Mapping[str, Any]) -> list[str]:
     """A drawing of where the time of one client's requests goes, in milliseconds."""
     lines = ["```mermaid", "gantt", "    dateFormat x", "    axisFormat %Q"]
@@ -115,6 +227,9 @@ def _ms(seconds: float) -> str:
 
 
 def _handover(name: str = "handover") -> Any:
+    """What one measurement of the handover has written; no rows where it was not made."""
+    if not (_RESULTS / f"{name}.json").exists():
+        return {"rows": []}
     return json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -139,6 +254,11 @@ _TABLES: Mapping[str, Callable[[], list[str]]] = {
     "handover": lambda: handover_lines(_handover()),
     "handover timeline": lambda: timeline_lines(_handover()),
     "handover over a link": lambda: handover_lines(_handover("handover-link")),
+    "handover under load": lambda: load_lines(_handover("handover-load")),
+    "handover beside push": lambda: connector_lines(_handover("handover-push")),
+    "handover targets": lambda: target_lines(
+        {each.results: _handover(each.results) for each in TARGETS}
+    ),
 }
 
 

@@ -79,13 +79,15 @@ def test_first_link_that_can_be_had_is_measured(monkeypatch, tmp_path, num_refus
 
     monkeypatch.setattr(end_to_end, "sites", sites)
     monkeypatch.setattr(end_to_end, "prepare_default_model", lambda *_: None)
+    monkeypatch.setattr(end_to_end, "why_no_first_tokens", lambda: "")
     monkeypatch.setattr(end_to_end._Bench, "measure", measure)
     plan = Plan([], 1, tmp_path, print)
     results = {result.case: result for result in measure_end_to_end([LOAD], 1, plan)}
     refused, used = LINKS[:num_refused], LINKS[num_refused : num_refused + 1]
     assert list(results) == [LOAD.result(link).case for link in (*refused, None, *used)]
     compared = ["ours", "upstream at rest"]
-    everything = [*compared, "upstream", "one engine"]
+    early = ["ours, early", "ours, early, seeded"]
+    everything = [*compared, *early, "upstream", "one engine"]
     for link in refused:
         result = results[LOAD.result(link).case]
         assert (result.samples, result.missing) == ({}, dict.fromkeys(compared, f"no {link}"))
@@ -95,6 +97,24 @@ def test_first_link_that_can_be_had_is_measured(monkeypatch, tmp_path, num_refus
     started.clear()
     assert all("Gbit" in result.case for result in measure_end_to_end([LOAD], 1, plan, far))
     assert started == over
+
+
+def test_seeded_answers_are_missing_where_vllm_has_none(monkeypatch, tmp_path):
+    """With the reason, and without engines for them; all else is measured."""
+    started = {}
+
+    def measure(bench, variant, connector, link, cases):
+        started[variant] = connector
+
+    monkeypatch.setattr(end_to_end, "_links", lambda: ([None], {}))
+    monkeypatch.setattr(end_to_end, "prepare_default_model", lambda *_: None)
+    monkeypatch.setattr(end_to_end, "why_no_first_tokens", lambda: "it has none")
+    monkeypatch.setattr(end_to_end._Bench, "measure", measure)
+    (result,) = measure_end_to_end([LOAD], 1, Plan([], 1, tmp_path, print))
+    assert result.missing == {"ours, early, seeded": "it has none"}
+    assert "ours, early, seeded" not in started
+    assert started["ours, early"].extra_config["early_dispatch"] is True
+    assert "early_dispatch" not in started["ours"].extra_config
 
 
 def test_result_is_in_seconds():

@@ -162,6 +162,20 @@ def test_first_tokens_are_to_be_earlier_and_others_no_later():
     assert [each.met for each in judge([made])] == [True, False]
 
 
+def test_early_requests_are_held_against_serial_ones():
+    """Earlier first tokens, and hardly fewer of all; where neither was tried, nothing is said."""
+    made = Result(Part.END_TO_END, "1 request/s")
+    for variant, first_s, tokens_s in (("ours", 1.0, 10.0), ("ours, early", 0.9, 9.6)):
+        made.add(variant, {Metric.TTFT_S: first_s, Metric.TOKENS_PER_S: tokens_s})
+    judged = {each.target: each for each in judge([made])}
+    assert judged["time to first token, ours, early / ours"].met is True
+    assert judged["tokens a second, ours, early / ours"].met is False
+    assert not any("seeded" in target for target in judged)
+    made.give_up("ours, early, seeded", "no first tokens")
+    reasons = [each.reason for each in judge([made]) if "seeded" in each.target]
+    assert reasons == ["no first tokens"] * 2
+
+
 @pytest.mark.parametrize(
     ("part", "values", "worst"), [(Part.TRANSFER, (2.0, 0.5, 1.0), 0.5), (Part.IDLE, (0, 1), 1)]
 )

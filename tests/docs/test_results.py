@@ -11,10 +11,14 @@ import pytest
 from tools.docs_results import (
     PAGES,
     ROOT,
+    TARGETS,
+    connector_lines,
     handover_lines,
+    load_lines,
     release_lines,
     rewrite,
     roll_lines,
+    target_lines,
     timeline_lines,
 )
 from tools.pdstack.releases import Row
@@ -114,3 +118,58 @@ def test_timeline_is_that_of_one_client():
         for way in ("serial", "early")
         for line in (f"    section {way}", "    prefill :0, 200", "    handover :200, 250")
     ]
+
+
+def loaded(**fields) -> dict:
+    """A row with all that one has."""
+    return {
+        **measured()["rows"][0],
+        "connector": "ours",
+        "requests_s": 1.234,
+        "block_s": 12.34,
+        "prefill_of_serial": 1.1,
+        "requests_of_serial": 0.9,
+        "of_last": 0.7,
+        "blocks_of_last": 0.4,
+        **fields,
+    }
+
+
+def test_rows_under_load_have_requests_a_second():
+    """Beside the times, with shares of what serial requests come to."""
+    assert load_lines({"rows": [loaded(clients=4)]})[2:] == [
+        "| 4 | serial | 24 | 200.0 ms | 1.10 | 250.0 ms | 1.00 | 1.23 | 0.90 |"
+    ]
+
+
+def test_connectors_are_compared_with_push():
+    """Which comes last."""
+    rows = [loaded(), loaded(connector="push", of_last=1.0, blocks_of_last=1.0)]
+    head, _, *lines = connector_lines({"rows": rows})
+    assert head.endswith("| handover | of push | TTFT | blocks x s | of push |")
+    assert lines == [
+        "| 1 | ours | serial | 24 | 200.0 ms | 50.0 ms | 0.70 | 250.0 ms | 12.3 | 0.40 |",
+        "| 1 | push | serial | 24 | 200.0 ms | 50.0 ms | 1.00 | 250.0 ms | 12.3 | 1.00 |",
+    ]
+
+
+def test_targets_are_met_from_the_right_side():
+    """Most are bounds from above; throughput may not fall. The row is ours, and not push's."""
+    rows = [
+        loaded(clients=clients, way=way, connector=connector, **dict.fromkeys(_SHARES, share))
+        for connector, share in (("ours", 0.65), ("push", 9.0))
+        for clients in (1, 4, 5)
+        for way in ("serial", "early", "early, seeded")
+    ]
+    names = {target.results for target in TARGETS}
+    lines = target_lines({name: {"rows": rows} for name in names})[2:]
+    assert len(lines) == len(TARGETS)
+    assert lines[0] == "| handover, early / serial, one client | at most 0.6 | 0.65 | no |"
+    assert lines[1].endswith("| at most 0.7 | 0.65 | yes |")
+    (speed,) = [line for line in lines if "at least" in line]
+    assert speed.endswith("| at least 0.97 | 0.65 | no |")
+    unmeasured = target_lines({name: {"rows": []} for name in names})[2:]
+    assert all(line.endswith("| not measured | - |") for line in unmeasured)
+
+
+_SHARES = {target.share for target in TARGETS}

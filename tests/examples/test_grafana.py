@@ -41,6 +41,18 @@ def test_every_reason_metric_is_shown():
         assert any(name in each and "reason" in each for each in expressions)
 
 
+def test_what_early_dispatch_and_seeding_do_is_shown():
+    """How long requests wait, what transfer adds, and how much of either was saved."""
+    text = DASHBOARD.read_text()
+    for name in (
+        "vllm:nixl_prefill_wait_seconds_bucket",
+        "vllm:nixl_exposed_transfer_seconds_bucket",
+        "vllm:nixl_prefetched_bytes_total",
+        "vllm:nixl_first_tokens_seeded_total",
+    ):
+        assert name in text
+
+
 def test_panels_do_not_overlap():
     """Each panel has a place of its own in the grid."""
     panels = json.loads(DASHBOARD.read_text())["panels"]

@@ -55,6 +55,7 @@ def engine_specs(
     *,
     prefix: str = "",
     options: Mapping[str, Any] | None = None,
+    transfer: KVTransfer | None = None,
 ) -> list[EngineSpec]:
     """Return one spec for each layout, named ``prefill`` or ``prefill-1``, ``prefill-2``, ...
 
@@ -62,8 +63,9 @@ def engine_specs(
         role: ``prefill`` or ``decode``.
         prefix: what names begin with.
         options: more of the connector's.
+        transfer: the connector; by default ours.
     """
-    transfer = KVTransfer(role=_KV_ROLES[role])
+    transfer = replace(transfer or KVTransfer(), role=_KV_ROLES[role])
     transfer = replace(transfer, extra_config={**transfer.extra_config, **(options or {})})
     first = prefix + role
     names = [first] if len(layouts) == 1 else [f"{first}-{i + 1}" for i in range(len(layouts))]

@@ -22,6 +22,7 @@ from .layout import Layout
 from .ports import HOST
 from .process import GRACE_S
 
+_PUSH = "distributed/kv_transfer/kv_connector/v1/nixl/push_scheduler.py"
 _CPU_MLA = "v1/attention/backends/mla/cpu_mla.py"
 _CPU_DEEPSEEK4 = "models/deepseek_v4/cpu/model.py"
 _CPU_RUNNER = "v1/worker/cpu/model_runner.py"
@@ -86,6 +87,11 @@ def why_no_first_tokens() -> str:
     base = _file("distributed/kv_transfer/kv_connector/v1/base.py")
     known = base is not None and "def take_first_outputs(" in base.read_text()
     return "" if known else f"vLLM {_release()} asks connectors for no first tokens"
+
+
+def why_no_push() -> str:
+    """Return why upstream has no connector that writes; an empty string where it has one."""
+    return "" if _file(_PUSH) else f"vLLM {_release()} has no NixlPushConnector"
 
 
 def why_no_model(module: str) -> str:
@@ -214,6 +220,9 @@ UPSTREAM = KVTransfer(module_path="vllm.distributed.kv_transfer.kv_connector.v1.
 
 UPSTREAM_AT_REST = KVTransfer(module_path="upstream_at_rest", module_dir=_MODULES)
 """The same where it leaves the cores to others."""
+
+UPSTREAM_PUSH_AT_REST = replace(UPSTREAM_AT_REST, connector="NixlPushConnector")
+"""Upstream's connector whose prefill engines write, where it leaves the cores to others."""
 
 
 @dataclass(frozen=True)

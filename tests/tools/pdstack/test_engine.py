@@ -27,6 +27,7 @@ from tools.pdstack.engine import (
     engine_env,
     why_no_mla,
     why_no_model,
+    why_no_push,
 )
 from tools.pdstack.errors import UsageError
 from tools.pdstack.layout import Layout
@@ -234,6 +235,17 @@ def test_a_model_needs_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     _install(tmp_path, monkeypatch, "9.0", ["model_executor/models/known.py"])
     assert why_no_model("known") == ""
     assert why_no_model("new") == "vLLM 9.0 has no model new"
+
+
+def test_connector_that_writes_needs_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream has it since 0.32."""
+    place = "distributed/kv_transfer/kv_connector/v1/nixl"
+    _install(tmp_path, monkeypatch, "9.0", [f"{place}/stats.py"])
+    assert why_no_push() == "vLLM 9.0 has no NixlPushConnector"
+    (tmp_path / place / "push_scheduler.py").touch()
+    assert why_no_push() == ""
 
 
 def _install(place: Path, monkeypatch: pytest.MonkeyPatch, version: str, files: list[str]) -> None:

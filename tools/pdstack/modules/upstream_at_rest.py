@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's connector where it leaves cores to others, as `kv_connector_module_path` wants it.
+"""Upstream's connectors where they leave cores to others, as `kv_connector_module_path` wants it.
 
-As it ships it binds its process to one core on CPU, and lets NIXL's threads spin. Where engines
+As they ship they bind their process to one core on CPU, and let NIXL's threads spin. Where engines
 share cores, that keeps them from answering for minutes.
 """
 
@@ -32,3 +32,14 @@ class NixlConnector(nixl.NixlConnector):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with at_rest():
             super().__init__(*args, **kwargs)
+
+
+# 0.22.1 has none.
+if hasattr(nixl, "NixlPushConnector"):
+
+    class NixlPushConnector(nixl.NixlPushConnector):  # type: ignore[misc]
+        """Upstream's connector whose prefill engines write, at rest."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with at_rest():
+                super().__init__(*args, **kwargs)
