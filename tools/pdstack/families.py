@@ -19,7 +19,7 @@ from .engine import (
     why_no_state,
 )
 from .errors import UsageError
-from .family import Family, Side
+from .family import STAGED, Family, Side
 from .installation import Installation
 from .layout import Layout
 from .tiny_checkpoints import (
@@ -236,6 +236,12 @@ def _with_caches(model: str, cache_p: Caches, cache_d: Caches, layouts: str) -> 
     )
 
 
+def _staged(family: Family) -> Family:
+    """The same, with reads by way of the decode engine's staging arena."""
+    decode = replace(family.decode, options=(STAGED,))
+    return replace(family, name=f"staged {family.name}", decode=decode)
+
+
 # Which model runners there are at both ends, by what a family is called; and pairs of layouts.
 _RUNNERS: tuple[tuple[str, bool, bool, tuple[str, ...]], ...] = (
     ("second runner", True, True, ("TP down", "TP up", "PP on P", "PP to TP")),
@@ -373,6 +379,12 @@ FAMILIES: tuple[Family, ...] = (
         _with_caches(model, cache_p, cache_d, each)
         for model, cache_p, cache_d, layouts in _OF_GPUS
         for each in layouts
+    ),
+    # Ranks that share tokens out one by one: what is read of them are single tokens.
+    _staged(
+        _with_caches(
+            _SINGLE, Caches("NHD", 64, shares=2, run_tokens=1), Caches("NHD", 48), "TP down"
+        )
     ),
 )
 
