@@ -11,8 +11,16 @@ from pathlib import Path
 from .engine import Device, installed_device
 
 _MODULE = Path(__file__).with_name("modules") / "gpu_caches"
-_BITS = {"Scaled": "fp8_per_token_head", "ScalesLast": "fp8_per_token_head"}
-"""Formats that keep 8 bits of a number, and how they are asked for."""
+BITS = {
+    "Scaled": "fp8_per_token_head",
+    "ScalesLast": "fp8_per_token_head",
+    "Nvfp4": "nvfp4",
+    "MinimaxM3Nvfp4": "nvfp4",
+    "TurboQuant": "turboquant_k8v4",
+    "TurboQuant3": "turboquant_3bit_nc",
+    "UltraQuant": "ultraquant_4bit",
+}
+"""Formats that keep 8 bits of a number or fewer, and how they are asked for."""
 _OLD = "Planes"
 """The format of releases whose caches are no views."""
 
@@ -47,13 +55,13 @@ class Caches:
     @property
     def has_few_bits(self) -> bool:
         """Whether numbers are rounded, so that no attention of float32 gives the same answers."""
-        return self.format in _BITS
+        return self.format in BITS
 
     @property
     def args(self) -> tuple[str, ...]:
         """More of the command line."""
         args = ["--block-size", str(self.block_tokens)]
-        if bits := _BITS.get(self.format):
+        if bits := BITS.get(self.format):
             args += ["--kv-cache-dtype", bits]
         if self.shares > 1:
             args += ["--decode-context-parallel-size", str(self.shares)]

@@ -19,7 +19,7 @@ from .engine import (
     why_no_state,
 )
 from .errors import UsageError
-from .family import Family, Side
+from .family import STAGED, Family, Side
 from .installation import Installation
 from .layout import Layout
 from .tiny_checkpoints import (
@@ -49,6 +49,9 @@ MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
     "llama, 1 KV head": lambda directory: write_tiny_llama(
         directory, num_layers=4, num_heads=4, num_kv_heads=1
     ),
+    "llama, heads of 128": lambda directory: write_tiny_llama(
+        directory, num_layers=6, num_heads=4, num_kv_heads=4, head_size=128
+    ),
     "gemma 3": write_tiny_gemma3,
     "deepseek 2, MLA": write_tiny_deepseek2,
     "gemma 4": write_tiny_gemma4,
@@ -66,6 +69,7 @@ MODELS: Mapping[str, Callable[[Path], ServedModel]] = {
     _SIX,
     _TWO,
     _SINGLE,
+    _WIDE,
     _GEMMA,
     _MLA,
     _GEMMA4,
@@ -152,6 +156,29 @@ _OF_GPUS: tuple[tuple[str, Caches, Caches, tuple[str, ...]], ...] = (
     (_SIX, Caches("HND", 64, "Sides"), Caches("NHD", 32, "Sides"), ("TP down", "PP to TP")),
     # What settings differ in may have a say in its values, so that its two layouts are no pair.
     (_SIX, Caches("HND", 32, "PackedSides"), Caches("HND", 32, "PackedSides"), ("PP to TP",)),
+    (
+        _SIX,
+        Caches("LHBNC", 32, "Shuffled"),
+        Caches("HND", 32, "Shuffled"),
+        ("TP down", "PP to TP"),
+    ),
+    # Backends for heads of no other size, or of no smaller one.
+    *(
+        (_WIDE, cache_p, cache_d, (layouts,))
+        for cache_p, cache_d, layouts in (
+            (
+                Caches("NHD", 128, "MinimaxM3"),
+                Caches("HND", 256, "MinimaxM3", kernel_tokens=128),
+                "TP down",
+            ),
+            (Caches("HND", 128, "MinimaxM3Nvfp4"), Caches("HND", 128, "MinimaxM3Nvfp4"), "TP down"),
+            (Caches("HND", 32, "Nvfp4"), Caches("HND", 32, "Nvfp4"), "TP down"),
+            (Caches("HND", 32, "Nvfp4"), Caches("BLHNC", 32, "Nvfp4"), "PP to TP"),
+            (Caches("NHD", 64, "TurboQuant"), Caches("NHD", 16, "TurboQuant"), "TP down"),
+            (Caches("NHD", 16, "TurboQuant3"), Caches("NHD", 64, "TurboQuant3"), "PP to TP"),
+            (Caches("NHD", 64, "UltraQuant"), Caches("NHD", 32, "UltraQuant"), "TP up"),
+        )
+    ),
     (_SIX, Caches("NHD", 16, "Scaled"), Caches("HND", 64, "Scaled"), ("TP down", "PP on P")),
     (_SIX, Caches("HND", 32, "ScalesLast"), Caches("HND", 32, "ScalesLast"), ("PP on P",)),
     (_SIX, Caches("NHD", 32, "Scrambled"), Caches("NHD", 32, "Scrambled"), ("PP on P", "PP x TP")),
@@ -207,6 +234,12 @@ def _with_caches(model: str, cache_p: Caches, cache_d: Caches, layouts: str) -> 
         args=_HYBRID if model == _GEMMA else (),
         one=Side(caches=cache_d if few_bits else None),
     )
+
+
+def _staged(family: Family) -> Family:
+    """The same, with reads by way of the decode engine's staging arena."""
+    decode = replace(family.decode, options=(STAGED,))
+    return replace(family, name=f"staged {family.name}", decode=decode)
 
 
 # Which model runners there are at both ends, by what a family is called; and pairs of layouts.
@@ -346,6 +379,12 @@ FAMILIES: tuple[Family, ...] = (
         _with_caches(model, cache_p, cache_d, each)
         for model, cache_p, cache_d, layouts in _OF_GPUS
         for each in layouts
+    ),
+    # Ranks that share tokens out one by one: what is read of them are single tokens.
+    _staged(
+        _with_caches(
+            _SINGLE, Caches("NHD", 64, shares=2, run_tokens=1), Caches("NHD", 48), "TP down"
+        )
     ),
 )
 

@@ -11,7 +11,8 @@ from .installation import Installation
 from .layout import Layout
 
 _ONE = Layout(1, 1)
-_WORDS = {"early_dispatch": "early", "seed_first_token": "seeded"}
+STAGED = ("transfer_strategy", "staged")
+_WORDS = {("early_dispatch", True): "early", ("seed_first_token", True): "seeded", STAGED: "staged"}
 """Options of the connector's that change how a request goes, and what tables call them."""
 
 
@@ -51,7 +52,7 @@ class Side:
         times = f"{self.count} x " if self.count > 1 else ""
         stages = dict(self.env).get("VLLM_PP_LAYER_PARTITION")
         runner = "second runner" if self.second_runner else None
-        options = [word for option, word in _WORDS.items() if self.has(option)]
+        options = [_WORDS[each] for each in self.options if each in _WORDS]
         said = (self.speculation, self.caches, runner, *options, self.installation)
         more = "".join(f", {each}" for each in said if each)
         return f"{times}{self.layout}" + (f" ({stages})" if stages else "") + more

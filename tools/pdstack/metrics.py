@@ -19,7 +19,10 @@ _SAMPLES = {
     "vllm:nixl_prefill_wait_seconds_count": "prefill_waits",
     "vllm:nixl_prefetched_bytes_total": "prefetched_bytes",
     "vllm:nixl_first_tokens_seeded_total": "first_tokens",
+    "vllm:nixl_read_bytes_total": "staged_bytes",
 }
+_LABELS = {"vllm:nixl_read_bytes_total": ("strategy", "staged")}
+"""What a sample has to be labelled with to count, where not all of a name do."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class NixlCounters:
         prefill_waits: prompts computed elsewhere that its workers have waited for.
         prefetched_bytes: what they have read while these were computed.
         first_tokens: answers that begin with the prefill engine's token.
+        staged_bytes: what they have read by way of their staging arenas.
     """
 
     bytes_moved: int = 0
@@ -40,6 +44,7 @@ class NixlCounters:
     prefill_waits: int = 0
     prefetched_bytes: int = 0
     first_tokens: int = 0
+    staged_bytes: int = 0
 
     def __add__(self, other: NixlCounters) -> NixlCounters:
         return NixlCounters(
@@ -57,7 +62,8 @@ def parse_nixl_counters(text: str) -> NixlCounters:
     totals = dict.fromkeys(_SAMPLES.values(), 0)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name in _SAMPLES:
+            label, value = _LABELS.get(sample.name, ("", None))
+            if sample.name in _SAMPLES and sample.labels.get(label) == value:
                 totals[_SAMPLES[sample.name]] += int(sample.value)
     return NixlCounters(**totals)
 

@@ -20,7 +20,7 @@ from .accuracy import Accuracy, Completion
 from .engine import UPSTREAM_AT_REST, EngineSpec, KVTransfer, ServedModel
 from .errors import PDStackError
 from .families import MODELS
-from .family import Family, Side
+from .family import STAGED, Family, Side
 from .metrics import NixlCounters
 from .report import format_bytes, yes_no
 from .stack import Engine, PDStack, Router
@@ -71,6 +71,8 @@ def judge(family: Family, found: Accuracy, counters: NixlCounters) -> str | None
         return "nothing of a prompt was read while the rest was computed"
     if family.decode.has("seed_first_token") and not counters.first_tokens:
         return "no answer began with the prefill engine's token"
+    if STAGED in family.decode.options and not counters.staged_bytes:
+        return "nothing was read by way of the staging arena"
     differing = found.requests - found.equal - found.tied
     if family.exact and differing:
         return f"{differing} answers differ"

@@ -6,20 +6,39 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import FP8_DTYPE
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend, B12xPagedAttentionImpl
 from vllm.v1.attention.backends.rocm_attn import RocmAttentionBackend, RocmAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from vllm.v1.attention.backends.turboquant_attn import (
+    TurboQuantAttentionBackend,
+    TurboQuantAttentionImpl,
+)
+from vllm.v1.attention.backends.ultraquant_attn import (
+    UltraQuantAttentionBackend,
+    UltraQuantAttentionImpl,
+)
+from vllm.v1.attention.ops import triton_turboquant_store
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
+from vllm.v1.attention.ops.triton_turboquant_decode import _tq_full_dequant_kv
+from vllm.v1.attention.ops.ultraquant.reference import (
+    UltraQuantEncoded,
+    hadamard_matrix,
+    ultraquant_dequant,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
-from tests.v1.kv_connector.unit.reshard.engine.interpreted_writers import SCALES
+from tests.v1.kv_connector.unit.reshard.engine.interpreted_writers import SCALES, shuffling_aiter
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache, bare
+from tools.pdstack.caches import BITS
 from tools.pdstack.modules.gpu_caches.gpu_caches import formats, heads, shared_tokens
 
 LAYOUTS = pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BHLNC", "LHBNC"])
@@ -33,26 +52,44 @@ def device(monkeypatch):
     monkeypatch.setattr(type(current_platform), "has_device_capability", lambda *_: True)
 
 
-def spec(block_tokens: int, dtype: torch.dtype = torch.float32, bits: str = "auto"):
+def spec(
+    block_tokens: int, dtype: torch.dtype = torch.float32, bits: str = "auto", size: int = SIZE
+):
     """A specification of full attention."""
     return FullAttentionSpec(
         block_size=block_tokens,
         num_kv_heads=HEADS,
-        head_size=SIZE,
+        head_size=size,
         dtype=dtype,
         kv_quant_mode=get_kv_quant_mode(bits),
     )
 
 
-def numbers(tokens: int, seed: int) -> torch.Tensor:
-    """Numbers of heads that fp8 has, but for the scale of each: the interpreter rounds amiss."""
+def drawn(tokens: int, size: int, seed: int) -> torch.Tensor:
+    """Numbers of heads."""
     random = torch.Generator().manual_seed(seed)
-    found = torch.randn(tokens, HEADS, SIZE, generator=random).to(FP8_DTYPE).float()
+    return torch.randn(tokens, HEADS, size, generator=random)
+
+
+def of_fp8(tokens: int, size: int, seed: int) -> torch.Tensor:
+    """Those that fp8 has: the interpreter rounds amiss."""
+    return drawn(tokens, size, seed).to(FP8_DTYPE).float()
+
+
+def numbers(tokens: int, size: int, seed: int) -> torch.Tensor:
+    """Those that fp8 has, but for the scale of each head."""
+    found = of_fp8(tokens, size, seed)
     found[..., 0] = torch.finfo(FP8_DTYPE).max
+    random = torch.Generator().manual_seed(seed)
     return found * 2.0 ** torch.randint(-3, 4, (tokens, HEADS, 1), generator=random)
 
 
-def compare(theirs: Cache, ours: Cache, write, backend) -> None:
+def of_bfloat16(tokens: int, size: int, seed: int) -> torch.Tensor:
+    """Those that bfloat16 has, of which few are in the middle of two codes once they are turned."""
+    return drawn(tokens, size, seed).bfloat16().float()
+
+
+def compare(theirs: Cache, ours: Cache, write, backend, draw=numbers) -> None:
     """See that the same tokens make the same memory, in blocks that are full and one that is not.
 
     Args:
@@ -60,10 +97,11 @@ def compare(theirs: Cache, ours: Cache, write, backend) -> None:
         ours: The same for ours.
         write: The release's writer: of a view, slots, keys and values.
         backend: Ours.
+        draw: What draws the numbers.
     """
     assert theirs.spec == ours.spec
-    tokens = ours.spec.block_size + 5
-    keys, values = numbers(tokens, 3), numbers(tokens, 4)
+    tokens, size = ours.spec.block_size + 5, ours.spec.head_size
+    keys, values = (draw(tokens, size, seed) for seed in (3, 4))
     slots = torch.arange(ours.spec.block_size, ours.spec.block_size + tokens).flip(0)
     for background in (0, 0xA5):
         memory = [
@@ -134,7 +172,7 @@ def test_planes(order):
     """`triton_reshape_and_cache_flash` with the two planes of 0.22.1, in both of its orders."""
     sizes, block_tokens = (2, 4, 16, HEADS, SIZE), 16
     memory = []
-    keys, values = numbers(21, 3), numbers(21, 4)
+    keys, values = numbers(21, SIZE, 3), numbers(21, SIZE, 4)
     slots = torch.arange(16, 37).flip(0)
     for is_theirs in (True, False):
         cache = torch.full([sizes[axis] for axis in order], 7.0)
@@ -173,6 +211,110 @@ def test_packed_keys_and_values_apart(layout, block_tokens):
         ),
         heads.PackedSides,
     )
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LHBNC"])
+@pytest.mark.parametrize("block_tokens", [16, 32])
+def test_shuffled_keys_and_values(monkeypatch, layout, block_tokens):
+    """`reshape_and_cache_shuffle_triton`, as AITER's attention calls it."""
+    module = shuffling_aiter(monkeypatch)
+    impl = bare(
+        module.AiterFlashAttentionImpl,
+        num_kv_heads=HEADS,
+        head_size=SIZE,
+        kv_cache_dtype="auto",
+    )
+    theirs = Cache(module.AiterFlashAttentionBackend, spec(block_tokens), layout)
+    compare(
+        theirs,
+        Cache(heads.Shuffled, spec(block_tokens), layout),
+        lambda view, slots, keys, values: impl.do_kv_cache_update(
+            SCALES, keys, values, view, slots
+        ),
+        heads.Shuffled,
+    )
+
+
+@pytest.mark.parametrize("backend", [heads.TurboQuant, heads.TurboQuant3])
+def test_turboquant(monkeypatch, backend):
+    """`triton_turboquant_store`, byte for byte, and what `_tq_full_dequant_kv` makes of it."""
+    monkeypatch.setattr(triton_turboquant_store, "_use_fp8_e4b15", lambda _: 0)
+    name, size = BITS[backend.__name__], 64
+    config = TurboQuantConfig.from_cache_dtype(name, size)
+    impl = bare(
+        TurboQuantAttentionImpl,
+        num_kv_heads=HEADS,
+        head_size=size,
+        tq_config=config,
+        _soa_store=False,
+    )
+    layer = SimpleNamespace()
+    of_few = spec(32, torch.uint8, name, size)
+    ours = Cache(backend, of_few, "LBNHC")
+    compare(
+        Cache(TurboQuantAttentionBackend, of_few, "LBNHC"),
+        ours,
+        lambda view, slots, keys, values: impl.do_kv_cache_update(layer, keys, values, view, slots),
+        backend,
+        of_fp8,
+    )
+    view = ours.views[LAYERS[1]]
+    theirs = torch.zeros(2, 1, HEADS, 64, size, dtype=torch.float16)
+    cache = view.transpose(1, 2)
+    _tq_full_dequant_kv[64, HEADS](
+        cache,
+        torch.tensor([[1, 2]], dtype=torch.int32),
+        layer._tq_centroids,
+        *theirs,
+        *theirs[0].stride()[:3],
+        *theirs[1].stride()[:3],
+        *cache.stride()[:3],
+        2,
+        HEAD_DIM=size,
+        BLOCK_SIZE=32,
+        NUM_KV_HEADS=HEADS,
+        MSE_BYTES=size * config.key_mse_bits // 8,
+        KPS=config.key_packed_size,
+        VQB=config.effective_value_quant_bits,
+        VAL_DATA_BYTES=size * config.value_quant_bits // 8,
+        MSE_BITS=config.key_mse_bits,
+        KEY_FP8=int(config.key_fp8),
+        BLOCK_D=size,
+        NORM_CORRECTION=int(config.norm_correction),
+    )
+    keys, values = theirs[:, 0].float().transpose(1, 2)
+    if not config.key_fp8:
+        keys = keys @ layer._tq_Pi
+    found = backend.format.read(view, torch.tensor([1, 2]), size)
+    for right, each in zip((keys, values), found, strict=True):
+        # Of this many tokens something was written, over bytes that stand for anything.
+        assert torch.allclose(each[:37], right[:37], rtol=2e-3, atol=2e-3)
+
+
+def test_ultraquant():
+    """`ultraquant_store`, byte for byte, and what `ultraquant_dequant` makes of it."""
+    size, name = 64, BITS["UltraQuant"]
+    impl = bare(UltraQuantAttentionImpl, num_kv_heads=HEADS, head_size=size)
+    impl._use_ultraquant_flydsl = False
+    of_few = spec(32, torch.uint8, name, size)
+    ours = Cache(heads.UltraQuant, of_few, "LBNHC")
+    compare(
+        Cache(UltraQuantAttentionBackend, of_few, "LBNHC"),
+        ours,
+        lambda view, slots, *sides: impl.do_kv_cache_update(
+            SimpleNamespace(), *(side.bfloat16() for side in sides), view, slots
+        ),
+        heads.UltraQuant,
+        of_bfloat16,
+    )
+    view = ours.views[LAYERS[1]]
+    # Tokens, heads, keys and values, content.
+    slots = view[1].transpose(0, 1).unflatten(-1, (2, -1))
+    encoded = UltraQuantEncoded(*slots.tensor_split([size // 2], -1))
+    keys, values = ultraquant_dequant(encoded, size).unbind(2)
+    found = heads.UltraQuant.format.read(view, torch.tensor([1]), size)
+    assert torch.equal(found[1], values)
+    assert torch.allclose(found[0], keys @ hadamard_matrix(size, keys.device), atol=1e-6)
 
 
 @pytest.mark.parametrize(("ranks", "run"), [(1, 1), (2, 1), (2, 16), (3, 8), (4, 4)])

@@ -32,6 +32,10 @@ vllm:nixl_prefetched_bytes_total{engine="0",model_name="m"} 8.0
 # HELP vllm:nixl_first_tokens_seeded_total Answers that begin with the prefill engine's token.
 # TYPE vllm:nixl_first_tokens_seeded_total counter
 vllm:nixl_first_tokens_seeded_total{engine="0",model_name="m"} 7.0
+# HELP vllm:nixl_read_bytes_total Bytes read from other engines.
+# TYPE vllm:nixl_read_bytes_total counter
+vllm:nixl_read_bytes_total{engine="0",model_name="m",strategy="direct"} 90.0
+vllm:nixl_read_bytes_total{engine="0",model_name="m",strategy="staged"} 9.0
 # HELP vllm:prompt_tokens_total Number of prefill tokens processed.
 # TYPE vllm:prompt_tokens_total counter
 vllm:prompt_tokens_total{engine="0",model_name="m"} 99.0
@@ -48,6 +52,7 @@ def test_counters_are_summed_over_engines() -> None:
         prefill_waits=6,
         prefetched_bytes=8,
         first_tokens=7,
+        staged_bytes=9,
     )
 
 

@@ -188,6 +188,14 @@ def test_seeded_pair_has_to_have_been_seeded():
         assert "seeded" in str(family.decode)
 
 
+def test_staged_pair_has_to_have_been_staged():
+    """Its answers show nothing of the staging arena where reads went direct."""
+    (staged,) = (each for each in FAMILIES if each.name.startswith("staged"))
+    assert judge(staged, GOOD, MOVED) is not None
+    assert judge(staged, GOOD, replace(MOVED, staged_bytes=1)) is None
+    assert str(staged.decode).endswith(", staged")
+
+
 def test_caches_are_as_large_whatever_their_blocks(tmp_path):
     """An engine of a model with small blocks has more of them."""
     told = [_spec(Side(), (), 0, block_tokens).extra_args for block_tokens in (128, 16)]

@@ -37,7 +37,7 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.planes.{chosen}")
         return
     from . import shared_tokens
-    from .platform import leave_block_size
+    from .platform import leave_block_size, shuffle
 
     heads, latents = f"{__name__}.heads.{chosen}", f"{__name__}.latents.{chosen}"
     register_backend(AttentionBackendEnum.CPU_ATTN, heads)
@@ -45,4 +45,6 @@ def register() -> None:
     for place in (AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA):
         register_backend(place, latents)
     leave_block_size()
+    if chosen == "Shuffled":
+        shuffle()
     shared_tokens.install()

@@ -132,6 +132,11 @@ class PackedSides(Sides):
     values: [heads, size / group, tokens, group] and [heads, size, tokens].
     """
 
+    @staticmethod
+    def _run(tokens: int, group: int) -> int:
+        """How many tokens of a block have their values side by side, number by number."""
+        return tokens
+
     @classmethod
     def write(
         cls, view: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -139,9 +144,9 @@ class PackedSides(Sides):
         """As `Format.write`."""
         blocks, places = slots // view.shape[2], slots % view.shape[2]
         of_keys, of_values = cls._sides(view, keys.shape[-1])
-        group = of_keys.shape[-1]
+        group, run = of_keys.shape[-1], of_values.shape[-1]
         of_keys[blocks, :, :, places] = keys.unflatten(-1, (-1, group)).to(view.dtype)
-        of_values[blocks, :, :, places] = values.to(view.dtype)
+        of_values[blocks, :, places // run, :, places % run] = values.to(view.dtype)
 
     @classmethod
     def read(
@@ -150,19 +155,31 @@ class PackedSides(Sides):
         """As `Format.read`."""
         of_keys, of_values = (side[blocks].float() for side in cls._sides(view, size))
         keys = of_keys.permute(0, 3, 1, 2, 4).flatten(3)
-        return keys.flatten(0, 1), of_values.permute(0, 3, 1, 2).flatten(0, 1)
+        return keys.flatten(0, 1), of_values.permute(0, 2, 4, 1, 3).flatten(0, 2)
 
-    @staticmethod
-    def _sides(view: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    @classmethod
+    def _sides(cls, view: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all blocks, by heads; a side of a block is in one piece."""
         blocks, _, tokens, content = view.shape
         group = _GROUP_BYTES // view.element_size()
+        run = cls._run(tokens, group)
         of_keys, of_values = view.unbind(1)
         shape = blocks, content // size, size
         return (
             of_keys.view(*shape[:2], size // group, tokens, group),
-            of_values.view(*shape, tokens),
+            of_values.view(*shape[:2], tokens // run, size, run),
         )
+
+
+class Shuffled(PackedSides):
+    """The same, with values of as many tokens side by side as a group of keys has numbers.
+
+    Values of a head are [tokens / group, size, group].
+    """
+
+    @staticmethod
+    def _run(tokens: int, group: int) -> int:
+        return group
 
 
 class Scaled(Format):

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from . import formats
+from . import formats, nvfp4, turboquant, ultraquant
 from .attention import Attention, Builder
 from .identity import takes_the_place_of
 
@@ -90,6 +90,70 @@ class PackedSides(Backend):
 
     format = formats.PackedSides
     layouts = (KVCacheLayout.LHBNC, KVCacheLayout.LBHNC)
+
+
+@takes_the_place_of("ROCM_AITER_FA", Attention, called="FLASH_ATTN")
+class Shuffled(Backend):
+    """`reshape_and_cache_shuffle_triton`, with VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT."""
+
+    format = formats.Shuffled
+    layouts = (KVCacheLayout.LHBNC, KVCacheLayout.LBHNC)
+
+
+class _MinimaxM3(Backend):
+    """What has one block for each that sparse attention chooses."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """The one of that attention."""
+        return [128]
+
+
+@takes_the_place_of("MINIMAX_M3_SPARSE", Attention)
+class MinimaxM3(_MinimaxM3):
+    """`fused_minimax_m3_qknorm_rope_kv_insert`."""
+
+    format = formats.Format
+
+
+@takes_the_place_of("MINIMAX_M3_SPARSE", Attention)
+class MinimaxM3Nvfp4(_MinimaxM3):
+    """The same of 4 bits, by its `nvfp4_kv_cache_slots`."""
+
+    format = nvfp4.Nvfp4Heads
+    layouts = (KVCacheLayout.LBHNC,)
+
+
+@takes_the_place_of("FLASHINFER", Attention)
+class Nvfp4(Backend):
+    """`_nvfp4_kv_views`, with scales as trtllm-gen's kernels have them, on Blackwell."""
+
+    format = nvfp4.Nvfp4
+    layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+
+
+@takes_the_place_of("TURBOQUANT", Attention)
+class TurboQuant(Backend):
+    """`triton_turboquant_store`: turboquant_k8v4."""
+
+    format = turboquant.TurboQuant
+    layouts = (KVCacheLayout.LBNHC,)
+
+
+@takes_the_place_of("TURBOQUANT", Attention)
+class TurboQuant3(Backend):
+    """The same: turboquant_3bit_nc."""
+
+    format = turboquant.TurboQuant3
+    layouts = (KVCacheLayout.LBNHC,)
+
+
+@takes_the_place_of("ULTRAQUANT", Attention)
+class UltraQuant(Backend):
+    """`ultraquant_store`: ultraquant_4bit."""
+
+    format = ultraquant.UltraQuant
+    layouts = (KVCacheLayout.LBNHC,)
 
 
 @takes_the_place_of(None, Attention)

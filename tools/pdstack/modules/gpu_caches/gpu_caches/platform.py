@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM for CPU decides for its own backends, and must not decide for these."""
+"""What vLLM for CPU says of its own backends, where it is not what these want."""
 
 from __future__ import annotations
 
@@ -24,3 +24,10 @@ def leave_block_size() -> None:
             cache.block_size = asked_for
 
     CpuPlatform.check_and_update_config = classmethod(decide_but_blocks)
+
+
+def shuffle() -> None:
+    """Say that AITER's caches are shuffled, which vLLM says on ROCm only."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    rocm_aiter_ops.is_shuffle_kv_cache_enabled = staticmethod(lambda: True)

@@ -8,7 +8,7 @@ The interpreter has to be chosen before vLLM is imported, and other tests want v
 from __future__ import annotations
 
 import importlib.util
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,15 +159,22 @@ def test_rocm_attention(layout, block_tokens):
     check(Cache(RocmAttentionBackend, spec, layout), writer(impl), 32, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "LHBNC"])
-def test_shuffled_attention_of_aiter(monkeypatch, layout):
-    """`reshape_and_cache_shuffle_triton`, which is there on ROCm only."""
+def shuffling_aiter(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """AITER's module as ROCm has it, and a release that says that its caches are shuffled."""
     monkeypatch.setattr(rocm_aiter_ops, "is_shuffle_kv_cache_enabled", lambda: True)
     place = importlib.util.spec_from_file_location(rocm_aiter_fa.__name__, rocm_aiter_fa.__file__)
+    assert place is not None and place.loader is not None
     module = importlib.util.module_from_spec(place)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(current_platform), "is_rocm", lambda _: True)
         place.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LHBNC"])
+def test_shuffled_attention_of_aiter(monkeypatch, layout):
+    """`reshape_and_cache_shuffle_triton`, which is there on ROCm only."""
+    module = shuffling_aiter(monkeypatch)
     impl = bare(module.AiterFlashAttentionImpl, num_kv_heads=3, head_size=32, kv_cache_dtype="auto")
     cache = Cache(module.AiterFlashAttentionBackend, full(3, 32, 32, dtype=torch.float16), layout)
     check(cache, writer(impl), 32, dtype=torch.float16)
