@@ -13,9 +13,9 @@ it stands in. It has to be the connector's own table that decides here, too, wit
 what is here. So each backend says for which of the release's it stands, and has the name and the
 module that the release's registry has for that one. This is a claim, which tests hold against the
 release: `test_gpu_caches` compares what is written with what the release's own writers write, byte
-for byte, and what is computed with its kernels for CPU. Backends that stand for nobody keep the
-module that they are in. To the connector they are not known, and what is in their blocks is no
-business of its own.
+for byte, and what is computed with its kernels for CPU. Where CUDA alone has a writer, places are
+those of the release's views. Backends that stand for nobody keep the module that they are in. To
+the connector they are not known, and what is in their blocks is no business of its own.
 """
 
 from __future__ import annotations
