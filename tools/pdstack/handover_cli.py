@@ -44,10 +44,7 @@ _SAID_EVERY = 8
 _ROLES = ("prefill", "decode")
 OURS, PUSH = "ours", "push"
 _TRANSFERS: Mapping[str, KVTransfer] = {OURS: KVTransfer(), PUSH: UPSTREAM_PUSH_AT_REST}
-_COLUMNS = (
-    *("requests", "prefill", "of serial", "handover", "of serial", "TTFT", "of serial"),
-    *("requests/s", "of serial", "blocks x s"),
-)
+_COLUMNS = ("requests", "prefill", "handover", "TTFT", "requests/s", "blocks x s")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -355,32 +352,28 @@ def to_json(
 
 
 def handover_table(found: Sequence[Row]) -> Table:
-    """Return the table that it ends with."""
+    """Return the table that it ends with: behind each figure, its share of serial requests'."""
     connectors = list(dict.fromkeys(row.connector for row in found))
     are_several = len(connectors) > 1
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, title="In brackets: the share of what serial requests have")
     table.add_column("clients", justify="right")
     for title in (*(["connector"] if are_several else []), "way"):
         table.add_column(title)
     for title in _COLUMNS:
         table.add_column(title, justify="right")
     if are_several:
-        table.add_column(f"handover, of {connectors[-1]}", justify="right")
-        table.add_column(f"blocks x s, of {connectors[-1]}", justify="right")
+        for title in ("handover", "blocks x s"):
+            table.add_column(f"{title} / {connectors[-1]}'s", justify="right")
     for row in found:
         table.add_row(
             str(row.clients),
             *([row.connector] if are_several else []),
             row.way,
             str(row.requests),
-            f"{row.prefill_s * 1e3:.0f} ms",
-            f"{row.prefill_of_serial:.2f}",
-            f"{row.handover_s * 1e3:.1f} ms",
-            f"{row.of_serial:.2f}",
-            f"{row.ttft_s * 1e3:.0f} ms",
-            f"{row.ttft_of_serial:.2f}",
-            f"{row.requests_s:.2f}",
-            f"{row.requests_of_serial:.2f}",
+            f"{row.prefill_s * 1e3:.0f} ms ({row.prefill_of_serial:.2f})",
+            f"{row.handover_s * 1e3:.1f} ms ({row.of_serial:.2f})",
+            f"{row.ttft_s * 1e3:.0f} ms ({row.ttft_of_serial:.2f})",
+            f"{row.requests_s:.2f} ({row.requests_of_serial:.2f})",
             f"{row.block_s:.1f}",
             *([f"{row.of_last:.2f}", f"{row.blocks_of_last:.2f}"] if are_several else []),
         )
