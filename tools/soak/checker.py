@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from .faults import STOPS
-from .history import Footprint, History, Request
+from .history import Footprint, History, Lull, Request
 
 _MIB = 1 << 20
 _SHOWN_CHARACTERS = 60
@@ -24,6 +24,7 @@ class Invariant(str, Enum):
     POOLS = "once a fault is healed, every pool comes back whole"
     FOOTPRINT = "memory, descriptors and threads do not grow"
     LIFE = "no engine ends that was not killed"
+    TESTED = "prompts are waited for, and read while they are computed"
 
     def __str__(self) -> str:
         return self.value
@@ -79,6 +80,26 @@ def check(
         *_unwanted_ends(history),
     ]
     return sorted(found, key=lambda violation: violation.at_s)
+
+
+def check_whole(history: History) -> list[Violation]:
+    """Return what was never tested of what must hold, once a soak is over.
+
+    Where all requests are serial, or none has blocks early, all else holds as well.
+    """
+    works = history.work().values()
+    seen = {
+        "no worker has waited for a prompt": sum(each.early for each in works),
+        "no byte was read before its prompt was offered": sum(
+            each.prefetched_bytes for each in works
+        ),
+    }
+    last = history.lulls[-1] if history.lulls else Lull(0, 0.0, 0.0, ())
+    return [
+        Violation(last.round, last.ended_s, Invariant.TESTED, "decode engines", what)
+        for what, count in seen.items()
+        if not count
+    ]
 
 
 def allowed_s(request: Request, history: History) -> float:

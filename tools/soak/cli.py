@@ -161,8 +161,7 @@ class _Invocation:
             violations=violations,
         )
         wide(self._console).print(report.table(report.outcomes(history, violations)))
-        waits = report.num_early_waits(history)
-        self.say(f"workers of decode engines waited for {waits} prompts to be computed")
+        wide(self._console).print(report.work_table(history))
         if plot.can_draw():
             plot.draw(history, violations, self._output / "soak.svg")
             self.say(f"{path} has all that was seen, {self._output / 'soak.svg'} draws it")

@@ -35,8 +35,21 @@ from .history import End, Footprint, PoolReading, Recorder
 from .schedule import Seat
 
 MAX_MODEL_TOKENS = 1024
-POOL_BLOCKS = {Role.PREFILL: 24, Role.DECODE: 14}
-"""A few requests of the longest kind: with as many clients, blocks run out again and again."""
+POOL_BLOCKS = {Role.PREFILL: 24, Role.DECODE: 24}
+"""Three requests of the longest kind: with as many clients, blocks run out again and again. A decode
+engine prefetches for two of them: it keeps room for one more."""
+
+MOST_AT_ONCE = 4
+"""So many requests a prefill engine computes at once; others are known there, and wait."""
+
+_CHUNK_TOKENS = 128
+# A block of the cache. Several requests have a chunk in each step, and none has room for all of its
+# prompt when it begins: so they run out of blocks in the middle, and one is preempted.
+_IN_CHUNKS = (
+    *("--long-prefill-token-threshold", str(_CHUNK_TOKENS)),
+    *("--max-num-seqs", str(MOST_AT_ONCE)),
+    "--no-scheduler-reserve-full-isl",
+)
 
 _SHUTDOWN_TIMEOUT_S = 60
 """How long an engine that is asked to end goes on for what it has, and for what others read."""
@@ -55,9 +68,12 @@ _NUM_WORKERS = 4
 _USAGE = "vllm:kv_cache_usage_perc"
 _HELD = "vllm:nixl_held_blocks"
 _IN_DOUBT = "vllm:nixl_kv_blocks_in_doubt"
-_UNFINISHED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_RUNNING = "vllm:num_requests_running"
+_WAITING = "vllm:num_requests_waiting"
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _EARLY = "vllm:nixl_prefill_wait_seconds_count"
+_PREFETCHED = "vllm:nixl_prefetched_bytes_total"
+_READ = (_USAGE, _HELD, _IN_DOUBT, _RUNNING, _WAITING, _PREEMPTIONS, _EARLY, _PREFETCHED)
 
 
 @dataclass(frozen=True)
@@ -120,6 +136,7 @@ def engine_spec(
         extra_args=(
             *("--num-gpu-blocks-override", str(POOL_BLOCKS[seat.role])),
             *("--shutdown-timeout", str(_SHUTDOWN_TIMEOUT_S)),
+            *(_IN_CHUNKS if seat.role is Role.PREFILL else ()),
         ),
         max_model_len=MAX_MODEL_TOKENS,
         port=port,
@@ -130,7 +147,7 @@ def engine_spec(
 
 def read_pool(text: str, engine: str, incarnation: int, at_s: float) -> PoolReading:
     """Return what a page of metrics says of blocks; what it lacks is 0."""
-    totals = dict.fromkeys((_USAGE, _HELD, _IN_DOUBT, *_UNFINISHED, _PREEMPTIONS, _EARLY), 0.0)
+    totals = dict.fromkeys(_READ, 0.0)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name in totals:
@@ -142,9 +159,11 @@ def read_pool(text: str, engine: str, incarnation: int, at_s: float) -> PoolRead
         usage=totals[_USAGE],
         held_blocks=totals[_HELD],
         blocks_in_doubt=totals[_IN_DOUBT],
-        unfinished=sum(totals[name] for name in _UNFINISHED),
+        running=totals[_RUNNING],
+        waiting=totals[_WAITING],
         preemptions=totals[_PREEMPTIONS],
         early=totals[_EARLY],
+        prefetched_bytes=totals[_PREFETCHED],
     )
 
 

@@ -173,6 +173,7 @@ class Soak:
                 return
             # However slow the machine is, something has gone wrong in the end.
             if number and self.recorder.now_s() >= settings.duration_s:
+                self._find(checker.check_whole(self.recorder.history))
                 return
 
     def _go_through(
@@ -200,12 +201,16 @@ class Soak:
     def _judge(self, turns: Sequence[Turn]) -> bool:
         """Check all that has been seen, tell what is new, and return whether anything is wrong."""
         answers = [turn.answer for turn in turns]
-        known = set(self.violations)
-        self.violations = checker.check(self.recorder.history, answers, self._settings.bounds)
-        for each in self.violations:
-            if each not in known:
-                self._tell(f"VIOLATED: {each.invariant}: {each.subject}: {each.what}")
+        self._find(checker.check(self.recorder.history, answers, self._settings.bounds))
         return bool(self.violations)
+
+    def _find(self, violations: Sequence[Violation]) -> None:
+        """Note down what must not be, and tell what is new."""
+        known = set(self.violations)
+        new = [each for each in violations if each not in known]
+        self.violations += new
+        for each in new:
+            self._tell(f"VIOLATED: {each.invariant}: {each.subject}: {each.what}")
 
     def _tell(self, what: str) -> None:
         self._say(f"{self.recorder.now_s():6.0f} s  {what}")

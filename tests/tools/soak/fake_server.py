@@ -9,7 +9,8 @@ the prompt's digest; the router asks its decode engines in turn.
 * ``garble``: a request that says where its blocks are gets another answer;
 * ``leak``: blocks stay in use;
 * ``hang``: such a request is never answered;
-* ``die``: end at the first such request.
+* ``die``: end at the first such request;
+* ``serial``: no prompt was waited for, and none prefetched.
 """
 
 from __future__ import annotations
@@ -89,7 +90,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Serve health and metrics."""
         usage = 0.5 if "leak" in BEHAVIOUR else 0.0
-        self._reply(200, f"vllm:kv_cache_usage_perc {usage}\n".encode())
+        early = int(IS_DECODE and "serial" not in BEHAVIOUR)
+        metrics = {
+            "vllm:kv_cache_usage_perc": usage,
+            "vllm:nixl_prefill_wait_seconds_count": early,
+            "vllm:nixl_prefetched_bytes_total": 1024 * early,
+        }
+        page = "".join(f"{name} {value}\n" for name, value in metrics.items())
+        self._reply(200, page.encode())
 
     def do_POST(self) -> None:
         """Answer, or pass on to an engine that does."""

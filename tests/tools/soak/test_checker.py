@@ -121,7 +121,7 @@ PLANTED: dict[str, tuple[Plant, Invariant, str]] = {
         Invariant.POOLS,
         "7 in doubt",
     ),
-    "a request stays": (_lull(pool(at_s=149.0, unfinished=1.0)), Invariant.POOLS, "1 requests"),
+    "a request stays": (_lull(pool(at_s=149.0, waiting=1.0)), Invariant.POOLS, "1 requests"),
     "a pool that was whole is so no more": (
         _lull(pool(at_s=120.0), pool(at_s=149.0, usage=0.5)),
         Invariant.POOLS,
