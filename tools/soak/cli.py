@@ -31,7 +31,7 @@ _OUTPUT = Path("build/soak")
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    kinds = "\n".join(f"  {kind.value:20} {what}" for kind, what in DESCRIPTIONS.items())
+    kinds = "\n".join(f"  {kind.value:24} {what}" for kind, what in DESCRIPTIONS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tools.soak",
         description="Put prefill and decode engines under load, let things go wrong, and check "

@@ -82,6 +82,23 @@ class FaultSpan:
 
 
 @dataclass(frozen=True)
+class Strike:
+    """A prefill engine was struck, while decode engines had requests that it was to compute.
+
+    Attributes:
+        round: in which round.
+        label: of the requests.
+        at_s: when.
+        limit_s: how much later they have to have ended.
+    """
+
+    round: int
+    label: str
+    at_s: float
+    limit_s: float
+
+
+@dataclass(frozen=True)
 class PoolReading:
     """What an engine's metrics say of its blocks.
 
@@ -185,6 +202,7 @@ class History:
 
     requests: list[Request] = field(default_factory=list)
     faults: list[FaultSpan] = field(default_factory=list)
+    strikes: list[Strike] = field(default_factory=list)
     pools: list[PoolReading] = field(default_factory=list)
     footprints: list[Footprint] = field(default_factory=list)
     lulls: list[Lull] = field(default_factory=list)

@@ -44,6 +44,7 @@ FORGOTTEN_AFTER_S = 5.0
 # Decode engines by their addresses, with when each was told of last.
 TOLD: dict[str, float] = {}
 TURNS = itertools.count()
+SEEN: list[dict[str, Any]] = []
 PARAMS = {
     "do_remote_prefill": True,
     "remote_engine_id": "engine",
@@ -88,7 +89,10 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def do_GET(self) -> None:
-        """Serve health and metrics."""
+        """Serve health and metrics, and what was asked."""
+        if self.path == "/seen":
+            self._reply(200, json.dumps(SEEN).encode())
+            return
         usage = 0.5 if "leak" in BEHAVIOUR else 0.0
         early = int(IS_DECODE and "serial" not in BEHAVIOUR)
         metrics = {
@@ -108,6 +112,7 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(content)
         answer = answer_to(asked)
         params = asked.get("kv_transfer_params") or {}
+        SEEN.append({"request_id": self.headers["X-Request-Id"], "params": params})
         if params.get("remote_block_ids"):
             if "die" in BEHAVIOUR:
                 print("MemoryError: the fake engine had enough", flush=True)

@@ -38,7 +38,7 @@ def test_engine_is_started_as_its_seat_says(seat):
     """Its layout, its transports, its policy and its lease are on the command line or beside it."""
     settings = FleetSettings(ucx_tls="tcp", lease_s=9.0)
     spec = engine_spec(
-        seat, 3, seat.placement, settings, port=1, side_channel_port=2, recompute=True, early=True
+        seat, 3, seat.placement, settings, port=1, side_channel_port=2, recompute=True
     )
     command = engine_command(spec, ServedModel(Path("m"), "m"), Device.CPU, 1, "vllm")
     env = engine_env(spec, Device.CPU, {}, side_channel_port=2, cores=[0])
@@ -51,7 +51,7 @@ def test_engine_is_started_as_its_seat_says(seat):
     config = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert config["kv_load_failure_policy"] == "recompute"
     assert config["kv_connector_extra_config"]["kv_lease_duration"] == 9.0
-    assert config["kv_connector_extra_config"]["early_dispatch"] is True
+    assert config["kv_connector_extra_config"]["early_dispatch"] is seat.early
     # So that prompts are preempted in the middle, and read in chunks.
     in_chunks = seat.role is Role.PREFILL
     assert ("--no-scheduler-reserve-full-isl" in command) is in_chunks

@@ -53,8 +53,10 @@ def test_work_of_a_seat_is_counted_once():
     """Each engine's last reading tells of all since it started, and its successor begins anew."""
     told = (("decode-1", 1, 2.0), ("decode-1", 1, 5.0), ("decode-1", 2, 1.0), ("decode-2", 1, 3.0))
     pools = [
-        pool(engine=name, incarnation=number, early=count, preemptions=2 * count, prefetched_bytes=0.0)
-        for name, number, count in told
+        pool(
+            engine=name, incarnation=number, early=early, preemptions=2 * early, prefetched_bytes=0
+        )
+        for name, number, early in told
     ]
     assert History(pools=pools).work() == {
         "decode-1": Work(preemptions=12.0, early=6.0),
