@@ -185,9 +185,10 @@ class EarlyNemesis:
             list(executor.map(lambda each: self._prefill(target, each), held))
         before = self._see(target, "holding", lambda pool: pool.held_blocks > 0, pokes=True)
         asked = ask()
-        after = self._see(target, "preempting", lambda pool: pool.preemptions > before.preemptions)
-        num_preempted = after.preemptions - before.preemptions
-        return asked, f"prompts were preempted {num_preempted:.0f} times"
+        # That one is preempted is told with its first token: not before it is struck.
+        after = self._see(target, "computing", lambda pool: pool.usage > before.usage)
+        self._wait(_LOOKED_S)
+        return asked, f"{before.usage:.0%} of the pool were held, and {after.usage:.0%} in use"
 
     def _let_offer(self, fault: Fault, ask: AskAll, stack: ExitStack) -> tuple[list[EarlyAsk], str]:
         stopped = [

@@ -62,7 +62,7 @@ class Fakes:
             running=float(self.num_long),
             waiting=float(num_waiting if self.num_long else 0),
             held_blocks=8.0 * bool(has_offers),
-            preemptions=5.0 + is_short,
+            usage=0.75 * bool(self.num_held) + 0.1 * is_short,
         )
 
     @contextmanager

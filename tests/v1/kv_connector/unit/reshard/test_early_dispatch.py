@@ -64,10 +64,10 @@ class Clock:
 
         def is_so() -> bool:
             self.now_s += self.STEP_S
+            assert self.now_s < began_s + within_s
             return condition()
 
         until(is_so, *wholes)
-        assert self.now_s < began_s + within_s
 
 
 @pytest.fixture
