@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from tools.soak.checker import Bounds, Invariant
+from tools.soak.early import MACHINE_MARGIN_S, MISSED_WITHIN_S, TOLD_WITHIN_S
 from tools.soak.faults import DESCRIPTIONS
 from tools.soak.fleet import POOL_BLOCKS, FleetSettings
 from tools.soak.runner import LULL_SLACK_S, SoakSettings
@@ -60,6 +61,9 @@ def test_limits_are_told():
         f"has {FAILED_READ_LIMIT_S:g} s whatever is stopped",
         f"{HELD_READ_LIMIT_S:g} s where it is computed then",
         f"stopped for {LONGEST_HOLD_S:g} s at most",
+        f"{TOLD_WITHIN_S:g} s after P has died that knew of the request",
+        f"{MISSED_WITHIN_S:g} s after P is silent",
+        f"To that come {MACHINE_MARGIN_S:g} s",
         f"limit of reads and {LULL_SLACK_S:g} s,",
         f"Leases last {fleet.lease_s:g} s, reads {fleet.read_timeout_s:g} s.",
         f"`UCX_TLS={fleet.ucx_tls}`",

@@ -3,10 +3,11 @@
 
 ``make soak`` runs it. What decides is apart from what acts:
 
-    values and plans    workload, faults, schedule, forgery     from a seed, without any I/O
-    what acts           fleet, load, frames, nemesis, observer  engines, clients, signals, sockets
-    what it leaves      history                                 everything that was seen, in seconds
-    what judges         checker                                 a function of the history
+    values and plans    workload, faults, schedule, forgery    from a seed, without any I/O
+    what acts           fleet, clients, frames, nemesis,       engines, clients, signals, sockets
+                        early, observer
+    what it leaves      history                                everything that was seen, in seconds
+    what judges         checker                                a function of the history
 
 ``runner`` puts them together, ``report``, ``excerpts`` and ``plot`` show what came of it.
 """

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from .faults import STOPS
-from .history import Footprint, History, Request
+from .faults import EARLY, STOPS
+from .history import Footprint, History, Lull, Request
 
 _MIB = 1 << 20
 _SHOWN_CHARACTERS = 60
@@ -24,6 +24,8 @@ class Invariant(str, Enum):
     POOLS = "once a fault is healed, every pool comes back whole"
     FOOTPRINT = "memory, descriptors and threads do not grow"
     LIFE = "no engine ends that was not killed"
+    EARLY = "who waits for a prompt hears soon of an engine that was struck"
+    TESTED = "prompts are waited for, and read while they are computed"
 
     def __str__(self) -> str:
         return self.value
@@ -77,8 +79,37 @@ def check(
         *_pools_not_whole(history),
         *_growth(history, bounds or Bounds()),
         *_unwanted_ends(history),
+        *_late_news(history),
     ]
     return sorted(found, key=lambda violation: violation.at_s)
+
+
+def check_whole(history: History) -> list[Violation]:
+    """Return what was never tested of what must hold, once a soak is over.
+
+    Where all requests are serial, or none has blocks early, all else holds as well.
+    """
+    works = history.work().values()
+    seen = {
+        "no worker has waited for a prompt": sum(each.early for each in works),
+        "no byte was read before its prompt was offered": sum(
+            each.prefetched_bytes for each in works
+        ),
+    }
+    last = history.lulls[-1] if history.lulls else Lull(0, 0.0, 0.0, ())
+    struck = {each.round for each in history.strikes}
+    return [
+        *(
+            Violation(each.round, each.healed_s, Invariant.TESTED, each.target, each.detail)
+            for each in history.faults
+            if each.kind in EARLY and each.round not in struck
+        ),
+        *(
+            Violation(last.round, last.ended_s, Invariant.TESTED, "decode engines", what)
+            for what, count in seen.items()
+            if not count
+        ),
+    ]
 
 
 def allowed_s(request: Request, history: History) -> float:
@@ -179,6 +210,17 @@ def _unwanted_ends(history: History) -> Iterator[Violation]:
         if not end.wanted:
             how = end.how or "it has ended"
             yield Violation(end.round, end.at_s, Invariant.LIFE, end.engine, how)
+
+
+def _late_news(history: History) -> Iterator[Violation]:
+    strikes = {(each.round, each.label): each for each in history.strikes}
+    for request in history.requests:
+        strike = strikes.get((request.round, request.label))
+        if strike is None or request.ended_s <= strike.at_s + strike.limit_s:
+            continue
+        took_s = request.ended_s - strike.at_s
+        what = f"it ended {took_s:.1f} s later, of {strike.limit_s:g} s that are allowed"
+        yield _of(request, Invariant.EARLY, what)
 
 
 def _of(request: Request, invariant: Invariant, what: str) -> Violation:

@@ -31,7 +31,7 @@ _OUTPUT = Path("build/soak")
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    kinds = "\n".join(f"  {kind.value:20} {what}" for kind, what in DESCRIPTIONS.items())
+    kinds = "\n".join(f"  {kind.value:24} {what}" for kind, what in DESCRIPTIONS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tools.soak",
         description="Put prefill and decode engines under load, let things go wrong, and check "
@@ -161,8 +161,7 @@ class _Invocation:
             violations=violations,
         )
         wide(self._console).print(report.table(report.outcomes(history, violations)))
-        waits = report.num_early_waits(history)
-        self.say(f"workers of decode engines waited for {waits} prompts to be computed")
+        wide(self._console).print(report.work_table(history))
         if plot.can_draw():
             plot.draw(history, violations, self._output / "soak.svg")
             self.say(f"{path} has all that was seen, {self._output / 'soak.svg'} draws it")

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,10 +25,23 @@ from .workload import Ask, Turn, asks, body
 
 _SLACK_S = 30.0
 _FOR_A_REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+_COORDINATES = ("do_remote_prefill", "remote_engine_id", "remote_host", "remote_port")
 _SHOWN_CHARACTERS = 300
+_POKE_LIMIT_S = 5.0
+_LONG_ANSWER_TOKENS = 600
+"""What an engine writes for seconds, and a prefill engine's pool has room for `MOST_AT_ONCE` of."""
 
 Params = dict[str, Any]
 T = TypeVar("T")
+
+
+def coordinates_of(params: Params) -> Params:
+    """Return what a router sends to a decode engine together with the prefill engine's request.
+
+    Args:
+        params: what the prefill engine has said of an earlier request.
+    """
+    return {name: params[name] for name in _COORDINATES}
 
 
 class PrefillError(Exception):
@@ -69,6 +83,19 @@ class Terms:
         return self.deadline_s if self.strict else self.deadline_s + LONGEST_HOLD_S + _SLACK_S
 
 
+@dataclass(frozen=True)
+class EarlyAsk:
+    """A request that two engines have at the same time.
+
+    Attributes:
+        prefill: whether the prefill engine has answered, once that is known.
+        decode: what came of it for the client.
+    """
+
+    prefill: Future[bool]
+    decode: Future[Request]
+
+
 class Clients:
     """All clients of a soak.
 
@@ -77,6 +104,9 @@ class Clients:
         turns: what can be asked.
         recorder: where it is noted down.
         deadline_s: how long a request of the load may take.
+
+    Attributes:
+        num_occupying: requests that only keep an engine busy.
     """
 
     def __init__(
@@ -91,6 +121,7 @@ class Clients:
         self._thread = threading.Thread(target=self._run, name="clients", daemon=True)
         self._gate = asyncio.Event()
         self._in_flight = 0
+        self.num_occupying = 0
         self._load: list[Future[None]] = []
         # Connections are not kept: an engine that was killed leaves dead ones behind.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -160,8 +191,7 @@ class Clients:
         Raises:
             PrefillError: it failed, was silent for too long, or did not say where they are.
         """
-        fields = body(ask, self._turns[ask.turn], self._model)
-        fields |= {"max_tokens": 1, "kv_transfer_params": _FOR_A_REMOTE_DECODE}
+        fields = self._prefill_body(ask)
         url = f"{server.url}/v1/chat/completions"
         try:
             reply = httpx.post(url, json=fields, timeout=limit_s, trust_env=False)
@@ -172,6 +202,44 @@ class Clients:
         if not params:
             raise PrefillError(f"{server.name} did not say where the blocks of a prompt are")
         return params
+
+    def ask_early(
+        self, prefill: Server, decode: Server, ask: Ask, terms: Terms, coordinates: Params
+    ) -> EarlyAsk:
+        """Ask a prefill and a decode engine at once, as a router does.
+
+        Args:
+            coordinates: of the prefill engine, as `coordinates_of` has them.
+        """
+        router_id = uuid.uuid4().hex
+        headers = {"X-Request-Id": router_id}
+        params = {**coordinates, "remote_request_id": router_id}
+        return EarlyAsk(
+            self._submit(self._prefill_early(prefill, ask, terms, headers)),
+            self._submit(self._ask(decode, ask, terms, params, headers)),
+        )
+
+    @contextmanager
+    def occupied(self, server: Server, count: int) -> Iterator[None]:
+        """Within this block an engine writes long answers, which nobody is interested in.
+
+        Args:
+            count: how many at once.
+        """
+        writing = [self._submit(self._have_written(server)) for _ in range(count)]
+        try:
+            yield
+        finally:
+            for each in writing:
+                each.cancel()
+
+    def poke(self, server: Server) -> None:
+        """Let an engine compute a step: its metrics are those of its last one."""
+        with suppress(httpx.HTTPError):
+            # Where it does not answer, its metrics or other requests tell.
+            url = f"{server.url}/v1/chat/completions"
+            fields = _short_chat(self._model) | {"max_tokens": 1}
+            httpx.post(url, json=fields, timeout=_POKE_LIMIT_S, trust_env=False)
 
     def close(self) -> None:
         """Break off what is in flight, and end the thread."""
@@ -206,7 +274,39 @@ class Clients:
             must_answer = self._must_answer and not ask.leaves
             await self._ask(server(), ask, replace(self._terms, must_answer=must_answer), None)
 
-    async def _ask(self, server: Server, ask: Ask, terms: Terms, params: Params | None) -> Request:
+    def _prefill_body(self, ask: Ask) -> dict[str, Any]:
+        """What a prefill engine is asked: for a token, and to hold the blocks."""
+        fields = body(replace(ask, stream=False), self._turns[ask.turn], self._model)
+        return fields | {"max_tokens": 1, "kv_transfer_params": _FOR_A_REMOTE_DECODE}
+
+    async def _prefill_early(
+        self, server: Server, ask: Ask, terms: Terms, headers: dict[str, str]
+    ) -> bool:
+        url = f"{server.url}/v1/chat/completions"
+        with suppress(httpx.HTTPError):
+            reply = await self._http.post(
+                url, json=self._prefill_body(ask), headers=headers, timeout=terms.patience_s
+            )
+            return reply.is_success
+        return False
+
+    async def _have_written(self, server: Server) -> None:
+        fields = _short_chat(self._model) | {"max_tokens": _LONG_ANSWER_TOKENS, "ignore_eos": True}
+        self.num_occupying += 1
+        try:
+            with suppress(httpx.HTTPError):
+                await self._http.post(f"{server.url}/v1/chat/completions", json=fields)
+        finally:
+            self.num_occupying -= 1
+
+    async def _ask(
+        self,
+        server: Server,
+        ask: Ask,
+        terms: Terms,
+        params: Params | None,
+        headers: dict[str, str] | None = None,
+    ) -> Request:
         """Ask, note down what came of it, and return that."""
         fields = body(ask, self._turns[ask.turn], self._model)
         if params is not None:
@@ -220,7 +320,7 @@ class Clients:
         self._in_flight += 1
         try:
             url = f"{server.url}/v1/chat/completions"
-            await asyncio.wait_for(exchange.run(self._http, url, fields), limit_s)
+            await asyncio.wait_for(exchange.run(self._http, url, fields, headers), limit_s)
         except asyncio.TimeoutError:
             exchange.left = leaves_after_s is not None
             gave_up = not exchange.left
@@ -261,8 +361,14 @@ class _Exchange:
         self.left = False
         self.error = ""
 
-    async def run(self, http: httpx.AsyncClient, url: str, fields: dict[str, Any]) -> None:
-        async with http.stream("POST", url, json=fields) as response:
+    async def run(
+        self,
+        http: httpx.AsyncClient,
+        url: str,
+        fields: dict[str, Any],
+        headers: dict[str, str] | None,
+    ) -> None:
+        async with http.stream("POST", url, json=fields, headers=headers) as response:
             self.status = response.status_code
             if response.is_error:
                 content = await response.aread()
@@ -279,3 +385,7 @@ class _Exchange:
                 self.left = True
                 return
             self.reply.take_line(line)
+
+
+def _short_chat(model: str) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "next"}], "temperature": 0.0}

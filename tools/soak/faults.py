@@ -30,6 +30,15 @@ class FaultKind(str, Enum):
     MIXED_PARAMS = "mixed-params"
     KILL_ROUTER = "kill-router"
     ROLL = "roll"
+    EARLY_STOP_KNOWN = "early-stop-known"
+    EARLY_STOP_COMPUTING = "early-stop-computing"
+    EARLY_STOP_OFFERED = "early-stop-offered"
+    EARLY_KILL_KNOWN = "early-kill-known"
+    EARLY_KILL_COMPUTING = "early-kill-computing"
+    EARLY_KILL_OFFERED = "early-kill-offered"
+    EARLY_RESTART_KNOWN = "early-restart-known"
+    EARLY_RESTART_COMPUTING = "early-restart-computing"
+    EARLY_RESTART_OFFERED = "early-restart-offered"
 
     def __str__(self) -> str:
         return self.value
@@ -40,6 +49,28 @@ class Role(str, Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class PromptState(str, Enum):
+    """How far P is with a prompt that a decode engine waits for."""
+
+    KNOWN = "known"
+    COMPUTING = "computing"
+    OFFERED = "offered"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Blow(str, Enum):
+    """What is done to P while it is that far."""
+
+    STOP = "stop"
+    KILL = "kill"
+    RESTART = "restart"
 
     def __str__(self) -> str:
         return self.value
@@ -60,7 +91,21 @@ DESCRIPTIONS: Mapping[FaultKind, str] = {
     FaultKind.MIXED_PARAMS: "kv_transfer_params of another request",
     FaultKind.KILL_ROUTER: "the router is killed, and started again",
     FaultKind.ROLL: "each engine is taken out, ends, and is followed, and no request may fail",
+    FaultKind.EARLY_STOP_KNOWN: "P is stopped while prompts wait there to be computed",
+    FaultKind.EARLY_STOP_COMPUTING: "P is stopped while it computes, and preempts, prompts",
+    FaultKind.EARLY_STOP_OFFERED: "P is stopped while decode engines have yet to see its offers",
+    FaultKind.EARLY_KILL_KNOWN: "P is killed while prompts wait there, and started later",
+    FaultKind.EARLY_KILL_COMPUTING: "P is killed while it computes prompts, and started later",
+    FaultKind.EARLY_KILL_OFFERED: "P is killed before its offers are seen, and started later",
+    FaultKind.EARLY_RESTART_KNOWN: "P is killed while prompts wait there, and started at once",
+    FaultKind.EARLY_RESTART_COMPUTING: "P is killed while it computes prompts, and started at once",
+    FaultKind.EARLY_RESTART_OFFERED: "P is killed before its offers are seen, and started at once",
 }
+
+EARLY: Mapping[FaultKind, tuple[Blow, PromptState]] = {
+    FaultKind(f"early-{blow}-{state}"): (blow, state) for blow in Blow for state in PromptState
+}
+"""Faults of an engine whose requests are sent to it and to a decode engine at once."""
 
 TARGET_ROLES: Mapping[FaultKind, Role] = {
     FaultKind.STOP_PREFILL_WORKER: Role.PREFILL,
@@ -75,6 +120,7 @@ TARGET_ROLES: Mapping[FaultKind, Role] = {
     FaultKind.DUPLICATE_FRAMES: Role.PREFILL,
     FaultKind.FORGED_PARAMS: Role.PREFILL,
     FaultKind.MIXED_PARAMS: Role.PREFILL,
+    **dict.fromkeys(EARLY, Role.PREFILL),
 }
 """Whom a fault strikes; of those that are not here, one strikes the router, and one all engines."""
 
@@ -84,6 +130,7 @@ STOPS = frozenset(
         FaultKind.STOP_DECODE_WORKER,
         FaultKind.STOP_PREFILL,
         FaultKind.STOP_DECODE,
+        *(kind for kind, (blow, _) in EARLY.items() if blow is Blow.STOP),
     }
 )
 """Faults after which the very same processes go on: who needs them has to wait until then."""

@@ -35,8 +35,21 @@ from .history import End, Footprint, PoolReading, Recorder
 from .schedule import Seat
 
 MAX_MODEL_TOKENS = 1024
-POOL_BLOCKS = {Role.PREFILL: 24, Role.DECODE: 14}
-"""A few requests of the longest kind: with as many clients, blocks run out again and again."""
+POOL_BLOCKS = {Role.PREFILL: 24, Role.DECODE: 24}
+"""Three requests of the longest kind: with as many clients, blocks run out again and again. A
+decode engine prefetches for two of them: it keeps room for one more."""
+
+MOST_AT_ONCE = 4
+"""So many requests a prefill engine computes at once; others are known there, and wait."""
+
+_CHUNK_TOKENS = 128
+# A block of the cache. Several requests have a chunk in each step, and none has room for all of its
+# prompt when it begins: so they run out of blocks in the middle, and one is preempted.
+_IN_CHUNKS = (
+    *("--long-prefill-token-threshold", str(_CHUNK_TOKENS)),
+    *("--max-num-seqs", str(MOST_AT_ONCE)),
+    "--no-scheduler-reserve-full-isl",
+)
 
 _SHUTDOWN_TIMEOUT_S = 60
 """How long an engine that is asked to end goes on for what it has, and for what others read."""
@@ -48,6 +61,9 @@ _CACHED_KERNELS = 32
 its sizes, and keeps 1,024 of a quarter of a MiB. An engine that meets new lengths all the time
 would grow by hundreds of MiB before that is full, which could hide what leaks."""
 
+_ANY_PAIR = ("--decode-policy", "random")
+"""With both in turn, a prefill engine's requests would all go to the same decode engine."""
+
 _ROUTER_ROLES = {Role.PREFILL: RouterRole.PREFILL, Role.DECODE: RouterRole.DECODE}
 _ENDED_BY_ITSELF = (0, 143)
 _READ_LIMIT_S = 3.0
@@ -55,9 +71,12 @@ _NUM_WORKERS = 4
 _USAGE = "vllm:kv_cache_usage_perc"
 _HELD = "vllm:nixl_held_blocks"
 _IN_DOUBT = "vllm:nixl_kv_blocks_in_doubt"
-_UNFINISHED = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+_RUNNING = "vllm:num_requests_running"
+_WAITING = "vllm:num_requests_waiting"
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _EARLY = "vllm:nixl_prefill_wait_seconds_count"
+_PREFETCHED = "vllm:nixl_prefetched_bytes_total"
+_READ = (_USAGE, _HELD, _IN_DOUBT, _RUNNING, _WAITING, _PREEMPTIONS, _EARLY, _PREFETCHED)
 
 
 @dataclass(frozen=True)
@@ -87,14 +106,12 @@ def engine_spec(
     port: int,
     side_channel_port: int,
     recompute: bool,
-    early: bool,
 ) -> EngineSpec:
     """Return how the engine of a seat is started.
 
     Args:
         incarnation: how many engines have had the seat, with this one.
         recompute: whether it computes what it cannot read, or fails the request.
-        early: whether requests may be sent to it and another engine at once.
     """
     env = {
         "UCX_TLS": settings.ucx_tls,
@@ -106,7 +123,7 @@ def engine_spec(
         "kv_lease_duration": settings.lease_s,
         "kv_read_timeout_s": settings.read_timeout_s,
         "engine_ttl": settings.engine_ttl_s,
-        "early_dispatch": early,
+        "early_dispatch": seat.early,
     }
     return EngineSpec(
         f"{seat.name}.{incarnation}",
@@ -120,6 +137,7 @@ def engine_spec(
         extra_args=(
             *("--num-gpu-blocks-override", str(POOL_BLOCKS[seat.role])),
             *("--shutdown-timeout", str(_SHUTDOWN_TIMEOUT_S)),
+            *(_IN_CHUNKS if seat.role is Role.PREFILL else ()),
         ),
         max_model_len=MAX_MODEL_TOKENS,
         port=port,
@@ -130,7 +148,7 @@ def engine_spec(
 
 def read_pool(text: str, engine: str, incarnation: int, at_s: float) -> PoolReading:
     """Return what a page of metrics says of blocks; what it lacks is 0."""
-    totals = dict.fromkeys((_USAGE, _HELD, _IN_DOUBT, *_UNFINISHED, _PREEMPTIONS, _EARLY), 0.0)
+    totals = dict.fromkeys(_READ, 0.0)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name in totals:
@@ -142,9 +160,11 @@ def read_pool(text: str, engine: str, incarnation: int, at_s: float) -> PoolRead
         usage=totals[_USAGE],
         held_blocks=totals[_HELD],
         blocks_in_doubt=totals[_IN_DOUBT],
-        unfinished=sum(totals[name] for name in _UNFINISHED),
+        running=totals[_RUNNING],
+        waiting=totals[_WAITING],
         preemptions=totals[_PREEMPTIONS],
         early=totals[_EARLY],
+        prefetched_bytes=totals[_PREFETCHED],
     )
 
 
@@ -171,7 +191,7 @@ class _Place:
     """A seat, and who has it."""
 
     def __init__(
-        self, seat: Seat, stack: PDStack, ports: PortAllocator, *, recompute: bool, early: bool
+        self, seat: Seat, stack: PDStack, ports: PortAllocator, *, recompute: bool
     ) -> None:
         self.seat = seat
         self.stack = stack
@@ -179,7 +199,6 @@ class _Place:
         # Where a placement with more workers follows, there is room for them.
         self.side_channel_port = ports.take(_NUM_WORKERS)
         self.recompute = recompute
-        self.early = early
         self.placement = seat.placement
         self.incarnation = 0
         self.engine: Engine | None = None
@@ -216,15 +235,12 @@ class Fleet:
 
         # Of two decode engines, one fails what it cannot read, and the other one computes it.
         decode = [seat.name for seat in seats if seat.role is Role.DECODE]
-        # Of two prefill engines, one has its requests sent to a decode engine at once.
-        prefill = [seat.name for seat in seats if seat.role is Role.PREFILL]
         self._places = {
             seat.name: _Place(
                 seat,
                 new_stack(),
                 ports,
                 recompute=seat.name in decode[1::2],
-                early=seat.name in (*prefill[:1], *decode),
             )
             for seat in seats
         }
@@ -248,6 +264,10 @@ class Fleet:
     def computes(self, name: str) -> bool:
         """Whether an engine computes what it cannot read, or fails the request."""
         return self._places[name].recompute
+
+    def is_early(self, name: str) -> bool:
+        """Whether requests may be sent to an engine and another one at once."""
+        return self._places[name].seat.early
 
     def server(self, name: str) -> Server:
         """Return how to ask an engine, or the router."""
@@ -361,20 +381,23 @@ class Fleet:
 
     def read_pools(self) -> dict[str, PoolReading]:
         """Read the metrics of all engines that answer, and note them down."""
-        readings = {}
-        for name, place in self._places.items():
-            engine, incarnation = place.engine, place.incarnation
-            if engine is None:
-                continue
-            try:
-                page = httpx.get(f"{engine.url}/metrics", timeout=_READ_LIMIT_S, trust_env=False)
-                page.raise_for_status()
-            except httpx.HTTPError:
-                continue
-            reading = read_pool(page.text, name, incarnation, self._recorder.now_s())
-            readings[name] = reading
-            self._recorder.history.pools.append(reading)
-        return readings
+        readings = ((name, self.read_pool(name)) for name in self._places)
+        return {name: reading for name, reading in readings if reading is not None}
+
+    def read_pool(self, name: str) -> PoolReading | None:
+        """Read the metrics of an engine, and note them down; `None` where it does not answer."""
+        place = self._places[name]
+        engine, incarnation = place.engine, place.incarnation
+        if engine is None:
+            return None
+        try:
+            page = httpx.get(f"{engine.url}/metrics", timeout=_READ_LIMIT_S, trust_env=False)
+            page.raise_for_status()
+        except httpx.HTTPError:
+            return None
+        reading = read_pool(page.text, name, incarnation, self._recorder.now_s())
+        self._recorder.history.pools.append(reading)
+        return reading
 
     def measure_footprints(self) -> None:
         """Note down what every engine takes of the machine."""
@@ -423,7 +446,6 @@ class Fleet:
             port=place.port,
             side_channel_port=place.side_channel_port,
             recompute=place.recompute,
-            early=place.early,
         )
         try:
             (place.engine,) = place.stack.start_engines(spec)
@@ -438,7 +460,7 @@ class Fleet:
         spec = RouterSpec(
             f"{ROUTER}.{self._router_incarnation}",
             port=self._router_port,
-            extra_args=self._registry.router_args,
+            extra_args=(*self._registry.router_args, *_ANY_PAIR),
         )
         self._router = self._router_stack.start_router([], [], spec)
 

@@ -82,6 +82,23 @@ class FaultSpan:
 
 
 @dataclass(frozen=True)
+class Strike:
+    """A prefill engine was struck, while decode engines had requests that it was to compute.
+
+    Attributes:
+        round: in which round.
+        label: of the requests.
+        at_s: when.
+        limit_s: how much later they have to have ended.
+    """
+
+    round: int
+    label: str
+    at_s: float
+    limit_s: float
+
+
+@dataclass(frozen=True)
 class PoolReading:
     """What an engine's metrics say of its blocks.
 
@@ -90,9 +107,11 @@ class PoolReading:
         usage: share of its blocks that are in use.
         held_blocks: held for others to read.
         blocks_in_doubt: kept because a read may still write into them.
-        unfinished: requests that run or wait.
+        running: requests that run.
+        waiting: requests that wait.
         preemptions: since it started.
         early: prompts that its workers have waited for since it started, each worker's counted.
+        prefetched_bytes: that were read of prompts before they were offered, since it started.
     """
 
     at_s: float
@@ -101,9 +120,16 @@ class PoolReading:
     usage: float
     held_blocks: float
     blocks_in_doubt: float
-    unfinished: float
+    running: float
+    waiting: float
     preemptions: float
     early: float
+    prefetched_bytes: float
+
+    @property
+    def unfinished(self) -> float:
+        """Requests that have not ended."""
+        return self.running + self.waiting
 
     @property
     def is_whole(self) -> bool:
@@ -155,16 +181,46 @@ class End:
     how: str = ""
 
 
+@dataclass(frozen=True)
+class Work:
+    """What engines of a seat went through, as their metrics have it; 0 of one that says nothing.
+
+    Attributes:
+        preemptions: requests that lost their blocks to others.
+        early: prompts that workers have waited for, each worker's counted.
+        prefetched_bytes: that were read of prompts before they were offered.
+    """
+
+    preemptions: float = 0.0
+    early: float = 0.0
+    prefetched_bytes: float = 0.0
+
+
 @dataclass
 class History:
     """What was seen, in the order in which it was noted down; any thread may note something."""
 
     requests: list[Request] = field(default_factory=list)
     faults: list[FaultSpan] = field(default_factory=list)
+    strikes: list[Strike] = field(default_factory=list)
     pools: list[PoolReading] = field(default_factory=list)
     footprints: list[Footprint] = field(default_factory=list)
     lulls: list[Lull] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
+
+    def work(self) -> dict[str, Work]:
+        """Return what engines went through, by their seats."""
+        # Counters begin anew with each engine that has the seat.
+        last = {(each.engine, each.incarnation): each for each in self.pools}
+        found: dict[str, Work] = {}
+        for each in last.values():
+            before = found.get(each.engine, Work())
+            found[each.engine] = Work(
+                before.preemptions + each.preemptions,
+                before.early + each.early,
+                before.prefetched_bytes + each.prefetched_bytes,
+            )
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """Return it in terms of JSON."""

@@ -4,21 +4,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
 
 from tools.pdstack.registry import FORGOTTEN_AFTER_S
 
 from .clients import Clients, Params, PrefillError, Terms
-from .faults import FRAMES, KILLS, MEDDLING, Fault, FaultKind, Role
+from .early import EarlyNemesis, UnseenError
+from .faults import EARLY, FRAMES, KILLS, MEDDLING, Fault, FaultKind, Role
 from .fleet import KILLED_AFTER_S, Fleet
 from .forgery import Forgery, forge
 from .frames import Meddling, MeddlingChannel
 from .history import FaultSpan, Recorder, Request
 from .schedule import FAILED_READ_LIMIT_S, HELD_READ_LIMIT_S, Round
+from .stage import Wait
 from .workload import Ask, Manner
 
 _MEDDLINGS = {
@@ -35,13 +36,6 @@ _FORGETTING_S = 5.0
 _OF_ANOTHER = "parameters of another request"
 
 
-class Wait(Protocol):
-    """Lets time pass, while somebody looks after the engines."""
-
-    def __call__(self, limit_s: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Return after a time, or once something is so."""
-
-
 class Nemesis:
     """Strikes one fault after the other.
 
@@ -53,6 +47,7 @@ class Nemesis:
         seed: other details for another number.
         deadline_s: how long its own requests may take.
         forgotten_after_s: after how long an engine forgets another one that nobody asks for.
+        early: strikes what waits for prompts.
         wait: how it waits.
     """
 
@@ -66,6 +61,7 @@ class Nemesis:
         seed: int,
         deadline_s: float,
         forgotten_after_s: float,
+        early: EarlyNemesis,
         wait: Wait,
     ) -> None:
         self._fleet = fleet
@@ -75,6 +71,7 @@ class Nemesis:
         self._seed = seed
         self._deadline_s = deadline_s
         self._forgotten_after_s = forgotten_after_s
+        self._early = early
         self._wait = wait
 
     def strike(self, planned: Round) -> None:
@@ -88,7 +85,7 @@ class Nemesis:
         detail = "broken off"
         try:
             detail = self._strike(fault, rng)
-        except PrefillError as error:
+        except (PrefillError, UnseenError) as error:
             # Whether the engine serves again is found out in the lull.
             detail = str(error)
         finally:
@@ -112,6 +109,8 @@ class Nemesis:
             return self._kill(fault)
         if kind is FaultKind.STOP_PREFILL_WORKER:
             return self._stop_while_read(fault, rng)
+        if kind in EARLY:
+            return self._early.strike(fault)
         if kind in FRAMES:
             return self._meddle_with_frames(fault, rng)
         if kind in MEDDLING:

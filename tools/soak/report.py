@@ -68,13 +68,6 @@ def outcomes(history: History, violations: Iterable[Violation]) -> dict[str, Out
     return dict(found)
 
 
-def num_early_waits(history: History) -> int:
-    """Return how many prompts were waited for that another engine computed, by all workers."""
-    # Counters begin anew with each engine that has the seat.
-    last = {(each.engine, each.incarnation): each.early for each in history.pools}
-    return int(sum(last.values()))
-
-
 def table(found: Mapping[str, Outcome]) -> Table:
     """Return the table of faults, how often they struck, and what came of requests."""
     drawn = Table(box=box.SIMPLE_HEAD)
@@ -84,6 +77,18 @@ def table(found: Mapping[str, Outcome]) -> Table:
     for name, outcome in found.items():
         style = "bold red" if outcome.violations else None
         drawn.add_row(name, *(str(value) for value in asdict(outcome).values()), style=style)
+    return drawn
+
+
+def work_table(history: History) -> Table:
+    """Return the table of what engines went through, all that had the same seat together."""
+    drawn = Table(box=box.SIMPLE_HEAD)
+    drawn.add_column("engine")
+    for column in ("preemptions", "prompts waited for", "KiB prefetched"):
+        drawn.add_column(column, justify="right")
+    for engine, work in sorted(history.work().items()):
+        kib = work.prefetched_bytes / 1024
+        drawn.add_row(engine, f"{work.preemptions:.0f}", f"{work.early:.0f}", f"{kib:.0f}")
     return drawn
 
 

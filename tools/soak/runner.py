@@ -17,6 +17,7 @@ from tools.pdstack.tiny_models import write_tiny_llama
 from . import checker, references, schedule, workload
 from .checker import Bounds, Violation
 from .clients import Clients
+from .early import EarlyNemesis
 from .faults import ROUTER, FaultKind
 from .fleet import MAX_MODEL_TOKENS, Fleet, FleetSettings
 from .history import Recorder
@@ -120,7 +121,7 @@ class Soak:
                 Clients(model.name, turns, self.recorder, self._settings.deadline_s) as clients,
                 Observer(fleet.read_pools),
             ):
-                self._go_through_rounds(model.name, fleet, clients, turns)
+                self._go_through_rounds(fleet, clients, turns)
         finally:
             fleet.close()
 
@@ -138,15 +139,12 @@ class Soak:
             (engine,) = stack.start_engines(spec)
             return references.answer_all(engine.url, model.name, planned)
 
-    def _go_through_rounds(
-        self, model: str, fleet: Fleet, clients: Clients, turns: Sequence[Turn]
-    ) -> None:
+    def _go_through_rounds(self, fleet: Fleet, clients: Clients, turns: Sequence[Turn]) -> None:
         settings = self._settings
         stage = Stage(
             fleet,
             clients,
             self.recorder,
-            model=model,
             num_turns=len(turns),
             deadline_s=settings.deadline_s,
             lull_s=settings.lull_s,
@@ -161,6 +159,15 @@ class Soak:
             seed=settings.seed,
             deadline_s=settings.deadline_s,
             forgotten_after_s=settings.fleet.engine_ttl_s,
+            early=EarlyNemesis(
+                fleet,
+                clients,
+                self.recorder,
+                turns,
+                seed=settings.seed,
+                deadline_s=settings.deadline_s,
+                wait=stage.wait,
+            ),
             wait=stage.wait,
         )
         clients.start_load(lambda: fleet.server(ROUTER), settings.seed, settings.num_clients)
@@ -173,6 +180,7 @@ class Soak:
                 return
             # However slow the machine is, something has gone wrong in the end.
             if number and self.recorder.now_s() >= settings.duration_s:
+                self._find(checker.check_whole(self.recorder.history))
                 return
 
     def _go_through(
@@ -200,12 +208,16 @@ class Soak:
     def _judge(self, turns: Sequence[Turn]) -> bool:
         """Check all that has been seen, tell what is new, and return whether anything is wrong."""
         answers = [turn.answer for turn in turns]
-        known = set(self.violations)
-        self.violations = checker.check(self.recorder.history, answers, self._settings.bounds)
-        for each in self.violations:
-            if each not in known:
-                self._tell(f"VIOLATED: {each.invariant}: {each.subject}: {each.what}")
+        self._find(checker.check(self.recorder.history, answers, self._settings.bounds))
         return bool(self.violations)
+
+    def _find(self, violations: Sequence[Violation]) -> None:
+        """Note down what must not be, and tell what is new."""
+        known = set(self.violations)
+        new = [each for each in violations if each not in known]
+        self.violations += new
+        for each in new:
+            self._tell(f"VIOLATED: {each.invariant}: {each.subject}: {each.what}")
 
     def _tell(self, what: str) -> None:
         self._say(f"{self.recorder.now_s():6.0f} s  {what}")

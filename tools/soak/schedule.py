@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from tools.pdstack.layout import Layout
 
 from .faults import (
+    EARLY,
     FLEET,
     RELAYOUTS,
     ROUTER,
@@ -59,16 +60,18 @@ class Seat:
 
     Attributes:
         placement: how the first one is laid out.
+        early: whether requests may be sent to it and another engine at once.
     """
 
     name: str
     role: Role
     placement: Placement
+    early: bool = True
 
 
 SEATS: tuple[Seat, ...] = (
     Seat("prefill-1", Role.PREFILL, PLACEMENTS[0]),
-    Seat("prefill-2", Role.PREFILL, PLACEMENTS[1]),
+    Seat("prefill-2", Role.PREFILL, PLACEMENTS[1], early=False),
     Seat("decode-1", Role.DECODE, PLACEMENTS[2]),
     Seat("decode-2", Role.DECODE, PLACEMENTS[3]),
 )
@@ -116,7 +119,9 @@ def _fault(
     placements: Mapping[str, Placement],
 ) -> Fault:
     role = TARGET_ROLES.get(kind)
-    targets = [seat.name for seat in seats if seat.role is role]
+    targets = [
+        seat.name for seat in seats if seat.role is role and (seat.early or kind not in EARLY)
+    ]
     everybody = FLEET if kind is FaultKind.ROLL else ROUTER
     target = rng.choice(targets) if targets else everybody
     # Who reads from a stopped worker has to give up while it is still stopped.

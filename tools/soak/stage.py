@@ -7,10 +7,10 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol
 
-import httpx
-
-from .clients import Clients, PrefillError, Server, Terms
+from .clients import Clients, PrefillError, Terms, coordinates_of
 from .faults import ROUTER, Role
 from .fleet import Fleet
 from .history import Lull, Recorder, Request
@@ -20,7 +20,13 @@ _TICK_S = 0.2
 _LOOK_EVERY_S = 1.0
 _ROUTER_LIMIT_S = 60.0
 """How long the router may take to send requests to an engine again."""
-_POKE_LIMIT_S = 5.0
+
+
+class Wait(Protocol):
+    """Lets time pass, while somebody looks after the engines."""
+
+    def __call__(self, limit_s: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Return after a time, or once something is so."""
 
 
 class EndedError(Exception):
@@ -31,7 +37,6 @@ class Stage:
     """Engines and clients between two faults.
 
     Args:
-        model: what is served.
         num_turns: how many turns there are to ask for.
         deadline_s: how long a request may take.
         lull_s: how long it may take until every block is free.
@@ -45,7 +50,6 @@ class Stage:
         clients: Clients,
         recorder: Recorder,
         *,
-        model: str,
         num_turns: int,
         deadline_s: float,
         lull_s: float,
@@ -55,7 +59,6 @@ class Stage:
         self._fleet = fleet
         self._clients = clients
         self._recorder = recorder
-        self._model = model
         self._num_turns = num_turns
         self._patience_s = Terms(deadline_s).patience_s
         # Nothing is stopped in a lull.
@@ -98,7 +101,7 @@ class Stage:
             probe
             for prefill in self._fleet.names(Role.PREFILL)
             for decode in self._fleet.names(Role.DECODE)
-            if (probe := self._probe(prefill, decode)) is not None
+            for probe in self._probe(prefill, decode)
         ]
         for probe in probes:
             # It has a deadline of its own.
@@ -120,29 +123,17 @@ class Stage:
         """Whether no block of any engine is in use."""
         names = self._fleet.names()
         with ThreadPoolExecutor(len(names)) as pool:
-            list(pool.map(self._poke, map(self._fleet.server, names)))
+            list(pool.map(self._clients.poke, map(self._fleet.server, names)))
         readings = self._fleet.read_pools()
         return all(name in readings and readings[name].is_whole for name in names)
 
-    def _poke(self, server: Server) -> None:
-        """Let an engine compute a step: its metrics are those of its last one."""
-        body = {
-            "model": self._model,
-            "messages": [{"role": "user", "content": "next"}],
-            "max_tokens": 1,
-        }
-        url = f"{server.url}/v1/chat/completions"
-        try:
-            httpx.post(url, json=body, timeout=_POKE_LIMIT_S, trust_env=False)
-        except httpx.HTTPError:
-            # Then its metrics, or the probes, tell.
-            return
-
-    def _probe(self, prefill: str, decode: str) -> Future[Request] | None:
+    def _probe(self, prefill: str, decode: str) -> list[Future[Request]]:
         """Let a pair of engines answer something of which neither has a block.
 
+        Where it can be asked at once, it is so, too.
+
         Returns:
-            What will come of it; `None` where the prompt could not be computed.
+            What will come of it; nothing where the prompt could not be computed.
         """
         ask = self._new_ask()
         sent_s = self._recorder.now_s()
@@ -150,8 +141,15 @@ class Stage:
             params = self._clients.prefill(self._fleet.server(prefill), ask, self._terms.deadline_s)
         except PrefillError as error:
             self._note_failed_prefill(ask, prefill, sent_s, error)
-            return None
-        return self._clients.ask(self._fleet.server(decode), ask, self._terms, params)
+            return []
+        servers = self._fleet.server(prefill), self._fleet.server(decode)
+        probes = [self._clients.ask(servers[1], ask, self._terms, params)]
+        if self._fleet.is_early(prefill):
+            terms = replace(self._terms, label="early")
+            coordinates = coordinates_of(params)
+            early = self._clients.ask_early(*servers, self._new_ask(), terms, coordinates)
+            probes.append(early.decode)
+        return probes
 
     def _probe_router(self) -> None:
         """See that the router sends requests to the engines, once it knows that they are back."""

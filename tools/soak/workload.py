@@ -39,6 +39,7 @@ class Manner(str, Enum):
     PROBE = "probe"
     HELD_READ = "held read"
     MEDDLED = "meddled with"
+    EARLY = "early"
 
     def __str__(self) -> str:
         return self.value
@@ -88,6 +89,11 @@ class Turn:
     messages: tuple[tuple[str, str], ...]
     answer_tokens: int
     answer: str
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How long its prompt is: a token for each character, and one that begins the sequence."""
+        return 1 + sum(len(content) for _, content in self.messages)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ the prompt's digest; the router asks its decode engines in turn.
 * ``garble``: a request that says where its blocks are gets another answer;
 * ``leak``: blocks stay in use;
 * ``hang``: such a request is never answered;
-* ``die``: end at the first such request.
+* ``die``: end at the first such request;
+* ``serial``: no prompt was waited for, and none prefetched.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ FORGOTTEN_AFTER_S = 5.0
 # Decode engines by their addresses, with when each was told of last.
 TOLD: dict[str, float] = {}
 TURNS = itertools.count()
+SEEN: list[dict[str, Any]] = []
 PARAMS = {
     "do_remote_prefill": True,
     "remote_engine_id": "engine",
@@ -87,9 +89,19 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def do_GET(self) -> None:
-        """Serve health and metrics."""
+        """Serve health and metrics, and what was asked."""
+        if self.path == "/seen":
+            self._reply(200, json.dumps(SEEN).encode())
+            return
         usage = 0.5 if "leak" in BEHAVIOUR else 0.0
-        self._reply(200, f"vllm:kv_cache_usage_perc {usage}\n".encode())
+        early = int(IS_DECODE and "serial" not in BEHAVIOUR)
+        metrics = {
+            "vllm:kv_cache_usage_perc": usage,
+            "vllm:nixl_prefill_wait_seconds_count": early,
+            "vllm:nixl_prefetched_bytes_total": 1024 * early,
+        }
+        page = "".join(f"{name} {value}\n" for name, value in metrics.items())
+        self._reply(200, page.encode())
 
     def do_POST(self) -> None:
         """Answer, or pass on to an engine that does."""
@@ -100,6 +112,7 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(content)
         answer = answer_to(asked)
         params = asked.get("kv_transfer_params") or {}
+        SEEN.append({"request_id": self.headers["X-Request-Id"], "params": params})
         if params.get("remote_block_ids"):
             if "die" in BEHAVIOUR:
                 print("MemoryError: the fake engine had enough", flush=True)

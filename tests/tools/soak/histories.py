@@ -49,9 +49,11 @@ def pool(**fields: Any) -> PoolReading:
         "usage": 0.0,
         "held_blocks": 0.0,
         "blocks_in_doubt": 0.0,
-        "unfinished": 0.0,
+        "running": 0.0,
+        "waiting": 0.0,
         "preemptions": 3.0,
         "early": 2.0,
+        "prefetched_bytes": 4096.0,
     }
     return PoolReading(**{**defaults, **fields})
 
@@ -94,7 +96,7 @@ def sound_history() -> History:
         ],
         faults=[fault()],
         pools=[
-            pool(at_s=30.0, usage=0.8, held_blocks=4.0, unfinished=2.0),
+            pool(at_s=30.0, usage=0.8, held_blocks=4.0, running=2.0),
             *(pool(engine=engine) for engine in ENGINES),
         ],
         footprints=[footprint(engine=engine) for engine in ENGINES],

@@ -18,9 +18,9 @@ from tests.tools.soak.histories import (
     request,
     sound_history,
 )
-from tools.soak.checker import Bounds, Invariant, allowed_s, check
+from tools.soak.checker import Bounds, Invariant, allowed_s, check, check_whole
 from tools.soak.faults import STOPS, FaultKind
-from tools.soak.history import End, History, Lull
+from tools.soak.history import End, History, Lull, Strike
 
 Plant = Callable[[History], None]
 BOUNDS = Bounds()
@@ -46,6 +46,18 @@ def _end(history: History) -> None:
     history.ends.append(
         End(round=1, at_s=44.0, engine=ENGINES[0], incarnation=1, wanted=False, how="SIGABRT")
     )
+
+
+def _struck(history: History) -> None:
+    history.strikes.append(Strike(round=3, label="struck", at_s=20.0, limit_s=6.0))
+    history.requests += [
+        request(round=3, label="struck", ended_s=ended_s) for ended_s in (26.0, 26.5)
+    ]
+    # Others have nothing to do with it.
+    history.requests += [
+        request(round=3, ended_s=30.0),
+        request(round=4, label="struck", ended_s=30.0),
+    ]
 
 
 PLANTED: dict[str, tuple[Plant, Invariant, str]] = {
@@ -121,7 +133,7 @@ PLANTED: dict[str, tuple[Plant, Invariant, str]] = {
         Invariant.POOLS,
         "7 in doubt",
     ),
-    "a request stays": (_lull(pool(at_s=149.0, unfinished=1.0)), Invariant.POOLS, "1 requests"),
+    "a request stays": (_lull(pool(at_s=149.0, waiting=1.0)), Invariant.POOLS, "1 requests"),
     "a pool that was whole is so no more": (
         _lull(pool(at_s=120.0), pool(at_s=149.0, usage=0.5)),
         Invariant.POOLS,
@@ -140,6 +152,7 @@ PLANTED: dict[str, tuple[Plant, Invariant, str]] = {
     ),
     "threads grow": (_footprint(threads=80 + BOUNDS.threads + 1), Invariant.FOOTPRINT, "threads"),
     "an engine ends": (_end, Invariant.LIFE, "SIGABRT"),
+    "who waits is not told": (_struck, Invariant.EARLY, "it ended 6.5 s later, of 6 s"),
 }
 
 
@@ -210,3 +223,24 @@ def test_growth_is_told_once():
     history.footprints += [footprint(at_s=at_s, threads=900) for at_s in (100.0, 200.0, 300.0)]
     (violation,) = check(history, ANSWERS)
     assert violation.at_s == 100.0
+
+
+def test_soak_that_tested_nothing_early_is_told():
+    """All else holds as well where no prompt is waited for, or none prefetched."""
+    history = sound_history()
+    assert check_whole(history) == []
+    history.pools = [pool(prefetched_bytes=0.0)]
+    (violation,) = check_whole(history)
+    assert violation.invariant is Invariant.TESTED and "no byte" in violation.what
+    assert len(check_whole(History())) == 2
+
+
+def test_state_that_was_not_seen_is_told():
+    """A fault that has struck nobody in its state has tested nothing."""
+    history = sound_history()
+    unseen = fault(kind=FaultKind.EARLY_KILL_KNOWN, round=3, detail="prefill-1 was not full")
+    history.faults.append(unseen)
+    (violation,) = check_whole(history)
+    assert (violation.invariant, violation.what) == (Invariant.TESTED, "prefill-1 was not full")
+    history.strikes.append(Strike(round=3, label="struck", at_s=20.0, limit_s=6.0))
+    assert check_whole(history) == []

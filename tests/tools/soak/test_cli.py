@@ -121,6 +121,7 @@ def test_a_fleet_is_replaced_without_a_request_that_fails(start, tmp_path):
         ("leak", Invariant.POOLS),
         ("hang", Invariant.DEADLINES),
         ("die", Invariant.LIFE),
+        ("serial", Invariant.TESTED),
     ],
 )
 def test_what_must_not_be_is_found(start, tmp_path, behaviour, invariant):

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing
 
+import httpx
 import pytest
 
 from tests.tools.pdstack.helpers import wait_until
@@ -14,7 +15,7 @@ from tests.tools.soak.fake_server import answer_to
 from tools.pdstack.ports import HOST, PortAllocator
 from tools.soak import references
 from tools.soak.checker import check
-from tools.soak.clients import Clients, PrefillError, Server, Terms
+from tools.soak.clients import Clients, PrefillError, Server, Terms, coordinates_of
 from tools.soak.history import Recorder
 from tools.soak.workload import Ask, Manner, Turn, conversations
 
@@ -168,3 +169,34 @@ def test_unclear_answers_are_not_asked_for():
     margin = references.margin_of({"logprobs": {"content": content}})
     assert margin == pytest.approx(0.001)
     assert margin < references.CLEAR_MARGIN
+
+
+def test_both_engines_are_asked_under_one_name(clients, engine, recorder):
+    """As by a router: the decode engine is told where the other one is, and of which request."""
+    params = clients.prefill(engine, Ask(Manner.PROBE, 0), SOON_S)
+    coordinates = coordinates_of(params)
+    assert set(coordinates) == set(params) - {"remote_block_ids", "remote_request_id"}
+    early = clients.ask_early(engine, engine, Ask(Manner.EARLY, 0), Terms(SOON_S), coordinates)
+    assert early.prefill.result(SOON_S) is True
+    assert early.decode.result(SOON_S).answered
+    seen = httpx.get(f"{engine.url}/seen", trust_env=False).json()
+    asked = {bool(each["params"].get("do_remote_decode")): each for each in seen[-2:]}
+    router_id = asked[True]["request_id"]
+    assert router_id and router_id == asked[False]["request_id"]
+    assert asked[False]["params"] == {**coordinates, "remote_request_id": router_id}
+
+
+def test_prefill_engine_that_is_gone_has_not_answered(clients, engine):
+    """The decode engine is asked all the same."""
+    nobody = Server("nobody", f"http://{HOST}:{PortAllocator().take()}")
+    early = clients.ask_early(nobody, engine, Ask(Manner.EARLY, 0), Terms(SOON_S), {})
+    assert early.prefill.result(SOON_S) is False
+    assert early.decode.result(SOON_S).answered
+
+
+def test_engine_is_occupied_for_as_long_as_is_wanted(clients, silent, recorder):
+    """Nothing is noted down of that, and nothing is left of it."""
+    with clients.occupied(silent, 3):
+        wait_until(lambda: clients.num_occupying == 3, "what occupies it")
+    wait_until(lambda: not clients.num_occupying, "the end of that")
+    assert recorder.history.requests == [] and not clients.in_flight

@@ -10,6 +10,7 @@ import pytest
 
 from tools.pdstack.engine import Device, ServedModel, engine_command, engine_env
 from tools.pdstack.errors import PDStackError
+from tools.soak.faults import Role
 from tools.soak.fleet import FleetSettings, choose_worker, engine_spec, read_pool
 from tools.soak.schedule import SEATS
 
@@ -27,6 +28,8 @@ vllm:nixl_prefill_wait_seconds_count{engine="0"} 9.0
 vllm:nixl_prefill_wait_seconds_sum{engine="0"} 1.5
 # TYPE vllm:num_preemptions counter
 vllm:num_preemptions_total{engine="0"} 7.0
+# TYPE vllm:nixl_prefetched_bytes counter
+vllm:nixl_prefetched_bytes_total{engine="0"} 512.0
 """
 
 
@@ -35,7 +38,7 @@ def test_engine_is_started_as_its_seat_says(seat):
     """Its layout, its transports, its policy and its lease are on the command line or beside it."""
     settings = FleetSettings(ucx_tls="tcp", lease_s=9.0)
     spec = engine_spec(
-        seat, 3, seat.placement, settings, port=1, side_channel_port=2, recompute=True, early=True
+        seat, 3, seat.placement, settings, port=1, side_channel_port=2, recompute=True
     )
     command = engine_command(spec, ServedModel(Path("m"), "m"), Device.CPU, 1, "vllm")
     env = engine_env(spec, Device.CPU, {}, side_channel_port=2, cores=[0])
@@ -48,14 +51,20 @@ def test_engine_is_started_as_its_seat_says(seat):
     config = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert config["kv_load_failure_policy"] == "recompute"
     assert config["kv_connector_extra_config"]["kv_lease_duration"] == 9.0
-    assert config["kv_connector_extra_config"]["early_dispatch"] is True
+    assert config["kv_connector_extra_config"]["early_dispatch"] is seat.early
+    # So that prompts are preempted in the middle, and read in chunks.
+    in_chunks = seat.role is Role.PREFILL
+    assert ("--no-scheduler-reserve-full-isl" in command) is in_chunks
+    assert ("--long-prefill-token-threshold" in command) is in_chunks
 
 
 def test_pool_is_read_from_metrics():
     """A metric that an engine does not have is 0."""
     reading = read_pool(PAGE, "decode-1", 2, 30.0)
     assert (reading.usage, reading.held_blocks, reading.unfinished) == (0.25, 4.0, 5.0)
+    assert (reading.running, reading.waiting) == (2.0, 3.0)
     assert (reading.blocks_in_doubt, reading.preemptions, reading.early) == (0.0, 7.0, 9.0)
+    assert reading.prefetched_bytes == 512.0
     assert not reading.is_whole
     assert read_pool("", "decode-1", 2, 30.0).is_whole
 

@@ -15,6 +15,7 @@ from tools.pdstack.errors import PDStackError
 from tools.pdstack.layout import Layout
 from tools.pdstack.registry import FORGOTTEN_AFTER_S
 from tools.soak.clients import PrefillError, Server
+from tools.soak.early import UnseenError
 from tools.soak.faults import FLEET, Fault, FaultKind, Placement, Role
 from tools.soak.fleet import KILLED_AFTER_S
 from tools.soak.forgery import Forgery
@@ -127,6 +128,7 @@ class Scene:
         self.fleet, self.recorder = FakeFleet(), Recorder()
         self.clients = FakeClients(self.fleet.done)
         self.wait_error: Exception | None = None
+        self.unseen: UnseenError | None = None
         self.nemesis = Nemesis(
             self.fleet,
             self.clients,
@@ -135,6 +137,7 @@ class Scene:
             seed=1,
             deadline_s=30.0,
             forgotten_after_s=60.0,
+            early=self,
             wait=self.wait,
         )
 
@@ -144,10 +147,16 @@ class Scene:
         if self.wait_error is not None:
             raise self.wait_error
 
-    def strike(self, kind: FaultKind, target: str, **fields: Any) -> list[Any]:
+    def strike_once(self, kind: FaultKind, target: str, **fields: Any) -> list[Any]:
         """Strike once; returns what was done, without asking for the blocks of requests."""
         self.nemesis.strike(Round(1, Fault(kind, target, 7.0, **fields), 0.0, 0.0))
         return self.fleet.done
+
+    def strike(self, fault: Fault) -> str:
+        """Stand in for what strikes engines that are waited for."""
+        if self.unseen is not None:
+            raise self.unseen
+        return f"{fault.target} was seen"
 
 
 @pytest.fixture
@@ -166,7 +175,7 @@ def scene() -> Scene:
 )
 def test_stopped_processes_go_on(scene, kind, worker):
     """A whole engine is stopped, or one worker of it, for as long as was planned."""
-    assert scene.strike(kind, "engine", worker=3) == [
+    assert scene.strike_once(kind, "engine", worker=3) == [
         ("stop", "engine", worker),
         ("wait", 7.0, False),
         ("continue", "engine", worker),
@@ -180,7 +189,7 @@ def test_stopped_processes_go_on_whatever_happens(scene):
     """Also where another engine ends meanwhile; the fault is noted down as broken off."""
     scene.wait_error = PDStackError("another engine has ended")
     with pytest.raises(PDStackError):
-        scene.strike(FaultKind.STOP_DECODE, "engine")
+        scene.strike_once(FaultKind.STOP_DECODE, "engine")
     assert scene.fleet.done[-1] == ("continue", "engine", None)
     assert [span.detail for span in scene.recorder.history.faults] == ["broken off"]
 
@@ -188,7 +197,7 @@ def test_stopped_processes_go_on_whatever_happens(scene):
 @pytest.mark.parametrize("kind", [FaultKind.KILL_PREFILL, FaultKind.KILL_ROUTER])
 def test_killed_servers_are_started_again(scene, kind):
     """After as long as was planned under load, as they were before, and without any load."""
-    assert scene.strike(kind, "server") == [
+    assert scene.strike_once(kind, "server") == [
         ("kill", "server"),
         ("wait", 7.0, False),
         "pause",
@@ -199,7 +208,7 @@ def test_killed_servers_are_started_again(scene, kind):
 
 def test_each_engine_is_followed_while_all_requests_have_to_be_answered(scene):
     """It is taken out, has the time for what is on its way, and ends by itself, under load."""
-    done = scene.strike(FaultKind.ROLL, FLEET)
+    done = scene.strike_once(FaultKind.ROLL, FLEET)
     assert (done[0], done[-1]) == ("all have to be answered", "some may fail")
     names = [f"{role}-{number}" for role in Role for number in (1, 2)]
     assert done[1:-1] == [
@@ -221,14 +230,14 @@ def test_each_engine_is_followed_while_all_requests_have_to_be_answered(scene):
 def test_engine_comes_back_with_another_layout(scene):
     """The layout is the one that was planned, and is told."""
     placement = Placement(Layout(2, 1))
-    done = scene.strike(FaultKind.RELAYOUT_DECODE, "decode-1", placement=placement)
+    done = scene.strike_once(FaultKind.RELAYOUT_DECODE, "decode-1", placement=placement)
     assert ("restart", "decode-1", placement) in done
     assert scene.recorder.history.faults[0].detail == "now tp2pp1"
 
 
 def test_reads_are_asked_for_while_their_source_is_stopped(scene):
     """Their blocks were promised before; their deadlines do not wait for the worker."""
-    done = scene.strike(FaultKind.STOP_PREFILL_WORKER, "prefill-1", worker=1)
+    done = scene.strike_once(FaultKind.STOP_PREFILL_WORKER, "prefill-1", worker=1)
     assert [each[0] for each in done] == [
         *("prefill", "prefill", "stop", "ask", "ask", "wait", "continue")
     ]
@@ -241,7 +250,7 @@ def test_reads_are_asked_for_while_their_source_is_stopped(scene):
 
 def test_parameters_are_mixed_up(scene):
     """Every request has the parameters of another one, and may fail."""
-    scene.strike(FaultKind.MIXED_PARAMS, "prefill-2")
+    scene.strike_once(FaultKind.MIXED_PARAMS, "prefill-2")
     assert len(scene.clients.asked) == 2
     for _, ask, terms, params in scene.clients.asked:
         assert params["remote_request_id"] != ask.salt
@@ -251,7 +260,7 @@ def test_parameters_are_mixed_up(scene):
 def test_parameters_are_forged(scene):
     """One request for each forgery, at the decode engines in turn."""
     forgeries = (Forgery.UNKNOWN_REQUEST, Forgery.REVERSED_BLOCKS, Forgery.MISSING_ADDRESS)
-    scene.strike(FaultKind.FORGED_PARAMS, "prefill-1", forgeries=forgeries)
+    scene.strike_once(FaultKind.FORGED_PARAMS, "prefill-1", forgeries=forgeries)
     names, _, terms, params = zip(*scene.clients.asked, strict=True)
     assert names == ("decode-1", "decode-2", "decode-1")
     assert [each.label for each in terms] == [str(forgery) for forgery in forgeries]
@@ -263,7 +272,7 @@ def test_parameters_are_forged(scene):
 @pytest.mark.parametrize("kind", [FaultKind.DROP_FRAMES, FaultKind.DUPLICATE_FRAMES])
 def test_handshakes_go_through_a_channel_that_meddles(scene, kind):
     """Each decode engine meets each way; where messages only come twice, it must be answered."""
-    scene.strike(kind, "prefill-1")
+    scene.strike_once(kind, "prefill-1")
     assert len(scene.clients.asked) == 4
     assert len({params["remote_port"] for *_, params in scene.clients.asked} | {9}) == 5
     for _, _, terms, _ in scene.clients.asked:
@@ -276,5 +285,14 @@ def test_handshakes_go_through_a_channel_that_meddles(scene, kind):
 def test_engine_that_does_not_prefill_is_told(scene):
     """Nothing is raised: the lull finds out whether it serves again."""
     scene.clients.prefill_error = PrefillError("prefill-1 did not prefill: why")
-    scene.strike(FaultKind.MIXED_PARAMS, "prefill-1")
+    scene.strike_once(FaultKind.MIXED_PARAMS, "prefill-1")
     assert "prefill-1 did not prefill" in scene.recorder.history.faults[0].detail
+
+
+def test_engine_that_is_waited_for_is_struck_apart(scene):
+    """What was seen is told; so is that nothing was, and the soak goes on."""
+    scene.strike_once(FaultKind.EARLY_KILL_KNOWN, "prefill-1")
+    scene.unseen = UnseenError("prefill-1 was not full")
+    scene.strike_once(FaultKind.EARLY_KILL_KNOWN, "prefill-1")
+    details = [span.detail for span in scene.recorder.history.faults]
+    assert details == ["prefill-1 was seen", "prefill-1 was not full"]

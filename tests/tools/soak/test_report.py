@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.tools.soak.histories import ANSWERS, pool, request, sound_history
 from tools.soak import plot, report
 from tools.soak.checker import check
-from tools.soak.history import History
+from tools.soak.history import History, Work
 from tools.soak.report import Outcome
 
 
@@ -49,12 +49,29 @@ def test_table_has_a_row_for_each_fault(history):
     assert ["none", "0", "1", "0", "0", "0", "0", "0"] in rows
 
 
-def test_early_requests_are_counted_once():
+def test_work_of_a_seat_is_counted_once():
     """Each engine's last reading tells of all since it started, and its successor begins anew."""
     told = (("decode-1", 1, 2.0), ("decode-1", 1, 5.0), ("decode-1", 2, 1.0), ("decode-2", 1, 3.0))
-    pools = [pool(engine=name, incarnation=number, early=early) for name, number, early in told]
-    assert report.num_early_waits(History(pools=pools)) == 9
-    assert report.num_early_waits(History()) == 0
+    pools = [
+        pool(
+            engine=name, incarnation=number, early=early, preemptions=2 * early, prefetched_bytes=0
+        )
+        for name, number, early in told
+    ]
+    assert History(pools=pools).work() == {
+        "decode-1": Work(preemptions=12.0, early=6.0),
+        "decode-2": Work(preemptions=6.0, early=3.0),
+    }
+    assert History().work() == {}
+
+
+def test_table_of_work_has_a_row_for_each_seat(history):
+    """Whoever looks at it sees whether anything was early, and whether blocks ran out."""
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(report.work_table(history))
+    rows = [line.split() for line in captured.get().splitlines()]
+    assert ["decode-1", "3", "2", "4"] in rows and ["prefill-1", "3", "2", "4"] in rows
 
 
 def test_file_has_everything(history, tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tools.soak import schedule
 from tools.soak.faults import (
+    EARLY,
     FLEET,
     RELAYOUTS,
     ROUTER,
@@ -54,6 +55,7 @@ def test_faults_strike_whom_they_can(seed):
     for number, each in enumerate(islice(plan(seed, list(FaultKind), SEATS), 60), start=1):
         assert each.number == number
         assert roles.get(each.fault.target) is TARGET_ROLES.get(each.fault.kind)
+        assert each.fault.kind not in EARLY or each.fault.target == "prefill-1"
         everybody = FLEET if each.fault.kind is FaultKind.ROLL else ROUTER
         assert (each.fault.target == everybody) == (each.fault.kind not in TARGET_ROLES)
         assert 0 < each.fault.hold_s <= schedule.LONGEST_HOLD_S

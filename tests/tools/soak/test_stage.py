@@ -37,6 +37,10 @@ class FakeFleet:
         """The same for all, unless a test has another one."""
         return self.server_of.get(name, Server(name, self._server.url))
 
+    def is_early(self, name: str) -> bool:
+        """The prefill engine is."""
+        return name == "prefill-1"
+
     def look(self) -> list[str]:
         """Those that a test has let end."""
         return self.ended
@@ -73,7 +77,6 @@ class Scene:
             self.fleet,
             self.clients,
             self.recorder,
-            model="model",
             num_turns=1,
             deadline_s=30.0,
             lull_s=1.0,
@@ -100,8 +103,11 @@ def scene(engine: Server, request: pytest.FixtureRequest) -> Iterator[Scene]:
 def test_lull_in_which_all_comes_back(scene):
     """Each pair and the router answer, and nothing is violated."""
     scene.stage.lull()
-    asked = [(each.asked, each.must_answer) for each in scene.recorder.history.requests]
-    assert asked == [("decode-1", True), ("router", False)]
+    requests = scene.recorder.history.requests
+    asked = [(each.asked, each.must_answer, each.label) for each in requests]
+    # One after the other, and both at once.
+    assert sorted(asked[:2]) == [("decode-1", True, ""), ("decode-1", True, "early")]
+    assert asked[2:] == [("router", False, "")]
     assert scene.violated() == set()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -180,6 +181,7 @@ def serving(make_config):
         window_tokens: int | None = None,
         state: MambaSpec | None = None,
         role: str = "kv_both",
+        drafts: bool = False,
         **extra_config,
     ) -> Serving:
         config = make_config("NixlConnector", extra_config=extra_config)
@@ -199,6 +201,14 @@ def serving(make_config):
             config.cache_config.mamba_cache_mode = state.mamba_cache_mode
             config.cache_config.enable_prefix_caching = state.mamba_cache_mode != "none"
             config.scheduler_config.disable_hybrid_kv_cache_manager = False
+        if drafts:
+            config.speculative_config = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=2,
+                prompt_lookup_max=2,
+                target_model_config=config.model_config,
+                target_parallel_config=config.parallel_config,
+            )
         config.scheduler_config.async_scheduling = asynchronous
         scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             config,
@@ -294,12 +304,14 @@ class Whole:
 def wholes(serving, engines):
     """Makes engines of a scheduler and its workers, with side channels that answer."""
 
-    def make(engine_id: str, layout: dict, *, num_replicas: int = 0, **extra_config) -> Whole:
+    def make(
+        engine_id: str, layout: dict, *, num_replicas: int = 0, port: int = 0, **extra_config
+    ) -> Whole:
         owner, engine = serving(**extra_config), engines(engine_id, **layout)
         connector_scheduler = owner.scheduler.connector.connector_scheduler
         connector_scheduler.engine_id = engine_id
         connector_scheduler.side_channel_host = "127.0.0.1"
-        connector_scheduler.side_channel_port = engine.serve().port
+        connector_scheduler.side_channel_port = engine.serve(port).port
         return Whole(owner, engine, num_replicas)
 
     return make

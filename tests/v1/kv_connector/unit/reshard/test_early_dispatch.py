@@ -6,7 +6,6 @@ There is no model: a step of the prefill engine computes what the test has fille
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -22,20 +21,79 @@ OPTION = {"early_dispatch": True}
 PREFILLED, DECODED = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-bbbbbbbb"
 POLICIES = ("fail", "recompute")
 LONG_TOKENS, WINDOW_TOKENS = 60, 20
+TOLD_WITHIN_S = 1.0
+"""So soon a request ends whose prefill engine has ended it, or has ended."""
+PATIENCE_S = 60.0
 
 
 @pytest.fixture
 def pair(wholes):
     """Makes a prefill and a decode engine of some layouts, with the option on."""
 
-    def make(prefill=None, decode=None, policy="fail", num_replicas=0, **both):
+    def make(prefill=None, decode=None, policy="fail", num_replicas=0, drafting="", **both):
         layout = {**(prefill or {}), **both, **OPTION}
-        p = wholes("prefill", layout, num_replicas=num_replicas, **both, **OPTION)
         both = {**both, **OPTION}
-        d = wholes("decode", {**(decode or {}), **both}, policy=policy, **both)
+        drafts = drafting == "prefill"
+        p = wholes("prefill", layout, num_replicas=num_replicas, drafts=drafts, **both)
+        layout = {**(decode or {}), **both}
+        d = wholes("decode", layout, policy=policy, drafts=drafting == "decode", **both)
         return p, d
 
     return make
+
+
+class Clock:
+    """What a decode engine goes by: it is a little later at each step, however slow the machine.
+
+    Nothing happens by itself in a time that no step is taken in; what other engines and sockets
+    do has five times as long.
+    """
+
+    STEP_S = 2e-4
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """How late it is."""
+        return self.now_s
+
+    def until(self, condition, *wholes: Whole, within_s: float) -> None:
+        """Step engines until something is so, in less than so much of this clock's time."""
+        began_s = self.now_s
+
+        def is_so() -> bool:
+            self.now_s += self.STEP_S
+            assert self.now_s < began_s + within_s
+            return condition()
+
+        until(is_so, *wholes)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A decode engine's clock."""
+    return Clock()
+
+
+def watching(d: Whole):
+    """What an engine with one worker waits for."""
+    (each,) = (each._early for each in d.engine.transfer_engines.values())
+    return each
+
+
+def is_known(d: Whole) -> bool:
+    """Whether a decode engine has seen that the other one knows the request."""
+    early = watching(d)
+    return DECODED in early._at and early._find(DECODED).watch.state is not None
+
+
+def look_again(d: Whole, *wholes: Whole, times: int = 5) -> None:
+    """Have a decode engine look for its request so many times more."""
+    watch_of = watching(d)._find(DECODED).watch
+    for _ in range(times):
+        before_s = watch_of.heard_s
+        until(lambda before_s=before_s: watch_of.heard_s > before_s, d, *wholes)
 
 
 def coordinates(p: Whole, **changes) -> dict:
@@ -119,6 +177,16 @@ def begin_last_chunk(p: Whole, computes=fill) -> Callable[[], dict]:
 def compute(p: Whole) -> dict:
     """Take all steps that a prompt needs; returns the bytes of its blocks, in their order."""
     return begin_last_chunk(p)()
+
+
+def wait_until_known(p: Whole, d: Whole, clock: Clock, *, admitted: bool) -> None:
+    """Have a decode engine know that its request is known; or that its last chunk is computed."""
+    if admitted:
+        begin_last_chunk(p)
+        clock.until(lambda: is_allocated(d), d, within_s=PATIENCE_S)
+    else:
+        p.step()
+        clock.until(lambda: is_known(d), d, within_s=PATIENCE_S)
 
 
 def cut_prompts(p: Whole) -> None:
@@ -291,17 +359,15 @@ def test_serial_router_passes_blocks_on_as_before(pair):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("admitted", [False, True], ids=["parked", "with blocks"])
-def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, admitted):
+def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, admitted, clock):
     """By the policy: an error, or the prompt is computed."""
-    p, d = pair(policy=policy)
+    p, d = pair(decode={"clock": clock}, policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    if admitted:
-        begin_last_chunk(p)
-        until(lambda: is_allocated(d), d)
+    wait_until_known(p, d, clock, admitted=admitted)
     p.serving.abort(PREFILLED)
-    until(lambda: is_quiet(p, d), p, d)
+    clock.until(lambda: is_quiet(p, d), p, d, within_s=TOLD_WITHIN_S)
     assert_ended_by(policy, d)
 
 
@@ -388,23 +454,44 @@ def test_engine_that_has_restarted_is_followed(pair):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("admitted", [False, True], ids=["parked", "with blocks"])
-def test_engine_that_has_gone_ends_the_wait(pair, policy, admitted):
+def test_engine_that_has_gone_ends_the_wait(pair, policy, admitted, clock):
     """As soon as it cannot be asked any more."""
-    p, d = pair(policy=policy)
+    p, d = pair(decode={"clock": clock}, policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    if admitted:
-        begin_last_chunk(p)
-        until(lambda: is_allocated(d), d)
-    else:
-        p.step()
-        d.step()
+    wait_until_known(p, d, clock, admitted=admitted)
     p.engine.close()
-    began_s = time.monotonic()
-    until(lambda: is_quiet(d), d)
+    clock.until(lambda: is_quiet(d), d, within_s=TOLD_WITHIN_S)
     assert_ended_by(policy, d)
-    assert time.monotonic() - began_s < watch.KNOWN_WITHIN_S
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("names", ["nothing", "the same"])
+def test_engine_that_is_followed_while_its_prompt_is_prefetched(pair, wholes, policy, names, clock):
+    """What was read is the former engine's; its follower may well know a request of that name."""
+    p, d = pair(decode={"clock": clock}, policy=policy)
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    d.serving.add(DECODED, coordinates(p))
+    begin_chunk(p)()
+    begin_chunk(p)
+    clock.until(lambda: bytes_read(d) > 0, d, within_s=PATIENCE_S)
+    before = coordinates(p)
+    p.engine.close()
+    port = before["remote_port"]
+    follower = wholes("follower", OPTION, port=port, **OPTION)
+    if names == "the same":
+        follower.serving.add(PREFILLED, {"do_remote_decode": True}, first_token=500)
+    clock.until(lambda: DECODED in d.serving.finished, d, within_s=TOLD_WITHIN_S)
+    assert_ended_by(policy, d)
+    follower.serving.abort(PREFILLED)
+    # Routers name the engine before until they have an answer of this one.
+    later = "cmpl-y-0-bbbbbbbb"
+    follower.serving.add("cmpl-y-0-aaaaaaaa", {"do_remote_decode": True})
+    d.serving.add(later, {**before, "remote_request_id": "y"})
+    clock.until(lambda: is_quiet(follower, d), follower, d, within_s=PATIENCE_S)
+    assert d.serving.finished[later] is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -685,3 +772,50 @@ def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair):
     until(lambda: is_quiet(p, d), p, d)
     assert len(d.serving.finished) == len(names)
     assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("drafting", ["prefill", "decode"])
+def test_prompts_of_engines_that_draft_are_read_at_their_end(pair, drafting):
+    """What drafts write is not taken for granted there; and here they take blocks of their own."""
+    p, d = pair(drafting=drafting)
+    cut_prompts(p)
+    p.serving.add(PREFILLED, {"do_remote_decode": True}, num_tokens=LONG_TOKENS)
+    d.serving.add(DECODED, coordinates(p), num_tokens=LONG_TOKENS, max_tokens=2)
+    begin_chunk(p)()
+    begin_chunk(p)()
+    end = begin_chunk(p)
+    until(lambda: is_known(d), d)
+    look_again(d)
+    assert parked(d) and not is_allocated(d)
+    end()
+    end = begin_last_chunk(p)
+    until(lambda: is_allocated(d), d)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    look_again(d)
+    # Where the one that computes does not draft, it tells of what it has computed before.
+    assert bool(bytes_read(d)) is (drafting == "decode")
+    whole = end()
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    assert_received(d.engine, blocks[:4], whole)
+
+
+def test_request_that_is_preempted_here_beside_one_that_is_prefetched(pair):
+    """What is read into is not given to it, and goes on being read; both are right."""
+    p, d = pair()
+    end, read = prefetch(p, d)
+    (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
+    pool = d.serving.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
+    other = d.serving.add("other", num_tokens=BLOCK_TOKENS, first_token=900, max_tokens=4)
+    until(lambda: other.num_preemptions == 1, d)
+    assert d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED) == (blocks,)
+    whole = end()
+    until(lambda: DECODED in d.serving.finished, p, d)
+    assert_received(d.engine, blocks[:3], whole)
+    # Nothing is read twice.
+    assert read + bytes_read(d) == 3 * BLOCK_TOKENS * bytes_of_token(d)
+    pool.free_blocks(taken)
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH, "other": FinishReason.LENGTH}
+    assert d.serving.answers["other"] == [7] * 4

@@ -21,6 +21,11 @@ from tests.v1.kv_connector.unit.reshard.serving import (
     from_decode,
     from_prefill,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
+    State,
+    digest_of,
+    read_record,
+)
 
 pytestmark = requires_base(
     "0.32.0", "0.33.0", reason="state is left to upstream's connector on 0.22.1"
@@ -50,6 +55,28 @@ def run(engine: Serving, request_id: str) -> int:
             return computed
         computed += sum(engine.step().values())
     raise AssertionError(f"{request_id} does not end")
+
+
+@every_mode
+def test_what_is_told_of_a_prompt_before_its_end_has_no_state(serving, mode):
+    """State is that of all of it: blocks of other groups are told of as they are full."""
+    p = serving(state=STATES[mode], early_dispatch=True)
+    p.scheduler.max_num_scheduled_tokens = BLOCK_TOKENS
+    p.add("cmpl-x-0-aaaaaaaa", {"do_remote_decode": True})
+    told = []
+    while "cmpl-x-0-aaaaaaaa" not in p.finished:
+        p.step()
+        told += p.told.postings
+    p.step()
+    told += p.told.postings
+    computed = [
+        read_record(each.record, digest_of(each.record)) for each in told if each.num_computed
+    ]
+    assert [each.num_tokens for each in computed] == [BLOCK_TOKENS, 2 * BLOCK_TOKENS]
+    for number, record in enumerate(computed, start=1):
+        full, state = record.blocks()
+        assert (len(full), state) == (number, [])
+    assert told[-1].state is State.OFFERED and not told[-1].num_computed
 
 
 @every_mode

@@ -37,6 +37,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     Progress,
     every_strategy,
     pairs_of_layouts,
+    stats_with,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
     recurrent_state as state_module,
@@ -66,7 +67,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     UnitInterval,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
+    Posting,
+    Record,
+    State,
+    encode_record,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import with_blocks
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Receive,
+    RemoteRequest,
+)
 
 pytestmark = requires_base(
     "0.32.0", "0.33.0", reason="state is left to upstream's connector on 0.22.1"
@@ -385,6 +396,46 @@ def test_either_order_of_a_convolutions_state_is_read(engines, here, there):
         engines("prefill", family, tp=2, dim_first=there),
         engines("decode", family, dim_first=here),
     )
+
+
+@pytest.mark.parametrize("decode", [dict(), dict(tp=2)], ids=["TP1", "TP2"])
+def test_state_of_a_prompt_that_is_prefetched_is_read_at_its_end(engines, decode):
+    """It is the state after all tokens: what it is after some of them is nobody's."""
+    family = FAMILIES["mamba 2"]
+    p = engines("prefill", family, early_dispatch=True)
+    d = engines("decode", family, early_dispatch=True, **decode)
+    computed_tokens = 2 * BLOCK_TOKENS
+    p.fill(1, P_IDS)
+    d.fill(2, D_IDS)
+    before = {rank: memory.copy() for rank, memory in d.memory.items()}
+    expected = {rank: memory.copy() for rank, memory in d.memory.items()}
+    for rank, memory in expected.items():
+        d.write(memory, rank, 1, D_IDS)
+    address, progress = p.serve(), Progress(p, d)
+    computed = Record.of("p-a", computed_tokens, [P_IDS[0][:2], []], attempt=1)
+    p.start(
+        admitted={"p-a"},
+        postings=[Posting(1, "a", State.KNOWN, "p-a", encode_record(computed), 0, computed_tokens)],
+    )
+    request = Receive(address, "a", list(D_IDS), [], NUM_TOKENS, NUM_TOKENS, OFFER, is_early=True)
+    d.start(early={"d-a": RemoteRequest(address, "a")}, receive={"d-a": request})
+    for worker in d.workers.values():
+        stats_with(worker, "prefetched_bytes", progress)
+    for rank, memory in d.memory.items():
+        # A block of the cache is whole, and of the state nothing is here.
+        np.testing.assert_array_equal(memory[:, D_IDS[0][:2]], expected[rank][:, D_IDS[0][:2]])
+        np.testing.assert_array_equal(memory[:, D_IDS[1]], before[rank][:, D_IDS[1]])
+    offered = Record.of("p-a", NUM_TOKENS, P_IDS, attempt=1)
+    p.start(
+        offered={"p-a": 30.0},
+        fingerprints={"p-a": with_blocks(OFFER, list(P_IDS))},
+        postings=[Posting(2, "a", State.OFFERED, "p-a", encode_record(offered))],
+    )
+    progress.until(d, received="d-a")
+    progress.until(p, sent="p-a")
+    for rank, memory in d.memory.items():
+        assert d.workers[rank].take_failed() == {}
+        np.testing.assert_array_equal(memory, expected[rank])
 
 
 @pytest.mark.parametrize(
