@@ -42,8 +42,9 @@ from ..protocol.leases import Entry
 from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.quoting import one_line, quote
 from ..protocol.watch import Pace, Watch
-from ..transport.board_reader import BoardReader, Look
+from ..transport.board_reader import BoardReader
 from ..transport.connection import PeerConnection
+from ..transport.row_buffer import RowRead
 from .left_looks import LOOK_LIMIT_S, LeftLooks
 from .peers import Peer, PeerTable
 from .stats import ReadFailure
@@ -154,7 +155,7 @@ class _Place:
     overdue_s: float = math.inf
     looked_s: float = 0.0
     connection: PeerConnection | None = None
-    look: Look | None = None
+    look: RowRead | None = None
     asked: list[RequestId] = field(default_factory=list)
     sought: dict[RequestId, _Sought] = field(default_factory=dict)
 

@@ -14,8 +14,8 @@ import math
 from dataclasses import dataclass
 
 from ..errors import TransferError
-from ..transport.board_reader import Look
 from ..transport.connection import PeerConnection
+from ..transport.row_buffer import RowRead
 from .peers import PeerTable
 
 LOOK_LIMIT_S = 5.0
@@ -30,7 +30,7 @@ class _Left:
     """A look, what it is made with, and when that is to be given up."""
 
     connection: PeerConnection
-    look: Look
+    look: RowRead
     limit_s: float
 
     def is_over(self) -> bool:
@@ -60,7 +60,7 @@ class LeftLooks:
         """When to look after them next."""
         return self._due_s if self._left else math.inf
 
-    def add(self, connection: PeerConnection, look: Look, posted_s: float) -> None:
+    def add(self, connection: PeerConnection, look: RowRead, posted_s: float) -> None:
         """Nobody waits for a look any more that was posted at that time."""
         self._left.append(_Left(connection, look, posted_s + LOOK_LIMIT_S))
 

@@ -25,8 +25,9 @@ from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.quoting import one_line
 from .agent import NixlAgent, Prepared
 from .agent_metadata import with_own_name
-from .board_reader import RowBuffer
-from .lease_check import LookupBuffer
+from .board_reader import board_buffer
+from .lease_check import lookup_buffer
+from .row_buffer import RowBuffer
 
 if TYPE_CHECKING:
     from .connection import PeerConnection
@@ -66,7 +67,7 @@ class Lane:
 
     def __init__(self, agent: NixlAgent) -> None:
         self.agent = agent
-        self.lookups = LookupBuffer(agent)
+        self.lookups = lookup_buffer(agent)
         self.connections: dict[PeerConnection, None] = {}
         self.num_made = 0
         self.retired_at_s: float | None = None
@@ -86,7 +87,7 @@ class Lane:
             TransferError: The memory cannot be registered.
         """
         if self._boards is None:
-            self._boards = RowBuffer(self.agent)
+            self._boards = board_buffer(self.agent)
         return self._boards
 
     @property
