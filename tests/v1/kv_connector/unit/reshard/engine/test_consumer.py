@@ -14,10 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import consumer as consumer_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import (
-    ConsumerSide,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.doubt import BlocksInDoubt
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
@@ -25,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
     Peer,
     PeerTable,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.readings import Readings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
@@ -400,7 +398,7 @@ def test_request_that_fails_while_it_is_prefetched_does_not_wait_for_ever(prefet
 def test_offer_whose_beginning_fails_is_its_requests_failure_alone(prefetching, monkeypatch):
     """What was prefetched of it is accounted for already."""
     prefetching.compute(5)
-    monkeypatch.setattr(consumer_module.ConsumerSide, "_go_on", lambda *_: 1 / 0)
+    monkeypatch.setattr(Readings, "offer", lambda *_: 1 / 0)
     prefetching.offer()
     assert prefetching.worker.failed == ["d"]
     assert prefetching.see(done(0)) == ["d"]
