@@ -6,10 +6,12 @@ from __future__ import annotations
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.engine.boards import Connection, Peers
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import early
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.abandoned_reads import (
+    BOARD_READ_LIMIT_S,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.left_looks import LOOK_LIMIT_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.watched_engine import LOOK_REQUESTS
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteEngineChangedError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
     Board,
@@ -120,11 +122,11 @@ def test_look_that_hangs_while_its_engine_restarts_is_not_forgotten():
     watched = with_a_look_that_hangs("x")
     gone = watched.peers.connections.pop(ADDRESS)
     error = RemoteEngineChangedError("another one is there", "next")
-    watched.early.fail_place(Peer(ADDRESS, 0.0), error)
+    watched.early.on_handshake_failed(Peer(ADDRESS, 0.0), error)
     ((request_id, *_),) = watched.early.refused
     watched.early.refused.clear()
     assert request_id == "x" and not len(watched.early)
-    watched.until(lambda: watched.peers.broken_off or watched.now_s > 2 * LOOK_LIMIT_S)
+    watched.until(lambda: watched.peers.broken_off or watched.now_s > 2 * BOARD_READ_LIMIT_S)
     assert watched.peers.broken_off == [gone]
 
 
@@ -143,7 +145,7 @@ def test_all_are_looked_at_where_one_look_has_no_room_for_them():
 def test_look_is_bounded_however_many_wait():
     """A thread that goes through all of them at once is kept from reads."""
     watched = Watched()
-    names = [f"x{number}" for number in range(2 * early._LOOK_REQUESTS + 1)]
+    names = [f"x{number}" for number in range(2 * LOOK_REQUESTS + 1)]
     for name in names:
         watched.post(name, State.KNOWN)
     requests = {name: RemoteRequest(ADDRESS, name) for name in names}
@@ -184,11 +186,11 @@ def test_blocks_that_come_for_a_request_that_is_not_waited_for():
 def test_time_in_which_nobody_could_look_is_no_time():
     """A look that was under way meanwhile has all of its time left."""
     watched = with_a_look_that_hangs("x")
-    watched.now_s += 2 * LOOK_LIMIT_S
-    watched.early.stood_still(2 * LOOK_LIMIT_S)
+    watched.now_s += 2 * BOARD_READ_LIMIT_S
+    watched.early.stood_still(2 * BOARD_READ_LIMIT_S)
     watched.early.advance(watched.now_s)
     assert not watched.peers.broken_off
-    watched.now_s += LOOK_LIMIT_S
+    watched.now_s += BOARD_READ_LIMIT_S
     watched.early.advance(watched.now_s)
     assert watched.peers.broken_off
 

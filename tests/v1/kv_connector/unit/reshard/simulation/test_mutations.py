@@ -13,8 +13,8 @@ from tests.v1.kv_connector.unit.reshard.simulation import prefill
 from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
-    early,
     transfer_engine,
+    watched_engine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
@@ -257,7 +257,7 @@ def backlog_is_forgotten(monkeypatch):
 
 def looks_at_boards_have_no_end(monkeypatch):
     """An engine that hangs is looked at for ever, over a connection that nobody gives up."""
-    monkeypatch.setattr(early, "LOOK_LIMIT_S", math.inf)
+    monkeypatch.setattr(watched_engine, "BOARD_READ_LIMIT_S", math.inf)
 
 
 def clients_that_leave_are_not_heard_of(monkeypatch):

@@ -30,7 +30,7 @@ from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
 from ..transport.transfers import Transfers
 from .consumer import ConsumerSide
-from .early import EarlyNews, EarlyRequests
+from .early import EarlyRequests
 from .metadata import ReshardConnectorMetadata
 from .notifier import Notifier
 from .peers import Peer, PeerTable
@@ -39,6 +39,7 @@ from .queues import taken_once_done
 from .readings import named
 from .renewals import Renewals
 from .stats import ReshardStats
+from .watched_requests import EarlyNews
 
 logger = init_logger(__name__)
 
@@ -339,7 +340,7 @@ class TransferEngine:
             return
         address = peer.address
         if self._early is not None:
-            self._early.fail_place(peer, error)
+            self._early.on_handshake_failed(peer, error)
         self._stats.record_handshake_failure(error)
         failed = self.consumer.fail_waiting(peer, error)
         # One line for all of them, which have one remedy. Where heartbeats alone have asked, often
