@@ -37,6 +37,7 @@ from .prefetcher import Prefetcher
 from .queues import taken_once_done
 from .readings import READ_FAILURES, Reading, Readings
 from .stats import ReadFailure, ReshardStats
+from .watched_requests import Refusal
 
 logger = init_logger(__name__)
 
@@ -139,26 +140,22 @@ class ConsumerSide:
         if connection is not None and not self._doubt.are_too_many:
             self._prefetcher.read(request_id, receive, part, connection, now_s)
 
-    def refuse(
-        self,
-        request_id: RequestId,
-        receive: Receive,
-        reason: str,
-        failure: ReadFailure | None,
-        now_s: float,
-    ) -> None:
-        """Fail a request that is not offered; None for a failure that is told elsewhere."""
+    def refuse(self, refusal: Refusal, now_s: float) -> None:
+        """Fail a request that will not be offered."""
         self._now_s = now_s
+        request_id, receive = refusal.request_id, refusal.receive
         reading = self._readings.by_id.get(request_id)
         if reading is None or reading.receive is not receive:
-            reading = self._readings.add(request_id, receive, None, now_s)
-        self._fail(reading, reason, failure)
+            state, since_s = refusal.state, refusal.since_s
+            reading = self._readings.add(request_id, receive, None, now_s, state, since_s)
+        self._fail(reading, refusal.reason, refusal.failure)
 
     def _start(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
         if receive.fault is not None:
             # Where nothing was to be read, no request waits for it.
             if any(receive.local_block_ids):
-                self.refuse(request_id, receive, receive.fault, ReadFailure.PARAMETERS, now_s)
+                faulty = self._readings.add(request_id, receive, None, now_s)
+                self._fail(faulty, receive.fault, ReadFailure.PARAMETERS)
             return
         peer = self._peers.get_or_connect(receive.source, now_s)
         if any(receive.local_block_ids):
@@ -351,9 +348,8 @@ class ConsumerSide:
         """Count what a part has brought."""
         if event.telemetry is not None:
             self._stats.record_transfer(event.telemetry, event.strategy)
-            if reading.trace is not None:
-                reading.trace.num_bytes += event.telemetry.totalBytes
-                reading.trace.strategies.add(event.strategy.value)
+            reading.num_bytes += event.telemetry.totalBytes
+            reading.strategies.add(event.strategy.value)
 
     def _look_up(self, reading: Reading) -> None:
         """All of a request was read: see that it was still held, and was what was wanted."""

@@ -27,6 +27,7 @@ from vllm.logger import init_logger
 from ..errors import RemoteEngineChangedError
 from ..protocol.board import Record, Sighting, State, board_entry, look_up, read_record
 from ..protocol.ids import RequestId
+from ..protocol.ledgers import ReadState
 from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.quoting import one_line, quote
 from ..protocol.watch import Watch
@@ -66,9 +67,11 @@ class EarlyRequests:
         self._engines: dict[RemoteEngineAddress, WatchedEngine] = {}
         self._at: dict[RequestId, RemoteEngineAddress] = {}
         # Those that are offered, and have no blocks yet.
-        self._offered: dict[RequestId, tuple[RemoteEngineAddress, Record]] = {}
+        self._offered: dict[RequestId, tuple[WatchedRequest, RemoteEngineAddress, Record]] = {}
         # Why some will not be read that the scheduler may have given blocks meanwhile.
-        self._faults: dict[RequestId, str] = {}
+        self._faults: dict[RequestId, tuple[WatchedRequest, str]] = {}
+        # The time of the turn that is under way.
+        self._now_s = 0.0
         self._news = EarlyNews()
         self._abandoned = AbandonedReads(peers)
         self._renewed: dict[RequestId, RemoteRequest] = {}
@@ -101,6 +104,7 @@ class EarlyRequests:
 
     def begin(self, requests: Mapping[RequestId, RemoteRequest], now_s: float) -> None:
         """Watch some requests, under the names that both engines have for them."""
+        self._now_s = now_s
         for request_id, request in requests.items():
             if request_id not in self._at:
                 there = self._peers.connected_at(request.source) or request.source
@@ -108,18 +112,24 @@ class EarlyRequests:
 
     def take_over(self, request_id: RequestId, receive: Receive) -> None:
         """A request has blocks; or it needs none, and its producer is told once it offers it."""
-        fault = self._faults.pop(request_id, None) or receive.fault
-        if fault is not None:
-            self._offered.pop(request_id, None)
-            if request_id in self._at:
-                self._drop(request_id)
-            self._refuse(request_id, receive, fault, ReadFailure.PREFILL)
+        if request_id in self._faults:
+            watched, fault = self._faults.pop(request_id)
+            self._refuse(request_id, watched, receive, fault)
         elif request_id in self._offered:
-            self._hand_on(request_id, receive, *self._offered.pop(request_id))
+            watched, address, record = self._offered.pop(request_id)
+            if receive.fault is None:
+                self._hand_on(request_id, receive, address, record)
+            else:
+                self._refuse(request_id, watched, receive, receive.fault)
         elif request_id in self._at:
-            self._find(request_id).receive = receive
+            watched = self._find(request_id)
+            watched.receive = receive
+            if receive.fault is not None:
+                self._drop(request_id)
+                self._refuse(request_id, watched, receive, receive.fault)
         else:
-            self._refuse(request_id, receive, "it is not waited for", ReadFailure.PREFILL)
+            unknown = WatchedRequest(receive.remote_request_id, Watch(self._now_s))
+            self._refuse(request_id, unknown, receive, receive.fault or "it is not waited for")
 
     def give_up(self, request_ids: Iterable[RequestId], reason: str) -> None:
         """Some requests are not wanted any more: they fail, and offers are declined."""
@@ -129,7 +139,7 @@ class EarlyRequests:
                 continue
             watched = self._find(request_id)
             if watched.receive is not None:
-                self._refuse(request_id, watched.receive, reason, None)
+                self._refuse(request_id, watched, watched.receive, reason, None)
                 watched.receive = replace(watched.receive, local_block_ids=())
 
     def stood_still(self, for_s: float) -> None:
@@ -154,7 +164,7 @@ class EarlyRequests:
 
     def advance(self, now_s: float) -> None:
         """Look where a look is due, and take note of what was seen."""
-        self.has_moved = False
+        self._now_s, self.has_moved = now_s, False
         self._abandoned.advance(now_s)
         for engine in list(self._engines.values()):
             try:
@@ -226,6 +236,10 @@ class EarlyRequests:
             if fault is not None:
                 self._fail(request_id, watched, fault)
                 continue
+            if sighting.state is State.LAST_CHUNK:
+                watched.enter(ReadState.IN_LAST_CHUNK, request_id, engine.address, now_s)
+            elif sighting.num_computed:
+                watched.enter(ReadState.IN_PREFILL, request_id, engine.address, now_s)
             self._tell(request_id, watched, sighting)
             if (record := watched.wanted_record(sighting)) is not None:
                 found[request_id] = record
@@ -282,6 +296,7 @@ class EarlyRequests:
         now_s: float,
     ) -> None:
         """A request is offered: it can be read once it has blocks."""
+        watched.enter(ReadState.OFFERED, request_id, engine.address, now_s)
         self._drop(request_id)
         if record.first_token is not None:
             self._news.first_tokens[request_id] = record.first_token
@@ -293,7 +308,7 @@ class EarlyRequests:
         if receive is None or any(receive.local_block_ids):
             self._renewed[request_id] = RemoteRequest(engine.address, record.request_id)
         if receive is None:
-            self._offered[request_id] = engine.address, record
+            self._offered[request_id] = watched, engine.address, record
         else:
             self._hand_on(request_id, receive, engine.address, record)
 
@@ -312,17 +327,33 @@ class EarlyRequests:
             self._fail(request_id, watched, reason)
 
     def _fail(self, request_id: RequestId, watched: WatchedRequest, reason: str) -> None:
+        logger.debug(
+            "Request %s will not be offered by engine %s, after %.1f ms of %s: %s",
+            quote(request_id),
+            quote(self._at[request_id].engine_id),
+            1e3 * (self._now_s - watched.since_s),
+            watched.state.value,
+            one_line(reason),
+        )
         self._drop(request_id)
         if watched.receive is None:
-            self._news.faults[request_id] = self._faults[request_id] = reason
+            self._news.faults[request_id] = reason
+            self._faults[request_id] = watched, reason
         else:
-            self._refuse(request_id, watched.receive, reason, ReadFailure.PREFILL)
+            self._refuse(request_id, watched, watched.receive, reason)
 
     def _refuse(
-        self, request_id: RequestId, receive: Receive, reason: str, failure: ReadFailure | None
+        self,
+        request_id: RequestId,
+        watched: WatchedRequest,
+        receive: Receive,
+        reason: str,
+        failure: ReadFailure | None = ReadFailure.PREFILL,
     ) -> None:
         if any(receive.local_block_ids):
-            self.refused.append(Refusal(request_id, receive, reason, failure))
+            self.refused.append(
+                Refusal(request_id, receive, reason, failure, watched.state, watched.since_s)
+            )
 
     def _find(self, request_id: RequestId) -> WatchedRequest:
         return self._engines[self._at[request_id]].requests[request_id]
@@ -335,6 +366,13 @@ class EarlyRequests:
             self._engines[address] = WatchedEngine(address, self._peers, self._abandoned)
         self._engines[address].add(request_id, watched)
         self._at[request_id] = address
+        logger.debug(
+            "Request %s: %s at engine %s, which knows it as %s.",
+            quote(request_id),
+            watched.state.value,
+            quote(address.engine_id),
+            quote(watched.name),
+        )
 
     def _drop(self, request_id: RequestId) -> None:
         del self._engines[self._at.pop(request_id)].requests[request_id]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.logger import init_logger
 
@@ -23,7 +23,7 @@ from ..transport.transfers import Transfers
 from .peers import Peer
 from .prefetch import Prefetched
 from .stats import ReadFailure
-from .traces import Trace, trace_of_read
+from .traces import Trace, trace_of_read, what_was_read
 
 logger = init_logger(__name__)
 
@@ -34,6 +34,10 @@ READ_FAILURES = {
 }
 
 _SPANS = {
+    ReadState.AWAITING_PREFILL: "prefill",
+    ReadState.IN_PREFILL: "prefill",
+    ReadState.IN_LAST_CHUNK: "prefill",
+    ReadState.OFFERED: "prefill",
     ReadState.PREFETCHING: "prefetch",
     ReadState.WAITING: "wait",
     ReadState.READING: "read",
@@ -65,6 +69,8 @@ class Reading:
         num_in_doubt: Its blocks, since it has failed and while they may be written.
         num_parts: How many parts of it were begun.
         prefetched: What of it was read before it was offered; None where nothing was.
+        num_bytes: What was read of it, as far as NIXL can tell.
+        strategies: How.
     """
 
     request_id: RequestId
@@ -84,6 +90,8 @@ class Reading:
     num_in_doubt: int = 0
     num_parts: int = 0
     prefetched: Prefetched | None = None
+    num_bytes: int = 0
+    strategies: set[str] = field(default_factory=set)
 
     @property
     def key(self) -> LookupKey:
@@ -101,16 +109,19 @@ class Reading:
 
     def enter(self, state: ReadState, now_s: float) -> None:
         """Take note of its next state, and tell it in the log and in its trace."""
+        was_read = self.state in (ReadState.PREFETCHING, ReadState.READING)
         logger.debug(
-            "Request %s: %s at engine %s, after %.1f ms of %s.",
+            "Request %s: %s at engine %s, after %.1f ms of %s%s.",
             quote(self.request_id),
             state.value,
             quote(self.receive.source.engine_id),
             1e3 * (now_s - self.since_s),
             one_line(self.state.value),
+            f", {self.num_bytes} bytes so far" if was_read else "",
         )
         if self.trace is not None:
-            read = self.trace.what_was_read() if self.state is ReadState.READING else {}
+            is_read = self.state is ReadState.READING
+            read = what_was_read(self.num_bytes, self.strategies) if is_read else {}
             failed = {} if self.failure is None else {"error.type": self.failure.value}
             self.trace.span(_SPANS[self.state], self.since_s, now_s, {**read, **failed})
         self.state, self.since_s = state, now_s
@@ -157,8 +168,18 @@ class Readings:
         peer: Peer | None,
         now_s: float,
         state: ReadState = ReadState.WAITING,
+        since_s: float | None = None,
     ) -> Reading:
-        """Take a request into account until it is reported; it is due once it is offered."""
+        """Take a request into account until it is reported; it is due once it is offered.
+
+        Args:
+            request_id: The request.
+            receive: What to read of it.
+            peer: From where; None where that is not connected for it yet, or never will be.
+            now_s: The time.
+            state: Where it is.
+            since_s: Since when; None for now.
+        """
         self._num_taken_up += 1
         reading = Reading(
             request_id,
@@ -168,7 +189,7 @@ class Readings:
             receive,
             peer,
             state=state,
-            since_s=now_s,
+            since_s=now_s if since_s is None else since_s,
             trace=trace_of_read(self._name, receive),
         )
         self._ledger.begin(request_id)

@@ -367,7 +367,7 @@ class TransferEngine:
             # They begin in this turn: their engine is connected.
             self._advance_peers(now_s)
         for refusal in taken_once_done(early.refused):
-            self.consumer.refuse(*refusal, now_s)
+            self.consumer.refuse(refusal, now_s)
         self._report.early.add(early.take_news())
 
     def _renew(

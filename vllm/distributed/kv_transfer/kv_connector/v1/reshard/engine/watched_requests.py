@@ -6,13 +6,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from vllm.logger import init_logger
+
 from ..protocol.board import Record, RecordPlace, Sighting
 from ..protocol.fingerprint import with_blocks
 from ..protocol.ids import RequestId
 from ..protocol.leases import Entry
+from ..protocol.ledgers import ReadState
 from ..protocol.messages import Receive, RemoteEngineAddress
+from ..protocol.quoting import quote
 from ..protocol.watch import Watch
 from .stats import ReadFailure
+
+logger = init_logger(__name__)
 
 _PARTS_OF_A_PROMPT = 64
 """In so many parts it is read at most while it is computed: each is told of with a record of all
@@ -33,6 +39,8 @@ class WatchedRequest:
         has_waited: It was not offered at the first look, as it is where a router is serial.
         step_tokens: How many tokens the step of its last chunk computes; 0 until that is known.
         num_computed: How many of its tokens were handed on as computed.
+        state: How far it is.
+        since_s: Since when.
     """
 
     name: str
@@ -44,6 +52,27 @@ class WatchedRequest:
     has_waited: bool = False
     step_tokens: int = 0
     num_computed: int = 0
+    state: ReadState = ReadState.AWAITING_PREFILL
+    since_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.since_s = self.watch.since_s
+
+    def enter(
+        self, state: ReadState, request_id: RequestId, address: RemoteEngineAddress, now_s: float
+    ) -> None:
+        """Take note of its next state, if that is another one, and tell it in the log."""
+        if state is self.state:
+            return
+        logger.debug(
+            "Request %s: %s at engine %s, after %.1f ms of %s.",
+            quote(request_id),
+            state.value,
+            quote(address.engine_id),
+            1e3 * (now_s - self.since_s),
+            self.state.value,
+        )
+        self.state, self.since_s = state, now_s
 
     def wanted_record(self, sighting: Sighting) -> WantedRecord | None:
         """Which record is to be read after a look: of its offer, or of what is computed anew."""
@@ -92,12 +121,16 @@ class Refusal(NamedTuple):
         receive: What should have been read.
         reason: Why it is not.
         failure: Of what kind that is; None where it is told elsewhere.
+        state: How far it was.
+        since_s: Since when.
     """
 
     request_id: RequestId
     receive: Receive
     reason: str
     failure: ReadFailure | None
+    state: ReadState
+    since_s: float
 
 
 @dataclass(slots=True)

@@ -88,6 +88,18 @@ class HeldState(Enum):
 class ReadState(Enum):
     """Where a request is that a consumer reads."""
 
+    AWAITING_PREFILL = "waiting for its prefill"
+    """It was sent to both engines, and the other one has computed nothing of it that was seen."""
+
+    IN_PREFILL = "having its prompt computed"
+    """Some of its prompt was seen to be computed there."""
+
+    IN_LAST_CHUNK = "having its last chunk computed"
+    """The step that completes its prompt was seen to be under way there."""
+
+    OFFERED = "offered"
+    """It is held there, and has no blocks here yet."""
+
     PREFETCHING = "being read while its prompt is computed"
     """It is not offered yet. What has been computed of it is read, and may have to be read anew."""
 

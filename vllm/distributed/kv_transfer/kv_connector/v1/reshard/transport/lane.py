@@ -156,6 +156,17 @@ class Lane:
         """Let NIXL get on with what is no read, such as messages and what they are sent over."""
         self.agent.take_notifications()
 
+    def summary(self, now_s: float) -> str:
+        """What the log tells of it: its peers, what is under way with them, and its age."""
+        num_parts = sum(
+            each.lifetime.in_flight + each.lifetime.in_doubt for each in self.connections
+        )
+        retired_s = now_s - (now_s if self.retired_at_s is None else self.retired_at_s)
+        return (
+            f"The lane of {len(self.connections)} peers was retired {retired_s:.1f} s ago, with "
+            f"{num_parts} reads under way."
+        )
+
     def force(self) -> None:
         """Close it as soon as it is retired, whatever is in flight."""
         self.is_forced = True
@@ -268,6 +279,7 @@ class Lanes:
             ]
             lane.retired_at_s, self._slots = now_s, slots
             self._draining.append(lane)
+            logger.debug("New reads go to other lanes. %s", one_line(lane.summary(now_s)))
 
     def take_due(self, now_s: float) -> list[Lane]:
         """The lanes to be closed now, of which nothing is known any more."""
@@ -277,6 +289,8 @@ class Lanes:
             if (at_s := lane.close_at_s(is_crowded=self._is_crowded(lane))) is not None
             and now_s >= at_s
         ]
+        for lane in due:
+            logger.debug("A lane is closed. %s", one_line(lane.summary(now_s)))
         self._draining = [lane for lane in self._draining if lane not in due]
         return due
 
