@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests that a worker reads: from being asked for until nothing writes for them any more.
 
-Whatever an exception that nobody foresaw comes up with is one request's, which fails, or is done by
-the next turn: what is to be done is taken from where it waits once it is done.
+Whatever an unexpected exception comes up with is one request's, which fails, or is done by the next
+turn: what is to be done is taken from where it waits once it is done.
 
 A request is *failed* as soon as that is known, and *received* once it is whole, or has failed and
 is drained. Its blocks may be used for something else only then: see `protocol.ledgers`.
@@ -378,10 +378,8 @@ class ConsumerSide:
         self._readings.fail(reading, reason, failure, self._now_s)
 
     def _lose(self, request_id: RequestId, error: Exception) -> None:
-        """Fail a request over an exception that nobody foresaw: it is no other's."""
-        logger.exception(
-            "Request %s fails over an exception that nobody foresaw", quote(request_id)
-        )
+        """Fail a request over an unexpected exception: it is no other's."""
+        logger.exception("Request %s fails over an unexpected exception", quote(request_id))
         if (reading := self._readings.by_id.get(request_id)) is not None:
             self._fail(reading, repr(error), ReadFailure.UNFORESEEN)
 

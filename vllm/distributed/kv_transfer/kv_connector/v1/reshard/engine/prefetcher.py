@@ -82,7 +82,7 @@ class Prefetcher:
                 logger.debug("Request %s is not prefetched: %s", quote(request_id), one_line(error))
             else:
                 logger.exception(
-                    "Request %s is not prefetched, over an exception that nobody foresaw",
+                    "Request %s is not prefetched, over an unexpected exception",
                     quote(request_id),
                 )
             if reading is not None:

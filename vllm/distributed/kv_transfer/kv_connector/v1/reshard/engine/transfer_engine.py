@@ -6,8 +6,8 @@
 It has no thread and waits for nothing: `connector_thread` runs its turns. All of it belongs to the
 thread that does.
 
-A turn that an unforeseen exception ends has lost nothing: what it has not done is done
-by the next one. Where the exception is a request's own, that request fails.
+A turn that an unexpected exception ends has lost nothing: what it has not done is done by the
+next one. Where the exception is a request's own, that request fails.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Report:
 
     Attributes:
         sent: Requests that other engines are through with.
-        received: Requests that were received, and those that failed and are quiet.
+        received: Requests that were received, and those that failed and are drained.
         failed: Requests that could not be read, each with its blocks. They may still be written
             until the request is received.
         stats: What was measured; None for nothing.

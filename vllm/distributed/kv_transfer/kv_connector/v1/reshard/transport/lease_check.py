@@ -187,7 +187,7 @@ class LeaseChecker(Generic[Key]):
     def advance(self) -> list[Verdict[Key]]:
         """Post what is wanted, and see what was found.
 
-        What an exception comes up with that nobody foresaw is as it was, for the next call.
+        What an unexpected exception comes up with is as it was, for the next call.
         """
         now_s = self._clock()
         again, self._again = self._again, []
