@@ -29,10 +29,10 @@ from tests.v1.kv_connector.unit.reshard.serving import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
     FAILED_READS_ARE_NAMED,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyNews
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.watched_requests import EarlyNews
 
 ROUNDS = 2 if FAILED_READS_ARE_NAMED else 1
 """So many steps after a worker's read has failed, the scheduler knows."""

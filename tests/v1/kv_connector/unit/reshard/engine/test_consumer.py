@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,10 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import consumer as consumer_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import (
-    ConsumerSide,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.doubt import BlocksInDoubt
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
@@ -25,11 +23,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
     Peer,
     PeerTable,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.readings import Readings
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
+    ReadFailure,
+    ReshardStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.watched_requests import Refusal
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ReadState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
@@ -304,6 +308,11 @@ def done(key: int) -> PartDrained:
     return PartDrained("d", key, Strategy.DIRECT)
 
 
+def telemetry(num_bytes: int) -> SimpleNamespace:
+    """What NIXL has measured of a part."""
+    return SimpleNamespace(totalBytes=num_bytes, xferDuration=1, postDuration=1, descCount=1)
+
+
 @pytest.fixture
 def prefetching(worker, monkeypatch) -> Prefetching:
     """A request whose prompt is computed by an engine that is connected."""
@@ -388,7 +397,9 @@ def test_request_that_fails_while_it_is_prefetched_does_not_wait_for_ever(prefet
     """Its read may hang with an engine that is there: it has a deadline, and is broken off then."""
     prefetching.compute(5)
     reads = prefetching.worker.reads
-    reads.refuse("d", prefetching.early, "its prefill was aborted", None, 1.0)
+    state = ReadState.IN_LAST_CHUNK
+    refusal = Refusal("d", prefetching.early, "its prefill was aborted", None, state, 0.5)
+    reads.refuse(refusal, 1.0)
     assert prefetching.see() == [] and prefetching.worker.failed == ["d"]
     assert reads.next_due_s == 601.0
     broken_off: list = []
@@ -400,7 +411,32 @@ def test_request_that_fails_while_it_is_prefetched_does_not_wait_for_ever(prefet
 def test_offer_whose_beginning_fails_is_its_requests_failure_alone(prefetching, monkeypatch):
     """What was prefetched of it is accounted for already."""
     prefetching.compute(5)
-    monkeypatch.setattr(consumer_module.ConsumerSide, "_go_on", lambda *_: 1 / 0)
+    monkeypatch.setattr(Readings, "offer", lambda *_: 1 / 0)
     prefetching.offer()
     assert prefetching.worker.failed == ["d"]
     assert prefetching.see(done(0)) == ["d"]
+
+
+def test_line_of_a_request_that_is_not_offered_tells_what_it_waited_for(worker, caplog_vllm):
+    """And for how long: not that it waited for its peer, since just now."""
+    source = RemoteEngineAddress("engine0", "p0.example", 5600)
+    early = Receive(source, "x", [[7, 8]], [], 8, 8, is_early=True)
+    state, failure = ReadState.AWAITING_PREFILL, ReadFailure.PREFILL
+    refusal = Refusal("d", early, "it was not offered there within 600 s", failure, state, 5.0)
+    worker.reads.refuse(refusal, 605.0)
+    assert worker.turn(now_s=605.0) == worker.failed == ["d"]
+    assert (
+        "KV cache of request d could not be read from engine engine0 (waiting for its prefill for "
+        "600.0 s): it was not offered there within 600 s" in caplog_vllm.text
+    )
+
+
+def test_log_tells_how_many_bytes_were_read(prefetching, caplog_vllm):
+    """Also where no client traces anything: before the offer, and in all."""
+    caplog_vllm.set_level(logging.DEBUG, "vllm")
+    prefetching.compute(5)
+    prefetching.see(replace(done(0), telemetry=telemetry(600)))
+    prefetching.offer()
+    prefetching.see(replace(done(1), telemetry=telemetry(400)))
+    assert "being read while its prompt is computed, 600 bytes so far." in caplog_vllm.text
+    assert "ms of being read, 1000 bytes so far." in caplog_vllm.text

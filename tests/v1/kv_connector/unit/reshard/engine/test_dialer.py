@@ -235,7 +235,7 @@ def test_lane_has_all_memory_that_is_read_into(dialer, agents, reader, area):
     address, size_bytes, _ = reader.regions[0]
     arena_address, arena_bytes, _ = area.region
     for lane in lanes:
-        buckets = lane.lookups.buckets
+        buckets = lane.lookups.rows
         for start, size in (
             (address, size_bytes),
             (arena_address, arena_bytes),

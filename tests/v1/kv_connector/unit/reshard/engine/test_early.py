@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import logging
+import re
+
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.engine.boards import Connection, Peers
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import early
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.abandoned_reads import (
+    BOARD_READ_LIMIT_S,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.left_looks import LOOK_LIMIT_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.watched_engine import LOOK_REQUESTS
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteEngineChangedError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
     Board,
@@ -19,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import 
     encode_record,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import fingerprint
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ReadState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
     RemoteEngineAddress,
@@ -120,11 +126,11 @@ def test_look_that_hangs_while_its_engine_restarts_is_not_forgotten():
     watched = with_a_look_that_hangs("x")
     gone = watched.peers.connections.pop(ADDRESS)
     error = RemoteEngineChangedError("another one is there", "next")
-    watched.early.fail_place(Peer(ADDRESS, 0.0), error)
+    watched.early.on_handshake_failed(Peer(ADDRESS, 0.0), error)
     ((request_id, *_),) = watched.early.refused
     watched.early.refused.clear()
     assert request_id == "x" and not len(watched.early)
-    watched.until(lambda: watched.peers.broken_off or watched.now_s > 2 * LOOK_LIMIT_S)
+    watched.until(lambda: watched.peers.broken_off or watched.now_s > 2 * BOARD_READ_LIMIT_S)
     assert watched.peers.broken_off == [gone]
 
 
@@ -143,7 +149,7 @@ def test_all_are_looked_at_where_one_look_has_no_room_for_them():
 def test_look_is_bounded_however_many_wait():
     """A thread that goes through all of them at once is kept from reads."""
     watched = Watched()
-    names = [f"x{number}" for number in range(2 * early._LOOK_REQUESTS + 1)]
+    names = [f"x{number}" for number in range(2 * LOOK_REQUESTS + 1)]
     for name in names:
         watched.post(name, State.KNOWN)
     requests = {name: RemoteRequest(ADDRESS, name) for name in names}
@@ -168,7 +174,7 @@ def test_offer_that_cannot_be_understood_ends_the_wait():
     record = encode_record(Record.of("p" * 2000, NUM_TOKENS, BLOCKS))
     watched.board.tell([Posting(9, "x", State.OFFERED, "p", record)])
     watched.until(lambda: watched.early.refused)
-    ((request_id, _, reason, _),) = watched.early.refused
+    ((request_id, _, reason, *_),) = watched.early.refused
     assert request_id == "x" and "cannot be understood" in reason
 
 
@@ -184,11 +190,11 @@ def test_blocks_that_come_for_a_request_that_is_not_waited_for():
 def test_time_in_which_nobody_could_look_is_no_time():
     """A look that was under way meanwhile has all of its time left."""
     watched = with_a_look_that_hangs("x")
-    watched.now_s += 2 * LOOK_LIMIT_S
-    watched.early.stood_still(2 * LOOK_LIMIT_S)
+    watched.now_s += 2 * BOARD_READ_LIMIT_S
+    watched.early.stood_still(2 * BOARD_READ_LIMIT_S)
     watched.early.advance(watched.now_s)
     assert not watched.peers.broken_off
-    watched.now_s += LOOK_LIMIT_S
+    watched.now_s += BOARD_READ_LIMIT_S
     watched.early.advance(watched.now_s)
     assert watched.peers.broken_off
 
@@ -234,3 +240,66 @@ def test_what_is_computed_is_handed_on_in_some_parts():
     tokens = [each.part.remote_tokens for each in parts]
     assert tokens == sorted(tokens) and tokens[0] >= 100
     assert all(each.part.attempt == 3 and not each.part.is_early for each in parts)
+
+
+def test_refused_request_tells_where_it_was_and_for_how_long():
+    """Not since when its failure is taken note of."""
+    watched = Watched()
+    watched.early.begin({"x": RemoteRequest(ADDRESS, "x")}, 0.0)
+    receive = Receive(ADDRESS, "x", [[7, 8]], [], NUM_TOKENS, NUM_TOKENS, None, is_early=True)
+    watched.early.take_over("x", receive)
+    watched.until(lambda: watched.early.refused)
+    (refusal,) = watched.early.refused
+    assert "was not known there within 10 s" in refusal.reason
+    assert (refusal.state, refusal.since_s) == (ReadState.AWAITING_PREFILL, 0.0)
+    assert watched.now_s >= 10.0
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+def test_refused_request_tells_since_when_its_last_chunk_was_computed(has_blocks):
+    """Whether it has blocks by then, or is given some to fail in."""
+    watched = Watched()
+    watched.early.begin({"x": RemoteRequest(ADDRESS, "x")}, 0.0)
+    watched.until(lambda: watched.now_s >= 1.0)
+    watched.post("x", State.LAST_CHUNK)
+    watched.until(lambda: watched.early.take_news().admissible)
+    seen_s = watched.now_s
+    receive = Receive(ADDRESS, "x", [[7, 8]], [], NUM_TOKENS, NUM_TOKENS, None, is_early=True)
+    if has_blocks:
+        watched.early.take_over("x", receive)
+    watched.post("x", State.ABORTED)
+    watched.until(lambda: watched.early.refused or watched.early.take_news().faults)
+    if not has_blocks:
+        watched.early.take_over("x", receive)
+    (refusal,) = watched.early.refused
+    assert refusal.reason == State.ABORTED.fault
+    assert refusal.state is ReadState.IN_LAST_CHUNK
+    assert 1.0 <= refusal.since_s <= seen_s
+
+
+def test_log_tells_how_far_a_request_is(caplog_vllm):
+    """Each turn once: its name there, the state, the engine, and how long it was in the last."""
+    caplog_vllm.set_level(logging.DEBUG, "vllm")
+    watched = Watched()
+    watched.compute("x", 1.0)
+    lines = [each.message for each in caplog_vllm.records if "Request x" in each.message]
+    assert [re.sub(r"\d+\.\d ms", "… ms", line) for line in lines] == [
+        "Request x: waiting for its prefill at engine prefill, which knows it as x.",
+        "Request x: having its last chunk computed at engine prefill, after … ms of waiting for "
+        "its prefill.",
+        "Request x: offered at engine prefill, after … ms of having its last chunk computed.",
+    ]
+    assert 1000 <= float(re.search(r"after (.*) ms", lines[-1])[1]) < 1012
+
+
+def test_log_tells_why_a_request_will_not_be_offered(caplog_vllm):
+    """Though the engine that reads it has no blocks for it, and no line of its own."""
+    caplog_vllm.set_level(logging.DEBUG, "vllm")
+    watched = Watched()
+    watched.early.begin({"x": RemoteRequest(ADDRESS, "x")}, 0.0)
+    watched.until(lambda: watched.early.take_news().faults)
+    assert re.search(
+        r"Request x will not be offered by engine prefill, after 10\d{3}\.\d ms of waiting for "
+        r"its prefill: it was not known there within 10 s",
+        caplog_vllm.text,
+    )

@@ -171,7 +171,7 @@ def test_what_another_connection_has_read_does_not_count():
     """The engine may have begun anew, with the same names and numbers."""
     prefetched = prefetched_half()
     assert not prefetched.is_of(request(16, [SRC], [DST]), object())
-    prefetched.is_spoiled = True
+    prefetched.is_invalid = True
     assert not prefetched.is_of(request(16, [SRC], [DST]), CONNECTION)
 
 

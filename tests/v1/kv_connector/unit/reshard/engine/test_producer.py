@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 
 import pytest
 
@@ -250,3 +251,19 @@ def test_steps_do_not_add_up_what_is_held():
         producer.side.collect_released(2.0 + step)
     assert CountedBlocks.additions == counted
     assert producer.stats.data["held_blocks"] == [3000]
+
+
+def test_log_tells_which_reader_has_ended_an_offer(caplog_vllm):
+    """And how long the request was in each state."""
+    caplog_vllm.set_level(logging.DEBUG, "vllm")
+    producer = Producer()
+    producer.tell(1.0, admitted={"a"})
+    producer.offer("a", now_s=3.0)
+    producer.hear("a")
+    assert producer.side.collect_released(5.5) == {"a"}
+    assert "Request a: released, with 3 blocks, after 2.500 s as offered, last read by d0." in (
+        caplog_vllm.text
+    )
+    producer.offer("b", now_s=6.0)
+    producer.side.collect_released(6.0 + LEASE_S)
+    assert "Request b: expired, with 3 blocks, after 30.000 s as offered." in caplog_vllm.text

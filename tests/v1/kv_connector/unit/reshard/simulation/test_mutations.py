@@ -13,13 +13,14 @@ from tests.v1.kv_connector.unit.reshard.simulation import prefill
 from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
-    early,
     transfer_engine,
+    watched_engine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.prefetch import Prefetched
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.readings import Readings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
@@ -93,9 +94,9 @@ def requests_are_quiet_once_given_up(monkeypatch):
 def leases_are_not_looked_up(monkeypatch):
     """What was read is believed."""
 
-    def believe(self, request_id, reading):
+    def believe(self, reading):
         for _ in reading.lease_tables:
-            self._ledger.check_done(request_id)
+            self._ledger.check_done(reading.request_id)
 
     monkeypatch.setattr(ConsumerSide, "_look_up", believe)
 
@@ -182,7 +183,7 @@ def lanes_end_with_the_first_of_their_connections(monkeypatch):
 
 def deadlines_are_missed(monkeypatch):
     """A request waits as long as its peer likes."""
-    monkeypatch.setattr(ConsumerSide, "next_due_s", property(lambda self: None))
+    monkeypatch.setattr(Readings, "next_due_s", property(lambda self: None))
 
 
 def steps_in_flight_are_not_waited_for(monkeypatch):
@@ -213,13 +214,9 @@ def reading_thread_keeps_the_first_device(monkeypatch):
 
 def _due_of_who_has_not_failed(self):
     while self._deadlines:
-        due_at_s, request_id, number = self._deadlines[0]
-        reading = self._reading.get(request_id)
-        if (
-            reading is not None
-            and reading.number == number
-            and reading.state is not ReadState.FAILED
-        ):
+        due_at_s, key = self._deadlines[0]
+        reading = self.find(key)
+        if reading is not None and reading.state is not ReadState.FAILED:
             return due_at_s
         self._deadlines.popleft()
     return None
@@ -227,7 +224,7 @@ def _due_of_who_has_not_failed(self):
 
 def hung_reads_of_failed_requests_have_no_deadline(monkeypatch):
     """The connection of a read that hangs, for a request that failed elsewhere, is never cut."""
-    monkeypatch.setattr(ConsumerSide, "next_due_s", property(_due_of_who_has_not_failed))
+    monkeypatch.setattr(Readings, "next_due_s", property(_due_of_who_has_not_failed))
 
 
 def lookups_that_nobody_wants_break_nothing_off(monkeypatch):
@@ -260,7 +257,7 @@ def backlog_is_forgotten(monkeypatch):
 
 def looks_at_boards_have_no_end(monkeypatch):
     """An engine that hangs is looked at for ever, over a connection that nobody gives up."""
-    monkeypatch.setattr(early, "LOOK_LIMIT_S", math.inf)
+    monkeypatch.setattr(watched_engine, "BOARD_READ_LIMIT_S", math.inf)
 
 
 def clients_that_leave_are_not_heard_of(monkeypatch):
@@ -270,7 +267,7 @@ def clients_that_leave_are_not_heard_of(monkeypatch):
 
 def attempts_are_not_compared(monkeypatch):
     """What was prefetched of a prompt counts though it was begun anew, in blocks as it likes."""
-    monkeypatch.setattr(Prefetched, "is_of", lambda self, *_: not self.is_spoiled)
+    monkeypatch.setattr(Prefetched, "is_of", lambda self, *_: not self.is_invalid)
 
 
 def prefetched_parts_are_not_accounted_for(monkeypatch):

@@ -3,67 +3,28 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError, TransferError
+from tests.v1.kv_connector.unit.reshard.transport.rows import Agent, Reads
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
     NUM_ROWS,
     WORDS_PER_ROW,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
-    Prepared,
-    Transfer,
-    TransferState,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.board_reader import (
     BoardReader,
-    RowBuffer,
+    board_buffer,
     prepare_board,
 )
-
-
-class Agent:
-    """An agent that prepares lists."""
-
-    def register(self, regions, memory) -> None:
-        """Anything may be read into."""
-
-    def prepare(self, rows, peer=None, memory=None) -> Prepared:
-        """A list, with its rows."""
-        return Prepared(peer, rows)
-
-
-class Reads:
-    """Reads that end when the test says so, with what their rows' numbers are."""
-
-    def __init__(self, buffer: RowBuffer) -> None:
-        self.buffer = buffer
-        self.refuses_with: TransferError | None = None
-        self.state = TransferState.IN_FLIGHT
-        self.num_released = 0
-
-    def read(self, local, local_indices, remote, remote_indices) -> Transfer:
-        """Post a read."""
-        if self.refuses_with is not None:
-            raise self.refuses_with
-        self.buffer.rows[local_indices] = remote_indices[:, None].astype(np.uint64)
-        return Transfer(remote.peer, None)
-
-    def poll(self, transfer) -> TransferState:
-        """Look at it."""
-        return self.state
-
-    def release(self, transfer) -> None:
-        """Give it back."""
-        self.num_released += 1
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.row_buffer import RowBuffer
 
 
 @pytest.fixture
 def parts() -> tuple[RowBuffer, Reads, BoardReader]:
     """A buffer, the reads into it, and the reader."""
     agent = Agent()
-    buffer = RowBuffer(agent)
+    buffer = board_buffer(agent)
     reads = Reads(buffer)
     return buffer, reads, BoardReader(buffer, reads, prepare_board(agent, 4096, "peer"))
 
@@ -97,13 +58,3 @@ def test_rows_of_a_failed_read_are_given_to_no_other(parts):
     with pytest.raises(TransferError, match="the board of peer could not be read"):
         reader.take(look)
     assert reader.num_free == before - 1 and not reads.num_released
-
-
-@pytest.mark.parametrize(("error", "kept"), [(TransferError("no"), 0), (InDoubtError("began"), 1)])
-def test_rows_of_a_refused_read_are_free_unless_it_had_begun(parts, error, kept):
-    """NIXL says which of them it is."""
-    _, reads, reader = parts
-    before, reads.refuses_with = reader.num_free, error
-    with pytest.raises(TransferError):
-        reader.post([1])
-    assert reader.num_free == before - kept

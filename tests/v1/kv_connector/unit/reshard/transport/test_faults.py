@@ -203,6 +203,7 @@ def test_too_much_in_doubt_cuts_the_oldest_connection(prefill_and_decode, engine
     for request_id in both:
         progress.until(d, received=request_id)
     assert "Cutting a connection whose reads do not end: 6 blocks" in caplog_vllm.text
+    assert "was retired 10.0 s ago, with 2 reads under way" in caplog_vllm.text
 
 
 def test_peer_that_is_only_slow_is_not_cut_off(prefill_and_decode, engines, caplog_vllm):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from concurrent.futures import Future
 from functools import partial
@@ -212,6 +213,22 @@ def test_retired_lane_ends_with_the_last_of_its_connections(making, reader):
     wait_until(three.leases.advance)
     assert lane.close_at_s() == 10.0 and lane.is_drained
     assert lanes.take_due(10.0) == [lane] and not lanes.draining
+
+
+def test_log_tells_of_a_lane_that_is_retired_and_closed(making, reader, caplog_vllm):
+    """With how many peers it was, what is under way, and how long ago."""
+    caplog_vllm.set_level(logging.DEBUG, "vllm")
+    lanes = ready_lanes(making, 1)
+    (lane,) = lanes.ready
+    connection = reader.connected(lane, RemoteEngineStub())
+    connection.lifetime.begin()
+    retired(lanes, connection, now_s=10.0)
+    told = "The lane of 1 peers was retired 0.0 s ago, with 1 reads under way."
+    assert f"New reads go to other lanes. {told}" in caplog_vllm.text
+    connection.lifetime.done()
+    assert lanes.take_due(12.5) == [lane]
+    told = "The lane of 1 peers was retired 2.5 s ago, with 0 reads under way."
+    assert f"A lane is closed. {told}" in caplog_vllm.text
 
 
 def test_what_was_sent_last_may_leave(making, reader):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import deque
 
 import pytest
 
@@ -16,7 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import (
+    WORDS_PER_BUCKET,
+    LeaseTable,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     Transfer,
@@ -25,11 +27,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
     LeaseChecker,
     LeaseCheckFailure,
-    LookupBuffer,
     PreparedTable,
     Verdict,
+    lookup_buffer,
     prepare_table,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.row_buffer import RowBuffer
 
 DEADLINE_S = 60.0
 OFFER = OfferFingerprint(48, 1, 2)
@@ -81,7 +84,7 @@ def test_only_held_requests_pass(reader):
     """A request that was struck or never entered is told apart from those that are held."""
     producer = Holder("a", "b", "c")
     producer.table.remove("b")
-    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(lookup_buffer(reader), reader), producer.seen_by(reader)
     for name in "abcd":
         checker.check_later(f"our {name}", name, OFFER, table, DUE_S)
     found = {verdict.key: verdict for verdict in verdicts(checker, 4)}
@@ -97,7 +100,7 @@ def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     """Ten requests read from one worker and one from another cost two reads."""
     producers = Holder(*map(str, range(10))), Holder("0")
     tables = [producer.seen_by(reader) for producer in producers]
-    checker, posted, read = LeaseChecker(LookupBuffer(reader), reader), [], reader.read
+    checker, posted, read = LeaseChecker(lookup_buffer(reader), reader), [], reader.read
     monkeypatch.setattr(reader, "read", lambda *lists: posted.append(lists) or read(*lists))
     for number in range(10):
         checker.check_later(f"our {number}", str(number), OFFER, tables[0], DUE_S)
@@ -108,8 +111,7 @@ def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
 
 def test_more_lookups_than_there_is_room_for_take_turns(reader):
     """None is lost, none is mistaken for another, and the room is used again."""
-    buffer = LookupBuffer(reader)
-    buffer.free = deque(range(3))
+    buffer = RowBuffer(reader, 3, WORDS_PER_BUCKET)
     producer = Holder(*(str(number) for number in range(0, 20, 2)))
     checker, table = LeaseChecker(buffer, reader), producer.seen_by(reader)
     for number in range(20):
@@ -118,13 +120,13 @@ def test_more_lookups_than_there_is_room_for_take_turns(reader):
     held = {verdict.key for verdict in found if verdict.failure is None}
     assert held == {f"our {number}" for number in range(0, 20, 2)}
     assert len({verdict.key for verdict in found}) == 20
-    assert sorted(buffer.free) == [0, 1, 2]
+    assert buffer.num_free == 3
 
 
 def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     """It fails its requests and nobody else's, and its room is free again."""
     gone, alive = Holder("a"), Holder("b")
-    buffer = LookupBuffer(reader)
+    buffer = lookup_buffer(reader)
     checker = LeaseChecker(buffer, reader)
     lost, table = gone.seen_by(reader), alive.seen_by(reader)
     read = reader.read
@@ -140,13 +142,13 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
     assert found["our b"] == Verdict("our b")
     assert found["our a"] == Verdict("our a", LeaseCheckFailure.PEER, "no")
-    assert len(buffer.free) == len(buffer.buckets)
+    assert buffer.num_free == len(buffer.rows)
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
     """What NIXL could not read proves nothing, and may still be written."""
-    producer, buffer = Holder("a"), LookupBuffer(reader)
+    producer, buffer = Holder("a"), lookup_buffer(reader)
     checker, table = LeaseChecker(buffer, reader), producer.seen_by(reader)
 
     def begin(*_):
@@ -159,7 +161,7 @@ def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
     (verdict,) = verdicts(checker, 1)
     assert verdict.failure is LeaseCheckFailure.PEER
     assert ("not any more" if refused else "could not be looked up") in verdict.fault
-    assert 0 not in buffer.free and len(checker) == 0
+    assert buffer.num_free == len(buffer.rows) - 1 and len(checker) == 0
 
 
 def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypatch):
@@ -167,7 +169,7 @@ def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypat
     producer = Holder()
     producer.table.add("early")
     checker, table = (
-        LeaseChecker(LookupBuffer(reader), reader, clock=lambda: 0.0),
+        LeaseChecker(lookup_buffer(reader), reader, clock=lambda: 0.0),
         producer.seen_by(reader),
     )
     checker.check_later("early", "early", OFFER, table, DUE_S)
@@ -186,7 +188,7 @@ def test_producer_that_has_not_offered_yet_is_looked_at_again(reader):
     """What it says in the end counts, and nothing is reported before."""
     producer, now_s = Holder(), [0.0]
     producer.table.add("a")
-    checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
     assert checker.waits_for_offer("our a") and not checker.waits_for_offer("our b")
@@ -199,7 +201,7 @@ def test_producer_that_never_offers_is_given_up(reader):
     """It is looked up no longer than its request waits."""
     producer, now_s = Holder(), [0.0]
     producer.table.add("a")
-    checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), 30.0)
     until_put_off(checker)
     now_s[0] = 30.0
@@ -212,7 +214,7 @@ def test_what_is_bound_to_something_else_is_told_apart(reader):
     """The request fails with what differs, and its neighbour passes."""
     producer = Holder("a", "b")
     producer.table.publish("a", OfferFingerprint(40, 1, 2))
-    checker, table = LeaseChecker(LookupBuffer(reader), reader), producer.seen_by(reader)
+    checker, table = LeaseChecker(lookup_buffer(reader), reader), producer.seen_by(reader)
     checker.check_later("our a", "a", OFFER, table, DUE_S)
     checker.check_later("our b", "b", OFFER, table, DUE_S)
     found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
@@ -225,7 +227,7 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
     """A difference may be gone with the next look."""
     producer, now_s = Holder("a"), [0.0]
     producer.table.publish("a", OfferFingerprint(48, 1, 9))
-    checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
     producer.table.publish("a", OFFER)
@@ -236,7 +238,7 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
 def test_request_that_is_entered_late_is_looked_at_again(reader):
     """A reader may be faster than the thread that enters what a producer computes."""
     producer, now_s = Holder(), [0.0]
-    checker = LeaseChecker(LookupBuffer(reader), reader, clock=lambda: now_s[0])
+    checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
     producer.table.add("a")
@@ -257,7 +259,7 @@ def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
 
         poll, release = reader.poll, reader.release
 
-    checker = LeaseChecker(LookupBuffer(reader), Counting(), clock=lambda: now_s[0])
+    checker = LeaseChecker(lookup_buffer(reader), Counting(), clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     deadline = time.monotonic() + DEADLINE_S
     while not (found := checker.advance()):
@@ -271,16 +273,16 @@ def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
 
 def test_lookup_that_hangs_fails(reader, monkeypatch):
     """Also where nobody waits for it any more; its bucket stays its own."""
-    producer, clock, buffer = Holder("a"), [0.0], LookupBuffer(reader)
+    producer, clock, buffer = Holder("a"), [0.0], lookup_buffer(reader)
     checker, table = (
         LeaseChecker(buffer, reader, lambda: clock[0]),
         producer.seen_by(reader),
     )
     monkeypatch.setattr(reader, "poll", lambda _: TransferState.IN_FLIGHT)
-    free = len(buffer.free)
+    free = buffer.num_free
     checker.check_later("our a", "a", OFFER, table, 120.0)
     assert checker.advance() == [] and len(checker) == 1
     clock[0] = 120.0
     (verdict,) = checker.advance()
     assert verdict.failure is LeaseCheckFailure.PEER and len(checker) == 0
-    assert len(buffer.free) == free - 1
+    assert buffer.num_free == free - 1

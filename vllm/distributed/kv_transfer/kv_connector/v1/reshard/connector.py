@@ -222,8 +222,8 @@ class NixlConnector(UpstreamConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests that were sent and received, and those of the latter that are not there."""
-        sent, quiet = self._worker.get_finished()
-        received, failed = self._reports.advance(self._worker.take_failed(), quiet)
+        sent, drained = self._worker.get_finished()
+        received, failed = self._reports.advance(self._worker.take_failed(), drained)
         return transfer_results(sent, received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

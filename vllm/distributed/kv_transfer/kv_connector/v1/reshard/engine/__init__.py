@@ -17,10 +17,13 @@ stalls                      threads that do not come round
 idling                      when the engine's core takes no steps
 dialer, plans               what takes long of a connection with another engine
 peers                       the engines that are known, and how they are connected
-early, left_looks           requests that are not offered yet, and looks for them that are let go
+early, watched_engine,
+watched_requests            requests that are not offered yet
+abandoned_reads             looks for them that are not wanted any more
 prefetch, prefetcher        what of them is read while their prompts are computed
-consumer, readings,
-completions, doubt          requests that are read, and what follows their end
+consumer, readings          requests that are read, and what each goes through
+lease_checks, completions,
+doubt                       what follows a read, and its end
 producer                    requests that are held for others
 pcp_replica                 workers whose caches others serve
 queues                      how a turn works through what waits for it

@@ -6,15 +6,18 @@ All of this belongs to the connector's thread.
 
 from __future__ import annotations
 
+from collections import deque
+
 from vllm.logger import init_logger
 
-from ..protocol.ledgers import Outcome
+from ..protocol.ids import RequestId
+from ..protocol.ledgers import ConsumerLedger, Outcome, ReadState
 from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
 from ..transport.connection import PeerConnection
 from .doubt import BlocksInDoubt
 from .notifier import Notifier
-from .readings import Reading
+from .readings import Reading, Readings
 from .stats import ReadFailure, ReshardStats
 
 logger = init_logger(__name__)
@@ -37,17 +40,62 @@ class CompletionHandler:
     """Counts requests that are over, tells of those that failed, and notifies producers.
 
     Args:
+        readings: All requests that are read.
+        ledger: Which of them have failed, and which are over.
         notifier: Notifies the producers of their blocks.
         stats: Where to count.
         doubt: Where to count blocks that may still be written.
     """
 
-    def __init__(self, notifier: Notifier, stats: ReshardStats, doubt: BlocksInDoubt) -> None:
+    def __init__(
+        self,
+        readings: Readings,
+        ledger: ConsumerLedger[int],
+        notifier: Notifier,
+        stats: ReshardStats,
+        doubt: BlocksInDoubt,
+    ) -> None:
+        self._readings = readings
+        self._ledger = ledger
         self._notifier = notifier
         self._stats = stats
         self._doubt = doubt
+        # What is to be taken note of.
+        self._failed: deque[Outcome] = deque()
+        self._ended: deque[Outcome] = deque()
 
-    def failed(self, outcome: Outcome, reading: Reading, num_in_doubt: int) -> None:
+    def take_failed(self) -> dict[RequestId, frozenset[int]]:
+        """Requests that have failed since the last call, with their blocks."""
+        self._failed += self._ledger.take_failed()
+        failed = {}
+        while self._failed:
+            outcome = self._failed.popleft()
+            reading = self._readings.by_id[outcome.request_id]
+            block_ids = frozenset[int]().union(*reading.receive.local_block_ids)
+            failed[outcome.request_id] = block_ids
+            try:
+                in_flight = self._ledger.num_parts_of(outcome.request_id)
+                self._conclude_failed(outcome, reading, len(block_ids) if in_flight else 0)
+            except Exception:
+                _tell_cut_short(outcome)
+        return failed
+
+    def take_received(self, now_s: float) -> set[RequestId]:
+        """Requests that nothing writes for any more; producers are told of those that were read."""
+        self._ended += self._ledger.take_ended()
+        received = set()
+        while self._ended:
+            outcome = self._ended.popleft()
+            received.add(outcome.request_id)
+            try:
+                reading = self._readings.by_id.pop(outcome.request_id)
+                self._conclude(outcome, reading, now_s)
+                reading.enter(ReadState.ENDED, now_s)
+            except Exception:
+                _tell_cut_short(outcome)
+        return received
+
+    def _conclude_failed(self, outcome: Outcome, reading: Reading, num_in_doubt: int) -> None:
         """A request has failed.
 
         Args:
@@ -82,7 +130,7 @@ class CompletionHandler:
                 one_line(_REMEDIES.get(failure, "")),
             )
 
-    def ended(self, outcome: Outcome, reading: Reading, now_s: float) -> None:
+    def _conclude(self, outcome: Outcome, reading: Reading, now_s: float) -> None:
         """Nothing is written for a request any more: it has failed before, or was received."""
         if reading.num_in_doubt:
             self._doubt.add(-reading.num_in_doubt)
@@ -124,3 +172,10 @@ class CompletionHandler:
         # A peer that cannot be read from may be gone; that it cannot be notified is no news then.
         known = reading.failure in (ReadFailure.TRANSFER, ReadFailure.DEADLINE)
         self.notify_producers(reading.receive, producers, known_as_broken=known)
+
+
+def _tell_cut_short(outcome: Outcome) -> None:
+    logger.exception(
+        "What follows the end of request %s was cut short: its lease may have to run out",
+        quote(outcome.request_id),
+    )

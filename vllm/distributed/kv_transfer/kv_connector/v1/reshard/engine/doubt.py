@@ -6,6 +6,7 @@ from __future__ import annotations
 from vllm.logger import init_logger
 
 from ..protocol.lifetimes import PEER_GRACE_S
+from ..protocol.quoting import one_line
 from ..transport.lane import Lane, Lanes
 from .stats import ReshardStats
 
@@ -59,7 +60,8 @@ class BlocksInDoubt:
             return
         logger.error(
             "Cutting a connection whose reads do not end: %d blocks of failed requests "
-            "may be written by such reads. Its engine may have to be restarted.",
+            "may be written by such reads. %s Its engine may have to be restarted.",
             self.count,
+            one_line(lane.summary(now_s)),
         )
         lane.force()

@@ -16,10 +16,10 @@ from vllm.distributed.parallel_state import get_pcp_group
 from ..errors import LocalLayoutError
 from ..protocol.ids import RequestId
 from ..protocol.quoting import quote
-from .early import EarlyNews
 from .metadata import ReshardConnectorMetadata
 from .ranks import shares_over_pcp
 from .settings import Settings
+from .watched_requests import EarlyNews
 
 if TYPE_CHECKING:
     import torch

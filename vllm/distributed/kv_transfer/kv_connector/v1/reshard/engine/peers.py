@@ -39,7 +39,7 @@ holds 2 file descriptors, and 10 with four UCX threads (nixl 1.5.1 over TCP), wh
 the agent alone. Its peers are connected anew when they are wanted, which takes NIXL 1 to 4 ms."""
 
 IDLE_LANE_S = 10.0
-"""Longer than engines that are in use are not wanted, so that nobody reconnects again and again."""
+"""Longer than engines that are in use are not wanted, so that none reconnects again and again."""
 
 MAX_PEERS = 512
 """Engines that are known, but for those with which something is under way. Beyond as many, the one

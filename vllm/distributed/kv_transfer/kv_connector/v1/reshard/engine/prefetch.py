@@ -73,14 +73,14 @@ class Prefetched:
         part: The last that was read: it names all blocks of the source's that were.
         num_tokens: To which token of the sequence the reads go.
         connection: What it is read with.
-        is_spoiled: Some of it has failed: all is read anew once none of it is under way.
+        is_invalid: Some of it has failed: all is read anew once none of it is under way.
     """
 
     groups: FullGroups = field(default_factory=lambda: FullGroups({}, {}))
     part: Receive | None = None
     num_tokens: int = 0
     connection: PeerConnection | None = None
-    is_spoiled: bool = False
+    is_invalid: bool = False
 
     def next(self, part: Receive, groups: FullGroups) -> Receive | None:
         """What to read of what is computed now, beyond what was read before.
@@ -142,8 +142,8 @@ class Prefetched:
         """
         part = self.part
         if part is None:
-            return not self.is_spoiled
-        if self.is_spoiled or connection is not self.connection:
+            return not self.is_invalid
+        if self.is_invalid or connection is not self.connection:
             return False
         known = part.source, part.remote_request_id, part.attempt
         if known != (more.source, more.remote_request_id, more.attempt):

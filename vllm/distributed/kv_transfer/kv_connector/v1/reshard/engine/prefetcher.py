@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what is computed of requests that are not offered yet.
 
-What goes wrong with that fails no request: what was prefetched of it is *spoiled*, and all of it is
-read once it is offered and nothing of that is under way any more.
+What goes wrong with that fails no request: what was prefetched of it is *invalidated*, and all of
+it is read once it is offered and nothing of that is under way any more.
 
 All of this belongs to the connector's thread.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from vllm.logger import init_logger
 
@@ -20,9 +18,10 @@ from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
 from ..transport.connection import PeerConnection
 from ..transport.remote import LocalCache, RequestBlocks
-from ..transport.transfers import Part, Transfers
+from ..transport.transfers import Part, PartDrained, PartEvent, Transfers
 from .prefetch import FullGroups, Prefetched
-from .readings import Reading
+from .readings import Reading, Readings
+from .stats import ReshardStats
 
 logger = init_logger(__name__)
 
@@ -31,69 +30,118 @@ class Prefetcher:
     """Reads prompts while they are computed.
 
     Args:
+        readings: All requests that are read.
+        ledger: Which of their parts are under way.
         transfers: What is on its way.
-        ledger: The account of all requests that are read.
+        stats: Where to count.
 
     Attributes:
         reader: Where to read to, once the caches are registered.
     """
 
-    def __init__(self, transfers: Transfers, ledger: ConsumerLedger[int]) -> None:
-        self._transfers = transfers
+    def __init__(
+        self,
+        readings: Readings,
+        ledger: ConsumerLedger[int],
+        transfers: Transfers,
+        stats: ReshardStats,
+    ) -> None:
+        self._readings = readings
         self._ledger = ledger
+        self._transfers = transfers
+        self._stats = stats
         self.reader: LocalCache | None = None
 
     def read(
         self,
         request_id: RequestId,
-        reading: Reading | None,
+        receive: Receive,
         part: Receive,
         connection: PeerConnection,
-        account: Callable[[], Reading],
+        now_s: float,
     ) -> None:
         """Read what is computed of a request, as far as it can be, and was not read before.
 
         Args:
             request_id: The request.
-            reading: What is known of it; None where nothing was read yet.
+            receive: What is to be read of it once it is offered.
             part: What is computed.
             connection: What to read it with.
-            account: Takes the request into account, if anything is to be read.
+            now_s: The time.
         """
-        if reading is not None and reading.state is not ReadState.PREFETCHING:
+        reading = self._readings.by_id.get(request_id)
+        if reading is not None and (
+            reading.receive is not receive or reading.state is not ReadState.PREFETCHING
+        ):
             return
         try:
-            self._read(request_id, reading, part, connection, account)
+            self._read(request_id, receive, part, connection, now_s)
         except Exception as error:
             if isinstance(error, ReshardError):
                 # Its source may say anything of it. What it offers is another matter.
                 logger.debug("Request %s is not prefetched: %s", quote(request_id), one_line(error))
             else:
                 logger.exception(
-                    "Request %s is not prefetched, over an exception that nobody foresaw",
+                    "Request %s is not prefetched, over an unexpected exception",
                     quote(request_id),
                 )
             if reading is not None:
-                self.spoil(reading)
+                self._invalidate(reading)
 
-    def spoil(self, reading: Reading) -> None:
+    def apply(self, event: PartEvent, reading: Reading) -> bool:
+        """Take note of what has happened to what is read of a request before its turn.
+
+        Returns:
+            Whether it has had its turn, and can be read now that nothing else writes into its
+            blocks: what was prefetched of it is of no use.
+        """
+        prefetched = reading.prefetched
+        assert prefetched is not None
+        if not isinstance(event, PartDrained):
+            self._invalidate(reading)
+            return False
+        if event.telemetry is not None:
+            self._stats.record_prefetched(event.telemetry.totalBytes)
+        self._ledger.part_drained(reading.request_id, event.key)
+        has_had_its_turn = prefetched.is_invalid and reading.state is ReadState.WAITING
+        return has_had_its_turn and not self._ledger.num_parts_of(reading.request_id)
+
+    def rest_of(self, reading: Reading, connection: PeerConnection) -> Receive | None:
+        """What is left to be read of a request that is offered: all of it, if nothing counts.
+
+        Returns:
+            It; None as long as something that does not count is under way. See `apply`.
+        """
+        prefetched, receive = reading.prefetched, reading.receive
+        if prefetched is None:
+            return receive
+        if prefetched.is_of(receive, connection):
+            return prefetched.rest_of(receive)
+        if self._ledger.num_parts_of(reading.request_id):
+            self._invalidate(reading)
+            return None
+        reading.prefetched = None
+        return receive
+
+    def _invalidate(self, reading: Reading) -> None:
         """What was prefetched of a request is of no use; what was not posted of it never is."""
-        if reading.prefetched is not None and not reading.prefetched.is_spoiled:
-            reading.prefetched.is_spoiled = True
+        if reading.prefetched is not None and not reading.prefetched.is_invalid:
+            reading.prefetched.is_invalid = True
             self._transfers.give_up(reading.request_id)
 
     def _read(
         self,
         request_id: RequestId,
-        reading: Reading | None,
+        receive: Receive,
         part: Receive,
         connection: PeerConnection,
-        account: Callable[[], Reading],
+        now_s: float,
     ) -> None:
+        reading = self._readings.by_id.get(request_id)
         prefetched = (reading and reading.prefetched) or Prefetched()
         if not prefetched.is_of(part, connection):
             if reading is not None:
-                self.spoil(reading)
+                self._invalidate(reading)
             return
         assert self.reader is not None
         legs = (each.leg for each in connection.engine.legs)
@@ -102,7 +150,8 @@ class Prefetcher:
         if wanted is None:
             return
         parts = self._parts_of(wanted, connection)
-        reading = reading or account()
+        if reading is None:
+            reading = self._readings.add(request_id, receive, None, now_s, ReadState.PREFETCHING)
         reading.prefetched = prefetched
         prefetched.take(part, wanted, groups, connection)
         keys = reading.take_keys(len(parts))
@@ -112,7 +161,7 @@ class Prefetcher:
                 request_id, parts, connection, first_key=keys.start, is_prefetch=True
             )
         except Exception:
-            self.spoil(reading)
+            self._invalidate(reading)
             # None of them is on its way.
             for key in keys:
                 self._ledger.part_drained(request_id, key)

@@ -27,11 +27,10 @@ logger = init_logger(__name__)
 
 @dataclass(slots=True)
 class _TracedOffer:
-    """An offer that is traced, since when it is held, and which reader was the last, if any."""
+    """An offer that is traced, and since when it is held."""
 
     trace: Trace
     since_s: float
-    last_reader: str = ""
 
 
 class ProducerSide:
@@ -69,8 +68,11 @@ class ProducerSide:
         self._counted_blocks = 0
         self._num_offers = 0
         self._traces: dict[RequestId, _TracedOffer] = {}
-        # What is held no more, and was not told of.
-        self._gone: set[RequestId] = set()
+        # Where requests are, and since when.
+        self._states: dict[RequestId, tuple[HeldState, float]] = {}
+        # What is held no more, and was not told of, each with the reader that was the last; empty
+        # where there was none, or before it was offered.
+        self._gone: dict[RequestId, str] = {}
 
     def __len__(self) -> int:
         """Requests that are, or may be, held."""
@@ -93,10 +95,10 @@ class ProducerSide:
         for request_id in metadata.withdrawn:
             self._table.remove(request_id)
             self._hold(request_id, 0)
-            self._tell(request_id, HeldState.WITHDRAWN)
+            self._enter(request_id, HeldState.WITHDRAWN, now_s)
         self._ledger.admit(metadata.admitted)
         for request_id in metadata.admitted:
-            self._tell(request_id, HeldState.ADMITTED)
+            self._enter(request_id, HeldState.ADMITTED, now_s)
             if not self._table.add(request_id):
                 logger.warning(
                     "Request %s will not be read: too many requests are held for other engines.",
@@ -111,13 +113,13 @@ class ProducerSide:
             is_held = self._ledger.offer(request_id, now_s + lease_s, fingerprint, secret)
             if is_held:
                 self._hold(request_id, num_blocks)
-                self._tell(request_id, HeldState.OFFERED, f", for {lease_s:g} s")
+                self._enter(request_id, HeldState.OFFERED, now_s, f", for {lease_s:g} s")
             if headers := metadata.trace_headers.get(request_id):
                 trace = trace_of_offer(self._name, headers, num_blocks)
                 self._traces[request_id] = _TracedOffer(trace, now_s)
                 if not is_held:
                     # Its readers were faster.
-                    self._end_trace(request_id, HeldState.RELEASED, now_s)
+                    self._end_trace(request_id, HeldState.RELEASED, "", now_s)
         if self._board is not None:
             # Last: a reader that sees there that a request is offered finds its lease.
             self._board.tell(metadata.postings)
@@ -141,12 +143,13 @@ class ProducerSide:
     def collect_released(self, now_s: float) -> set[RequestId]:
         """Requests whose blocks may be used for something else, and are held no more."""
         self._hear(now_s)
-        self._gone.update(self._ledger.take_released())
-        for request_id in self._gone:
-            self._tell(request_id, HeldState.RELEASED)
-            self._end_trace(request_id, HeldState.RELEASED, now_s)
+        self._gone |= dict.fromkeys(self._ledger.take_released(), "")
+        for request_id, reader in self._gone.items():
+            more = f", last read by {reader}" if reader else ""
+            self._enter(request_id, HeldState.RELEASED, now_s, more)
+            self._end_trace(request_id, HeldState.RELEASED, reader, now_s)
         expiries = self._ledger.expire(now_s)
-        self._gone.update(expiry.request_id for expiry in expiries)
+        self._gone |= {expiry.request_id: "" for expiry in expiries}
         for expiry in expiries:
             self._stats.record_kv_expired_req()
             logger.warning(
@@ -156,8 +159,8 @@ class ProducerSide:
                 expiry.heard,
                 "an unknown number of" if expiry.awaited is None else one_line(expiry.awaited),
             )
-            self._tell(expiry.request_id, HeldState.EXPIRED)
-            self._end_trace(expiry.request_id, HeldState.EXPIRED, now_s)
+            self._enter(expiry.request_id, HeldState.EXPIRED, now_s)
+            self._end_trace(expiry.request_id, HeldState.EXPIRED, "", now_s)
         for request_id in self._gone:
             # Before the scheduler learns that the blocks may be used: see `leases`.
             self._table.remove(request_id)
@@ -168,8 +171,8 @@ class ProducerSide:
         if self._held_blocks != self._counted_blocks:
             self._counted_blocks = self._held_blocks
             self._stats.record_held_blocks(self._held_blocks)
-        gone, self._gone = self._gone, set()
-        return gone
+        gone, self._gone = self._gone, {}
+        return set(gone)
 
     def _hear(self, now_s: float) -> None:
         """Take note of what other engines' workers say, and of the requests they release."""
@@ -201,9 +204,7 @@ class ProducerSide:
                 logger.exception("What %s says is not taken note of", quote(done.notifier))
                 continue
             if receipt is Receipt.RELEASED:
-                self._gone.add(release.request_id)
-                if (traced := self._traces.get(release.request_id)) is not None:
-                    traced.last_reader = done.notifier
+                self._gone[release.request_id] = done.notifier
             elif receipt is Receipt.UNKNOWN and isinstance(done, Done):
                 self._stats.record_late_notification()
                 late.append(release.request_id)
@@ -227,21 +228,29 @@ class ProducerSide:
                 quote(mismatch.notifier),
             )
 
-    def _tell(self, request_id: RequestId, state: HeldState, more: str = "") -> None:
-        """Tell in the log what a request has become, and how many blocks are held for it."""
-        num_blocks = self._num_blocks.get(request_id, 0)
+    def _enter(self, request_id: RequestId, state: HeldState, now_s: float, more: str = "") -> None:
+        """Take note of a request's next state, and tell it in the log."""
+        before = self._states.get(request_id)
+        after = "" if before is None else f", after {now_s - before[1]:.3f} s as {before[0].value}"
         logger.debug(
-            "Request %s: %s, with %d blocks%s.",
+            "Request %s: %s, with %d blocks%s%s.",
             quote(request_id),
             state.value,
-            num_blocks,
+            self._num_blocks.get(request_id, 0),
+            one_line(after),
             one_line(more),
         )
+        if state in (HeldState.ADMITTED, HeldState.OFFERED):
+            self._states[request_id] = state, now_s
+        else:
+            self._states.pop(request_id, None)
 
-    def _end_trace(self, request_id: RequestId, state: HeldState, now_s: float) -> None:
+    def _end_trace(
+        self, request_id: RequestId, state: HeldState, last_reader: str, now_s: float
+    ) -> None:
         """Export for how long a request was held, and what has ended that."""
         if (traced := self._traces.pop(request_id, None)) is not None:
-            ended = {PREFIX + "end": state.value, PREFIX + "last_reader": traced.last_reader}
+            ended = {PREFIX + "end": state.value, PREFIX + "last_reader": last_reader}
             traced.trace.span("offer", traced.since_s, now_s, ended)
 
     def _hold(self, request_id: RequestId, num_blocks: int) -> None:

@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that a worker reads, and how the log and its trace tell of what it goes through."""
+"""The requests that a worker reads, and how the log and their traces tell of what they go through.
+
+All of this belongs to the connector's thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from vllm.logger import init_logger
 
 from ..protocol.ids import RequestId
-from ..protocol.ledgers import ReadState
+from ..protocol.ledgers import ConsumerLedger, ReadState
 from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
-from ..transport.connection import PeerConnection
+from ..transport.connection import LookupKey, PeerConnection
 from ..transport.lease_check import LeaseCheckFailure, PreparedTable
+from ..transport.transfers import Transfers
 from .peers import Peer
 from .prefetch import Prefetched
 from .stats import ReadFailure
-from .traces import Trace
+from .traces import Trace, trace_of_read, what_was_read
 
 logger = init_logger(__name__)
 
@@ -28,6 +34,10 @@ READ_FAILURES = {
 }
 
 _SPANS = {
+    ReadState.AWAITING_PREFILL: "prefill",
+    ReadState.IN_PREFILL: "prefill",
+    ReadState.IN_LAST_CHUNK: "prefill",
+    ReadState.OFFERED: "prefill",
     ReadState.PREFETCHING: "prefetch",
     ReadState.WAITING: "wait",
     ReadState.READING: "read",
@@ -59,6 +69,8 @@ class Reading:
         num_in_doubt: Its blocks, since it has failed and while they may be written.
         num_parts: How many parts of it were begun.
         prefetched: What of it was read before it was offered; None where nothing was.
+        num_bytes: What was read of it, as far as NIXL can tell.
+        strategies: How.
     """
 
     request_id: RequestId
@@ -78,6 +90,13 @@ class Reading:
     num_in_doubt: int = 0
     num_parts: int = 0
     prefetched: Prefetched | None = None
+    num_bytes: int = 0
+    strategies: set[str] = field(default_factory=set)
+
+    @property
+    def key(self) -> LookupKey:
+        """Its name, and which of those that had it."""
+        return self.request_id, self.number
 
     def waits_for(self, receive: Receive) -> bool:
         """Whether it is this request of those that had its name, and waits to be read."""
@@ -90,19 +109,159 @@ class Reading:
 
     def enter(self, state: ReadState, now_s: float) -> None:
         """Take note of its next state, and tell it in the log and in its trace."""
+        was_read = self.state in (ReadState.PREFETCHING, ReadState.READING)
         logger.debug(
-            "Request %s: %s at engine %s, after %.1f ms of %s.",
+            "Request %s: %s at engine %s, after %.1f ms of %s%s.",
             quote(self.request_id),
             state.value,
             quote(self.receive.source.engine_id),
             1e3 * (now_s - self.since_s),
             one_line(self.state.value),
+            f", {self.num_bytes} bytes so far" if was_read else "",
         )
         if self.trace is not None:
-            read = self.trace.what_was_read() if self.state is ReadState.READING else {}
+            is_read = self.state is ReadState.READING
+            read = what_was_read(self.num_bytes, self.strategies) if is_read else {}
             failed = {} if self.failure is None else {"error.type": self.failure.value}
             self.trace.span(_SPANS[self.state], self.since_s, now_s, {**read, **failed})
         self.state, self.since_s = state, now_s
+
+
+class Readings:
+    """The requests that a worker reads, until each is reported, and when they are due.
+
+    Args:
+        ledger: Which of their parts are under way.
+        transfers: What is on its way.
+        timeout_s: How long a request may take from when it is offered until it is received.
+        name: The worker's, for traces.
+
+    Attributes:
+        by_id: The requests by their names.
+    """
+
+    def __init__(
+        self,
+        ledger: ConsumerLedger[int],
+        transfers: Transfers,
+        timeout_s: float,
+        name: str = "",
+    ) -> None:
+        self._ledger = ledger
+        self._transfers = transfers
+        self._timeout_s = timeout_s
+        self._name = name
+        self.by_id: dict[RequestId, Reading] = {}
+        # In the order in which they are due.
+        self._deadlines: deque[tuple[float, LookupKey]] = deque()
+        self._num_taken_up = 0
+
+    def find(self, key: LookupKey) -> Reading | None:
+        """A request; None where it is over, though another one have its name."""
+        reading = self.by_id.get(key[0])
+        return reading if reading is not None and reading.key == key else None
+
+    def add(
+        self,
+        request_id: RequestId,
+        receive: Receive,
+        peer: Peer | None,
+        now_s: float,
+        state: ReadState = ReadState.WAITING,
+        since_s: float | None = None,
+    ) -> Reading:
+        """Take a request into account until it is reported; it is due once it is offered.
+
+        Args:
+            request_id: The request.
+            receive: What to read of it.
+            peer: From where; None where that is not connected for it yet, or never will be.
+            now_s: The time.
+            state: Where it is.
+            since_s: Since when; None for now.
+        """
+        self._num_taken_up += 1
+        reading = Reading(
+            request_id,
+            self._num_taken_up,
+            now_s,
+            math.inf,
+            receive,
+            peer,
+            state=state,
+            since_s=now_s if since_s is None else since_s,
+            trace=trace_of_read(self._name, receive),
+        )
+        self._ledger.begin(request_id)
+        self.by_id[request_id] = reading
+        if state is ReadState.WAITING:
+            self._set_deadline(reading, now_s)
+        logger.debug(
+            "Request %s: %s at engine %s, to read %d blocks.",
+            quote(request_id),
+            one_line(reading.state.value),
+            quote(receive.source.engine_id),
+            sum(map(len, receive.local_block_ids)),
+        )
+        return reading
+
+    def offer(self, reading: Reading, receive: Receive, peer: Peer, now_s: float) -> None:
+        """A request is offered of which something was read before: its time begins now."""
+        self._num_taken_up += 1
+        reading.number, reading.receive, reading.peer = self._num_taken_up, receive, peer
+        reading.taken_up_at_s = now_s
+        self._set_deadline(reading, now_s)
+        self._transfers.promote(reading.request_id)
+        reading.enter(ReadState.WAITING, now_s)
+
+    def fail(
+        self, reading: Reading, reason: str, failure: ReadFailure | None, now_s: float
+    ) -> None:
+        """Fail a request, unless it has failed already; what was not posted of it never is.
+
+        Args:
+            reading: The request.
+            reason: Why, in words.
+            failure: Of what kind that is; None where it is told elsewhere.
+            now_s: The time.
+        """
+        request_id = reading.request_id
+        if request_id in self._ledger and reading.state is not ReadState.FAILED:
+            if reading.state is ReadState.PREFETCHING:
+                # What is under way of it is not waited for without an end.
+                self._set_deadline(reading, now_s)
+            reading.failed_in = reading.state, now_s - reading.since_s
+            reading.failure = failure
+            self._transfers.give_up(request_id)
+            reading.enter(ReadState.FAILED, now_s)
+            if reading.connection is not None:
+                reading.connection.lifetime.end_request()
+        self._ledger.fail(request_id, reason)
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When the next request fails that is not received before; None without one.
+
+        Also one that has failed before, and is not drained by then: its peer is waited
+        for no longer.
+        """
+        while self._deadlines:
+            due_at_s, key = self._deadlines[0]
+            if self.find(key) is not None:
+                return due_at_s
+            self._deadlines.popleft()
+        return None
+
+    def overdue(self, now_s: float) -> Iterator[Reading]:
+        """The requests whose time is over, each of which is told of once."""
+        while (due_at_s := self.next_due_s) is not None and due_at_s <= now_s:
+            (request_id, _) = self._deadlines[0][1]
+            yield self.by_id[request_id]
+            self._deadlines.popleft()
+
+    def _set_deadline(self, reading: Reading, now_s: float) -> None:
+        reading.due_at_s = now_s + self._timeout_s
+        self._deadlines.append((reading.due_at_s, reading.key))
 
 
 def named(request_ids: Iterable[RequestId], most: int = 8) -> str:

@@ -231,8 +231,8 @@ class ReshardScheduler(NixlConnectorScheduler):
     def _believable(self, request: Request) -> tuple[Params | None, str | None]:
         """A request's parameters, made sound; and why nothing is read back, if so.
 
-        One that vLLM made up has no prompt, and its early parameters no secret: whoever offers it
-        is not told.
+        One that vLLM made up has no prompt, and its early parameters no secret: the engine that
+        offers it is not told.
         """
         params: Any = request.kv_transfer_params
         if self._dispatches_early:

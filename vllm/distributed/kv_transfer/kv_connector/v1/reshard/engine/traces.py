@@ -10,8 +10,8 @@ this process. Names of attributes are OpenTelemetry's where it has some
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
 
@@ -30,14 +30,10 @@ class Trace:
     Attributes:
         headers: W3C's `traceparent`, and `tracestate` if there is one, as the client sent them.
         attributes: Of each of its spans.
-        num_bytes: What was read.
-        strategies: How.
     """
 
     headers: Mapping[str, str]
     attributes: Attributes
-    num_bytes: int = 0
-    strategies: set[str] = field(default_factory=set)
 
     def span(
         self, name: str, began_s: float, ended_s: float, attributes: Attributes | None = None
@@ -60,9 +56,10 @@ class Trace:
             SpanKind.INTERNAL,
         )
 
-    def what_was_read(self) -> Attributes:
-        """Attributes of a read."""
-        return {PREFIX + "bytes": self.num_bytes, PREFIX + "strategies": sorted(self.strategies)}
+
+def what_was_read(num_bytes: int, strategies: Iterable[str]) -> Attributes:
+    """Attributes of a read."""
+    return {PREFIX + "bytes": num_bytes, PREFIX + "strategies": sorted(strategies)}
 
 
 def trace_of_read(worker: str, receive: Receive) -> Trace | None:

@@ -6,8 +6,8 @@
 It has no thread and waits for nothing: `connector_thread` runs its turns. All of it belongs to the
 thread that does.
 
-A turn that an unforeseen exception ends has lost nothing: what it has not done is done
-by the next one. Where the exception is a request's own, that request fails.
+A turn that an unexpected exception ends has lost nothing: what it has not done is done by the
+next one. Where the exception is a request's own, that request fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
 from ..transport.transfers import Transfers
 from .consumer import ConsumerSide
-from .early import EarlyNews, EarlyRequests
+from .early import EarlyRequests
 from .metadata import ReshardConnectorMetadata
 from .notifier import Notifier
 from .peers import Peer, PeerTable
@@ -39,6 +39,7 @@ from .queues import taken_once_done
 from .readings import named
 from .renewals import Renewals
 from .stats import ReshardStats
+from .watched_requests import EarlyNews
 
 logger = init_logger(__name__)
 
@@ -81,7 +82,7 @@ class Report:
 
     Attributes:
         sent: Requests that other engines are through with.
-        received: Requests that were received, and those that failed and are quiet.
+        received: Requests that were received, and those that failed and are drained.
         failed: Requests that could not be read, each with its blocks. They may still be written
             until the request is received.
         stats: What was measured; None for nothing.
@@ -339,7 +340,7 @@ class TransferEngine:
             return
         address = peer.address
         if self._early is not None:
-            self._early.fail_place(peer, error)
+            self._early.on_handshake_failed(peer, error)
         self._stats.record_handshake_failure(error)
         failed = self.consumer.fail_waiting(peer, error)
         # One line for all of them, which have one remedy. Where heartbeats alone have asked, often
@@ -366,7 +367,7 @@ class TransferEngine:
             # They begin in this turn: their engine is connected.
             self._advance_peers(now_s)
         for refusal in taken_once_done(early.refused):
-            self.consumer.refuse(*refusal, now_s)
+            self.consumer.refuse(refusal, now_s)
         self._report.early.add(early.take_news())
 
     def _renew(

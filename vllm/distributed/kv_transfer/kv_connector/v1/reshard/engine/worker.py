@@ -42,7 +42,7 @@ from .connector_thread import ConnectorThread
 from .consumer import ConsumerSide
 from .dialer import Dialer, LocalEndpoint
 from .drafts import draft_identities
-from .early import EarlyNews, EarlyRequests
+from .early import EarlyRequests
 from .factors import compared_factors, compatibility_factors
 from .geometry import (
     describe_cache,
@@ -63,6 +63,7 @@ from .renewals import Renewals
 from .settings import read_settings
 from .stats import ReshardStats
 from .transfer_engine import Event, Report, SchedulerStep, TransferEngine
+from .watched_requests import EarlyNews
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -88,6 +88,18 @@ class HeldState(Enum):
 class ReadState(Enum):
     """Where a request is that a consumer reads."""
 
+    AWAITING_PREFILL = "waiting for its prefill"
+    """It was sent to both engines, and the other one has computed nothing of it that was seen."""
+
+    IN_PREFILL = "having its prompt computed"
+    """Some of its prompt was seen to be computed there."""
+
+    IN_LAST_CHUNK = "having its last chunk computed"
+    """The step that completes its prompt was seen to be under way there."""
+
+    OFFERED = "offered"
+    """It is held there, and has no blocks here yet."""
+
     PREFETCHING = "being read while its prompt is computed"
     """It is not offered yet. What has been computed of it is read, and may have to be read anew."""
 
@@ -160,7 +172,7 @@ class _Held:
         expires_at_s: When the lease runs out; infinite as long as there is none.
         heard: The notifiers that were counted.
         awaited: How many there should be.
-        doubted: Whether a notification that does not fit was told of.
+        mismatch_reported: Whether a notification that does not fit was told of.
     """
 
     early: set[Notice] = field(default_factory=set)
@@ -169,7 +181,7 @@ class _Held:
     expires_at_s: float = float("inf")
     heard: set[str] = field(default_factory=set)
     awaited: int | None = None
-    doubted: bool = False
+    mismatch_reported: bool = False
 
     @property
     def complete(self) -> bool:
@@ -313,8 +325,8 @@ class ProducerLedger:
     def _count(self, request_id: RequestId, held: _Held, notice: Notice) -> Receipt:
         """Count a reader of an offered request, if it knows what is offered, or its secret."""
         if notice.proof not in (held.fingerprint, held.secret):
-            if not held.doubted:
-                held.doubted = True
+            if not held.mismatch_reported:
+                held.mismatch_reported = True
                 self._mismatches.append(Mismatch(request_id, notice.notifier))
             return Receipt.MISBOUND
         if notice.notifier in held.heard:
@@ -375,18 +387,18 @@ class _Receiving(Generic[PartKey]):
 class ConsumerLedger(Generic[PartKey]):
     """The requests that a decode worker reads blocks for.
 
-              post            last part quiet          last check done
+              post           last part drained        last check done
     WAITING  ------>  READING  ------------>  CHECKING  ------------>  ended, received
        | fail            | fail                  | fail
-       v                 v     last part quiet    v
+       v                 v     last part drained  v
      ended            FAILED  ------------>    ended
 
     Parts may be prefetched while a request waits. It goes on to wait when the last of them is
-    quiet; one that has failed ends then.
+    drained; one that has failed ends then.
 
     A request fails at once, and for good: one fault is enough, and nothing turns a failed request
     into a received one. It *ends* exactly once, and only after everything that could still write
-    into its blocks is quiet: all of its parts, also those of a failed request. The checks
+    into its blocks is drained: all of its parts, also those of a failed request. The checks
     that follow the parts, such as looking its lease up, write nothing there, and are not waited for
     once it has failed.
 
@@ -405,7 +417,7 @@ class ConsumerLedger(Generic[PartKey]):
         return request_id in self._receiving
 
     def num_parts_of(self, request_id: RequestId) -> int:
-        """Parts of a request that are not quiet; 0 for one that has ended."""
+        """Parts of a request that are not drained; 0 for one that has ended."""
         receiving = self._receiving.get(request_id)
         return 0 if receiving is None else len(receiving.parts)
 
@@ -428,7 +440,7 @@ class ConsumerLedger(Generic[PartKey]):
         Args:
             request_id: The request.
             parts: The parts in flight. Without any, and without checks, the request ends at once.
-            pending_checks: How often `check_done` is called once all parts are quiet.
+            pending_checks: How often `check_done` is called once all parts are drained.
         """
         receiving = self._receiving[request_id]
         assert not receiving.posted, f"{quote(request_id)} is being read"

@@ -18,4 +18,5 @@ transfers, budget           reads in flight, and for how long a turn looks after
 staging_area, scatter       the arena's memory, and copies out of it
 lease_check                 whether what was read was still held
 board_reader                what is said of requests that are not offered yet
+row_buffer                  where the rows land that both of them read
 """

@@ -25,8 +25,9 @@ from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.quoting import one_line
 from .agent import NixlAgent, Prepared
 from .agent_metadata import with_own_name
-from .board_reader import RowBuffer
-from .lease_check import LookupBuffer
+from .board_reader import board_buffer
+from .lease_check import lookup_buffer
+from .row_buffer import RowBuffer
 
 if TYPE_CHECKING:
     from .connection import PeerConnection
@@ -66,7 +67,7 @@ class Lane:
 
     def __init__(self, agent: NixlAgent) -> None:
         self.agent = agent
-        self.lookups = LookupBuffer(agent)
+        self.lookups = lookup_buffer(agent)
         self.connections: dict[PeerConnection, None] = {}
         self.num_made = 0
         self.retired_at_s: float | None = None
@@ -86,7 +87,7 @@ class Lane:
             TransferError: The memory cannot be registered.
         """
         if self._boards is None:
-            self._boards = RowBuffer(self.agent)
+            self._boards = board_buffer(self.agent)
         return self._boards
 
     @property
@@ -154,6 +155,17 @@ class Lane:
     def progress(self) -> None:
         """Let NIXL get on with what is no read, such as messages and what they are sent over."""
         self.agent.take_notifications()
+
+    def summary(self, now_s: float) -> str:
+        """What the log tells of it: its peers, what is under way with them, and its age."""
+        num_parts = sum(
+            each.lifetime.in_flight + each.lifetime.in_doubt for each in self.connections
+        )
+        retired_s = now_s - (now_s if self.retired_at_s is None else self.retired_at_s)
+        return (
+            f"The lane of {len(self.connections)} peers was retired {retired_s:.1f} s ago, with "
+            f"{num_parts} reads under way."
+        )
 
     def force(self) -> None:
         """Close it as soon as it is retired, whatever is in flight."""
@@ -267,6 +279,7 @@ class Lanes:
             ]
             lane.retired_at_s, self._slots = now_s, slots
             self._draining.append(lane)
+            logger.debug("New reads go to other lanes. %s", one_line(lane.summary(now_s)))
 
     def take_due(self, now_s: float) -> list[Lane]:
         """The lanes to be closed now, of which nothing is known any more."""
@@ -276,6 +289,8 @@ class Lanes:
             if (at_s := lane.close_at_s(is_crowded=self._is_crowded(lane))) is not None
             and now_s >= at_s
         ]
+        for lane in due:
+            logger.debug("A lane is closed. %s", one_line(lane.summary(now_s)))
         self._draining = [lane for lane in self._draining if lane not in due]
         return due
 

@@ -9,17 +9,14 @@ faster looks again. Everything here belongs to the connector's thread of the wor
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from ..errors import InDoubtError, TransferError
-from ..memory.leg import Indices, Rows, side_by_side
+from ..errors import TransferError
+from ..memory.leg import side_by_side
 from ..protocol.fingerprint import OfferFingerprint
 from ..protocol.ids import RequestId
 from ..protocol.leases import (
@@ -31,7 +28,8 @@ from ..protocol.leases import (
     look_up,
 )
 from ..protocol.quoting import one_line, quote
-from .agent import NixlAgent, Prepared, Transfer, TransferState
+from .agent import NixlAgent, Prepared, TransferState
+from .row_buffer import Reads, RowBuffer, RowRead
 
 _NUM_LOOKUPS = 1 << 10
 """Requests that are looked up at the same time; more wait for their turn."""
@@ -45,25 +43,6 @@ half a second in all. A producer's answer may be faster than its worker's thread
 request when its step begins."""
 
 Key = TypeVar("Key", bound=Hashable)
-
-
-class Reads(Protocol):
-    """What a lookup is made with: the reads of a connection."""
-
-    def read(
-        self,
-        local: Prepared,
-        local_indices: Indices,
-        remote: Prepared,
-        remote_indices: Indices,
-    ) -> Transfer:
-        """Post a read."""
-
-    def poll(self, transfer: Transfer) -> TransferState:
-        """Look at it."""
-
-    def release(self, transfer: Transfer) -> None:
-        """Give it back once it is done."""
 
 
 class LeaseCheckFailure(Enum):
@@ -133,8 +112,7 @@ class _Lookup(Generic[Key]):
     table: PreparedTable
     wanted: list[_Wanted[Key]]
     names: list[int]
-    landed_in: npt.NDArray[np.int32]
-    transfer: Transfer
+    read: RowRead
 
 
 def prepare_table(agent: NixlAgent, table: LeaseTableAddress, peer: str) -> PreparedTable:
@@ -143,30 +121,17 @@ def prepare_table(agent: NixlAgent, table: LeaseTableAddress, peer: str) -> Prep
     Raises:
         TransferError: NIXL does not know the peer, or not this memory of its.
     """
-    return PreparedTable(agent.prepare(_rows(table), peer, "DRAM"), table.num_buckets)
+    rows = side_by_side(table.address, BUCKET_BYTES, 0, table.num_buckets)
+    return PreparedTable(agent.prepare(rows, peer, "DRAM"), table.num_buckets)
 
 
-class LookupBuffer:
-    """Where the buckets land that are looked up with one agent.
+def lookup_buffer(agent: NixlAgent) -> RowBuffer:
+    """Where the buckets land that are looked up with an agent.
 
-    A lookup that has failed may still write into its buckets: they are given to no other one until
-    the agent is closed.
-
-    Args:
-        agent: The agent; the buffer is registered with it.
-
-    Attributes:
-        buckets: Shape (lookups, words of a bucket).
-        local: Their list.
-        free: Those that no lookup may write into.
+    Raises:
+        TransferError: The memory cannot be registered.
     """
-
-    def __init__(self, agent: NixlAgent) -> None:
-        self.buckets = np.zeros((_NUM_LOOKUPS, WORDS_PER_BUCKET), dtype=np.uint64)
-        memory = LeaseTableAddress(self.buckets.ctypes.data, _NUM_LOOKUPS)
-        agent.register([(memory.address, memory.size_bytes, 0)], "DRAM")
-        self.local = agent.prepare(_rows(memory), memory="DRAM")
-        self.free = deque(range(_NUM_LOOKUPS))
+    return RowBuffer(agent, _NUM_LOOKUPS, WORDS_PER_BUCKET)
 
 
 class LeaseChecker(Generic[Key]):
@@ -179,7 +144,7 @@ class LeaseChecker(Generic[Key]):
     """
 
     def __init__(
-        self, buffer: LookupBuffer, reads: Reads, clock: Callable[[], float] = time.monotonic
+        self, buffer: RowBuffer, reads: Reads, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._buffer = buffer
         self._reads = reads
@@ -222,7 +187,7 @@ class LeaseChecker(Generic[Key]):
     def advance(self) -> list[Verdict[Key]]:
         """Post what is wanted, and see what was found.
 
-        What an exception comes up with that nobody foresaw is as it was, for the next call.
+        What an unexpected exception comes up with is as it was, for the next call.
         """
         now_s = self._clock()
         again, self._again = self._again, []
@@ -234,7 +199,7 @@ class LeaseChecker(Generic[Key]):
         for table in list(self._wanted):
             self._post(table)
         for lookup in list(self._lookups):
-            state = self._reads.poll(lookup.transfer)
+            state = self._reads.poll(lookup.read.transfer)
             hangs = now_s >= max(wanted.due_at_s for wanted in lookup.wanted)
             if state is TransferState.IN_FLIGHT and not hangs:
                 continue
@@ -244,8 +209,7 @@ class LeaseChecker(Generic[Key]):
             self._verdicts += verdicts
             self._again += again
             if done:
-                self._buffer.free.extend(lookup.landed_in.tolist())
-                self._reads.release(lookup.transfer)
+                self._buffer.free(self._reads, lookup.read)
         return self._take_verdicts()
 
     def give_up(self) -> list[Verdict[Key]]:
@@ -266,23 +230,19 @@ class LeaseChecker(Generic[Key]):
 
     def _post(self, table: PreparedTable) -> None:
         """Look up what is wanted at a table, as far as there is room."""
-        wanted = self._wanted[table][: len(self._buffer.free)]
+        wanted = self._wanted[table][: self._buffer.num_free]
         if not wanted:
             return
         entries = [entry_of(each.remote_request_id, table.num_buckets) for each in wanted]
-        # Those of a read that may have begun are not given back.
-        landed_in = np.array([self._buffer.free.popleft() for _ in wanted], dtype=np.int32)
-        buckets = np.array([entry.bucket for entry in entries], dtype=np.int32)
+        buckets = [entry.bucket for entry in entries]
         try:
-            transfer = self._reads.read(self._buffer.local, landed_in, table.buckets, buckets)
+            read = self._buffer.post(self._reads, table.buckets, buckets)
         except TransferError as error:
-            if not isinstance(error, InDoubtError):
-                self._buffer.free.extend(landed_in.tolist())
             fault = str(error)
             self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in wanted]
         else:
             names = [entry.name for entry in entries]
-            self._lookups.append(_Lookup(table, wanted, names, landed_in, transfer))
+            self._lookups.append(_Lookup(table, wanted, names, read))
         if rest := self._wanted[table][len(wanted) :]:
             self._wanted[table] = rest
         else:
@@ -292,14 +252,14 @@ class LeaseChecker(Generic[Key]):
         self, lookup: _Lookup[Key], now_s: float, *, done: bool
     ) -> tuple[list[Verdict[Key]], list[tuple[float, PreparedTable, _Wanted[Key]]]]:
         """What was found, and when to look again for what."""
-        peer = lookup.transfer.peer
+        peer = lookup.read.transfer.peer
         if not done:
             fault = f"the lease at {quote(peer)} could not be looked up"
             failed = [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted]
             return failed, []
         verdicts, later = [], []
         for wanted, name, row in zip(
-            lookup.wanted, lookup.names, self._buffer.buckets[lookup.landed_in], strict=True
+            lookup.wanted, lookup.names, self._buffer.landed(lookup.read), strict=True
         ):
             held = look_up(row, name)
             if held.entered and held.fingerprint is None:
@@ -334,8 +294,3 @@ def _verdict(wanted: _Wanted[Key], held: Held, peer: str) -> Verdict[Key]:
             "engine the very prompt that was prefilled, and pass kv_transfer_params on unchanged",
         )
     return Verdict(wanted.key)
-
-
-def _rows(table: LeaseTableAddress) -> Rows:
-    """The descriptors of a table, one for each bucket; shape (1, 5)."""
-    return side_by_side(table.address, BUCKET_BYTES, 0, table.num_buckets)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reads on their way: each leg of a request goes direct, or in windows by way of an arena.
+"""The reads on their way: each part of a request goes direct, or in windows by way of an arena.
 
     direct    queued -> posted -> done
     staged    queued -> has a span, posted -> landed, being scattered -> done
@@ -9,12 +9,12 @@ next turn goes on from there. What is prefetched is posted once nothing else is 
 request is offered, too: no offered request waits for what is not.
 
 What fails on its way, or is given up, stays here until nothing of it can write any more: until its
-read is done after all, or the connection that it was posted with is closed. Only then it is *quiet*
-and its blocks, or its span, may be used for something else.
+read is done after all, or the connection that it was posted with is closed. Only then it is
+*drained* and its blocks, or its span, may be used for something else.
 
-An exception that nobody foresaw is the part's that it comes up with, while it is posted, and
-otherwise leaves everything so that the next turn goes on with it: a part is taken from where it is
-once it is somewhere else.
+An unexpected exception is the part's that it comes up with, while it is posted, and otherwise
+leaves everything so that the next turn goes on with it: a part is taken from where it is once it is
+somewhere else.
 
 Everything here belongs to the connector's thread of the worker that reads.
 """
@@ -156,7 +156,7 @@ class Transfers:
     _is_cut_short: bool = False
 
     def __len__(self) -> int:
-        """Parts on their way, those that failed and are not quiet among them."""
+        """Parts on their way, those that failed and are not drained among them."""
         queued = len(self._direct) + len(self._queue) + len(self._prefetched)
         return queued + len(self._posted) + len(self._landed) + len(self._in_doubt)
 
@@ -259,7 +259,7 @@ class Transfers:
         self._end(self._queues, lambda each: each.connection is connection, fault)
 
     def end(self, lane: Lane) -> None:
-        """A lane is closed: all that was written over it is quiet."""
+        """A lane is closed: all that was written over it is drained."""
         for each in self._posted:
             if each.connection.lane is lane and not each.unwanted:
                 fault = f"its connection with {quote(_peer(each))} was given up"
@@ -440,7 +440,7 @@ class Transfers:
         is_meant: Callable[[_Running], bool],
         fault: str | None = None,
     ) -> None:
-        """Parts are quiet, and have failed if there is a fault: they leave, in their order."""
+        """Parts are drained, and have failed if there is a fault: they leave, in their order."""
         for queue in queues:
             ended = [each for each in queue if is_meant(each)]
             if not ended:
