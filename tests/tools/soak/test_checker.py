@@ -152,7 +152,7 @@ PLANTED: dict[str, tuple[Plant, Invariant, str]] = {
     ),
     "threads grow": (_footprint(threads=80 + BOUNDS.threads + 1), Invariant.FOOTPRINT, "threads"),
     "an engine ends": (_end, Invariant.LIFE, "SIGABRT"),
-    "a request waits on for an engine that was struck": (_struck, Invariant.EARLY, "it ended 6.5 s later, of 6 s"),
+    "a struck request waits": (_struck, Invariant.EARLY, "it ended 6.5 s later, of 6 s"),
 }
 
 
