@@ -18,7 +18,8 @@ from tests.faults.table import read_rows
 from tests.tools.pdstack.helpers import wait_until
 from tools.pdstack.stack import Engine
 
-pytestmark = pytest.mark.faults
+# The simulation plants what this shows, without engines.
+pytestmark = [pytest.mark.faults, pytest.mark.full]
 
 ROWS = read_rows()
 MODULES = Path(__file__).parents[1] / "e2e/modules"
