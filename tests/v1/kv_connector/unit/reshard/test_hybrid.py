@@ -44,6 +44,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.parking import Parking
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import ReshardScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.token_counts import TokenCounts
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
@@ -262,6 +263,8 @@ def test_the_last_token_of_a_prompt_keeps_its_window(monkeypatch, spec, cached, 
     )
     scheduler = ReshardScheduler.__new__(ReshardScheduler)
     scheduler.kv_cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
+    has_windows = bool(window_groups(scheduler.kv_cache_config))
+    scheduler._counts = TokenCounts((16,), frozenset(), has_windows)
     scheduler._parking, scheduler._block_pool = Parking(0, 0), None
     request = SimpleNamespace(
         request_id="d",

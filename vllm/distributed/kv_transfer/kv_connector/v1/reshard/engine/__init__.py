@@ -33,6 +33,7 @@ offers, postings            what is held, or being computed, on its way from sch
 parking                     requests that the scheduler gives no blocks yet
 first_tokens                answers that begin with the token that the prefill engine has sampled
 notifier, renewals          what producers are told, and the leases that are renewed
+token_counts                how much of a request is read, held and offered
 content                     what a prompt's KV depends on
 worker, scheduler           the two halves of the connector
 

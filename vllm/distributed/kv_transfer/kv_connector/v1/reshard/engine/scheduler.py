@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 from vllm.logger import init_logger
-from vllm.utils.math_utils import cdiv
 from vllm.v1.request import RequestStatus
 
 from ..protocol.board import State
@@ -56,6 +55,7 @@ from .parking import Parking
 from .postings import Postings, Scheduled
 from .readers import Readers, RemoteName, is_made_up
 from .settings import read_settings, remarks
+from .token_counts import TokenCounts, num_to_offer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,9 +95,11 @@ class ReshardScheduler(NixlConnectorScheduler):
             or parallel_config.pipeline_parallel_size > 1
         )
         self._state_groups = state_groups(kv_cache_config)
-        self._block_tokens = tokens_of_blocks(
+        block_tokens = tokens_of_blocks(
             kv_cache_config, parallel_config.decode_context_parallel_size
         )
+        has_windows = bool(window_groups(kv_cache_config))
+        self._counts = TokenCounts(tuple(block_tokens), self._state_groups, has_windows)
         # Requests that wait for blocks, or wait no longer, since workers were told last.
         self._awaited: dict[str, RemoteRequest] = {}
         self._ended: set[str] = set()
@@ -109,12 +111,12 @@ class ReshardScheduler(NixlConnectorScheduler):
         full = full_groups(kv_cache_config) if is_told else frozenset()
         self._postings = Postings(
             self._offers.announce,
-            [tokens * (group in full) for group, tokens in enumerate(self._block_tokens)],
+            [tokens * (group in full) for group, tokens in enumerate(block_tokens)],
             partial(tokens_in_flight, is_ahead=self._is_ahead),
         )
         # One is the null block. For drafts vLLM keeps more of a request than is counted here.
         num_blocks = kv_cache_config.num_blocks - 1 if is_told else 0
-        longest_blocks = self._num_blocks_of(vllm_config.model_config.max_model_len)
+        longest_blocks = self._counts.num_blocks(vllm_config.model_config.max_model_len)
         self._parking = Parking(num_blocks, longest_blocks)
         self._block_pool: BlockPool | None = None
         self._readers = Readers()
@@ -222,7 +224,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 self.first_tokens.begin(request)
                 named = RemoteRequest(_address(source), source.remote_request_id)
                 if is_early(params):
-                    num_blocks = self._num_blocks_of(request.num_tokens)
+                    num_blocks = self._counts.num_blocks(request.num_tokens)
                     self._parking.park(request.request_id, named, num_blocks)
                 else:
                     self._awaited[request.request_id] = named
@@ -268,18 +270,10 @@ class ReshardScheduler(NixlConnectorScheduler):
         return count, is_async
 
     def _num_to_read(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """As upstream's, but for tokens that are not there, and a prompt's last one under windows.
-
-        State is there for as many tokens as its producer says, and for no fewer: where fewer are
-        wanted, all is computed.
+        """As upstream's, but for tokens that are not there or not read: see `token_counts`.
 
         Upstream takes it that a prompt that is to be read was prefilled whole. Where it has grown
         since, what is more is computed here.
-
-        vLLM computes that token anew, for its logits. Had it been counted as computed, the blocks
-        that only its own window reaches back to would not be there any more. Where the producer
-        does not keep them either, as it may be for a turn that asks for nothing new, all is
-        computed.
 
         Nothing is read twice: a request that starts over, because it was preempted or because its
         blocks did not arrive, would wait for ever for a read that is never posted.
@@ -298,14 +292,13 @@ class ReshardScheduler(NixlConnectorScheduler):
             count, is_async = max(prefilled - num_computed_tokens, 0), True
         else:
             count, is_async = 0, False
-        if count > 0 and (offered := offered_tokens(params)) is not None:
-            count = max(min(count, offered - num_computed_tokens), 0)
-            if self._state_groups and num_computed_tokens + count != offered:
-                return 0, False
-        if window_groups(self.kv_cache_config) and (
-            0 < count == request.num_tokens - num_computed_tokens
-        ):
-            count = count - 1 if PRODUCERS_KEEP_THE_LAST_WINDOW else 0
+        count = self._counts.num_to_read(
+            count,
+            offered_tokens(params),
+            num_computed_tokens,
+            request.num_tokens,
+            is_window_whole=PRODUCERS_KEEP_THE_LAST_WINDOW,
+        )
         return count, is_async and count > 0
 
     def update_state_after_alloc(
@@ -470,14 +463,14 @@ class ReshardScheduler(NixlConnectorScheduler):
         remote = remote_request(request.kv_transfer_params or {})
         if remote is not None:
             self._readers.end(remote, request.request_id)
-        # The last token was sampled and is not computed. What is counted beyond that is of a step
-        # in flight, or of drafts behind the one that ended the answer.
-        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        num_tokens = num_to_offer(request.num_computed_tokens, request.num_tokens)
         went_on = bool(self._state_groups) and request.num_computed_tokens > num_tokens
         began_anew = OUTPUTS_OUTLIVE_PREEMPTION and self._is_ahead and request.num_preemptions > 0
         is_nobodys = went_on or began_anew
         block_ids = (
-            tuple([] for _ in block_ids) if is_nobodys else self._blocks_of(num_tokens, block_ids)
+            tuple([] for _ in block_ids)
+            if is_nobodys
+            else self._counts.blocks_of(num_tokens, block_ids)
         )
         delay_free, params = super().request_finished(request, block_ids)
         if (
@@ -505,22 +498,6 @@ class ReshardScheduler(NixlConnectorScheduler):
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params
-
-    def _num_blocks_of(self, num_tokens: int) -> int:
-        """How many blocks so many tokens take at most, of all KV-cache groups."""
-        return sum(cdiv(num_tokens, tokens) for tokens in self._block_tokens)
-
-    def _blocks_of(self, num_tokens: int, block_ids: BlockIds) -> BlockIds:
-        """Those of a request's blocks that hold its first tokens.
-
-        Which of them has its state, upstream's scheduler finds: all of that group's are left.
-        """
-        return tuple(
-            ids if number in self._state_groups else ids[: cdiv(num_tokens, block_tokens)]
-            for number, (ids, block_tokens) in enumerate(
-                zip(block_ids, self._block_tokens, strict=True)
-            )
-        )
 
     def _stop_heartbeat(self, req_id: str) -> None:
         """As upstream's, which calls this when a request was received or has ended."""
