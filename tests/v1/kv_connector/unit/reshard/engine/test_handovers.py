@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long requests wait for their first token once their prompt is offered."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.handovers import Handovers
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        """What it shows."""
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """Shows 100 s."""
+    return Clock()
+
+
+@pytest.fixture
+def recorded() -> list[float]:
+    """What was recorded."""
+    return []
+
+
+@pytest.fixture
+def handovers(clock, recorded) -> Handovers:
+    """A decode engine's."""
+    return Handovers(recorded.append, clock)
+
+
+def request(request_id: str = "a") -> SimpleNamespace:
+    """One without a token."""
+    return SimpleNamespace(request_id=request_id, num_output_tokens=0)
+
+
+def test_serial_request_is_handed_over_from_its_arrival_on(handovers, clock, recorded):
+    """Its prompt is offered by then."""
+    read = request()
+    handovers.begin("a")
+    clock.now_s += 2.0
+    handovers.receive([read])
+    handovers.advance()
+    clock.now_s += 1.0
+    handovers.advance()
+    assert recorded == []
+    read.num_output_tokens = 1
+    handovers.advance()
+    handovers.advance()
+    assert recorded == [3.0] and len(handovers) == 0
+
+
+def test_early_request_is_handed_over_from_its_offer_on(handovers, clock, recorded):
+    """As long ago as a worker has seen it."""
+    read = request()
+    handovers.begin("a")
+    clock.now_s += 60.0
+    handovers.hear({"a": 0.25, "ended": 0.5})
+    handovers.receive([read])
+    clock.now_s += 0.5
+    read.num_output_tokens = 1
+    handovers.advance()
+    assert recorded == [0.75]
+
+
+def test_request_that_ends_with_its_first_token_counts(handovers, clock, recorded):
+    """No step follows in which it would be seen."""
+    read = request()
+    handovers.begin("a")
+    handovers.receive([read])
+    clock.now_s += 1.0
+    read.num_output_tokens = 1
+    handovers.end("a")
+    assert recorded == [1.0] and len(handovers) == 0
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_request_without_a_token_of_what_was_read_does_not_count(handovers, recorded, is_read):
+    """It was computed here, or has failed, or its client has left."""
+    handovers.begin("a")
+    if is_read:
+        handovers.receive([request()])
+    handovers.advance()
+    handovers.end("a")
+    assert recorded == [] and len(handovers) == 0
+
+
+def test_what_was_not_handed_over_is_not_looked_after(handovers, recorded):
+    """Such as a prompt of this engine's own."""
+    own = request("own")
+    own.num_output_tokens = 1
+    handovers.receive([own])
+    handovers.hear({"own": 1.0})
+    handovers.advance()
+    handovers.end("own")
+    assert recorded == []
