@@ -24,7 +24,7 @@ class Invariant(str, Enum):
     POOLS = "once a fault is healed, every pool comes back whole"
     FOOTPRINT = "memory, descriptors and threads do not grow"
     LIFE = "no engine ends that was not killed"
-    EARLY = "who waits for a prompt hears soon of an engine that was struck"
+    EARLY = "a request that waits for a prompt ends soon after its engine was struck"
     TESTED = "prompts are waited for, and read while they are computed"
 
     def __str__(self) -> str:

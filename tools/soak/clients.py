@@ -221,7 +221,7 @@ class Clients:
 
     @contextmanager
     def occupied(self, server: Server, count: int) -> Iterator[None]:
-        """Within this block an engine writes long answers, which nobody is interested in.
+        """Within this block an engine writes long answers, which are thrown away.
 
         Args:
             count: how many at once.

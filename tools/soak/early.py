@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strikes a prefill engine while decode engines wait for its prompts, in a state that was seen.
 
-A fault at a random moment meets a request that is known, computed or offered, and nobody can say
+A fault at a random moment meets a request that is known, computed or offered, and it cannot be told
 which. So the engine is brought into the state, and kept there until it is struck:
 
     known       its seats are taken by requests that write long answers; others queue
-    computing   most of its pool is held for reads that nobody asks for; no prompt comes to its end,
+    computing   most of its pool is held for reads that do not come; no prompt comes to its end,
                 and each is preempted again and again
     offered     workers of the decode engines are stopped before, so that they see no offer
 
@@ -60,8 +60,8 @@ class EarlyNemesis:
     """Strikes a prefill engine that decode engines wait for.
 
     Args:
-        fleet: whom it strikes.
-        clients: through whom it asks.
+        fleet: the engines that it strikes.
+        clients: ask for it.
         recorder: where strikes are noted down.
         turns: what there is to ask for.
         seed: other salts for another number.

@@ -23,7 +23,7 @@ _ROUTER_LIMIT_S = 60.0
 
 
 class Wait(Protocol):
-    """Lets time pass, while somebody looks after the engines."""
+    """Lets time pass, and looks after the engines meanwhile."""
 
     def __call__(self, limit_s: float, until: Callable[[], bool] = lambda: False) -> None:
         """Return after a time, or once something is so."""

@@ -152,7 +152,7 @@ PLANTED: dict[str, tuple[Plant, Invariant, str]] = {
     ),
     "threads grow": (_footprint(threads=80 + BOUNDS.threads + 1), Invariant.FOOTPRINT, "threads"),
     "an engine ends": (_end, Invariant.LIFE, "SIGABRT"),
-    "who waits is not told": (_struck, Invariant.EARLY, "it ended 6.5 s later, of 6 s"),
+    "a struck request waits": (_struck, Invariant.EARLY, "it ended 6.5 s later, of 6 s"),
 }
 
 
@@ -236,7 +236,7 @@ def test_soak_that_tested_nothing_early_is_told():
 
 
 def test_state_that_was_not_seen_is_told():
-    """A fault that has struck nobody in its state has tested nothing."""
+    """A fault that has struck no engine in its state has tested nothing."""
     history = sound_history()
     unseen = fault(kind=FaultKind.EARLY_KILL_KNOWN, round=3, detail="prefill-1 was not full")
     history.faults.append(unseen)

@@ -188,8 +188,8 @@ def test_both_engines_are_asked_under_one_name(clients, engine, recorder):
 
 def test_prefill_engine_that_is_gone_has_not_answered(clients, engine):
     """The decode engine is asked all the same."""
-    nobody = Server("nobody", f"http://{HOST}:{PortAllocator().take()}")
-    early = clients.ask_early(nobody, engine, Ask(Manner.EARLY, 0), Terms(SOON_S), {})
+    gone = Server("gone", f"http://{HOST}:{PortAllocator().take()}")
+    early = clients.ask_early(gone, engine, Ask(Manner.EARLY, 0), Terms(SOON_S), {})
     assert early.prefill.result(SOON_S) is False
     assert early.decode.result(SOON_S).answered
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill engine is struck while it is seen in a state, and whoever waits has a limit."""
+"""A prefill engine is struck while it is seen in a state, and requests that wait have a limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Fakes:
         return DECODE
 
     def server(self, name: str) -> Server:
-        """Where nobody listens."""
+        """Where nothing listens."""
         return Server(name, f"http://{name}")
 
     def read_pool(self, name: str) -> PoolReading:
@@ -73,7 +73,7 @@ class Fakes:
         self.done.append(("continue", name))
 
     def kill(self, name: str) -> None:
-        """Whoever waits for it hears so."""
+        """Requests that wait for it end, once time passes."""
         self.done.append(("kill", name))
 
     def restart(self, name: str) -> None:
@@ -131,7 +131,7 @@ class Fakes:
         return early
 
     def wait(self, limit_s: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Let no time pass but for what whoever waits would hear of a struck engine."""
+        """Let no time pass; but requests that wait for a struck engine end."""
         if (("kill", P) in self.done or ("stop", P) in self.done) and not until():
             for early, *_ in self.asked:
                 if not early.decode.done():
@@ -199,7 +199,7 @@ def test_engine_is_struck_in_its_state_and_comes_back(scene, kind):
 
 
 @KINDS
-def test_who_waits_has_a_limit(scene, kind):
+def test_requests_that_wait_have_a_limit(scene, kind):
     """A second where the engine is gone that knew the request, and ten where it is silent."""
     blow, state = EARLY[kind]
     scene.strike(kind)

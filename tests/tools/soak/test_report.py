@@ -66,7 +66,7 @@ def test_work_of_a_seat_is_counted_once():
 
 
 def test_table_of_work_has_a_row_for_each_seat(history):
-    """Whoever looks at it sees whether anything was early, and whether blocks ran out."""
+    """It tells whether anything was early, and whether blocks ran out."""
     console = Console(width=120)
     with console.capture() as captured:
         console.print(report.work_table(history))

@@ -26,13 +26,16 @@ class Core:
     """
 
     def __init__(self, num_workers: int = 1) -> None:
-        self.idling = Idling(num_workers, STEPS)
+        self.idling = Idling()
+        self._num_workers = num_workers
         self.num_wakeups = 0
         self._ringers: list[Ringer] = []
 
     def begin(self, num_ringers: int = 1) -> None:
         """Let it rest, with so many workers that can wake it."""
-        self.idling.begin(HOST, self._wake)
+        self.idling.begin(
+            HOST, self._wake, num_workers=self._num_workers, max_concurrent_steps=STEPS
+        )
         address = self.idling.take_address()
         assert address is not None and self.idling.take_address() is None
         self._ringers = [Ringer(address, f"worker {each}") for each in range(num_ringers)]

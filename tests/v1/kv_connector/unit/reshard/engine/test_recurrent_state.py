@@ -400,7 +400,7 @@ def test_either_order_of_a_convolutions_state_is_read(engines, here, there):
 
 @pytest.mark.parametrize("decode", [dict(), dict(tp=2)], ids=["TP1", "TP2"])
 def test_state_of_a_prompt_that_is_prefetched_is_read_at_its_end(engines, decode):
-    """It is the state after all tokens: what it is after some of them is nobody's."""
+    """It is the state after all tokens: what it is after some of them is of no use."""
     family = FAMILIES["mamba 2"]
     p = engines("prefill", family, early_dispatch=True)
     d = engines("decode", family, early_dispatch=True, **decode)

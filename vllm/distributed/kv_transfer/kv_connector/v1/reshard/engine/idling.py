@@ -28,15 +28,10 @@ class Idling:
     A step may be under way while the next one is scheduled, and a worker that has told it something
     does not ring for that any more. So as many steps in a row as there may be at once must have had
     nothing to do, and nothing to tell, before the core rests.
-
-    Args:
-        num_workers: How many ring.
-        max_concurrent_steps: How many steps are under way at once.
     """
 
-    def __init__(self, num_workers: int, max_concurrent_steps: int) -> None:
-        self._num_workers = num_workers
-        self._max_concurrent_steps = max_concurrent_steps
+    def __init__(self) -> None:
+        self._num_workers = self._max_concurrent_steps = 0
         self._doorbell: Doorbell | None = None
         # As long as workers were not told.
         self._address: InternalAddress | None = None
@@ -48,13 +43,18 @@ class Idling:
         self._num_deferred = 0
         self._num_parked = 0
 
-    def begin(self, host: str, wake: Callable[[], None]) -> None:
+    def begin(
+        self, host: str, wake: Callable[[], None], *, num_workers: int, max_concurrent_steps: int
+    ) -> None:
         """Let the core rest from now on.
 
         Args:
             host: Address of this machine that all workers reach.
             wake: Ends its rest; may be called by any thread.
+            num_workers: How many ring.
+            max_concurrent_steps: How many steps are under way at once, at most.
         """
+        self._num_workers, self._max_concurrent_steps = num_workers, max_concurrent_steps
 
         def ring() -> None:
             self._has_rung = True

@@ -127,9 +127,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         # what clients say, so that two may have one.
         self._given_up: dict[RemoteName, Request] = {}
         self._reads = ReadBook()
-        # One step is under way in each stage, and one more where they are scheduled ahead.
-        most_steps = parallel_config.pipeline_parallel_size + 1
-        self._idling = Idling(parallel_config.world_size, most_steps)
+        self._idling = Idling()
 
     def serve_handshake(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -177,7 +175,13 @@ class ReshardScheduler(NixlConnectorScheduler):
             or parallel_config.prefill_context_parallel_size > 1
         ):
             return
-        self._idling.begin(host_for_workers(parallel_config, self.side_channel_host), wakeup)
+        self._idling.begin(
+            host_for_workers(parallel_config, self.side_channel_host),
+            wakeup,
+            num_workers=parallel_config.world_size,
+            # One is under way in each stage, and one more where they are scheduled ahead.
+            max_concurrent_steps=parallel_config.pipeline_parallel_size + 1,
+        )
 
     def idle_timeout_s(self, num_running: int, num_waiting: int) -> float:
         """For how long the engine's core may wait after a step that has computed nothing.
