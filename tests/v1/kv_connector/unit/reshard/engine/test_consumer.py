@@ -33,12 +33,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ReadState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
     RemoteEngineAddress,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import RequestBlocks

@@ -24,12 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import 
     encode_record,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import fingerprint
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ReadState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
     RemoteEngineAddress,
     RemoteRequest,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
 
 ADDRESS = RemoteEngineAddress("prefill", "10.0.0.1", 5600)
 NUM_TOKENS, BLOCKS = 64, [[3, 1]]

@@ -30,8 +30,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
     ConsumerLedger,
     ProducerLedger,
-    ReadState,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import scatter
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers

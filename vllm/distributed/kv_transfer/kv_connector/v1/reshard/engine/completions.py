@@ -11,9 +11,10 @@ from collections import deque
 from vllm.logger import init_logger
 
 from ..protocol.ids import RequestId
-from ..protocol.ledgers import ConsumerLedger, Outcome, ReadState
+from ..protocol.ledgers import ConsumerLedger, Outcome
 from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
+from ..protocol.states import ReadState
 from ..transport.connection import PeerConnection
 from .doubt import BlocksInDoubt
 from .notifier import Notifier

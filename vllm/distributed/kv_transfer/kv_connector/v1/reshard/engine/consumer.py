@@ -19,9 +19,10 @@ from vllm.logger import init_logger
 
 from ..errors import ReshardError
 from ..protocol.ids import RequestId
-from ..protocol.ledgers import ConsumerLedger, ReadState
+from ..protocol.ledgers import ConsumerLedger
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..protocol.quoting import one_line, quote
+from ..protocol.states import ReadState
 from ..transport.budget import Budget
 from ..transport.connection import LookupKey, PeerConnection
 from ..transport.lane import Lane

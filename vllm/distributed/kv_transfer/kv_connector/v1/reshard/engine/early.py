@@ -27,9 +27,9 @@ from vllm.logger import init_logger
 from ..errors import RemoteEngineChangedError
 from ..protocol.board import Record, Sighting, State, board_entry, look_up, read_record
 from ..protocol.ids import RequestId
-from ..protocol.ledgers import ReadState
 from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
 from ..protocol.quoting import one_line, quote
+from ..protocol.states import ReadState
 from ..protocol.watch import Watch
 from .abandoned_reads import AbandonedReads
 from .peers import Peer, PeerTable
@@ -332,7 +332,7 @@ class EarlyRequests:
             quote(request_id),
             quote(self._at[request_id].engine_id),
             1e3 * (self._now_s - watched.since_s),
-            watched.state.value,
+            one_line(watched.state.value),
             one_line(reason),
         )
         self._drop(request_id)
@@ -369,7 +369,7 @@ class EarlyRequests:
         logger.debug(
             "Request %s: %s at engine %s, which knows it as %s.",
             quote(request_id),
-            watched.state.value,
+            one_line(watched.state.value),
             quote(address.engine_id),
             quote(watched.name),
         )

@@ -13,9 +13,10 @@ from vllm.logger import init_logger
 
 from ..errors import ReshardError
 from ..protocol.ids import RequestId
-from ..protocol.ledgers import ConsumerLedger, ReadState
+from ..protocol.ledgers import ConsumerLedger
 from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
+from ..protocol.states import ReadState
 from ..transport.connection import PeerConnection
 from ..transport.remote import LocalCache, RequestBlocks
 from ..transport.transfers import Part, PartDrained, PartEvent, Transfers

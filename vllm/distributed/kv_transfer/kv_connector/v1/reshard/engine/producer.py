@@ -14,9 +14,10 @@ from ..errors import ReshardError
 from ..protocol.board import Board, Posting
 from ..protocol.ids import RequestId
 from ..protocol.leases import LeaseTable, LeaseTableAddress
-from ..protocol.ledgers import HeldState, Notice, ProducerLedger, Receipt
+from ..protocol.ledgers import Notice, ProducerLedger, Receipt
 from ..protocol.messages import Announcement, Done, GaveUp, Renew, decode_notification
 from ..protocol.quoting import one_line, quote
+from ..protocol.states import HeldState
 from ..transport.agent import NixlAgent
 from .metadata import ReshardConnectorMetadata
 from .stats import ReshardStats
@@ -145,7 +146,7 @@ class ProducerSide:
         self._hear(now_s)
         self._gone |= dict.fromkeys(self._ledger.take_released(), "")
         for request_id, reader in self._gone.items():
-            more = f", last read by {reader}" if reader else ""
+            more = f", last read by {quote(reader)}" if reader else ""
             self._enter(request_id, HeldState.RELEASED, now_s, more)
             self._end_trace(request_id, HeldState.RELEASED, reader, now_s)
         expiries = self._ledger.expire(now_s)
@@ -230,8 +231,10 @@ class ProducerSide:
 
     def _enter(self, request_id: RequestId, state: HeldState, now_s: float, more: str = "") -> None:
         """Take note of a request's next state, and tell it in the log."""
-        before = self._states.get(request_id)
-        after = "" if before is None else f", after {now_s - before[1]:.3f} s as {before[0].value}"
+        after = ""
+        if request_id in self._states:
+            before, since_s = self._states[request_id]
+            after = f", after {now_s - since_s:.3f} s as {one_line(before.value)}"
         logger.debug(
             "Request %s: %s, with %d blocks%s%s.",
             quote(request_id),

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from vllm.logger import init_logger
 
 from ..protocol.ids import RequestId
-from ..protocol.ledgers import ConsumerLedger, ReadState
+from ..protocol.ledgers import ConsumerLedger
 from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
+from ..protocol.states import ReadState
 from ..transport.connection import LookupKey, PeerConnection
 from ..transport.lease_check import LeaseCheckFailure, PreparedTable
 from ..transport.transfers import Transfers

@@ -12,9 +12,9 @@ from ..protocol.board import Record, RecordPlace, Sighting
 from ..protocol.fingerprint import with_blocks
 from ..protocol.ids import RequestId
 from ..protocol.leases import Entry
-from ..protocol.ledgers import ReadState
 from ..protocol.messages import Receive, RemoteEngineAddress
-from ..protocol.quoting import quote
+from ..protocol.quoting import one_line, quote
+from ..protocol.states import ReadState
 from ..protocol.watch import Watch
 from .stats import ReadFailure
 
@@ -67,10 +67,10 @@ class WatchedRequest:
         logger.debug(
             "Request %s: %s at engine %s, after %.1f ms of %s.",
             quote(request_id),
-            state.value,
+            one_line(state.value),
             quote(address.engine_id),
             1e3 * (now_s - self.since_s),
-            self.state.value,
+            one_line(self.state.value),
         )
         self.state, self.since_s = state, now_s
 

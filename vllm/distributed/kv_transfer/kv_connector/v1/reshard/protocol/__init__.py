@@ -3,6 +3,7 @@
 
 ids                         what requests, engines and blocks are called
 ledgers                     what each side knows of its requests
+states                      where a request is
 lifetimes                   how long a connection must stay
 fingerprint                 what stands for tokens and blocks that are offered
 leases                      which requests a worker holds, where readers can see it
