@@ -6,6 +6,7 @@ There is no model: a step of the prefill engine computes what the test has fille
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -314,6 +315,25 @@ def test_two_full_engines_do_not_wait_for_each_other(pair):
     d.serving.add(offered, coordinates(p, remote_request_id="y"), first_token=500)
     until(lambda: len(d.serving.finished) == 2, p, d)
     assert set(d.serving.finished.values()) == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["serial", "early"])
+def test_handover_is_measured_once(pair, early):
+    """By the scheduler, from the offer on, whatever a request has waited for prefill before."""
+    p, d = pair({}, {"tp": 2})
+    if early:
+        d.serving.add(DECODED, coordinates(p), max_tokens=2)
+        until(lambda: all(len(each._early) for each in d.engine.transfer_engines.values()), d)
+    p.serving.add(PREFILLED, {"do_remote_decode": True})
+    compute(p)
+    offered_s = time.monotonic()
+    if not early:
+        d.serving.add(DECODED, p.serving.handed_over[PREFILLED], max_tokens=2)
+    until(lambda: is_quiet(p, d), p, d)
+    assert d.serving.finished == {DECODED: FinishReason.LENGTH}
+    (handover_s,) = d.serving.scheduler.connector.get_kv_connector_stats().data["handover_seconds"]
+    assert 0 < handover_s < time.monotonic() - offered_s
+    assert d.serving.scheduler.connector.get_kv_connector_stats() is None
 
 
 def test_request_that_is_offered_already_is_read_at_once(pair):

@@ -44,11 +44,11 @@ def request(request_id: str = "a") -> SimpleNamespace:
 
 
 def test_serial_request_is_handed_over_from_its_arrival_on(handovers, clock, recorded):
-    """Its prompt is offered by then."""
+    """Its prompt is offered by then, though workers hear of it later."""
     read = request()
-    handovers.begin("a")
+    handovers.begin(read, is_early=False)
     clock.now_s += 2.0
-    handovers.receive([read])
+    handovers.hear({"a": 0.5})
     handovers.advance()
     clock.now_s += 1.0
     handovers.advance()
@@ -62,10 +62,9 @@ def test_serial_request_is_handed_over_from_its_arrival_on(handovers, clock, rec
 def test_early_request_is_handed_over_from_its_offer_on(handovers, clock, recorded):
     """As long ago as a worker has seen it."""
     read = request()
-    handovers.begin("a")
+    handovers.begin(read, is_early=True)
     clock.now_s += 60.0
     handovers.hear({"a": 0.25, "ended": 0.5})
-    handovers.receive([read])
     clock.now_s += 0.5
     read.num_output_tokens = 1
     handovers.advance()
@@ -75,31 +74,31 @@ def test_early_request_is_handed_over_from_its_offer_on(handovers, clock, record
 def test_request_that_ends_with_its_first_token_counts(handovers, clock, recorded):
     """No step follows in which it would be seen."""
     read = request()
-    handovers.begin("a")
-    handovers.receive([read])
+    handovers.begin(read, is_early=False)
+    handovers.hear({"a": 0.0})
     clock.now_s += 1.0
     read.num_output_tokens = 1
     handovers.end("a")
     assert recorded == [1.0] and len(handovers) == 0
 
 
-@pytest.mark.parametrize("is_read", [False, True])
-def test_request_without_a_token_of_what_was_read_does_not_count(handovers, recorded, is_read):
-    """It was computed here, or has failed, or its client has left."""
-    handovers.begin("a")
-    if is_read:
-        handovers.receive([request()])
-    handovers.advance()
+def test_request_without_a_token_does_not_count(handovers, recorded):
+    """Its client has left."""
+    handovers.begin(request(), is_early=False)
+    handovers.hear({"a": 0.0})
     handovers.end("a")
     assert recorded == [] and len(handovers) == 0
 
 
-def test_what_was_not_handed_over_is_not_looked_after(handovers, recorded):
-    """Such as a prompt of this engine's own."""
-    own = request("own")
-    own.num_output_tokens = 1
-    handovers.receive([own])
-    handovers.hear({"own": 1.0})
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_request_that_is_computed_here_does_not_count(handovers, recorded, has_failed):
+    """Nothing was left to be read of it, or one worker could not read it."""
+    computed = request()
+    handovers.begin(computed, is_early=True)
+    if has_failed:
+        handovers.hear({"a": 0.0})
+        handovers.fail(["a", "another"])
+    computed.num_output_tokens = 1
     handovers.advance()
-    handovers.end("own")
-    assert recorded == []
+    handovers.end("a")
+    assert recorded == [] and len(handovers) == 0

@@ -237,7 +237,11 @@ class NixlConnector(UpstreamConnector):
         early = self._worker.take_early_news()
         failed = frozenset(self._reports.take_news())
         begun, admissible = frozenset(early.begun), frozenset(early.admissible)
-        return WorkerNews(failed, begun, admissible, early.faults, early.first_tokens) or None
+        offered_s = self._worker.take_offered()
+        return (
+            WorkerNews(failed, begun, admissible, early.faults, early.first_tokens, offered_s)
+            or None
+        )
 
     def take_first_outputs(self) -> Iterable[tuple[int, EngineCoreOutput]]:
         """What clients are sent of requests that were received with a first token."""
@@ -247,7 +251,7 @@ class NixlConnector(UpstreamConnector):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this worker or scheduler counted; None where it counts nothing."""
         if self.connector_scheduler is not None:
-            return self.connector_scheduler.first_tokens.take_stats()
+            return self.connector_scheduler.take_stats()
         return self._worker.take_stats()
 
     @classmethod

@@ -14,6 +14,7 @@ failed_reads                how a request ends whose blocks may still be written
 connector_thread,
 transfer_engine             the connector's thread, and what it polls
 stalls                      threads that do not come round
+handovers                   from an offer to the first token
 idling                      when the engine's core takes no steps
 dialer, plans               what takes long of a connection with another engine
 peers                       the engines that are known, and how they are connected

@@ -64,6 +64,12 @@ class CompletionHandler:
         # What is to be taken note of.
         self._failed: deque[Outcome] = deque()
         self._ended: deque[Outcome] = deque()
+        self._offered_at_s: dict[RequestId, float] = {}
+
+    def take_offered(self) -> dict[RequestId, float]:
+        """Since when requests could be read that were received well since the last call."""
+        offered_at_s, self._offered_at_s = self._offered_at_s, {}
+        return offered_at_s
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
         """Requests that have failed since the last call, with their blocks."""
@@ -139,6 +145,7 @@ class CompletionHandler:
             assert reading.connection is not None
             reading.connection.lifetime.end_request()
             self._stats.record_exposed_transfer(now_s - reading.taken_up_at_s)
+            self._offered_at_s[outcome.request_id] = reading.taken_up_at_s
             # Where nothing was to be read, nothing was looked up.
             if reading.peer is not None and reading.lease_tables:
                 reading.peer.is_proven = True

@@ -263,6 +263,10 @@ class ConsumerSide:
         """Requests that nothing writes for any more; producers are told of those that were read."""
         return self._completions.take_received(self._now_s)
 
+    def take_offered(self) -> dict[RequestId, float]:
+        """Since when requests could be read that were received well since the last call."""
+        return self._completions.take_offered()
+
     def _begin_next(
         self, request_id: RequestId, receive: Receive, connection: PeerConnection, now_s: float
     ) -> None:

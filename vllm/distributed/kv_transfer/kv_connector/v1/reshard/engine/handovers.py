@@ -2,20 +2,38 @@
 """How long requests wait for their first token once another engine has computed their prompt.
 
 The decode engine's part of a handover: from when the request is here and its prompt is offered, as
-far as this engine knows, until its first token. It is measured where first tokens are made, so that
-no clock of another process is in it: workers say how long ago they saw an offer.
+far as this engine knows, until its first token. It is measured where first tokens are made. Workers
+say for how long they have known an offer, so that no two clocks are compared.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..protocol.ids import RequestId
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class _Handover:
+    """A request that is handed over.
+
+    Attributes:
+        request: The request.
+        since_s: When it came, or was offered if that was later.
+        is_early: It may have come before it was offered.
+        is_read: Its blocks are here.
+    """
+
+    request: Request
+    since_s: float
+    is_early: bool
+    is_read: bool = False
 
 
 class Handovers:
@@ -31,45 +49,45 @@ class Handovers:
     ) -> None:
         self._record = record
         self._clock = clock
-        # Since when each request could have been read.
-        self._since_s: dict[RequestId, float] = {}
-        # Those that were read, and have no token yet.
-        self._received: dict[RequestId, Request] = {}
+        self._by_id: dict[RequestId, _Handover] = {}
 
     def __len__(self) -> int:
         """Requests whose handover is under way."""
-        return len(self._since_s)
+        return len(self._by_id)
 
-    def begin(self, request_id: RequestId) -> None:
-        """A request has come whose prompt another engine computes, or has computed."""
-        self._since_s[request_id] = self._clock()
+    def begin(self, request: Request, *, is_early: bool) -> None:
+        """A request has come whose prompt another engine has computed, or computes."""
+        self._by_id[request.request_id] = _Handover(request, self._clock(), is_early)
 
     def hear(self, offered_s: Mapping[RequestId, float]) -> None:
-        """Take note of offers that workers have seen, of requests that may have ended.
+        """Requests were read, of which some may have ended.
 
         Args:
-            offered_s: How long ago each was seen, in seconds.
+            offered_s: For how long each was known to be offered, in seconds.
         """
         now_s = self._clock()
-        for request_id in offered_s.keys() & self._since_s.keys():
-            self._since_s[request_id] = now_s - offered_s[request_id]
+        for request_id in offered_s.keys() & self._by_id.keys():
+            handover = self._by_id[request_id]
+            handover.is_read = True
+            if handover.is_early:
+                handover.since_s = now_s - offered_s[request_id]
 
-    def receive(self, requests: Iterable[Request]) -> None:
-        """Requests were read well."""
-        for request in requests:
-            if request.request_id in self._since_s:
-                self._received[request.request_id] = request
+    def fail(self, request_ids: Iterable[RequestId]) -> None:
+        """Requests could not be read: what becomes of them is no handover."""
+        for request_id in request_ids:
+            self._by_id.pop(request_id, None)
 
     def advance(self) -> None:
         """See which have their first token, after each step."""
         for request_id in [
-            request_id for request_id, each in self._received.items() if each.num_output_tokens
+            request_id
+            for request_id, each in self._by_id.items()
+            if each.is_read and each.request.num_output_tokens
         ]:
             self.end(request_id)
 
     def end(self, request_id: RequestId) -> None:
         """A request has its first token, or has ended, perhaps without one."""
-        since_s = self._since_s.pop(request_id, None)
-        request = self._received.pop(request_id, None)
-        if request is not None and since_s is not None and request.num_output_tokens:
-            self._record(self._clock() - since_s)
+        handover = self._by_id.pop(request_id, None)
+        if handover is not None and handover.is_read and handover.request.num_output_tokens:
+            self._record(self._clock() - handover.since_s)

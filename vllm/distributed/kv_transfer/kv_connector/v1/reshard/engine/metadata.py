@@ -103,6 +103,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
         admissible: Requests of `early` that may have blocks.
         faults: Those of them that will not be read, each with the reason.
         first_tokens: The token that is told with the offer of some of them.
+        offered_s: For how many seconds requests were offered that were received.
     """
 
     failed: frozenset[RequestId] = frozenset()
@@ -110,10 +111,16 @@ class WorkerNews(KVConnectorWorkerMetadata):
     admissible: frozenset[RequestId] = frozenset()
     faults: Mapping[RequestId, str] = field(default_factory=dict)
     first_tokens: Mapping[RequestId, int] = field(default_factory=dict)
+    offered_s: Mapping[RequestId, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(
-            self.failed or self.begun or self.admissible or self.faults or self.first_tokens
+            self.failed
+            or self.begun
+            or self.admissible
+            or self.faults
+            or self.first_tokens
+            or self.offered_s
         )
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
@@ -125,4 +132,11 @@ class WorkerNews(KVConnectorWorkerMetadata):
             self.admissible | other.admissible,
             {**self.faults, **other.faults},
             {**self.first_tokens, **other.first_tokens},
+            # Each worker has seen the offer by itself: the first of them counts.
+            {
+                request_id: max(
+                    each.get(request_id, 0.0) for each in (self.offered_s, other.offered_s)
+                )
+                for request_id in self.offered_s.keys() | other.offered_s.keys()
+            },
         )

@@ -113,6 +113,10 @@ class PcpReplicaWorker:
         """Nothing, as nothing is watched."""
         return EarlyNews()
 
+    def take_offered(self) -> dict[RequestId, float]:
+        """Nothing, as nothing is received."""
+        return {}
+
     def take_stats(self) -> ReshardStats | None:
         """Nothing, as nothing is moved; what is held is counted where it is served."""
         return None

@@ -48,6 +48,7 @@ from .content import content_keys, content_token_ids
 from .failed_reads import ReadBook
 from .first_tokens import open_first_tokens
 from .geometry import full_groups, state_groups, tokens_of_blocks, window_groups
+from .handovers import Handovers
 from .idling import Idling
 from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from .offers import OfferBook, host_for_workers
@@ -55,6 +56,7 @@ from .parking import Parking
 from .postings import Postings, Scheduled
 from .readers import Readers, RemoteName, is_made_up
 from .settings import read_settings, remarks
+from .stats import ReshardStats
 from .token_counts import TokenCounts, num_to_offer
 
 if TYPE_CHECKING:
@@ -128,6 +130,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._given_up: dict[RemoteName, Request] = {}
         self._reads = ReadBook()
         self._idling = Idling()
+        self._stats = ReshardStats()
+        self._handovers = Handovers(self._stats.record_handover)
 
     def serve_handshake(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -222,6 +226,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             source = remote_blocks(params)
             if not isinstance(source, str):
                 self.first_tokens.begin(request)
+                self._handovers.begin(request, is_early=is_early(params))
                 named = RemoteRequest(_address(source), source.remote_request_id)
                 if is_early(params):
                     num_blocks = self._counts.num_blocks(request.num_tokens)
@@ -322,6 +327,7 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """What the workers are asked to do in this step."""
+        self._handovers.advance()
         self._postings.compute(
             _scheduled(scheduler_output), scheduler_output.total_num_scheduled_tokens
         )
@@ -375,6 +381,8 @@ class ReshardScheduler(NixlConnectorScheduler):
                 self._stop_heartbeat(request_id)
             self._parking.hear(told.begun, told.admissible, told.faults)
             self.first_tokens.hear(told.first_tokens)
+            self._handovers.hear(told.offered_s)
+            self._handovers.fail((*told.failed, *told.faults))
         self._postings.forget(connector_output.finished_sending or ())
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
@@ -382,6 +390,12 @@ class ReshardScheduler(NixlConnectorScheduler):
             )
             self._parking.forget(connector_output.finished_recving)
             self.first_tokens.receive(connector_output.finished_recving)
+
+    def take_stats(self) -> ReshardStats | None:
+        """What the scheduler counted since the last call; None where that is nothing."""
+        if (seeded := self.first_tokens.take_stats()) is not None:
+            self._stats.aggregate(seeded)
+        return None if self._stats.is_empty() else self._stats.take()
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must take steps though no request is left: to get blocks back."""
@@ -446,6 +460,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         the step before that can still end it.
         """
         self.first_tokens.end(request.request_id)
+        self._handovers.end(request.request_id)
         delay_free, params = self._request_finished(request, block_ids)
         if not delay_free:
             was_aborted = request.status is RequestStatus.FINISHED_ABORTED

@@ -114,6 +114,8 @@ class ReshardStats(NixlKVConnectorStats):
 
         handshake_seconds      duration of each handshake that succeeded
         prefill_wait_seconds   how long each request that was dispatched early was waited for
+        handover_seconds       how long each request that was read waited for its first token once
+                               it was here and its prompt offered
         exposed_transfer_seconds
                                what transfer added to each request that was read: from being
                                offered, as far as this worker knows, until it is received
@@ -160,6 +162,10 @@ class ReshardStats(NixlKVConnectorStats):
     def record_prefill_wait(self, duration_s: float) -> None:
         """A request that was dispatched early is offered now."""
         self.data["prefill_wait_seconds"].append(duration_s)
+
+    def record_handover(self, duration_s: float) -> None:
+        """A request that was read has its first token."""
+        self.data["handover_seconds"].append(duration_s)
 
     def record_exposed_transfer(self, duration_s: float) -> None:
         """A request is received."""
@@ -216,6 +222,7 @@ class ReshardStats(NixlKVConnectorStats):
 _OWN = (
     "handshake_seconds",
     "prefill_wait_seconds",
+    "handover_seconds",
     "exposed_transfer_seconds",
     "prefetched_bytes",
     "handshake_failures",
@@ -251,6 +258,12 @@ class ReshardPromMetrics(NixlPromMetrics):
         self._prefill_waits: Any = histogram(
             name="vllm:nixl_prefill_wait_seconds",
             documentation="Time from a request dispatched early until its blocks are offered.",
+            buckets=_BUCKETS_S,
+            labelnames=labelnames,
+        )
+        self._handovers: Any = histogram(
+            name="vllm:nixl_handover_seconds",
+            documentation="Time from a request's blocks being offered until its first token.",
             buckets=_BUCKETS_S,
             labelnames=labelnames,
         )
@@ -328,6 +341,7 @@ class ReshardPromMetrics(NixlPromMetrics):
             for metric in (
                 self._handshakes,
                 self._prefill_waits,
+                self._handovers,
                 self._exposed_transfers,
                 self._prefetched_bytes,
                 self._notifications,
@@ -347,6 +361,7 @@ class ReshardPromMetrics(NixlPromMetrics):
         for histogram, name in (
             (self._handshakes, "handshake_seconds"),
             (self._prefill_waits, "prefill_wait_seconds"),
+            (self._handovers, "handover_seconds"),
             (self._exposed_transfers, "exposed_transfer_seconds"),
         ):
             for duration_s in data[name]:

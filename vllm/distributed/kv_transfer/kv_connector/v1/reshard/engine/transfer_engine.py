@@ -83,6 +83,7 @@ class Report:
     Attributes:
         sent: Requests that other engines are through with.
         received: Requests that were received, and those that failed and are drained.
+        offered_at_s: Since when each of these that was received well could have been read.
         failed: Requests that could not be read, each with its blocks. They may still be written
             until the request is received.
         stats: What was measured; None for nothing.
@@ -91,6 +92,7 @@ class Report:
 
     sent: set[RequestId] = field(default_factory=set)
     received: set[RequestId] = field(default_factory=set)
+    offered_at_s: dict[RequestId, float] = field(default_factory=dict)
     failed: dict[RequestId, frozenset[int]] = field(default_factory=dict)
     stats: ReshardStats | None = None
     early: EarlyNews = field(default_factory=EarlyNews)
@@ -107,6 +109,7 @@ class Report:
         """Take in what has ended since."""
         self.sent |= later.sent
         self.received |= later.received
+        self.offered_at_s |= later.offered_at_s
         self.failed |= later.failed
         self.early.add(later.early)
         if self.stats is None:
@@ -209,6 +212,7 @@ class TransferEngine:
         report = self._report
         report.failed |= self.consumer.take_failed()
         report.received |= self.consumer.take_received()
+        report.offered_at_s |= self.consumer.take_offered()
         self._renewals.end((*report.failed, *report.received))
         if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)

@@ -153,6 +153,7 @@ class ReshardWorker:
         self._listener: Listener | None = None
         self._failed: dict[RequestId, frozenset[int]] = {}
         self._early_news = EarlyNews()
+        self._offered_at_s: dict[RequestId, float] = {}
         self._stats: ReshardStats | None = None
         # Known once the caches are registered.
         self._factors: dict[str, str] = {}
@@ -237,6 +238,7 @@ class ReshardWorker:
         report: Report = self._thread.collect()
         self._failed |= report.failed
         self._early_news.add(report.early)
+        self._offered_at_s |= report.offered_at_s
         if self._stats is None:
             self._stats = report.stats
         elif report.stats is not None:
@@ -252,6 +254,12 @@ class ReshardWorker:
         """What was seen of requests that are not offered yet, collected since the last call."""
         news, self._early_news = self._early_news, EarlyNews()
         return news
+
+    def take_offered(self) -> dict[RequestId, float]:
+        """For how many seconds requests were offered that were received since the last call."""
+        offered_at_s, self._offered_at_s = self._offered_at_s, {}
+        now_s = self._clock()
+        return {request_id: now_s - at_s for request_id, at_s in offered_at_s.items()}
 
     def take_stats(self) -> ReshardStats | None:
         """What was measured since the last call."""
