@@ -79,6 +79,10 @@ class Played:
         """Nothing is waited for."""
         return EarlyNews()
 
+    def take_offered(self) -> dict[str, float]:
+        """Nothing was offered to it."""
+        return {}
+
     def fail(self, request_id: str) -> None:
         """A read has failed."""
         self.failed[request_id] = self.reading[request_id]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that wait for transfers alone rest, in the loop of vLLM's own engine core.
 
-There is no model: see `test_early_dispatch`. The core's rest is made so long here that news which
+There is no model: see `early_pairs`. The core's rest is made so long here that news which
 do not wake it never come.
 """
 
@@ -18,9 +18,7 @@ from vllm.v1.engine import EngineCoreRequestType, FinishReason
 from vllm.v1.engine.core import EngineCoreProc
 
 from tests.bases import requires_base
-from tests.v1.kv_connector.unit.reshard.engine.workers import wait_until
-from tests.v1.kv_connector.unit.reshard.serving import Whole, until
-from tests.v1.kv_connector.unit.reshard.test_early_dispatch import (
+from tests.v1.kv_connector.unit.reshard.early_pairs import (
     DECODED,
     LAYOUTS,
     PREFILLED,
@@ -28,13 +26,13 @@ from tests.v1.kv_connector.unit.reshard.test_early_dispatch import (
     compute,
     coordinates,
     cut_prompts,
-    pair,
     parked,
 )
+from tests.v1.kv_connector.unit.reshard.engine.workers import wait_until
+from tests.v1.kv_connector.unit.reshard.serving import Whole, until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import idling
 
 pytestmark = requires_base("0.32.0", "0.33.0", reason="its engine core has no hook for that")
-__all__ = ["pair"]
 
 REST_S = 60.0
 WAKEUP = (EngineCoreRequestType.WAKEUP, None)
@@ -50,26 +48,25 @@ class Inputs(queue.Queue):
     """What an engine core is sent.
 
     Attributes:
-        timeouts_s: For how long it was waited for, each time.
+        num_rests: How often it was waited for.
         num_missed: How many rests have ended by themselves.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.timeouts_s: list[float] = []
+        self.num_rests = 0
         self.num_missed = 0
         self.on_rest: Callable[[], object] = lambda: None
 
     def get(self, block: bool = True, timeout: float | None = None):
         """Wait for something."""
-        assert timeout is not None
-        self.timeouts_s.append(timeout)
-        if timeout == REST_S:
-            self.on_rest()
+        assert timeout == REST_S
+        self.num_rests += 1
+        self.on_rest()
         try:
             return super().get(block, timeout)
         except queue.Empty:
-            self.num_missed += timeout == REST_S
+            self.num_missed += 1
             raise
 
 
@@ -120,8 +117,8 @@ class Core:
     def rest(self) -> None:
         """Take steps until the core rests, and wake it then."""
         self.inputs.on_rest = lambda: self.inputs.put_nowait(WAKEUP)
-        num_waits = len(self.inputs.timeouts_s)
-        self.go_round_until(lambda: REST_S in self.inputs.timeouts_s[num_waits:])
+        num_rests = self.inputs.num_rests
+        self.go_round_until(lambda: self.inputs.num_rests > num_rests)
         self.inputs.on_rest = lambda: None
 
 
@@ -196,15 +193,28 @@ def test_request_of_a_client_ends_a_rest(pair):
     assert added == ["request"]
 
 
-@pytest.mark.parametrize("option", ["data_parallel_size", "prefill_context_parallel_size"])
-def test_engines_that_compute_in_turn_with_others_do_not_rest(pair, option):
-    """Nor those with workers that never ring."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("parallel_config", "data_parallel_size", 2),
+        ("parallel_config", "prefill_context_parallel_size", 2),
+        ("ec_transfer_config", "ec_connector", "ECExampleConnector"),
+    ],
+    ids=["data parallel", "prefill context parallel", "encoder caches"],
+)
+def test_engines_whose_steps_others_wait_for_do_not_rest(pair, options, monkeypatch):
+    """They take steps as vLLM has it, and never wait for their inputs."""
     p, _ = pair()
-    setattr(p.serving.scheduler.vllm_config.parallel_config, option, 2)
+    config = p.serving.scheduler.vllm_config
+    part, option, value = options
+    if getattr(config, part) is None:
+        monkeypatch.setattr(config, part, SimpleNamespace())
+    monkeypatch.setattr(getattr(config, part), option, value, raising=False)
     core = Core(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
-    core.go_round_until(lambda: len(core.inputs.timeouts_s) > 50)
-    assert set(core.inputs.timeouts_s) == {idling.POLL_S}
+    for _ in range(50):
+        core.go_round()
+    assert PREFILLED in p.serving.finished and core.inputs.num_rests == 0
 
 
 def test_connectors_of_several_rest_for_as_long_as_all_may():
@@ -213,12 +223,14 @@ def test_connectors_of_several_rest_for_as_long_as_all_may():
     several = SimpleNamespace(
         _connectors=[
             SimpleNamespace(
-                get_idle_timeout=lambda running, waiting, each=each: each * (running + waiting),
+                get_idle_timeout=lambda running, waiting, each=each: each and each * waiting,
                 bind_engine_wakeup=woken.append,
             )
             for each in (3.0, 2.0)
         ]
     )
-    assert MultiConnector.get_idle_timeout(several, 1, 4) == 10.0
+    assert MultiConnector.get_idle_timeout(several, 0, 4) == 8.0
+    several._connectors[0].get_idle_timeout = lambda running, waiting: None
+    assert MultiConnector.get_idle_timeout(several, 0, 4) is None
     MultiConnector.bind_engine_wakeup(several, print)
     assert woken == [print, print]

@@ -85,9 +85,9 @@ class Watched:
         self.until(lambda: self.now_s >= offered_s)
         self.post(name, State.OFFERED)
         self.until(lambda: self.early.ready)
-        ((request_id, receive),) = self.early.ready
+        (offered,) = self.early.ready
         self.early.ready.clear()
-        assert request_id == name and receive.remote_block_ids == BLOCKS
+        assert offered.request_id == name and offered.receive.remote_block_ids == BLOCKS
         return self.now_s - offered_s
 
 
@@ -211,6 +211,20 @@ def test_engine_that_cannot_be_looked_at_is_asked_anew_at_once():
     watched.reader.fails = False
     watched.post("x", State.OFFERED)
     watched.until(lambda: watched.early.ready)
+
+
+def test_offer_counts_from_when_it_was_seen():
+    """Not from when the scheduler had blocks for it: what that takes is waited for as well."""
+    watched = Watched()
+    watched.early.begin({"x": RemoteRequest(ADDRESS, "x")}, watched.now_s)
+    watched.post("x", State.OFFERED)
+    watched.until(watched.early.take_renewed)
+    seen_s = watched.now_s
+    watched.until(lambda: watched.now_s >= seen_s + 0.5)
+    receive = Receive(ADDRESS, "x", [[7, 8]], [], 20, 20, None, is_early=True)
+    watched.early.take_over("x", receive)
+    (offered,) = watched.early.ready
+    assert offered.offered_at_s == seen_s
 
 
 def with_blocks(watched: Watched, name: str, num_tokens: int) -> None:

@@ -71,6 +71,18 @@ def test_early_request_is_handed_over_from_its_offer_on(handovers, clock, record
     assert recorded == [0.75]
 
 
+def test_first_worker_that_has_seen_the_offer_counts(handovers, clock, recorded):
+    """Though the others tell of it in later steps."""
+    read = request()
+    handovers.begin(read, is_early=True)
+    handovers.hear({"a": 0.5})
+    clock.now_s += 0.25
+    handovers.hear({"a": 0.25})
+    read.num_output_tokens = 1
+    handovers.advance()
+    assert recorded == [0.75]
+
+
 def test_request_that_ends_with_its_first_token_counts(handovers, clock, recorded):
     """No step follows in which it would be seen."""
     read = request()

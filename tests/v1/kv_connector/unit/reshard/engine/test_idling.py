@@ -10,7 +10,6 @@ import pytest
 from tests.v1.kv_connector.unit.reshard.transport.channels import HOST, wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.idling import (
     LONGEST_REST_S,
-    POLL_S,
     Idling,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.doorbell import Ringer
@@ -41,7 +40,7 @@ class Core:
         self._ringers = [Ringer(address, f"worker {each}") for each in range(num_ringers)]
         wait_until(lambda: self.num_wakeups == num_ringers)
         # These were rings, too.
-        assert self.idling.timeout_s(0, 0, 0) == POLL_S
+        assert self.idling.timeout_s(0, 0, 0) is None
 
     def ring(self) -> None:
         """Be woken by a worker."""
@@ -51,7 +50,7 @@ class Core:
 
     def step(
         self, waiting: int = 0, parked: int = 0, loading: int = 0, running: int = 0, idle=True
-    ) -> float:
+    ) -> float | None:
         """Take a step; returns how long it may wait after it."""
         for _ in range(parked):
             self.idling.defer()
@@ -88,9 +87,7 @@ def core() -> Iterator[Core]:
 def test_rests_where_all_wait_for_workers(core, requests):
     """It does after as many idle steps as may be under way at once."""
     core.begin()
-    assert [core.step(**requests) for _ in range(STEPS)] == [POLL_S] * (STEPS - 1) + [
-        LONGEST_REST_S
-    ]
+    assert [core.step(**requests) for _ in range(STEPS)] == [None] * (STEPS - 1) + [LONGEST_REST_S]
 
 
 @pytest.mark.parametrize(
@@ -113,14 +110,14 @@ def test_rests_where_all_wait_for_workers(core, requests):
 def test_does_not_rest_where_there_may_be_something_to_do(core, requests):
     """It takes steps as often as vLLM does."""
     core.begin()
-    assert {core.step(**requests) for _ in range(5)} == {POLL_S}
+    assert {core.step(**requests) for _ in range(5)} == {None}
 
 
 def test_what_was_parked_in_an_earlier_step_does_not_count(core):
     """A request that found room is none that waits for another engine."""
     core.begin()
     core.rest(waiting=1, parked=1)
-    assert core.step(waiting=1) == POLL_S
+    assert core.step(waiting=1) is None
 
 
 @pytest.mark.parametrize("news", ["rung", "heard", "computed"])
@@ -135,7 +132,7 @@ def test_news_are_followed_by_as_many_steps_as_tell_them(core, news):
     else:
         core.step(idle=False)
     if news == "rung":
-        assert core.idling.timeout_s(0, 0, 0) == POLL_S
+        assert core.idling.timeout_s(0, 0, 0) is None
     core.rest()
 
 
@@ -143,10 +140,10 @@ def test_does_not_rest_before_all_workers_can_wake_it():
     """One that has not rung would not be heard."""
     core = Core(num_workers=2)
     core.begin(num_ringers=1)
-    assert {core.step() for _ in range(5)} == {POLL_S}
+    assert {core.step() for _ in range(5)} == {None}
     core.close()
 
 
 def test_does_not_rest_where_nothing_ends_it(core):
     """As without the hook, which the plugin has not."""
-    assert {core.step() for _ in range(5)} == {POLL_S}
+    assert {core.step() for _ in range(5)} == {None}

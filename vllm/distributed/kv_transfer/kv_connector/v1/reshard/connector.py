@@ -172,7 +172,7 @@ class NixlConnector(UpstreamConnector):
         assert self.connector_scheduler is not None
         self.connector_scheduler.set_wakeup(wakeup)
 
-    def get_idle_timeout(self, num_running: int, num_waiting: int) -> float:
+    def get_idle_timeout(self, num_running: int, num_waiting: int) -> float | None:
         """For how long the engine's core may wait after a step that has computed nothing."""
         assert self.connector_scheduler is not None
         return self.connector_scheduler.idle_timeout_s(num_running, num_waiting)

@@ -144,8 +144,8 @@ class CompletionHandler:
         if outcome.failure is None:
             assert reading.connection is not None
             reading.connection.lifetime.end_request()
-            self._stats.record_exposed_transfer(now_s - reading.taken_up_at_s)
-            self._offered_at_s[outcome.request_id] = reading.taken_up_at_s
+            self._stats.record_exposed_transfer(now_s - reading.offered_at_s)
+            self._offered_at_s[outcome.request_id] = reading.offered_at_s
             # Where nothing was to be read, nothing was looked up.
             if reading.peer is not None and reading.lease_tables:
                 reading.peer.is_proven = True

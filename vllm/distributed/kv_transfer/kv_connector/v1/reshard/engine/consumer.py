@@ -111,15 +111,28 @@ class ConsumerSide:
         self._reader = self._prefetcher.reader = reader
         self._doubt.num_block_ids = reader.cache.num_block_ids
 
-    def start_request(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
-        """Read a request once its peer is connected; what goes wrong with that is its failure."""
+    def start_request(
+        self,
+        request_id: RequestId,
+        receive: Receive,
+        now_s: float,
+        offered_at_s: float | None = None,
+    ) -> None:
+        """Read a request once its peer is connected; what goes wrong with that is its failure.
+
+        Args:
+            request_id: The request.
+            receive: What to read.
+            now_s: The time.
+            offered_at_s: Since when it could be read; None for now.
+        """
         self._now_s = now_s
         reading = self._readings.by_id.get(request_id)
         if reading is not None and reading.receive is receive:
             # A turn that has failed has come so far.
             return
         try:
-            self._start(request_id, receive, now_s)
+            self._start(request_id, receive, now_s, now_s if offered_at_s is None else offered_at_s)
         except Exception as error:
             if any(receive.local_block_ids) and request_id not in self._readings.by_id:
                 self._readings.add(request_id, receive, None, now_s)
@@ -151,7 +164,9 @@ class ConsumerSide:
             reading = self._readings.add(request_id, receive, None, now_s, state, since_s)
         self._fail(reading, refusal.reason, refusal.failure)
 
-    def _start(self, request_id: RequestId, receive: Receive, now_s: float) -> None:
+    def _start(
+        self, request_id: RequestId, receive: Receive, now_s: float, offered_at_s: float
+    ) -> None:
         if receive.fault is not None:
             # Where nothing was to be read, no request waits for it.
             if any(receive.local_block_ids):
@@ -162,9 +177,9 @@ class ConsumerSide:
         if any(receive.local_block_ids):
             reading = self._readings.by_id.get(request_id)
             if reading is not None and reading.state is ReadState.PREFETCHING:
-                self._readings.offer(reading, receive, peer, now_s)
+                self._readings.offer(reading, receive, peer, now_s, offered_at_s)
             else:
-                self._readings.add(request_id, receive, peer, now_s)
+                self._readings.add(request_id, receive, peer, now_s, offered_at_s=offered_at_s)
         elif peer.connection is not None:
             # It waits for no read of another request's.
             self._completions.notify_producers(receive, peer.connection)

@@ -38,6 +38,7 @@ from .watched_engine import WatchedEngine
 from .watched_requests import (
     Computed,
     EarlyNews,
+    Offered,
     Refusal,
     WantedRecord,
     WatchedRequest,
@@ -75,7 +76,7 @@ class EarlyRequests:
         self._news = EarlyNews()
         self._abandoned = AbandonedReads(peers)
         self._renewed: dict[RequestId, RemoteRequest] = {}
-        self.ready: deque[tuple[RequestId, Receive]] = deque()
+        self.ready: deque[Offered] = deque()
         self.computed: deque[Computed] = deque()
         self.refused: deque[Refusal] = deque()
         self.has_moved = False
@@ -118,7 +119,7 @@ class EarlyRequests:
         elif request_id in self._offered:
             watched, address, record = self._offered.pop(request_id)
             if receive.fault is None:
-                self._hand_on(request_id, receive, address, record)
+                self._hand_on(request_id, watched, receive, address, record)
             else:
                 self._refuse(request_id, watched, receive, receive.fault)
         elif request_id in self._at:
@@ -310,17 +311,21 @@ class EarlyRequests:
         if receive is None:
             self._offered[request_id] = watched, engine.address, record
         else:
-            self._hand_on(request_id, receive, engine.address, record)
+            self._hand_on(request_id, watched, receive, engine.address, record)
 
     def _hand_on(
         self,
         request_id: RequestId,
+        watched: WatchedRequest,
         receive: Receive,
         address: RemoteEngineAddress,
         record: Record,
     ) -> None:
         """A request is one like any other from now on: what is to be read, and where, is known."""
-        self.ready.append((request_id, with_record(receive, address, record)))
+        # It is offered since then, and may have waited for blocks.
+        self.ready.append(
+            Offered(request_id, with_record(receive, address, record), watched.since_s)
+        )
 
     def _fail_all(self, engine: WatchedEngine, reason: str) -> None:
         for request_id, watched in list(engine.requests.items()):

@@ -27,13 +27,11 @@ class _Handover:
         request: The request.
         since_s: When it came, or was offered if that was later.
         is_early: It may have come before it was offered.
-        is_read: Its blocks are here.
     """
 
     request: Request
     since_s: float
     is_early: bool
-    is_read: bool = False
 
 
 class Handovers:
@@ -50,6 +48,8 @@ class Handovers:
         self._record = record
         self._clock = clock
         self._by_id: dict[RequestId, _Handover] = {}
+        # Those of them whose blocks are here.
+        self._read: dict[RequestId, _Handover] = {}
 
     def __len__(self) -> int:
         """Requests whose handover is under way."""
@@ -68,26 +68,28 @@ class Handovers:
         now_s = self._clock()
         for request_id in offered_s.keys() & self._by_id.keys():
             handover = self._by_id[request_id]
-            handover.is_read = True
             if handover.is_early:
-                handover.since_s = now_s - offered_s[request_id]
+                since_s = now_s - offered_s[request_id]
+                # Each worker tells it when it is through; the first that has seen the offer counts.
+                is_news = request_id not in self._read
+                handover.since_s = since_s if is_news else min(since_s, handover.since_s)
+            self._read[request_id] = handover
 
     def fail(self, request_ids: Iterable[RequestId]) -> None:
         """Requests could not be read: what becomes of them is no handover."""
         for request_id in request_ids:
             self._by_id.pop(request_id, None)
+            self._read.pop(request_id, None)
 
     def advance(self) -> None:
         """See which have their first token, after each step."""
-        for request_id in [
-            request_id
-            for request_id, each in self._by_id.items()
-            if each.is_read and each.request.num_output_tokens
-        ]:
+        begun = [name for name, each in self._read.items() if each.request.num_output_tokens]
+        for request_id in begun:
             self.end(request_id)
 
     def end(self, request_id: RequestId) -> None:
         """A request has its first token, or has ended, perhaps without one."""
-        handover = self._by_id.pop(request_id, None)
-        if handover is not None and handover.is_read and handover.request.num_output_tokens:
+        self._by_id.pop(request_id, None)
+        handover = self._read.pop(request_id, None)
+        if handover is not None and handover.request.num_output_tokens:
             self._record(self._clock() - handover.since_s)

@@ -14,9 +14,6 @@ from collections.abc import Callable
 from ..transport.doorbell import Doorbell, open_doorbell
 from ..transport.sockets import InternalAddress
 
-POLL_S = 1e-3
-"""Between two steps of vLLM's own where nothing is scheduled."""
-
 LONGEST_REST_S = 0.25
 """What a ring that is lost may cost, and how late a scheduler sees what nothing rings for, such as
 blocks whose lease has run out."""
@@ -90,13 +87,16 @@ class Idling:
         """A step had something to tell."""
         self._num_idle_steps = 0
 
-    def timeout_s(self, num_running: int, num_waiting: int, num_loading: int) -> float:
+    def timeout_s(self, num_running: int, num_waiting: int, num_loading: int) -> float | None:
         """For how long the core may wait for what is new.
 
         Args:
             num_running: Requests that are computed.
             num_waiting: Requests that are not.
             num_loading: Those of them whose blocks are read by workers.
+
+        Returns:
+            Seconds; None where it is to take steps as ever.
         """
         if self._has_rung:
             self._has_rung, self._num_idle_steps = False, 0
@@ -107,7 +107,7 @@ class Idling:
             and num_running == 0
             and num_waiting == self._num_parked + num_loading
         )
-        return LONGEST_REST_S if may_rest else POLL_S
+        return LONGEST_REST_S if may_rest else None
 
     def close(self) -> None:
         """Hear no worker any more; may be called repeatedly."""

@@ -55,7 +55,7 @@ class Reading:
     Attributes:
         request_id: Its name.
         number: Which of those that had this name.
-        taken_up_at_s: When this worker was told to read it.
+        offered_at_s: Since when it could be read, as far as this worker knows.
         due_at_s: When it fails unless it was received.
         receive: What to read.
         peer: From where; None where its parameters name none.
@@ -76,7 +76,7 @@ class Reading:
 
     request_id: RequestId
     number: int
-    taken_up_at_s: float
+    offered_at_s: float
     due_at_s: float
     receive: Receive
     peer: Peer | None
@@ -170,6 +170,7 @@ class Readings:
         now_s: float,
         state: ReadState = ReadState.WAITING,
         since_s: float | None = None,
+        offered_at_s: float | None = None,
     ) -> Reading:
         """Take a request into account until it is reported; it is due once it is offered.
 
@@ -180,12 +181,13 @@ class Readings:
             now_s: The time.
             state: Where it is.
             since_s: Since when; None for now.
+            offered_at_s: Since when it could be read; None for now.
         """
         self._num_taken_up += 1
         reading = Reading(
             request_id,
             self._num_taken_up,
-            now_s,
+            now_s if offered_at_s is None else offered_at_s,
             math.inf,
             receive,
             peer,
@@ -206,11 +208,13 @@ class Readings:
         )
         return reading
 
-    def offer(self, reading: Reading, receive: Receive, peer: Peer, now_s: float) -> None:
+    def offer(
+        self, reading: Reading, receive: Receive, peer: Peer, now_s: float, offered_at_s: float
+    ) -> None:
         """A request is offered of which something was read before: its time begins now."""
         self._num_taken_up += 1
         reading.number, reading.receive, reading.peer = self._num_taken_up, receive, peer
-        reading.taken_up_at_s = now_s
+        reading.offered_at_s = offered_at_s
         self._set_deadline(reading, now_s)
         self._transfers.promote(reading.request_id)
         reading.enter(ReadState.WAITING, now_s)

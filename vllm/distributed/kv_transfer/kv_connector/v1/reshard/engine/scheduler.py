@@ -171,12 +171,14 @@ class ReshardScheduler(NixlConnectorScheduler):
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Set what ends a wait of the engine's core, which may wait longer then.
 
-        It may not where it computes in turn with others, nor where some workers never ring.
+        It may not where it computes in turn with others, where some workers never ring, nor where
+        steps are what a connector of encoders' caches lives by.
         """
         parallel_config = self.vllm_config.parallel_config
         if (
             parallel_config.data_parallel_size > 1
             or parallel_config.prefill_context_parallel_size > 1
+            or self.vllm_config.ec_transfer_config is not None
         ):
             return
         self._idling.begin(
@@ -187,12 +189,15 @@ class ReshardScheduler(NixlConnectorScheduler):
             max_concurrent_steps=parallel_config.pipeline_parallel_size + 1,
         )
 
-    def idle_timeout_s(self, num_running: int, num_waiting: int) -> float:
+    def idle_timeout_s(self, num_running: int, num_waiting: int) -> float | None:
         """For how long the engine's core may wait after a step that has computed nothing.
 
         Args:
             num_running: Requests that are computed.
             num_waiting: Requests that are not.
+
+        Returns:
+            Seconds; None where it is to take steps as ever.
         """
         return self._idling.timeout_s(num_running, num_waiting, self._reads.num_loading)
 

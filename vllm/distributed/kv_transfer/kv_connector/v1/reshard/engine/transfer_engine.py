@@ -366,8 +366,8 @@ class TransferEngine:
         for computed in taken_once_done(early.computed):
             self.consumer.prefetch(*computed, now_s)
         if early.ready:
-            for request_id, receive in taken_once_done(early.ready):
-                self.consumer.start_request(request_id, receive, now_s)
+            for request_id, receive, offered_at_s in taken_once_done(early.ready):
+                self.consumer.start_request(request_id, receive, now_s, offered_at_s)
             # They begin in this turn: their engine is connected.
             self._advance_peers(now_s)
         for refusal in taken_once_done(early.refused):

@@ -113,6 +113,20 @@ class Computed(NamedTuple):
     part: Receive
 
 
+class Offered(NamedTuple):
+    """A request that is one like any other from now on.
+
+    Attributes:
+        request_id: The request.
+        receive: What is to be read of it, and where; or whose producer is told.
+        offered_at_s: When its offer was seen.
+    """
+
+    request_id: RequestId
+    receive: Receive
+    offered_at_s: float
+
+
 class Refusal(NamedTuple):
     """A request that has blocks, and will not be read.
 
