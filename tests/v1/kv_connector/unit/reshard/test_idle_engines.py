@@ -179,18 +179,17 @@ def test_engine_that_holds_blocks_rests(pair):
     assert not p.serving.is_through()
 
 
-def test_request_of_a_client_ends_a_rest(pair):
-    """It is taken up at once, and computed by the next step."""
+def test_client_ends_a_rest(pair):
+    """What it says is taken up at once, whether it asks or leaves."""
     p, d = pair()
     core = Core(d)
     d.serving.add(DECODED, coordinates(p))
     core.rest()
-    added: list[object] = []
-    core.add_request = lambda request, wave: added.append(request)
-    core._reject_add_in_shutdown = lambda request: False
-    core.inputs.on_rest = lambda: core.inputs.put((EngineCoreRequestType.ADD, ("request", 0)))
-    core.go_round_until(lambda: bool(added))
-    assert added == ["request"]
+    left: list[str] = []
+    core.abort_requests = left.extend
+    core.inputs.on_rest = lambda: core.inputs.put((EngineCoreRequestType.ABORT, [DECODED]))
+    core.go_round_until(lambda: bool(left))
+    assert left == [DECODED]
 
 
 @pytest.mark.parametrize(
