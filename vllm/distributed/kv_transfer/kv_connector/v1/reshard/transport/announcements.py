@@ -13,16 +13,14 @@ Workers learn from a step where the announcer is, and its public key: see `socke
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
-from contextlib import suppress
 
 import zmq
 from vllm.logger import init_logger
 
 from ..protocol.quoting import one_line, quote
 from .cpu import running_on
-from .sockets import InternalAddress, connect_internally, listen_internally
+from .sockets import InternalAddress, Receiver, connect_internally, listen_internally
 
 logger = init_logger(__name__)
 
@@ -68,7 +66,7 @@ class Announcer:
 class Listener:
     """Hears what one announcer tells, in a thread of its own.
 
-    The socket belongs to that thread once it runs. `close` may be called by any other.
+    `close` may be called by any other thread.
 
     Args:
         address: The announcer's.
@@ -88,35 +86,24 @@ class Listener:
         cores: Collection[int] | None = None,
     ) -> None:
         self._hear = hear
-        self._context = zmq.Context()
-        try:
-            with running_on(cores):
-                # ZeroMQ's threads begin with the first socket.
-                socket = self._context.socket(zmq.SUB)
-                self._thread = threading.Thread(
-                    target=self._run, args=(socket,), name="reshard-listener", daemon=True
-                )
-                socket.subscribe(b"")
-                connect_internally(socket, address)
-                self._thread.start()
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+
+        def open_socket(socket: zmq.Socket[bytes]) -> None:
+            socket.subscribe(b"")
+            connect_internally(socket, address)
+
+        with running_on(cores):
+            # ZeroMQ's threads begin with the first socket.
+            self._receiver = Receiver(zmq.SUB, "reshard-listener", open_socket, self._hear_safely)
 
     def close(self) -> None:
         """Hear nothing any more; may be called repeatedly."""
-        # This ends the wait for a message, and returns once the thread has closed the socket.
-        self._context.term()
-        self._thread.join()
+        self._receiver.close()
 
-    def _run(self, socket: zmq.Socket[bytes]) -> None:
-        with suppress(zmq.ContextTerminated), socket:
-            while True:
-                message = socket.recv()
-                try:
-                    self._hear(message)
-                except Exception:
-                    logger.exception("An announcement is lost: the next step says the same")
+    def _hear_safely(self, message: bytes) -> None:
+        try:
+            self._hear(message)
+        except Exception:
+            logger.exception("An announcement is lost: the next step says the same")
 
 
 def open_announcer(host: str) -> Announcer | None:

@@ -13,7 +13,6 @@ Workers learn from a step where the doorbell is, and its public key: see `socket
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
@@ -22,7 +21,7 @@ from vllm.logger import init_logger
 
 from ..protocol.quoting import one_line, quote
 from .cpu import running_on
-from .sockets import InternalAddress, connect_internally, listen_internally
+from .sockets import InternalAddress, Receiver, connect_internally, listen_internally
 
 logger = init_logger(__name__)
 
@@ -33,7 +32,7 @@ _MAX_RING_BYTES = 1 << 10
 class Doorbell:
     """Hears an engine's workers ring, in a thread of its own.
 
-    The socket belongs to that thread once it runs. `num_ringers` and `close` are for any other.
+    `num_ringers` and `close` are for any other thread.
 
     Args:
         host: Address of this machine to listen at, on a port that is free.
@@ -51,17 +50,11 @@ class Doorbell:
         self._wake = wake
         # Only its size is read by another thread.
         self._ringers: set[bytes] = set()
-        self._context = zmq.Context()
-        try:
-            socket = self._context.socket(zmq.PULL)
+
+        def open_socket(socket: zmq.Socket[bytes]) -> None:
             self.address = listen_internally(socket, host, _MAX_RING_BYTES)
-            self._thread = threading.Thread(
-                target=self._run, args=(socket,), name="reshard-doorbell", daemon=True
-            )
-            self._thread.start()
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+
+        self._receiver = Receiver(zmq.PULL, "reshard-doorbell", open_socket, self._hear)
 
     @property
     def num_ringers(self) -> int:
@@ -70,15 +63,11 @@ class Doorbell:
 
     def close(self) -> None:
         """Hear nothing any more; may be called repeatedly."""
-        # This ends the wait for a ring, and returns once the thread has closed the socket.
-        self._context.term()
-        self._thread.join()
+        self._receiver.close()
 
-    def _run(self, socket: zmq.Socket[bytes]) -> None:
-        with suppress(zmq.ContextTerminated), socket:
-            while True:
-                self._ringers.add(socket.recv())
-                self._wake()
+    def _hear(self, worker: bytes) -> None:
+        self._ringers.add(worker)
+        self._wake()
 
 
 class Ringer:

@@ -8,6 +8,9 @@ and the listener alone has the secret one, so that a client hears nothing else.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import zmq
@@ -87,3 +90,51 @@ def connect_internally(socket: zmq.Socket[bytes], address: InternalAddress) -> N
     # A client that knows the other key is let in with any of its own.
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.connect(make_zmq_path("tcp", address.host, address.port))
+
+
+class Receiver:
+    """Hears what comes over a socket, in a thread of its own.
+
+    The socket belongs to that thread once it runs. `close` may be called by any other.
+
+    Args:
+        kind: What kind of socket.
+        name: What the thread is called.
+        open_socket: Has the socket listen, or connect, before the thread begins.
+        hear: Called by the thread with each message. It raises nothing.
+
+    Raises:
+        ZMQError: There are no more sockets, or it cannot be opened.
+        RuntimeError: There are no more threads.
+    """
+
+    def __init__(
+        self,
+        kind: int,
+        name: str,
+        open_socket: Callable[[zmq.Socket[bytes]], None],
+        hear: Callable[[bytes], None],
+    ) -> None:
+        self._hear = hear
+        self._context = zmq.Context()
+        try:
+            socket = self._context.socket(kind)
+            open_socket(socket)
+            self._thread = threading.Thread(
+                target=self._run, args=(socket,), name=name, daemon=True
+            )
+            self._thread.start()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def close(self) -> None:
+        """Hear nothing any more; may be called repeatedly."""
+        # This ends the wait for a message, and returns once the thread has closed the socket.
+        self._context.term()
+        self._thread.join()
+
+    def _run(self, socket: zmq.Socket[bytes]) -> None:
+        with suppress(zmq.ContextTerminated), socket:
+            while True:
+                self._hear(socket.recv())
