@@ -46,6 +46,8 @@ class Doorbell:
         RuntimeError: There are no more threads.
     """
 
+    address: InternalAddress
+
     def __init__(self, host: str, wake: Callable[[], None]) -> None:
         self._wake = wake
         # Only its size is read by another thread.
