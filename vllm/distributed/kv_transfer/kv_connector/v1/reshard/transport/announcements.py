@@ -93,7 +93,8 @@ class Listener:
 
         with running_on(cores):
             # ZeroMQ's threads begin with the first socket.
-            self._receiver = Receiver(zmq.SUB, "reshard-listener", open_socket, self._hear_safely)
+            self._receiver = Receiver(zmq.SUB, "reshard-listener", self._hear_safely)
+            self._receiver.begin(open_socket)
 
     def close(self) -> None:
         """Hear nothing any more; may be called repeatedly."""

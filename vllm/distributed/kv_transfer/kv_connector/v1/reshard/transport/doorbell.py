@@ -46,17 +46,14 @@ class Doorbell:
         RuntimeError: There are no more threads.
     """
 
-    address: InternalAddress
-
     def __init__(self, host: str, wake: Callable[[], None]) -> None:
         self._wake = wake
         # Only its size is read by another thread.
         self._ringers: set[bytes] = set()
-
-        def open_socket(socket: zmq.Socket[bytes]) -> None:
-            self.address = listen_internally(socket, host, _MAX_RING_BYTES)
-
-        self._receiver = Receiver(zmq.PULL, "reshard-doorbell", open_socket, self._hear)
+        self._receiver = Receiver(zmq.PULL, "reshard-doorbell", self._hear)
+        self.address = self._receiver.begin(
+            lambda socket: listen_internally(socket, host, _MAX_RING_BYTES)
+        )
 
     @property
     def num_ringers(self) -> int:

@@ -12,9 +12,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import zmq
 from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
+
+_Opened = TypeVar("_Opened")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +103,37 @@ class Receiver:
     Args:
         kind: What kind of socket.
         name: What the thread is called.
-        open_socket: Has the socket listen, or connect, before the thread begins.
         hear: Called by the thread with each message. It raises nothing.
-
-    Raises:
-        ZMQError: There are no more sockets, or it cannot be opened.
-        RuntimeError: There are no more threads.
     """
 
-    def __init__(
-        self,
-        kind: int,
-        name: str,
-        open_socket: Callable[[zmq.Socket[bytes]], None],
-        hear: Callable[[bytes], None],
-    ) -> None:
+    def __init__(self, kind: int, name: str, hear: Callable[[bytes], None]) -> None:
+        self._kind = kind
         self._hear = hear
         self._context = zmq.Context()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def begin(self, open_socket: Callable[[zmq.Socket[bytes]], _Opened]) -> _Opened:
+        """Begin to hear.
+
+        Args:
+            open_socket: Has the socket listen, or connect.
+
+        Returns:
+            What that returns.
+
+        Raises:
+            ZMQError: There are no more sockets, or it cannot be opened.
+            RuntimeError: There are no more threads.
+        """
         try:
-            socket = self._context.socket(kind)
-            open_socket(socket)
-            self._thread = threading.Thread(
-                target=self._run, args=(socket,), name=name, daemon=True
-            )
+            self._socket = self._context.socket(self._kind)
+            opened = open_socket(self._socket)
             self._thread.start()
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        return opened
 
     def close(self) -> None:
         """Hear nothing any more; may be called repeatedly."""
@@ -134,7 +141,8 @@ class Receiver:
         self._context.term()
         self._thread.join()
 
-    def _run(self, socket: zmq.Socket[bytes]) -> None:
-        with suppress(zmq.ContextTerminated), socket:
+    def _run(self) -> None:
+        assert self._socket is not None
+        with suppress(zmq.ContextTerminated), self._socket as socket:
             while True:
                 self._hear(socket.recv())
