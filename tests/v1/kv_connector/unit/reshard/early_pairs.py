@@ -120,7 +120,7 @@ def is_quiet(*wholes: Whole) -> bool:
     return all(
         whole.serving.is_through()
         and not len(whole.serving.scheduler.connector.connector_scheduler._parking)
-        and not len(whole.serving.scheduler.connector.connector_scheduler._postings)
+        and not len(whole.serving.scheduler.connector.connector_scheduler._board_updates)
         and all(
             not len(each._early) and not len(each.producer) and not len(each.consumer)
             for each in whole.engine.transfer_engines.values()

@@ -121,7 +121,7 @@ def test_no_byte_lands_in_what_was_given_away(hung_read, monkeypatch):
     (worker,), (transfer_engine,) = reader.workers.values(), reader.transfer_engines.values()
     with monkeypatch.context() as patch:
         patch.setattr(NixlAgent, "poll", lambda *_: TransferState.FAILED)
-        # Of several windows, a turn may look at one.
+        # Of several windows, a poll may look at one.
         assert failures(worker, progress) == {"d-b": frozenset({6, 7, 8})}
         wait_until(lambda: not transfer_engine.transfers.is_lingering, progress.step)
     # What its producer was told has left by then.

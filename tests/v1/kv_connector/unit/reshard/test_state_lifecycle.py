@@ -66,9 +66,9 @@ def test_what_is_told_of_a_prompt_before_its_end_has_no_state(serving, mode):
     told = []
     while "cmpl-x-0-aaaaaaaa" not in p.finished:
         p.step()
-        told += p.told.postings
+        told += p.told.board_updates
     p.step()
-    told += p.told.postings
+    told += p.told.board_updates
     computed = [
         read_record(each.record, digest_of(each.record)) for each in told if each.num_computed
     ]

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connector_threa
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stalls import STALL_S, Round
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stalls import STALL_S, StallWatch
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Report,
@@ -32,10 +32,10 @@ DEADLINE_S = 60.0
 
 
 class TransferEngine:
-    """Ends what it is asked for in its next turn, and notes who runs it."""
+    """Ends what it is asked for in its next poll, and notes who runs it."""
 
     def __init__(self) -> None:
-        self.begun = self.turns = self.num_taken_up = 0
+        self.begun = self.num_polls = self.num_taken_up = 0
         self.turned_s: list[float] = []
         self.threads: set[int] = set()
         self.producer: list[str] = []
@@ -50,10 +50,10 @@ class TransferEngine:
         self.closed_by: int | None = None
 
     def poll(self, steps: list[SchedulerStep], now_s: float) -> Report:
-        """Take a turn."""
+        """Poll."""
         self.begun += 1
         assert self.may_turn.wait(DEADLINE_S)
-        self.turns += 1
+        self.num_polls += 1
         taken = list(steps)
         steps.clear()
         self.num_taken_up += len(taken)
@@ -107,7 +107,7 @@ def transfer_engine() -> TransferEngine:
 
 @pytest.fixture
 def thread(transfer_engine) -> Iterator[ConnectorThread]:
-    """A thread that runs it, and sleeps after its first turn."""
+    """A thread that runs it, and sleeps after its first poll."""
     thread = ConnectorThread(transfer_engine)
     news = thread._news = News()
     thread.start()
@@ -148,9 +148,9 @@ def test_everything_happens_in_one_other_thread(thread, transfer_engine):
     )
     thread.close()
     assert transfer_engine.closed_by == threading.get_ident()
-    turns = transfer_engine.turns
+    num_polls = transfer_engine.num_polls
     ask(thread, "too late")
-    assert transfer_engine.turns == turns
+    assert transfer_engine.num_polls == num_polls
 
 
 def test_quiet_transfer_engine_is_left_alone(transfer_engine):
@@ -171,10 +171,10 @@ def test_quiet_transfer_engine_is_left_alone(transfer_engine):
 
 @pytest.mark.parametrize("more", ["is_moving", "has_backlog"])
 def test_transfer_engine_with_more_to_do_is_turned_by_itself(thread, transfer_engine, more):
-    """Whatever the length of the engine's steps: nobody has to call for the next turn."""
+    """Whatever the length of the engine's steps: nobody has to call for the next poll."""
     setattr(transfer_engine, more, True)
     thread.wake()
-    wait_until(lambda: transfer_engine.turns >= 50)
+    wait_until(lambda: transfer_engine.num_polls >= 50)
 
 
 def test_thread_looks_often_again_once_something_has_arrived(transfer_engine):
@@ -209,9 +209,9 @@ def test_interpreter_is_let_go_of_sooner_than_by_default(thread):
 def test_turn_that_fails_is_not_the_last(thread, transfer_engine, caplog_vllm):
     """The log has the traceback; the next one comes by itself, and the next request is served."""
     transfer_engine.fault = ValueError("nobody thought of this")
-    turns = transfer_engine.turns
+    num_polls = transfer_engine.num_polls
     thread.wake()
-    wait_until(lambda: transfer_engine.turns >= turns + 2)
+    wait_until(lambda: transfer_engine.num_polls >= num_polls + 2)
     assert "nobody thought of this" in caplog_vllm.text
     ask(thread, "r")
     assert collect(thread, 1) == {"r"}
@@ -245,14 +245,14 @@ def test_thread_that_fails_before_its_first_turn_ends_the_engine(transfer_engine
     ask(thread, "r")
     error = ended(thread)
     assert "OSError(22, 'Invalid argument')" in str(error) and "restart this engine" in str(error)
-    assert "cannot go on" in caplog_vllm.text and not transfer_engine.turns
+    assert "cannot go on" in caplog_vllm.text and not transfer_engine.num_polls
     thread.close()
     assert transfer_engine.closed_by is not None
 
 
 @pytest.mark.parametrize("where", ["poll", "tell_producers", "next_due_s"])
 def test_thread_whose_turns_all_fail_ends_the_engine(transfer_engine, where, caplog_vllm):
-    """Wherever in a turn it is: what the next turn cannot do either, none can."""
+    """Wherever in a poll it is: what the next poll cannot do either, none can."""
 
     def fail(*_: object) -> None:
         raise ValueError("nobody thought of this")
@@ -368,16 +368,16 @@ def test_step_that_does_not_end_is_told_once(transfer_engine, caplog_vllm):
         thread.begin_step()
         thread.collect()
         clock.now_s += 10 * STALL_S
-        polls = transfer_engine.turns
+        polls = transfer_engine.num_polls
         thread.wake()
-        wait_until(lambda: transfer_engine.turns > polls)
+        wait_until(lambda: transfer_engine.num_polls > polls)
         thread.begin_step()
         clock.now_s += STALL_S + 0.1
         thread.wake()
         wait_until(lambda: "The engine's step has not come round for 2.1 s" in caplog_vllm.text)
-        polls = transfer_engine.turns
+        polls = transfer_engine.num_polls
         thread.wake()
-        wait_until(lambda: transfer_engine.turns > polls + 1, thread.wake)
+        wait_until(lambda: transfer_engine.num_polls > polls + 1, thread.wake)
         assert len(caplog_vllm.records) == 1
         assert "test_step_that_does_not_end_is_told_once (" in caplog_vllm.text
     finally:
@@ -386,21 +386,21 @@ def test_step_that_does_not_end_is_told_once(transfer_engine, caplog_vllm):
 
 def test_call_of_another_thread_that_does_not_come_back_is_told_once(transfer_engine, caplog_vllm):
     """As of the dialer's, should NIXL block: by this thread, though it sleeps otherwise."""
-    clock, call = Clock(), Round("dialer's thread", 10.0)
+    clock, call = Clock(), StallWatch("dialer's thread", 10.0)
     thread = ConnectorThread(transfer_engine, clock, watched=[call])
     call.begin(clock())
     thread.start()
     try:
         clock.now_s += 9.9
-        polls = transfer_engine.turns
+        polls = transfer_engine.num_polls
         thread.wake()
-        wait_until(lambda: transfer_engine.turns > polls + 1, thread.wake)
+        wait_until(lambda: transfer_engine.num_polls > polls + 1, thread.wake)
         assert not caplog_vllm.text
         clock.now_s += 0.2
         line = "The dialer's thread has not come round for 10.1 s: it is in "
         wait_until(lambda: line in caplog_vllm.text, thread.wake)
-        polls = transfer_engine.turns
-        wait_until(lambda: transfer_engine.turns > polls + 1, thread.wake)
+        polls = transfer_engine.num_polls
+        wait_until(lambda: transfer_engine.num_polls > polls + 1, thread.wake)
         assert len(caplog_vllm.records) == 1
     finally:
         thread.close()
@@ -430,9 +430,9 @@ def test_rings_for_results_after_a_step_that_may_be_the_last(
     thread.ringer = ringer = Ringer()
     thread.begin_step(is_idle=is_idle)
     transfer_engine.stats = ReshardStats()
-    turns = transfer_engine.turns
+    num_polls = transfer_engine.num_polls
     thread.wake()
-    wait_until(lambda: transfer_engine.turns > turns)
+    wait_until(lambda: transfer_engine.num_polls > num_polls)
     thread.hand_over(SchedulerStep(ReshardConnectorMetadata(admitted={"a"})))
     wait_until(lambda: "a" in thread.collect().received)
     assert ringer.num_rings == num_rings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests begin in a turn; what is read of them is tested with whole workers."""
+"""Which requests begin in a poll; what is read of them is tested with whole workers."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class Worker:
             if not handshake.done():
                 handshake.set_result(SimpleNamespace())
 
-    def turn(self, budget: Budget = UNLIMITED, now_s: float = 0.0) -> list[str]:
-        """Which requests begin in a turn."""
+    def poll(self, budget: Budget = UNLIMITED, now_s: float = 0.0) -> list[str]:
+        """Which requests begin in a poll."""
         for peer, error in self.peers.advance(now_s):
             assert error is None
             self.reads.on_connected(peer)
@@ -131,20 +131,20 @@ def pieces(number: int) -> Callable[[], Budget]:
 
 
 def test_what_waited_for_a_handshake_begins_in_many_turns(worker):
-    """A thousand requests are some each turn, and all of them in the end, in their order."""
+    """A thousand requests are some each poll, and all of them in the end, in their order."""
     names = [f"r{number:03}" for number in range(1000)]
     worker.ask(0, *names)
-    assert worker.turn() == [] and not worker.reads.has_backlog
+    assert worker.poll() == [] and not worker.reads.has_backlog
     worker.answer()
-    budget, begun, turns = pieces(10), [], 0
+    budget, begun, polls = pieces(10), [], 0
     while len(begun) < len(names):
-        # Only the last one of a turn's pieces is seen to be too much.
-        some = worker.turn(budget())
+        # Only the last one of a poll's pieces is seen to be too much.
+        some = worker.poll(budget())
         assert 0 < len(some) <= 11
         begun += some
-        turns += 1
+        polls += 1
         assert worker.reads.has_backlog == (len(begun) < len(names))
-    assert begun == names and turns >= 90
+    assert begun == names and polls >= 90
 
 
 def test_peers_take_turns(worker):
@@ -152,9 +152,9 @@ def test_peers_take_turns(worker):
     worker.ask(0, *(f"a{number}" for number in range(9)))
     worker.ask(1, "b0", "b1")
     worker.ask(2, "c0")
-    worker.turn()
+    worker.poll()
     worker.answer()
-    order = [name for _ in range(12) for name in worker.turn(pieces(1)())]
+    order = [name for _ in range(12) for name in worker.poll(pieces(1)())]
     assert order[:6] == ["a0", "b0", "c0", "a1", "b1", "a2"]
     assert order[6:] == [f"a{number}" for number in range(3, 9)]
 
@@ -162,13 +162,13 @@ def test_peers_take_turns(worker):
 def test_what_still_waits_is_read_with_the_next_connection(worker):
     """A connection that breaks in the meantime costs only what was begun with it."""
     worker.ask(0, "a", "b")
-    worker.turn()
+    worker.poll()
     worker.answer()
-    assert worker.turn(pieces(1)()) == ["a"]
+    assert worker.poll(pieces(1)()) == ["a"]
     worker.peers.break_off(worker.connections[0], 0.0)
-    assert worker.turn() == [] and len(worker.handshakes) == 2
+    assert worker.poll() == [] and len(worker.handshakes) == 2
     worker.answer()
-    assert worker.turn() == ["b"]
+    assert worker.poll() == ["b"]
 
 
 def test_only_an_engine_that_broke_lately_is_not_read_while_much_is_in_doubt(worker, monkeypatch):
@@ -182,9 +182,9 @@ def test_only_an_engine_that_broke_lately_is_not_read_while_much_is_in_doubt(wor
         if fails:
             worker.peers.break_off(worker.connections[-1], now_s)
         worker.ask(0, request_id, now_s=now_s)
-        ended = worker.turn(now_s=now_s)
+        ended = worker.poll(now_s=now_s)
         worker.answer()
-        assert ended + worker.turn(now_s=now_s) == [request_id]
+        assert ended + worker.poll(now_s=now_s) == [request_id]
         assert (request_id in worker.failed) is fails
 
 
@@ -199,9 +199,9 @@ def test_request_that_cannot_be_taken_up_fails_alone(worker, monkeypatch):
 
     monkeypatch.setattr(worker.peers, "get_or_connect", fail_once)
     worker.ask(0, "odd", "good")
-    assert worker.turn() == worker.failed == ["odd"]
+    assert worker.poll() == worker.failed == ["odd"]
     worker.answer()
-    assert worker.turn() == ["good"] and worker.failed == ["odd"]
+    assert worker.poll() == ["good"] and worker.failed == ["odd"]
 
 
 def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, monkeypatch):
@@ -211,17 +211,17 @@ def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, mon
     monkeypatch.setattr(Transfers, "cut", lambda *_: [part])
     monkeypatch.setattr(Transfers, "start", lambda *_, **__: None)
     worker.ask(0, "a")
-    worker.turn()
+    worker.poll()
     worker.answer()
     worker.peers.advance(0.0)
     (connection,) = worker.connections
     connection.engine.legs, connection.engine.lease_tables = [part], {"p": None}
-    assert worker.turn() == []
+    assert worker.poll() == []
     connection.is_connected = False
     copied = PartDrained("a", 0, Strategy.STAGED)
     monkeypatch.setattr(Transfers, "advance", lambda *_: [copied])
     worker.reads.advance(1.0, UNLIMITED)
-    assert set(worker.reads.take_failed()) == {"a"} and worker.turn() == ["a"]
+    assert set(worker.reads.take_failed()) == {"a"} and worker.poll() == ["a"]
 
 
 class Prefetching:
@@ -253,13 +253,13 @@ class Prefetching:
         monkeypatch.setattr(Transfers, "give_up", lambda _, each: self.given_up.append(each))
         monkeypatch.setattr(Transfers, "advance", lambda *_: self._take_events())
         monkeypatch.setattr(Transfers, "promote", lambda _, each: self.promoted.append(each))
-        worker.reads._reader.window_groups = frozenset()
+        worker.reads._local_cache.window_groups = frozenset()
         self.source = RemoteEngineAddress("engine0", "p0.example", 5600)
         self.early = Receive(self.source, "x", [[7, 8]], [], 8, 8, is_early=True)
         peer = worker.peers.get_or_connect(self.source, 0.0)
-        worker.turn()
+        worker.poll()
         worker.answer()
-        worker.turn()
+        worker.poll()
         self.connection = peer.connection
         self.connection.engine.legs = [self.leg]
         self.looked_up: list[tuple] = []
@@ -287,13 +287,13 @@ class Prefetching:
             attempt=attempt,
         )
         self.worker.reads.start_request("d", whole, 1.0)
-        self.worker.turn()
+        self.worker.poll()
 
     def see(self, *events: object) -> list[str]:
         """Some parts have got on; returns what is received then."""
         self.events += events
         self.worker.reads.advance(1.0, UNLIMITED)
-        return self.worker.turn()
+        return self.worker.poll()
 
     def _start(self, request_id, parts, connection, *, first_key=0, is_prefetch=False) -> None:
         self.started += [(key + first_key, is_prefetch) for key in range(len(parts))]
@@ -424,7 +424,7 @@ def test_line_of_a_request_that_is_not_offered_tells_what_it_waited_for(worker, 
     state, failure = ReadState.AWAITING_PREFILL, ReadFailure.PREFILL
     refusal = Refusal("d", early, "it was not offered there within 600 s", failure, state, 5.0)
     worker.reads.refuse(refusal, 605.0)
-    assert worker.turn(now_s=605.0) == worker.failed == ["d"]
+    assert worker.poll(now_s=605.0) == worker.failed == ["d"]
     assert (
         "KV cache of request d could not be read from engine engine0 (waiting for its prefill for "
         "600.0 s): it was not offered there within 600 s" in caplog_vllm.text

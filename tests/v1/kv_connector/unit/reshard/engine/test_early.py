@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.watched_engine 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import RemoteEngineChangedError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
     Board,
-    Posting,
+    BoardUpdate,
     Record,
     State,
     encode_record,
@@ -57,7 +57,7 @@ class Watched:
         if state is State.OFFERED:
             record = encode_record(Record.of(f"p-{name}", NUM_TOKENS, BLOCKS))
         tokens = NUM_TOKENS if state is State.LAST_CHUNK else 0
-        self.board.tell([Posting(self._number, name, state, f"p-{name}", record, tokens)])
+        self.board.tell([BoardUpdate(self._number, name, state, f"p-{name}", record, tokens)])
 
     def wait(self, name: str) -> None:
         """Another one does, too, and has blocks for it."""
@@ -172,7 +172,7 @@ def test_offer_that_cannot_be_understood_ends_the_wait():
     watched.post("x", State.LAST_CHUNK)
     watched.wait("x")
     record = encode_record(Record.of("p" * 2000, NUM_TOKENS, BLOCKS))
-    watched.board.tell([Posting(9, "x", State.OFFERED, "p", record)])
+    watched.board.tell([BoardUpdate(9, "x", State.OFFERED, "p", record)])
     watched.until(lambda: watched.early.refused)
     ((request_id, _, reason, *_),) = watched.early.refused
     assert request_id == "x" and "cannot be understood" in reason
@@ -243,7 +243,7 @@ def test_what_is_computed_is_handed_on_in_some_parts():
         record = encode_record(Record.of("p-x", num_tokens, [[1]], attempt=3))
         watched._number += 1
         watched.board.tell(
-            [Posting(watched._number, "x", State.KNOWN, "p-x", record, num_computed=num_tokens)]
+            [BoardUpdate(watched._number, "x", State.KNOWN, "p-x", record, num_computed=num_tokens)]
         )
         looks = watched.reader.num_taken
         watched.until(lambda looks=looks: watched.reader.num_taken >= looks + 2)

@@ -63,7 +63,7 @@ def test_producer_that_cannot_be_told_of_what_is_given_up_is_told_in_the_log(cap
 
 
 def test_what_was_sent_is_not_sent_again():
-    """A turn in which nothing ends costs nothing."""
+    """A poll in which nothing ends costs nothing."""
     producers = RecordingConnection()
     notifier = Notifier("d0", ReshardStats())
     notifier.release("p-a", OFFER, producers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits for a turn stays until it is done."""
+"""What waits for a poll stays until it is done."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_what_is_done_is_taken_out():
 
 
 def test_what_an_exception_comes_up_with_stays():
-    """The next turn begins with it."""
+    """The next poll begins with it."""
     queue = deque([1, 2, 3])
     with pytest.raises(ValueError, match="2"):
         for item in taken_once_done(queue):

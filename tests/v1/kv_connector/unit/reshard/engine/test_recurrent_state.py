@@ -68,7 +68,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.verify import verify_plan
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
-    Posting,
+    BoardUpdate,
     Record,
     State,
     encode_record,
@@ -415,7 +415,9 @@ def test_state_of_a_prompt_that_is_prefetched_is_read_at_its_end(engines, decode
     computed = Record.of("p-a", computed_tokens, [P_IDS[0][:2], []], attempt=1)
     p.start(
         admitted={"p-a"},
-        postings=[Posting(1, "a", State.KNOWN, "p-a", encode_record(computed), 0, computed_tokens)],
+        board_updates=[
+            BoardUpdate(1, "a", State.KNOWN, "p-a", encode_record(computed), 0, computed_tokens)
+        ],
     )
     request = Receive(address, "a", list(D_IDS), [], NUM_TOKENS, NUM_TOKENS, OFFER, is_early=True)
     d.start(early={"d-a": RemoteRequest(address, "a")}, receive={"d-a": request})
@@ -429,7 +431,7 @@ def test_state_of_a_prompt_that_is_prefetched_is_read_at_its_end(engines, decode
     p.start(
         offered={"p-a": 30.0},
         fingerprints={"p-a": with_blocks(OFFER, list(P_IDS))},
-        postings=[Posting(2, "a", State.OFFERED, "p-a", encode_record(offered))],
+        board_updates=[BoardUpdate(2, "a", State.OFFERED, "p-a", encode_record(offered))],
     )
     progress.until(d, received="d-a")
     progress.until(p, sent="p-a")

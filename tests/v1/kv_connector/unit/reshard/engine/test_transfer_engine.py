@@ -159,7 +159,7 @@ def test_turn_costs_nothing_for_idle_peers(ticks):
         transfer_engine = idle_transfer_engine(num_peers)
         steps = [SchedulerStep()] * ticks
 
-        def turn(
+        def poll(
             transfer_engine: TransferEngine = transfer_engine, steps: list[SchedulerStep] = steps
         ) -> None:
             transfer_engine.poll(steps, 1.0)
@@ -170,7 +170,7 @@ def test_turn_costs_nothing_for_idle_peers(ticks):
             )
             assert transfer_engine.next_due_s(1.0) == 600.0
 
-        counts.append(calls(turn))
+        counts.append(calls(poll))
     assert counts[0] == counts[1]
 
 

@@ -504,7 +504,7 @@ def test_what_happened_is_counted(engines):
     assert 0 < counted["handshake_seconds"][0] <= exposed_s
     assert counted["read_failures"] == ["lease"]
     assert counted["read_strategies"] == ["direct"] * 4
-    # Each of two producers is told of both requests, together where they ended in one turn.
+    # Each of two producers is told of both requests, together where they ended in one poll.
     assert sum(counted["notifications_sent"]) in (2, 4)
     for producer in p.workers.values():
         assert producer.take_stats().data["held_blocks"] == [0]

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import 
     ROW_BYTES,
     WORDS_PER_ROW,
     Board,
-    Posting,
+    BoardUpdate,
     Record,
     RecordPlace,
     Sighting,
@@ -65,7 +65,7 @@ def test_record_says_what_is_offered():
     board = Board(ENGINE)
     blocks = [[5, 2, 9], [], list(range(1000, 1500))]
     record = Record.of("cmpl-x-0-aaaaaaaa", 40, blocks)
-    board.tell([Posting(1, "x", State.OFFERED, record.request_id, encode_record(record))])
+    board.tell([BoardUpdate(1, "x", State.OFFERED, record.request_id, encode_record(record))])
     found = record_of(board, "x")
     assert found == record and found.blocks() == blocks
     place = sighting(board, "x").offered
@@ -76,20 +76,20 @@ def test_record_says_what_is_offered():
 def test_step_that_completes_a_prompt_says_how_long_it_is():
     """Readers look when it should be over."""
     board = Board(ENGINE)
-    board.tell([Posting(1, "x", State.LAST_CHUNK, "a", step_tokens=8192)])
+    board.tell([BoardUpdate(1, "x", State.LAST_CHUNK, "a", step_tokens=8192)])
     assert sighting(board, "x") == Sighting(State.LAST_CHUNK, step_tokens=8192)
 
 
-def computed(number: int, num_tokens: int, request_id: str = "a", name: str = "x") -> Posting:
-    """A posting of what is computed of a prompt."""
+def computed(number: int, num_tokens: int, request_id: str = "a", name: str = "x") -> BoardUpdate:
+    """A update of what is computed of a prompt."""
     record = encode_record(Record.of(request_id, num_tokens, [[*range(num_tokens)]]))
-    return Posting(number, name, State.KNOWN, request_id, record, num_computed=num_tokens)
+    return BoardUpdate(number, name, State.KNOWN, request_id, record, num_computed=num_tokens)
 
 
 def test_readers_find_what_is_computed_so_far():
     """It stays beside the state until the prompt is through, and is another record each time."""
     board = Board(ENGINE)
-    board.tell([Posting(1, "x", State.KNOWN, "a")])
+    board.tell([BoardUpdate(1, "x", State.KNOWN, "a")])
     assert sighting(board, "x") == Sighting(State.KNOWN)
     for number, num_tokens in ((2, 16), (3, 400)):
         board.tell([computed(number, num_tokens)])
@@ -97,10 +97,10 @@ def test_readers_find_what_is_computed_so_far():
         assert (found.state, found.num_computed) == (State.KNOWN, num_tokens)
         record = record_at(board, found.computed)
         assert record is not None and record.blocks() == [[*range(num_tokens)]]
-    board.tell([Posting(4, "x", State.LAST_CHUNK, "a", step_tokens=9)])
+    board.tell([BoardUpdate(4, "x", State.LAST_CHUNK, "a", step_tokens=9)])
     found = sighting(board, "x")
     assert (found.state, found.step_tokens, found.num_computed) == (State.LAST_CHUNK, 9, 400)
-    board.tell([Posting(5, "x", State.OFFERED, "a", encode_record(Record.of("a", 4, [[1]])))])
+    board.tell([BoardUpdate(5, "x", State.OFFERED, "a", encode_record(Record.of("a", 4, [[1]])))])
     found = sighting(board, "x")
     assert found.offered is not None and not found.num_computed and found.computed is None
     board.release("a")
@@ -111,7 +111,7 @@ def test_readers_find_what_is_computed_so_far():
 def test_what_is_computed_is_no_other_requests():
     """A name that is another request's says nothing of the one before."""
     board = Board(ENGINE)
-    board.tell([computed(1, 16), Posting(2, "x", State.KNOWN, "b")])
+    board.tell([computed(1, 16), BoardUpdate(2, "x", State.KNOWN, "b")])
     assert sighting(board, "x") == Sighting(State.KNOWN)
 
 
@@ -120,7 +120,7 @@ def test_what_is_computed_takes_no_place_that_a_request_needs(monkeypatch):
     board = Board(ENGINE)
     monkeypatch.setattr(board_module, "board_entry", lambda _, name: (0, 1 + NAMES.index(name)))
     monkeypatch.setattr(board_module, "_LEFT_FREE", 12)
-    board.tell([Posting(n + 1, name, State.KNOWN, name) for n, name in enumerate(NAMES)])
+    board.tell([BoardUpdate(n + 1, name, State.KNOWN, name) for n, name in enumerate(NAMES)])
     board.tell([computed(9, 16, name=NAMES[0], request_id=NAMES[0])])
     entries = rows_of(board)[0].reshape(-1, 4)
     assert np.count_nonzero(entries[:, 0]) == len(NAMES)
@@ -133,20 +133,20 @@ def test_half_of_the_room_is_for_offers():
     names = [f"x{number}" for number in range(30)]
     for number, name in enumerate(names):
         record = encode_record(Record.of(name, 1 << 20, long))
-        board.tell([Posting(number + 1, name, State.KNOWN, name, record, num_computed=1 << 20)])
+        board.tell([BoardUpdate(number + 1, name, State.KNOWN, name, record, num_computed=1 << 20)])
     told = [name for name in names if sighting(board, name).num_computed]
     assert 0 < len(told) < len(names)
     assert board._records.free_bytes >= board._records.size_bytes // 2
     for number, name in enumerate(names[:4]):
         record = encode_record(Record.of(name, 1 << 20, long))
-        board.tell([Posting(100 + number, name, State.OFFERED, name, record)])
+        board.tell([BoardUpdate(100 + number, name, State.OFFERED, name, record)])
         assert sighting(board, name).state is State.OFFERED
 
 
 def test_builds_that_know_nothing_of_it_are_not_misled():
     """They look for the name alone, and find what it always said."""
     board = Board(ENGINE)
-    board.tell([Posting(1, "x", State.LAST_CHUNK, "a", step_tokens=9), computed(2, 16)])
+    board.tell([BoardUpdate(1, "x", State.LAST_CHUNK, "a", step_tokens=9), computed(2, 16)])
     bucket, name = board_entry(ENGINE, "x")
     entries = rows_of(board)[bucket].reshape(-1, 4)
     (words,) = entries[entries[:, 0] == np.uint64(name)].tolist()
@@ -177,7 +177,7 @@ def test_entry_is_there_while_it_goes_from_state_to_state(monkeypatch):
     board._rows = kept.view(Watched)
     for number, state in enumerate((State.KNOWN, State.LAST_CHUNK, State.OFFERED, State.KNOWN)):
         record = encode_record(Record.of("a", 4, [[1]])) if state is State.OFFERED else b""
-        board.tell([Posting(number + 1, "x", state, "a", record)])
+        board.tell([BoardUpdate(number + 1, "x", state, "a", record)])
     states = [state for state, _ in itertools.groupby(seen)]
     assert states == [None, State.KNOWN, State.LAST_CHUNK, State.OFFERED, State.KNOWN]
 
@@ -190,12 +190,12 @@ def test_board_is_aligned():
 def test_release_takes_an_offer_down():
     """Its rows are another's, and its name, too; another request under that name stays."""
     board = Board(ENGINE)
-    board.tell([Posting(1, "x", State.OFFERED, "a", encode_record(Record.of("a", 4, [[1]])))])
+    board.tell([BoardUpdate(1, "x", State.OFFERED, "a", encode_record(Record.of("a", 4, [[1]])))])
     board.release("b")
     assert record_of(board, "x") is not None
     board.release("a")
     assert sighting(board, "x").state is None
-    board.tell([Posting(2, "x", State.KNOWN, "b")])
+    board.tell([BoardUpdate(2, "x", State.KNOWN, "b")])
     board.release("a")
     assert sighting(board, "x").state is State.KNOWN
 
@@ -205,7 +205,7 @@ def test_what_is_too_long_to_be_named_is_empty():
     board = Board(ENGINE)
     blocks = [list(range(MAX_RECORD_ROWS * ROW_BYTES // 4))]
     long = encode_record(Record.of("a", 1 << 20, blocks))
-    board.tell([Posting(1, "x", State.OFFERED, "a", long)])
+    board.tell([BoardUpdate(1, "x", State.OFFERED, "a", long)])
     assert sighting(board, "x").state is State.EMPTY
 
 
@@ -213,7 +213,7 @@ def test_only_the_last_that_are_gone_are_told_of(monkeypatch):
     """Or a board would fill up."""
     monkeypatch.setattr(board_module, "MAX_GONE", 2)
     board = Board(ENGINE)
-    board.tell([Posting(n + 1, name, State.ABORTED, name) for n, name in enumerate(NAMES)])
+    board.tell([BoardUpdate(n + 1, name, State.ABORTED, name) for n, name in enumerate(NAMES)])
     states = [sighting(board, name).state for name in NAMES]
     assert states == [None, None, None, State.ABORTED, State.ABORTED]
 
@@ -222,11 +222,11 @@ def test_announcement_is_ahead_of_its_step_and_never_behind():
     """What a step has told is not taken back by what was announced before."""
     board = Board(ENGINE)
     begun, offered = (
-        Posting(2, "x", State.LAST_CHUNK, "a", step_tokens=4),
-        Posting(3, "x", State.OFFERED, "a", encode_record(Record.of("a", 4, [[1]]))),
+        BoardUpdate(2, "x", State.LAST_CHUNK, "a", step_tokens=4),
+        BoardUpdate(3, "x", State.OFFERED, "a", encode_record(Record.of("a", 4, [[1]]))),
     )
     board.announce(offered)
-    board.tell([Posting(1, "x", State.KNOWN, "a"), begun])
+    board.tell([BoardUpdate(1, "x", State.KNOWN, "a"), begun])
     assert sighting(board, "x").state is State.OFFERED
     board.tell([offered])
     board.release("a")
@@ -265,7 +265,7 @@ STATES = st.sampled_from([*State, None])
 def test_readers_find_what_was_said_last(data):
     """Announcements are lost, early or late; steps tell everything, in order, in any pieces."""
     board, now = Board(ENGINE), {}
-    postings = []
+    updates = []
     for number in range(1, data.draw(st.integers(1, 30)) + 1):
         name, state = data.draw(st.sampled_from(NAMES)), data.draw(STATES)
         record, num_computed = b"", 0
@@ -274,29 +274,29 @@ def test_readers_find_what_was_said_last(data):
             blocks = [data.draw(st.lists(st.integers(0, 99), max_size=300))]
             record = encode_record(Record.of(f"r{number}", number, blocks))
             num_computed = number if is_computed else 0
-        postings.append(
-            Posting(number, name, state, f"r{number}", record, num_computed=num_computed)
+        updates.append(
+            BoardUpdate(number, name, state, f"r{number}", record, num_computed=num_computed)
         )
-        now[name] = postings[-1]
+        now[name] = updates[-1]
     announced = told = 0
-    while told < len(postings):
-        if announced < len(postings) and data.draw(st.booleans()):
+    while told < len(updates):
+        if announced < len(updates) and data.draw(st.booleans()):
             if data.draw(st.booleans()):
-                board.announce(postings[announced])
+                board.announce(updates[announced])
             announced += 1
             continue
-        upto = data.draw(st.integers(told + 1, len(postings)))
-        board.tell(postings[told:upto])
+        upto = data.draw(st.integers(told + 1, len(updates)))
+        board.tell(updates[told:upto])
         told = upto
-    for late in postings[announced:]:
+    for late in updates[announced:]:
         board.announce(late)
-    for name, posting in now.items():
-        assert sighting(board, name).state is posting.state
+    for name, update in now.items():
+        assert sighting(board, name).state is update.state
         found = sighting(board, name)
-        assert found.num_computed == posting.num_computed
-        if posting.record:
+        assert found.num_computed == update.num_computed
+        if update.record:
             record = record_at(board, found.computed if found.num_computed else found.offered)
-            assert record is not None and encode_record(record) == posting.record
-        board.tell([Posting(1000 + NAMES.index(name), name, None)])
+            assert record is not None and encode_record(record) == update.record
+        board.tell([BoardUpdate(1000 + NAMES.index(name), name, None)])
     assert board._records.free_bytes == board._records.size_bytes
     assert not rows_of(board)[:NUM_BUCKETS].any()

@@ -49,7 +49,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import Board, Posting
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import Board, BoardUpdate
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
 )
@@ -193,7 +193,7 @@ class Worker:
         )
         self.incoming: list[Incoming] = []
         self.scheduled: deque[SchedulerStep] = deque()
-        self.announced: deque[Announcement | Posting] = deque()
+        self.announced: deque[Announcement | BoardUpdate] = deque()
         self.jobs = Later(Thread())
         self._woken = False
         # Peers that others have cost their lane, while requests were read from them.

@@ -10,15 +10,15 @@ from functools import partial
 from tests.v1.kv_connector.unit.reshard.simulation.engines import Engine, Worker
 from tests.v1.kv_connector.unit.reshard.simulation.memory import MAX_TOKENS
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.postings import (
-    Postings,
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.board_updates import (
+    BoardUpdates,
     Scheduled,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Report,
     SchedulerStep,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import Posting, State
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import BoardUpdate, State
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
     OfferSecret,
@@ -120,7 +120,7 @@ class PrefillEngine(Engine):
         self.chunks = self.world.random.choice((0.0, 0.5, 1.0))
         self._num_offers = 0
         self.offers: dict[str, Offer] = {}
-        self.postings = Postings(
+        self.board_updates = BoardUpdates(
             self._announce, [self.layout.block_tokens], lambda prompt: prompt.num_in_flight
         )
         # Who was heard by a worker, for what, and of how many.
@@ -139,11 +139,11 @@ class PrefillEngine(Engine):
         secret = self.world.random.getrandbits(64)
         ticket = Ticket(self.address, request_id, blocks, num_tokens, content, secret)
         offer = self.offers[request_id] = Offer(ticket, Prompt(num_tokens))
-        self.postings.know(request_id, request_id)
+        self.board_updates.add(request_id, request_id)
         if self.world.random.random() < 0.3:
             # It waits for its turn.
             self.hand_over()
-        self.postings.admit(request_id, offer.prompt)
+        self.board_updates.admit(request_id, offer.prompt)
         self.go_on(offer, admitted={request_id})
         return offer
 
@@ -158,7 +158,7 @@ class PrefillEngine(Engine):
         # All blocks are its own from the beginning.
         blocks = [] if before else [list(ticket.blocks)]
         step = Scheduled(ticket.request_id, before, after, blocks, begins=not before)
-        self.postings.compute([step], after - before)
+        self.board_updates.compute([step], after - before)
         self.hand_over(num_offers=self._num_offers, **asked)
         prompt.num_computed_tokens, prompt.num_in_flight = after, after - before
 
@@ -190,7 +190,7 @@ class PrefillEngine(Engine):
     def withdraw(self, offer: Offer) -> None:
         """Abort a request that was not offered: its blocks are free at once."""
         request_id = offer.ticket.request_id
-        self.postings.end(request_id, State.ABORTED)
+        self.board_updates.end(request_id, State.ABORTED)
         self.hand_over(num_offers=self._num_offers, withdrawn={request_id})
         self._end(offer)
 
@@ -200,7 +200,7 @@ class PrefillEngine(Engine):
         self.end_step(offer)
         offer.offered = True
         self._num_offers += 1
-        self.postings.offer(request_id, offer.ticket.num_tokens, [offer.ticket.blocks])
+        self.board_updates.offer(request_id, offer.ticket.num_tokens, [offer.ticket.blocks])
         if self.is_ahead:
             for worker in self.workers:
                 worker.announced.append(
@@ -252,16 +252,16 @@ class PrefillEngine(Engine):
 
     def hand_over(self, **asked: object) -> SchedulerStep:
         """Have all workers do something, and tell them what others are to see."""
-        return super().hand_over(postings=self.postings.take(), **asked)
+        return super().hand_over(board_updates=self.board_updates.take(), **asked)
 
-    def _announce(self, posting: Posting) -> None:
+    def _announce(self, update: BoardUpdate) -> None:
         """Tell workers ahead of steps; some hear nothing."""
         for worker in self.workers:
             if self.is_ahead and self.world.random.random() < 0.8:
-                worker.announced.append(posting)
+                worker.announced.append(update)
 
     def _end(self, offer: Offer) -> None:
-        self.postings.forget([offer.ticket.request_id])
+        self.board_updates.forget([offer.ticket.request_id])
         del self.offers[offer.ticket.request_id]
         self.give_back(offer.ticket.blocks)
 

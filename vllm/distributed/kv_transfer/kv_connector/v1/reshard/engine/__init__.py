@@ -27,10 +27,10 @@ lease_checks, completions,
 doubt                       what follows a read, and its end
 producer                    requests that are held for others
 pcp_replica                 workers whose caches others serve
-queues                      how a turn works through what waits for it
+queues                      how a poll works through what waits for it
 traces                      what they go through, in their clients' traces
 readers                     which request reads what is offered, and which gives it up
-offers, postings            what is held, or being computed, on its way from scheduler to workers
+offers, board_updates       what is held, or being computed, on its way from scheduler to workers
 parking                     requests that the scheduler gives no blocks yet
 first_tokens                answers that begin with the token that the prefill engine has sampled
 notifier, renewals          what producers are told, and the leases that are renewed

@@ -33,7 +33,7 @@ from vllm.logger import init_logger
 from ..errors import ConnectorThreadError
 from ..transport.doorbell import Ringer
 from ..transport.wakeup import Wakeup
-from .stalls import STALL_S, Round
+from .stalls import STALL_S, StallWatch
 from .transfer_engine import Incoming, Report, SchedulerStep, TransferEngine
 
 logger = init_logger(__name__)
@@ -46,11 +46,11 @@ _LONGEST_TALK_REST_S = 10e-3
 """Between two looks where only messages to others are on their way."""
 
 _AFTER_FAULT_S = 0.05
-"""After a turn that has failed: if they all do, the log is not to be full of it."""
+"""After a poll that has failed: if they all do, the log is not to be full of it."""
 
 _MOST_FAULTS = 20
-"""So many turns that fail one after the other, within a second or two, are the thread's end: what a
-turn could not do is done by the next one, unless it cannot be done."""
+"""So many polls that fail one after the other, within a second or two, are the thread's end: what a
+poll could not do is done by the next one, unless it cannot be done."""
 
 SWITCH_S = 0.1e-3
 """How long a thread that computes keeps the interpreter where another one wants it. Python's own 5
@@ -91,7 +91,7 @@ class ConnectorThread:
         transfer_engine: TransferEngine,
         clock: Callable[[], float] = time.monotonic,
         prepare: Callable[[], None] | None = None,
-        watched: Sequence[Round] = (),
+        watched: Sequence[StallWatch] = (),
     ) -> None:
         self._transfer_engine = transfer_engine
         self._clock = clock
@@ -116,10 +116,10 @@ class ConnectorThread:
         # When this thread should have come round, by the clock that it rests by.
         self._round_by_s = math.inf
         # When the poll, or the step, began that is under way; each is written by its own thread.
-        self._poll = Round("connector's thread")
-        self._step = Round("engine's step")
+        self._poll_watch = StallWatch("connector's thread")
+        self._step_watch = StallWatch("engine's step")
         # What this thread looks after.
-        self._watched = (self._step, *watched)
+        self._watched = (self._step_watch, *watched)
         self._thread = threading.Thread(target=self._run, name="reshard-connector", daemon=True)
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class ConnectorThread:
             is_idle: The scheduler may rest after it.
         """
         self._rings = is_idle
-        self._step.begin(self._clock())
+        self._step_watch.begin(self._clock())
 
     def hand_over(self, incoming: Incoming) -> None:
         """Ask for something, or tell of an offer."""
@@ -153,8 +153,8 @@ class ConnectorThread:
                 "see its traceback above, and restart this engine"
             ) from fault
         now_s = self._clock()
-        self._step.end()
-        self._poll.tell_if_stalled(now_s)
+        self._step_watch.end()
+        self._poll_watch.tell_if_stalled(now_s)
         if self._holds or now_s >= self._tick_at_s:
             # Readers may notify at any time.
             self._tick_at_s = now_s + _TICK_S
@@ -187,14 +187,14 @@ class ConnectorThread:
         self._transfer_engine.close(self._clock())
 
     def _run(self) -> None:
-        """The thread: turns until `close`, or until it cannot go on, which `collect` raises."""
+        """The thread: polls until `close`, or until it cannot go on, which `collect` raises."""
         num_faults = 0
         try:
             if self._prepare is not None:
                 self._prepare()
             while not self._stopped:
                 try:
-                    self._turn()
+                    self._poll_once()
                     num_faults = 0
                 except Exception:
                     # What was not foreseen ends neither the engine nor other requests.
@@ -202,14 +202,14 @@ class ConnectorThread:
                     if num_faults == _MOST_FAULTS:
                         raise
                     logger.exception(
-                        "A turn of the connector's thread has failed, and the next begins"
+                        "A poll of the connector's thread has failed, and the next begins"
                     )
                     time.sleep(_AFTER_FAULT_S)
         except BaseException as fault:
             logger.exception("The connector's thread cannot go on, and ends this engine")
             self._fault = fault
 
-    def _turn(self) -> None:
+    def _poll_once(self) -> None:
         """Poll once, and rest. What one that fails has not done is left for the next."""
         self._news.clear()
         # Before they are taken: the engine's thread sees one or the other.
@@ -218,7 +218,7 @@ class ConnectorThread:
             self._taken.append(self._incoming.popleft())
         has_incoming = bool(self._taken)
         now_s = self._clock()
-        self._poll.begin(now_s)
+        self._poll_watch.begin(now_s)
         try:
             self._see_how_late_it_is()
             report = self._transfer_engine.poll(self._taken, now_s)
@@ -229,7 +229,7 @@ class ConnectorThread:
             self._transfer_engine.tell_producers(now_s)
             self._see_how_late_it_is()
         finally:
-            self._poll.end()
+            self._poll_watch.end()
         self._moves = self._transfer_engine.is_moving
         self._holds = len(self._transfer_engine.producer) > 0
         for each in self._watched:
@@ -262,7 +262,7 @@ class ConnectorThread:
         self._news.wait(rest_s if rest_s < math.inf else None)
 
     def _see_how_late_it_is(self) -> None:
-        """Where a turn begins late or takes long, leases last longer: no reader was heard."""
+        """Where a poll begins late or takes long, leases last longer: no reader was heard."""
         now_s = time.monotonic()
         late_s, self._round_by_s = now_s - self._round_by_s, now_s
         if late_s > STALL_S:

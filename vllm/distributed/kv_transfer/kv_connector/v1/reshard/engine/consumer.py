@@ -2,7 +2,7 @@
 """The requests that a worker reads: from being asked for until nothing writes for them any more.
 
 Whatever an unexpected exception comes up with is one request's, which fails, or is done by the next
-turn: what is to be done is taken from where it waits once it is done.
+poll: what is to be done is taken from where it waits once it is done.
 
 A request is *failed* as soon as that is known, and *received* once it is whole, or has failed and
 is drained. Its blocks may be used for something else only then: see `protocol.ledgers`.
@@ -84,7 +84,7 @@ class ConsumerSide:
         self._completions = CompletionHandler(
             self._readings, self._ledger, notifier, stats, self._doubt
         )
-        self._reader: LocalCache | None = None
+        self._local_cache: LocalCache | None = None
 
     def __len__(self) -> int:
         """Requests that are not drained."""
@@ -92,7 +92,7 @@ class ConsumerSide:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether more can begin than a turn's budget has allowed."""
+        """Whether more can begin than a poll's budget has allowed."""
         return bool(self._ready) or self._transfers.has_backlog
 
     @property
@@ -106,10 +106,10 @@ class ConsumerSide:
         """When the next request fails that is not received before; None without one."""
         return self._readings.next_due_s
 
-    def set_local_cache(self, reader: LocalCache) -> None:
+    def set_local_cache(self, local_cache: LocalCache) -> None:
         """Where to read to, known once the caches are registered."""
-        self._reader = self._prefetcher.reader = reader
-        self._doubt.num_block_ids = reader.cache.num_block_ids
+        self._local_cache = self._prefetcher.local_cache = local_cache
+        self._doubt.num_block_ids = local_cache.cache.num_block_ids
 
     def start_request(
         self,
@@ -129,7 +129,7 @@ class ConsumerSide:
         self._now_s = now_s
         reading = self._readings.by_id.get(request_id)
         if reading is not None and reading.receive is receive:
-            # A turn that has failed has come so far.
+            # A poll that has failed has come so far.
             return
         try:
             self._start(request_id, receive, now_s, now_s if offered_at_s is None else offered_at_s)
@@ -296,7 +296,7 @@ class ConsumerSide:
 
     def _begin(self, reading: Reading, connection: PeerConnection, now_s: float) -> None:
         """Queue the reads of a request."""
-        assert self._reader is not None
+        assert self._local_cache is not None
         request_id, engine = reading.request_id, connection.engine
         if self._doubt.are_too_many and reading.peer is not None and reading.peer.is_suspect(now_s):
             reason = f"{self._doubt.count:d} blocks may still be written by earlier reads"
@@ -307,7 +307,7 @@ class ConsumerSide:
             # The same blocks are read into once nothing else is: see `_apply`.
             return
         try:
-            blocks = RequestBlocks(rest, self._reader)
+            blocks = RequestBlocks(rest, self._local_cache)
             selected = [(leg, blocks.select(leg.leg)) for leg in engine.legs]
         except ReshardError as error:
             self._fail(reading, str(error), ReadFailure.PARAMETERS)

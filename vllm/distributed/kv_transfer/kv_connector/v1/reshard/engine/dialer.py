@@ -30,7 +30,7 @@ from ..transport.lane import Lane
 from ..transport.remote import LocalCache, LoweredEngine, lower_engine
 from ..transport.staging_area import StagingArea
 from .plans import Planner
-from .stalls import Round
+from .stalls import StallWatch
 
 logger = init_logger(__name__)
 
@@ -83,7 +83,7 @@ class Dialer:
         clock: Callable[[], float] = time.monotonic,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        self.call = Round("dialer's thread", DEFAULT_TIMEOUT_S)
+        self.call = StallWatch("dialer's thread", DEFAULT_TIMEOUT_S)
         self._make_agent = make_agent
         self._clock = clock
         # Its thread's. No initializer of the pool's, which does nothing more after one failure.

@@ -71,7 +71,7 @@ class EarlyRequests:
         self._offered: dict[RequestId, tuple[WatchedRequest, RemoteEngineAddress, Record]] = {}
         # Why some will not be read that the scheduler may have given blocks meanwhile.
         self._faults: dict[RequestId, tuple[WatchedRequest, str]] = {}
-        # The time of the turn that is under way.
+        # The time of the poll that is under way.
         self._now_s = 0.0
         self._news = EarlyNews()
         self._abandoned = AbandonedReads(peers)

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from ..protocol.board import Posting
+from ..protocol.board import BoardUpdate
 from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
 from ..protocol.messages import Receive, RemoteRequest
@@ -54,7 +54,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         ended: Requests that do not wait any longer.
         early: Requests that other engines compute, and may not have offered yet: by the name that
             both engines have for each.
-        postings: What other engines' workers are to see of the requests that this one computes.
+        board_updates: What other engines may see of the requests that this one computes.
     """
 
     receive: dict[RequestId, Receive] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     awaited: dict[RequestId, RemoteRequest] = field(default_factory=dict)
     ended: set[RequestId] = field(default_factory=set)
     early: dict[RequestId, RemoteRequest] = field(default_factory=dict)
-    postings: list[Posting] = field(default_factory=list)
+    board_updates: list[BoardUpdate] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Whether anything is asked for."""
@@ -89,7 +89,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             or self.ended
             or self.failed
             or self.early
-            or self.postings
+            or self.board_updates
         )
 
 

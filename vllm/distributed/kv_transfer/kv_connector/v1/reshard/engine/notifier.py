@@ -28,7 +28,7 @@ logger = init_logger(__name__)
 
 @dataclass(slots=True)
 class _Outgoing:
-    """What one producer is told at the end of a turn.
+    """What one producer is told at the end of a poll.
 
     Attributes:
         releases: The requests that this worker is through with.

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..protocol.board import Posting
+from ..protocol.board import BoardUpdate
 from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
 from ..protocol.messages import Announcement, encode_announcement
@@ -88,7 +88,7 @@ class OfferBook:
         self.announce(Announcement(self._num_offers, request_id, fingerprint))
         return secret
 
-    def announce(self, announcement: Announcement | Posting) -> None:
+    def announce(self, announcement: Announcement | BoardUpdate) -> None:
         """Tell all workers before the next step, where that can be."""
         if self._announcer is not None:
             self._announcer.tell(encode_announcement(announcement))

@@ -92,7 +92,7 @@ class PcpReplicaWorker:
         """The caches are this engine's own business."""
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
-        """Take note of the offers of this step; announcements and postings are for others."""
+        """Take note of the offers of this step; announcements and boards are for others."""
         # First what has ended: a name may be used again in the same step.
         self._admitted -= metadata.withdrawn
         self._admitted |= metadata.admitted

@@ -3,7 +3,7 @@
 
     wanted -> asked (another thread) -> connected, worker by worker -> retired -> closed
 
-A turn costs nothing for peers with which nothing is to be done: the table keeps those apart with
+A poll costs nothing for peers with which nothing is to be done: the table keeps those apart with
 which something is, and knows when it has to look at the others.
 
 The table belongs to the connector's thread, as do the lanes that it connects peers over. What other
@@ -188,7 +188,7 @@ class PeerTable:
 
     @property
     def is_connecting(self) -> bool:
-        """Whether a turn soon would connect another worker."""
+        """Whether a poll soon would connect another worker."""
         return any(peer.connecting is not None for peer in self._active.values())
 
     @property

@@ -37,7 +37,7 @@ class Prefetcher:
         stats: Where to count.
 
     Attributes:
-        reader: Where to read to, once the caches are registered.
+        local_cache: Where to read to, once the caches are registered.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Prefetcher:
         self._ledger = ledger
         self._transfers = transfers
         self._stats = stats
-        self.reader: LocalCache | None = None
+        self.local_cache: LocalCache | None = None
 
     def read(
         self,
@@ -144,9 +144,9 @@ class Prefetcher:
             if reading is not None:
                 self._invalidate(reading)
             return
-        assert self.reader is not None
+        assert self.local_cache is not None
         legs = (each.leg for each in connection.engine.legs)
-        groups = FullGroups.of(legs, part.remote_block_ids, self.reader.window_groups)
+        groups = FullGroups.of(legs, part.remote_block_ids, self.local_cache.window_groups)
         wanted = prefetched.next(part, groups)
         if wanted is None:
             return
@@ -174,8 +174,8 @@ class Prefetcher:
         Raises:
             RemoteLayoutError: They are not there.
         """
-        assert self.reader is not None
-        blocks = RequestBlocks(wanted, self.reader)
+        assert self.local_cache is not None
+        blocks = RequestBlocks(wanted, self.local_cache)
         return [
             part
             for leg in connection.engine.legs

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from vllm.logger import init_logger
 
 from ..errors import ReshardError
-from ..protocol.board import Board, Posting
+from ..protocol.board import Board, BoardUpdate
 from ..protocol.ids import RequestId
 from ..protocol.leases import LeaseTable, LeaseTableAddress
 from ..protocol.ledgers import Notice, ProducerLedger, Receipt
@@ -123,15 +123,15 @@ class ProducerSide:
                     self._end_trace(request_id, HeldState.RELEASED, "", now_s)
         if self._board is not None:
             # Last: a reader that sees there that a request is offered finds its lease.
-            self._board.tell(metadata.postings)
+            self._board.tell(metadata.board_updates)
 
-    def apply_announcement(self, announcement: Announcement | Posting) -> None:
+    def apply_announcement(self, announcement: Announcement | BoardUpdate) -> None:
         """Show readers what is offered, before the step that says so.
 
         That step does the rest: until then no reader can be through with it, and no lease runs.
         When it has been taken up, the name may be another request's.
         """
-        if isinstance(announcement, Posting):
+        if isinstance(announcement, BoardUpdate):
             if self._board is not None:
                 self._board.announce(announcement)
         elif announcement.number > self._num_offers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a turn works through what waits for it, so that an exception loses nothing."""
+"""How a poll works through what waits for it, so that an exception loses nothing."""
 
 from __future__ import annotations
 

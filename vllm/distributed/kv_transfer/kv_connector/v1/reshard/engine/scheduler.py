@@ -39,6 +39,7 @@ from ..protocol.params import (
 )
 from ..protocol.quoting import one_line, quote
 from ..transport.side_channel import HandshakeServer
+from .board_updates import BoardUpdates, Scheduled
 from .compat import (
     OUTPUTS_OUTLIVE_PREEMPTION,
     PRODUCERS_KEEP_THE_LAST_WINDOW,
@@ -53,7 +54,6 @@ from .idling import Idling
 from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from .offers import OfferBook, host_for_workers
 from .parking import Parking
-from .postings import Postings, Scheduled
 from .readers import Readers, RemoteName, is_made_up
 from .settings import read_settings, remarks
 from .stats import ReshardStats
@@ -111,7 +111,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         # What drafts compute of a step's tokens is not taken for granted.
         is_told = vllm_config.speculative_config is None
         full = full_groups(kv_cache_config) if is_told else frozenset()
-        self._postings = Postings(
+        self._board_updates = BoardUpdates(
             self._offers.announce,
             [tokens * (group in full) for group, tokens in enumerate(block_tokens)],
             partial(tokens_in_flight, is_ahead=self._is_ahead),
@@ -242,7 +242,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         if params and params.get("do_remote_decode"):
             self.first_tokens.ask(request)
             if self._dispatches_early:
-                self._postings.know(request.request_id, prefill_name(request.request_id, params))
+                self._board_updates.add(
+                    request.request_id, prefill_name(request.request_id, params)
+                )
 
     def _believable(self, request: Request) -> tuple[Params | None, str | None]:
         """A request's parameters, made sound; and why nothing is read back, if so.
@@ -316,7 +318,7 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> None:
         """As upstream's; what is left of a prompt is known then."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._postings.admit(request.request_id, request)
+        self._board_updates.admit(request.request_id, request)
         if num_external_tokens:
             self._parking.admit(request.request_id)
 
@@ -333,7 +335,7 @@ class ReshardScheduler(NixlConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """What the workers are asked to do in this step."""
         self._handovers.advance()
-        self._postings.compute(
+        self._board_updates.compute(
             _scheduled(scheduler_output), scheduler_output.total_num_scheduled_tokens
         )
         wanted: dict[str, tuple[Request, BlockIds]] = {
@@ -354,7 +356,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             awaited=self._awaited,
             ended=self._ended,
             early=self._parking.take(),
-            postings=self._postings.take(),
+            board_updates=self._board_updates.take(),
         )
         self._awaited, self._ended = {}, set()
         self._offers.write_to(metadata)
@@ -388,7 +390,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             self.first_tokens.hear(told.first_tokens)
             self._handovers.hear(told.offered_s)
             self._handovers.fail((*told.failed, *told.faults))
-        self._postings.forget(connector_output.finished_sending or ())
+        self._board_updates.forget(connector_output.finished_sending or ())
         if connector_output.finished_recving:
             connector_output.finished_recving = self._reads.settle(
                 connector_output.finished_recving
@@ -469,7 +471,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         delay_free, params = self._request_finished(request, block_ids)
         if not delay_free:
             was_aborted = request.status is RequestStatus.FINISHED_ABORTED
-            self._postings.end(request.request_id, State.ABORTED if was_aborted else State.EMPTY)
+            self._board_updates.end(
+                request.request_id, State.ABORTED if was_aborted else State.EMPTY
+            )
         if params is not None and self._dispatches_early and params.get("do_remote_prefill"):
             # What routers take for a sign that the next engine needs this address alone.
             params["transfer_mode"] = "push"
@@ -514,7 +518,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             if first_token is not None:
                 params["remote_first_token"] = first_token
             blocks = params["remote_block_ids"]
-            self._postings.offer(request.request_id, num_tokens, blocks, first_token)
+            self._board_updates.offer(request.request_id, num_tokens, blocks, first_token)
         if params is not None:
             params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
         return delay_free, params

@@ -18,7 +18,7 @@ STALL_S = 2.0
 take as long; then the line says so."""
 
 
-class Round:
+class StallWatch:
     """One round of a thread, such as a poll or a step, and whether it takes too long.
 
     `begin` and `end` belong to that thread, `tell_if_stalled` and `stalls_at_s` to the one that

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a worker exchanges with other engines, turn by turn: what it reads, and what it holds.
+"""All that a worker exchanges with other engines, poll by poll: what it reads, and what it holds.
 
-    the engine's steps  ->  turn  ->  what has ended  ->  tell_producers
+    the engine's steps  ->  poll  ->  what has ended  ->  tell_producers
 
-It has no thread and waits for nothing: `connector_thread` runs its turns. All of it belongs to the
+It has no thread and waits for nothing: `connector_thread` runs its polls. All of it belongs to the
 thread that does.
 
-A turn that an unexpected exception ends has lost nothing: what it has not done is done by the
+A poll that an unexpected exception ends has lost nothing: what it has not done is done by the
 next one. Where the exception is a request's own, that request fails.
 """
 
@@ -20,7 +20,7 @@ from typing import Protocol
 
 from vllm.logger import init_logger
 
-from ..protocol.board import Posting
+from ..protocol.board import BoardUpdate
 from ..protocol.ids import RequestId
 from ..protocol.messages import Announcement, RemoteEngineAddress
 from ..protocol.quoting import one_line, quote
@@ -44,7 +44,7 @@ from .watched_requests import EarlyNews
 logger = init_logger(__name__)
 
 BUDGET_S = 0.25e-3
-"""For how long a turn looks at what is on its way, and for how long again it posts what waits."""
+"""For how long a poll looks at what is on its way, and for how long again it posts what waits."""
 
 _LINGER_S = 0.05
 """Between two looks at reads whose requests have failed. They are polled until they end."""
@@ -71,8 +71,8 @@ class SchedulerStep:
     before: Event | None = None
 
 
-Incoming = SchedulerStep | Announcement | Posting
-"""What a turn takes up. The last two are of what a later step has; another thread than the engine's
+Incoming = SchedulerStep | Announcement | BoardUpdate
+"""What a poll takes up. The last two are of what a later step has; another thread than the engine's
 hears of them."""
 
 
@@ -134,7 +134,7 @@ class TransferEngine:
         notifier: What it tells others.
         renewals: The leases that it renews.
         stats: What is counted.
-        budget: What a turn may take for each of looking and posting, beginning when it is called.
+        budget: What a poll may take for each of looking and posting, beginning when it is called.
         early: The requests that are not offered yet; None where there are none.
     """
 
@@ -170,16 +170,16 @@ class TransferEngine:
         self._broken: deque[PeerConnection] = deque()
         # Lanes that are to be closed.
         self._ending: deque[Lane] = deque()
-        # What has ended in a turn that has failed is told by the next one.
+        # What has ended in a poll that has failed is told by the next one.
         self._report = Report()
-        # Connections were closed: what that has ended is told by the next turn.
+        # Connections were closed: what that has ended is told by the next poll.
         self._has_ended = False
         self._closed = False
 
     def poll(self, incoming: list[Incoming], now_s: float) -> Report:
         """Take up what is asked for, look at what is on its way, and say what has ended.
 
-        What goes beyond the budget is for the next turn: see `has_backlog`.
+        What goes beyond the budget is for the next poll: see `has_backlog`.
 
         Args:
             incoming: What is asked for, which is taken out.
@@ -223,7 +223,7 @@ class TransferEngine:
         return report
 
     def stood_still(self, for_s: float) -> None:
-        """No turn was taken for so many seconds longer than was meant."""
+        """No poll was taken for so many seconds longer than was meant."""
         self.producer.stood_still(for_s)
         self.consumer.stood_still(for_s)
         if self._early is not None:
@@ -232,7 +232,7 @@ class TransferEngine:
     def tell_producers(self, now_s: float) -> None:
         """Notify the producers of what was read, and close connections that nothing is read with.
 
-        To be called after each turn: the engine need not wait for it.
+        To be called after each poll: the engine need not wait for it.
         """
         # Before a connection is closed that the producers are told over.
         self._notifier.flush()
@@ -250,7 +250,7 @@ class TransferEngine:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether there was more to do than fits a turn."""
+        """Whether there was more to do than fits a poll."""
         return self.consumer.has_backlog or self.peers.is_connecting
 
     @property
@@ -368,7 +368,7 @@ class TransferEngine:
         if early.ready:
             for request_id, receive, offered_at_s in taken_once_done(early.ready):
                 self.consumer.start_request(request_id, receive, now_s, offered_at_s)
-            # They begin in this turn: their engine is connected.
+            # They begin in this poll: their engine is connected.
             self._advance_peers(now_s)
         for refusal in taken_once_done(early.refused):
             self.consumer.refuse(refusal, now_s)

@@ -105,11 +105,11 @@ _FAULTS = {
 }
 
 
-class Posting(msgspec.Struct, frozen=True, array_like=True, tag="posting"):
+class BoardUpdate(msgspec.Struct, frozen=True, array_like=True, tag="board_update"):
     """A request's state, on its way from a producer's scheduler to its workers.
 
     Attributes:
-        number: Which of the scheduler's postings.
+        number: Which of the scheduler's updates.
         name: The shared name.
         state: The state; None where the request is told of no more.
         request_id: What the producer calls it.
@@ -295,7 +295,7 @@ def _place(record: int, digest: int) -> RecordPlace | None:
 
 
 @dataclass(slots=True)
-class _Posted:
+class _Shown:
     """What stands under a name.
 
     Attributes:
@@ -314,7 +314,7 @@ class _Posted:
 class Board:
     """The board of one worker. Belongs to the connector's thread.
 
-    Postings come twice: announced, perhaps, and with a step, surely. The announced ones are ahead
+    Updates come twice: announced, perhaps, and with a step, surely. The announced ones are ahead
     of steps, or lost; each name keeps the newest that was said of it.
 
     Args:
@@ -328,12 +328,12 @@ class Board:
         self._rows = raw[start : start + NUM_ROWS * ROW_BYTES].view(np.uint64)
         self._rows = self._rows.reshape(NUM_ROWS, WORDS_PER_ROW)
         self._records = ArenaAllocator((NUM_ROWS - NUM_BUCKETS) * ROW_BYTES)
-        self._posted: dict[str, _Posted] = {}
+        self._shown: dict[str, _Shown] = {}
         # Shared names by what the producer calls the requests that are offered.
         self._offered: dict[RequestId, str] = {}
         # Those that will not be, the oldest first.
         self._gone: dict[str, None] = {}
-        # The newest posting of each name that was announced and that no step has told of.
+        # The newest update of each name that was announced and that no step has told of.
         self._ahead: dict[str, int] = {}
         self._num_told = 0
 
@@ -347,19 +347,19 @@ class Board:
         """Size of all rows."""
         return int(self._rows.nbytes)
 
-    def announce(self, posting: Posting) -> None:
+    def announce(self, update: BoardUpdate) -> None:
         """Show what a later step tells as well."""
-        if posting.number > self._num_told:
-            self._ahead[posting.name] = posting.number
-            self._show(posting)
+        if update.number > self._num_told:
+            self._ahead[update.name] = update.number
+            self._show(update)
 
-    def tell(self, postings: Sequence[Posting]) -> None:
+    def tell(self, updates: Sequence[BoardUpdate]) -> None:
         """Show what a step tells, in order, as far as it is news."""
-        for posting in postings:
-            if posting.number > self._ahead.get(posting.name, 0):
-                self._show(posting)
-            self._num_told = max(self._num_told, posting.number)
-        if postings:
+        for update in updates:
+            if update.number > self._ahead.get(update.name, 0):
+                self._show(update)
+            self._num_told = max(self._num_told, update.number)
+        if updates:
             self._ahead = {
                 name: number for name, number in self._ahead.items() if number > self._num_told
             }
@@ -370,60 +370,60 @@ class Board:
         if name is not None:
             self._forget(name)
 
-    def _show(self, posting: Posting) -> None:
-        if posting.state is None:
-            self._forget(posting.name)
+    def _show(self, update: BoardUpdate) -> None:
+        if update.state is None:
+            self._forget(update.name)
             return
-        bucket, name = self._bucket_of(posting.name)
+        bucket, name = self._bucket_of(update.name)
         entry = _entry(bucket, name)
         if entry is None:
             return
-        before = self._posted.get(posting.name)
-        posted = self._posted[posting.name] = _Posted(posting.request_id, posting.state)
+        before = self._shown.get(update.name)
+        shown = self._shown[update.name] = _Shown(update.request_id, update.state)
         if before is not None:
             self._offered.pop(before.request_id, None)
             self._free(before.span)
-            posted.computed = before.computed
-        is_anothers = before is not None and before.request_id != posting.request_id
-        if is_anothers or not posting.state.is_computed:
-            self._hide_computed(bucket, name, posted)
-        self._gone.pop(posting.name, None)
-        entry[_RECORD] = posting.step_tokens
-        if posting.state is State.OFFERED:
-            if (span := self._write(entry, posting.record)) is None:
-                posted.state = State.EMPTY
-            posted.span = span
-            self._offered[posting.request_id] = posting.name
-        entry[_STATE] = posted.state
+            shown.computed = before.computed
+        is_anothers = before is not None and before.request_id != update.request_id
+        if is_anothers or not update.state.is_computed:
+            self._hide_computed(bucket, name, shown)
+        self._gone.pop(update.name, None)
+        entry[_RECORD] = update.step_tokens
+        if update.state is State.OFFERED:
+            if (span := self._write(entry, update.record)) is None:
+                shown.state = State.EMPTY
+            shown.span = span
+            self._offered[update.request_id] = update.name
+        entry[_STATE] = shown.state
         entry[_NAME] = name
-        if posting.num_computed:
-            self._show_computed(bucket, name, posted, posting)
-        if posted.state.fault is not None:
-            self._gone[posting.name] = None
+        if update.num_computed:
+            self._show_computed(bucket, name, shown, update)
+        if shown.state.fault is not None:
+            self._gone[update.name] = None
             if len(self._gone) > MAX_GONE:
                 self._forget(next(iter(self._gone)))
 
     def _show_computed(
-        self, bucket: npt.NDArray[np.uint64], name: int, posted: _Posted, posting: Posting
+        self, bucket: npt.NDArray[np.uint64], name: int, shown: _Shown, update: BoardUpdate
     ) -> None:
         """Say what is computed so far, where there is room: readers can do without."""
-        self._free(posted.computed)
-        posted.computed = None
+        self._free(shown.computed)
+        shown.computed = None
         entry = _entry(bucket, name ^ _COMPUTED, _LEFT_FREE)
         if entry is None:
             return
-        if len(posting.record) > self._records.free_bytes - self._records.size_bytes // 2:
+        if len(update.record) > self._records.free_bytes - self._records.size_bytes // 2:
             # Half of the room is for offers.
             entry[:] = 0
             return
-        posted.computed = self._write(entry, posting.record)
-        entry[_STATE] = posting.num_computed
+        shown.computed = self._write(entry, update.record)
+        entry[_STATE] = update.num_computed
         entry[_NAME] = name ^ _COMPUTED
 
-    def _hide_computed(self, bucket: npt.NDArray[np.uint64], name: int, posted: _Posted) -> None:
+    def _hide_computed(self, bucket: npt.NDArray[np.uint64], name: int, shown: _Shown) -> None:
         _take_down(bucket, name ^ _COMPUTED)
-        self._free(posted.computed)
-        posted.computed = None
+        self._free(shown.computed)
+        shown.computed = None
 
     def _write(self, entry: npt.NDArray[np.uint64], record: bytes) -> Span | None:
         """Write a record; None where there is no room for it, or nothing to read."""
@@ -448,14 +448,14 @@ class Board:
         return entries, wanted
 
     def _forget(self, name: str) -> None:
-        posted = self._posted.pop(name, None)
-        if posted is None:
+        shown = self._shown.pop(name, None)
+        if shown is None:
             return
         bucket, word = self._bucket_of(name)
-        self._hide_computed(bucket, word, posted)
+        self._hide_computed(bucket, word, shown)
         _take_down(bucket, word)
-        self._offered.pop(posted.request_id, None)
-        self._free(posted.span)
+        self._offered.pop(shown.request_id, None)
+        self._free(shown.span)
         self._gone.pop(name, None)
 
     def _free(self, span: Span | None) -> None:

@@ -136,7 +136,7 @@ class _WireSharingWorker(_WireWorker, frozen=True, array_like=True, forbid_unkno
     shares: list[_WireShare] = []
 
 
-class _WirePostingWorker(
+class _WireBoardWorker(
     _WireSharingWorker, frozen=True, array_like=True, forbid_unknown_fields=True
 ):
     """The same, with its board; without one that is left out as well."""
@@ -145,7 +145,7 @@ class _WirePostingWorker(
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_WORKER_DECODER = msgspec.msgpack.Decoder(_WirePostingWorker)
+_WORKER_DECODER = msgspec.msgpack.Decoder(_WireBoardWorker)
 
 
 def encode_worker(description: WorkerDescription) -> bytes:
@@ -185,7 +185,7 @@ def encode_worker(description: WorkerDescription) -> bytes:
     if not all(share.is_all for share in shares):
         wire_shares = [_WireShare(*dataclasses.astuple(share)) for share in shares]
     if description.board_address:
-        wire: _WireWorker = _WirePostingWorker(*said, wire_shares, description.board_address)
+        wire: _WireWorker = _WireBoardWorker(*said, wire_shares, description.board_address)
     elif wire_shares:
         wire = _WireSharingWorker(*said, wire_shares)
     else:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import RemoteLayoutError
-from .board import Posting
+from .board import BoardUpdate
 from .fingerprint import OfferFingerprint, OfferSecret
 from .ids import BlockIds, EngineId, RequestId
 from .quoting import one_line
@@ -206,8 +206,8 @@ _NUMBERS_BYTES = 1 + 3 + 2 * 5 + 2 * 9
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
-_ANNOUNCEMENT_DECODER: msgspec.msgpack.Decoder[Announcement | Posting] = msgspec.msgpack.Decoder(
-    Announcement | Posting
+_ANNOUNCEMENT_DECODER: msgspec.msgpack.Decoder[Announcement | BoardUpdate] = (
+    msgspec.msgpack.Decoder(Announcement | BoardUpdate)
 )
 
 
@@ -233,12 +233,12 @@ def decode_notification(data: bytes) -> Notification:
     return notification
 
 
-def encode_announcement(announcement: Announcement | Posting) -> bytes:
+def encode_announcement(announcement: Announcement | BoardUpdate) -> bytes:
     """Write an announcement, for workers of the same engine."""
     return _ENCODER.encode(announcement)
 
 
-def decode_announcement(data: bytes) -> Announcement | Posting:
+def decode_announcement(data: bytes) -> Announcement | BoardUpdate:
     """Read what this engine's own scheduler has written."""
     return _ANNOUNCEMENT_DECODER.decode(data)
 

@@ -14,7 +14,7 @@ sockets, wakeup             how one listens, and how a thread is woken
 cpu                         what is for engines on CPU only
 lane                        the agents that peers share
 connection, remote          a connection with an engine over a lane, and what is prepared for it
-transfers, budget           reads in flight, and for how long a turn looks after them
+transfers, budget           reads in flight, and for how long a poll looks after them
 staging_area, scatter       the arena's memory, and copies out of it
 lease_check                 whether what was read was still held
 board_reader                what is said of requests that are not offered yet

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a turn some work may take.
+"""How much of a poll some work may take.
 
-The connector's thread shares the interpreter with the engine's, which waits for as long as a turn
+The connector's thread shares the interpreter with the engine's, which waits for as long as a poll
 takes at worst. So whatever may pile up is worked off in pieces, and the budget is asked after each
 of
 them: one is always done, so that everything gets on.
@@ -28,7 +28,7 @@ class Budget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the rest is for the next turn."""
+        """Whether the rest is for the next poll."""
         return self._clock() >= self._spent_at_s
 
 

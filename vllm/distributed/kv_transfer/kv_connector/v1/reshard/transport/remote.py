@@ -93,11 +93,11 @@ class RequestBlocks:
 
     Args:
         receive: The request.
-        reader: This worker.
+        local_cache: What this worker reads into.
     """
 
-    def __init__(self, receive: Receive, reader: LocalCache) -> None:
-        self._receive, self._reader = receive, reader
+    def __init__(self, receive: Receive, local_cache: LocalCache) -> None:
+        self._receive, self._local_cache = receive, local_cache
         self._overlaps: dict[Hashable, Overlap | None] = {}
 
     def select(self, leg: Leg) -> list[Selection]:

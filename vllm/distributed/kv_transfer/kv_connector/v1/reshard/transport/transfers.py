@@ -4,8 +4,8 @@
     direct    queued -> posted -> done
     staged    queued -> has a span, posted -> landed, being scattered -> done
 
-What is queued is posted, and what is posted is looked at, as far as the budget of a turn goes; the
-next turn goes on from there. What is prefetched is posted once nothing else is queued, until its
+What is queued is posted, and what is posted is looked at, as far as the budget of a poll goes; the
+next poll goes on from there. What is prefetched is posted once nothing else is queued, until its
 request is offered, too: no offered request waits for what is not.
 
 What fails on its way, or is given up, stays here until nothing of it can write any more: until its
@@ -13,7 +13,7 @@ read is done after all, or the connection that it was posted with is closed. Onl
 *drained* and its blocks, or its span, may be used for something else.
 
 An unexpected exception is the part's that it comes up with, while it is posted, and otherwise
-leaves everything so that the next turn goes on with it: a part is taken from where it is once it is
+leaves everything so that the next poll goes on with it: a part is taken from where it is once it is
 somewhere else.
 
 Everything here belongs to the connector's thread of the worker that reads.
@@ -174,7 +174,7 @@ class Transfers:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether more is to be posted than a turn's budget has allowed."""
+        """Whether more is to be posted than a poll's budget has allowed."""
         return bool(self._direct) or self._is_cut_short
 
     @property
@@ -302,7 +302,7 @@ class Transfers:
             first = self._queue[0]
             area, staging, window = self.area, first.part.leg.staging, first.part.window
             assert area is not None and staging is not None and window is not None
-            # A turn that has failed may have taken it.
+            # A poll that has failed may have taken it.
             span = first.span or area.spans.allocate(
                 window.size_bytes, staging.leg.descriptor_bytes
             )

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.postings import (
-    Postings,
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.board_updates import (
+    BoardUpdates,
     Scheduled,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
-    Posting,
+    BoardUpdate,
     Record,
     State,
     digest_of,
@@ -37,11 +37,11 @@ class Prompt:
     num_in_flight: int = 0
 
 
-def made(*block_tokens: int) -> tuple[Postings, list]:
-    """Postings of a scheduler with blocks of these sizes, and what they announce."""
+def made(*block_tokens: int) -> tuple[BoardUpdates, list]:
+    """Updates of a scheduler with blocks of these sizes, and what they announce."""
     announced: list = []
-    return Postings(
-        lambda posting: announced.append(decode_announcement(encode_announcement(posting))),
+    return BoardUpdates(
+        lambda update: announced.append(decode_announcement(encode_announcement(update))),
         block_tokens,
         lambda prompt: prompt.num_in_flight,
     ), announced
@@ -54,106 +54,106 @@ def step(
     return Scheduled(request_id, num_before, num_after, block_ids, begins=not num_before)
 
 
-def told(posting: Posting) -> tuple[State | None, int, list[list[int]]]:
-    """What a posting tells of a prompt: its state, tokens that are computed, and their blocks."""
-    record = read_record(posting.record, digest_of(posting.record))
-    assert isinstance(record, Record) and record.num_tokens == posting.num_computed
-    return posting.state, posting.num_computed, record.blocks()
+def told(update: BoardUpdate) -> tuple[State | None, int, list[list[int]]]:
+    """What a update tells of a prompt: its state, tokens that are computed, and their blocks."""
+    record = read_record(update.record, digest_of(update.record))
+    assert isinstance(record, Record) and record.num_tokens == update.num_computed
+    return update.state, update.num_computed, record.blocks()
 
 
-def states(postings: Postings) -> list[tuple[str, State | None]]:
+def states(updates: BoardUpdates) -> list[tuple[str, State | None]]:
     """What a step tells."""
-    return [(each.name, each.state) for each in postings.take()]
+    return [(each.name, each.state) for each in updates.take()]
 
 
-def complete(postings: Postings, request_id: str) -> None:
+def complete(updates: BoardUpdates, request_id: str) -> None:
     """Compute a request's prompt, in two steps."""
-    postings.admit(request_id, Prompt())
-    postings.compute(
+    updates.admit(request_id, Prompt())
+    updates.compute(
         [step(0, 99, request_id="another"), step(0, 32, [5, 2], request_id=request_id)], 64
     )
-    postings.compute([step(32, 40, [9], request_id=request_id)], 9)
-    postings.compute([step(40, 41, request_id=request_id)], 1)
+    updates.compute([step(32, 40, [9], request_id=request_id)], 9)
+    updates.compute([step(40, 41, request_id=request_id)], 1)
 
 
 def test_request_is_known_computed_and_offered():
     """Each is announced, and told by the next step once; of its steps the last is."""
-    postings, announced = made()
-    postings.know("a", "x")
-    complete(postings, "a")
-    postings.offer("a", 40, [[5, 2, 9]])
-    taken = postings.take()
-    assert taken == announced and postings.take() == []
+    updates, announced = made()
+    updates.add("a", "x")
+    complete(updates, "a")
+    updates.offer("a", 40, [[5, 2, 9]])
+    taken = updates.take()
+    assert taken == announced and updates.take() == []
     assert [each.state for each in taken] == [State.KNOWN, State.LAST_CHUNK, State.OFFERED]
     assert [each.step_tokens for each in taken] == [0, 9, 0]
     assert [each.number for each in taken] == [1, 2, 3]
-    postings.forget(["a"])
-    assert states(postings) == [] and not len(postings)
+    updates.forget(["a"])
+    assert states(updates) == [] and not len(updates)
 
 
 def test_requests_that_nobody_waits_for_are_not_told_of():
     """As those of clients that ask this engine alone."""
-    postings, announced = made()
-    complete(postings, "a")
-    postings.end("a", State.ABORTED)
-    postings.forget(["a"])
+    updates, announced = made()
+    complete(updates, "a")
+    updates.end("a", State.ABORTED)
+    updates.forget(["a"])
     assert not announced
 
 
 def test_two_requests_of_one_name_are_ambiguous_until_both_have_ended():
     """Nobody could say which is meant, also once one of them has ended."""
-    postings, _ = made()
+    updates, _ = made()
     for request_id in ("a", "b"):
-        postings.know(request_id, "x")
-    complete(postings, "a")
-    postings.offer("a", 40, [[1]])
-    postings.end("b", State.ABORTED)
-    assert states(postings) == [("x", State.KNOWN), ("x", State.AMBIGUOUS)]
-    postings.forget(["a"])
-    assert states(postings) == [("x", None)]
-    postings.know("c", "x")
-    assert states(postings) == [("x", State.KNOWN)]
+        updates.add(request_id, "x")
+    complete(updates, "a")
+    updates.offer("a", 40, [[1]])
+    updates.end("b", State.ABORTED)
+    assert states(updates) == [("x", State.KNOWN), ("x", State.AMBIGUOUS)]
+    updates.forget(["a"])
+    assert states(updates) == [("x", None)]
+    updates.add("c", "x")
+    assert states(updates) == [("x", State.KNOWN)]
 
 
-def begin(prompt: Prompt, *block_tokens: int) -> Postings:
-    """The postings of a scheduler that computes 16 tokens of a prompt in its first step."""
-    postings, _ = made(*block_tokens)
-    postings.know("a", "x")
-    postings.admit("a", prompt)
-    postings.compute([step(0, 16, [5], [7])], 16)
+def begin(prompt: Prompt, *block_tokens: int) -> BoardUpdates:
+    """The updates of a scheduler that computes 16 tokens of a prompt in its first step."""
+    updates, _ = made(*block_tokens)
+    updates.add("a", "x")
+    updates.admit("a", prompt)
+    updates.compute([step(0, 16, [5], [7])], 16)
     prompt.num_computed_tokens = prompt.num_in_flight = 16
-    assert [each.record for each in postings.take()] == [b""]
-    return postings
+    assert [each.record for each in updates.take()] == [b""]
+    return updates
 
 
 def test_prompt_is_told_of_as_its_steps_are_over():
     """Full blocks, of groups that keep all tokens; the step that is scheduled is not over."""
     prompt = Prompt(num_prompt_tokens=80)
-    postings = begin(prompt, 16, 0)
+    updates = begin(prompt, 16, 0)
     prompt.num_in_flight = 0
-    postings.compute([step(16, 40, [2, 9], [8])], 24)
+    updates.compute([step(16, 40, [2, 9], [8])], 24)
     prompt.num_computed_tokens = 40
-    postings.compute([step(40, 80, [3, 4], [])], 99)
-    assert [told(each) for each in postings.take() if each.record] == [
+    updates.compute([step(40, 80, [3, 4], [])], 99)
+    assert [told(each) for each in updates.take() if each.record] == [
         (State.KNOWN, 16, [[5], []]),
         (State.LAST_CHUNK, 40, [[5, 2], []]),
     ]
     # No more of it is computed since.
-    postings.compute([], 0)
-    assert not postings.take()
+    updates.compute([], 0)
+    assert not updates.take()
 
 
 def test_steps_that_are_ahead_are_not_over():
     """With asynchronous scheduling the next step is scheduled while one is computed."""
     prompt = Prompt(num_prompt_tokens=80)
-    postings = begin(prompt, 16, 0)
-    postings.compute([step(16, 40, [2, 9], [8])], 24)
+    updates = begin(prompt, 16, 0)
+    updates.compute([step(16, 40, [2, 9], [8])], 24)
     prompt.num_computed_tokens, prompt.num_in_flight = 40, 24
-    assert not postings.take()
-    postings.compute([step(40, 56, [3], [])], 16)
+    assert not updates.take()
+    updates.compute([step(40, 56, [3], [])], 16)
     prompt.num_computed_tokens, prompt.num_in_flight = 56, 16
-    postings.compute([step(56, 80, [4, 6], [])], 77)
-    taken = postings.take()
+    updates.compute([step(56, 80, [4, 6], [])], 77)
+    taken = updates.take()
     assert [told(each) for each in taken if each.record] == [
         (State.KNOWN, 16, [[5], []]),
         (State.LAST_CHUNK, 40, [[5, 2], []]),
@@ -164,34 +164,34 @@ def test_steps_that_are_ahead_are_not_over():
 def test_what_was_cached_is_told_of_once_a_step_is_over():
     """The request that computes it may be in the very same step."""
     prompt = Prompt(num_prompt_tokens=80)
-    postings, _ = made(16)
-    postings.know("a", "x")
-    postings.admit("a", prompt)
+    updates, _ = made(16)
+    updates.add("a", "x")
+    updates.admit("a", prompt)
     # Nor what is to be received from another engine, before it is in any step.
     prompt.num_computed_tokens = 32
-    postings.compute([], 0)
-    postings.compute([Scheduled("a", 32, 48, [[5, 2, 9]], begins=True)], 16)
+    updates.compute([], 0)
+    updates.compute([Scheduled("a", 32, 48, [[5, 2, 9]], begins=True)], 16)
     prompt.num_computed_tokens, prompt.num_in_flight = 48, 16
-    postings.compute([Scheduled("a", 48, 64, [[3]], begins=False)], 16)
-    assert [each.record for each in postings.take()] == [b""]
+    updates.compute([Scheduled("a", 48, 64, [[3]], begins=False)], 16)
+    assert [each.record for each in updates.take()] == [b""]
     prompt.num_computed_tokens, prompt.num_in_flight = 64, 16
-    postings.compute([], 0)
-    assert [told(each) for each in postings.take()] == [(State.KNOWN, 48, [[5, 2, 9]])]
+    updates.compute([], 0)
+    assert [told(each) for each in updates.take()] == [(State.KNOWN, 48, [[5, 2, 9]])]
 
 
 def test_prompt_that_is_preempted_is_another_attempt():
     """Its blocks are others' meanwhile; what it has then is told of with its offer, too."""
     prompt = Prompt(num_prompt_tokens=80)
-    postings = begin(prompt, 16, 16)
+    updates = begin(prompt, 16, 16)
     prompt.num_in_flight = 0
-    postings.compute([step(16, 32, [2], [8])], 16)
+    updates.compute([step(16, 32, [2], [8])], 16)
     prompt.num_computed_tokens = 0
-    postings.compute([], 0)
-    postings.compute([step(0, 48, [1, 3, 6], [4, 9, 0])], 48)
+    updates.compute([], 0)
+    updates.compute([step(0, 48, [1, 3, 6], [4, 9, 0])], 48)
     prompt.num_computed_tokens = 48
-    postings.compute([step(48, 80, [10, 11], [12, 13])], 32)
-    postings.offer("a", 80, [[1, 3, 6, 10, 11], []])
-    records = [read_record(each.record, digest_of(each.record)) for each in postings.take()]
+    updates.compute([step(48, 80, [10, 11], [12, 13])], 32)
+    updates.offer("a", 80, [[1, 3, 6, 10, 11], []])
+    records = [read_record(each.record, digest_of(each.record)) for each in updates.take()]
     told_of = [each for each in records if isinstance(each, Record)]
     assert [each.blocks()[0] for each in told_of] == [[5], [1, 3, 6], [1, 3, 6, 10, 11]]
     first, second, offered = (each.attempt for each in told_of)
@@ -201,49 +201,49 @@ def test_prompt_that_is_preempted_is_another_attempt():
 def test_prompt_that_is_preempted_in_its_last_step_needs_blocks_again():
     """Nobody is to hold blocks for it until its last chunk is scheduled once more."""
     prompt = Prompt(num_prompt_tokens=32)
-    postings = begin(prompt, 16, 0)
+    updates = begin(prompt, 16, 0)
     prompt.num_in_flight = 0
-    postings.compute([step(16, 32, [2], [8])], 16)
+    updates.compute([step(16, 32, [2], [8])], 16)
     prompt.num_computed_tokens = 0
-    postings.compute([step(0, 16, [3], [9])], 16)
+    updates.compute([step(0, 16, [3], [9])], 16)
     prompt.num_computed_tokens = 16
-    postings.compute([step(16, 32, [4], [])], 16)
-    stages = [each.state for each in postings.take() if not each.record]
+    updates.compute([step(16, 32, [4], [])], 16)
+    stages = [each.state for each in updates.take() if not each.record]
     assert stages == [State.LAST_CHUNK, State.KNOWN, State.LAST_CHUNK]
 
 
 def test_nothing_is_told_beyond_the_prompt():
     """As where a prefill engine is asked for more than one token."""
     prompt = Prompt(num_prompt_tokens=40)
-    postings = begin(prompt, 16, 0)
-    postings.compute([step(16, 40, [2, 9], [])], 24)
-    postings.take()
+    updates = begin(prompt, 16, 0)
+    updates.compute([step(16, 40, [2, 9], [])], 24)
+    updates.take()
     told_of = []
     for num_tokens in range(40, 60):
         prompt.num_computed_tokens, prompt.num_in_flight = num_tokens, 0
-        postings.compute([step(num_tokens, num_tokens + 1)], 1)
-        told_of += [each.num_computed for each in postings.take()]
+        updates.compute([step(num_tokens, num_tokens + 1)], 1)
+        told_of += [each.num_computed for each in updates.take()]
     assert told_of == [40]
 
 
 def test_nothing_is_told_of_what_is_ambiguous():
     """Nobody could say which of them is computed."""
     prompt = Prompt(num_prompt_tokens=80)
-    postings = begin(prompt, 16, 0)
-    postings.know("b", "x")
+    updates = begin(prompt, 16, 0)
+    updates.add("b", "x")
     prompt.num_in_flight = 0
-    postings.compute([step(16, 32, [2], [8])], 16)
-    assert [each.state for each in postings.take()] == [State.AMBIGUOUS]
+    updates.compute([step(16, 32, [2], [8])], 16)
+    assert [each.state for each in updates.take()] == [State.AMBIGUOUS]
 
 
 def test_scheduler_that_cannot_tell_what_is_in_flight_tells_nothing():
     """Of what is computed so far; all else it does."""
     prompt = Prompt(num_prompt_tokens=80)
     announced: list = []
-    postings = Postings(announced.append, (16,), lambda _: None)
-    postings.know("a", "x")
-    postings.admit("a", prompt)
+    updates = BoardUpdates(announced.append, (16,), lambda _: None)
+    updates.add("a", "x")
+    updates.admit("a", prompt)
     for number in range(5):
-        postings.compute([step(16 * number, 16 * (number + 1), [number])], 16)
+        updates.compute([step(16 * number, 16 * (number + 1), [number])], 16)
         prompt.num_computed_tokens = 16 * (number + 1)
     assert [each.state for each in announced] == [State.KNOWN, State.LAST_CHUNK]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ..protocol.board import Posting, Record, State, encode_record
+from ..protocol.board import BoardUpdate, Record, State, encode_record
 from ..protocol.ids import BlockIds, RequestId
 
 
@@ -86,7 +86,7 @@ class _Computed:
             ids += more
 
 
-class Postings:
+class BoardUpdates:
     """The requests that other engines may wait for. Belongs to the scheduler's thread.
 
     Args:
@@ -99,7 +99,7 @@ class Postings:
 
     def __init__(
         self,
-        announce: Callable[[Posting], None],
+        announce: Callable[[BoardUpdate], None],
         block_tokens: Sequence[int] = (),
         in_flight: Callable[[Prompt], int | None] = lambda _: None,
     ) -> None:
@@ -114,22 +114,22 @@ class Postings:
         self._ambiguous: set[str] = set()
         self._number = 0
         self._num_attempts = 0
-        self._untold: list[Posting] = []
+        self._untold: list[BoardUpdate] = []
 
     def __len__(self) -> int:
         """Requests that have not ended."""
         return len(self._names)
 
-    def know(self, request_id: RequestId, name: str) -> None:
+    def add(self, request_id: RequestId, name: str) -> None:
         """A request has come, of which another engine has that name."""
         self._names[request_id] = name
         living = self._living.setdefault(name, set())
         living.add(request_id)
         if len(living) > 1:
             self._ambiguous.add(name)
-            self._post(name, State.AMBIGUOUS)
+            self._update(name, State.AMBIGUOUS)
         else:
-            self._post(name, State.KNOWN, request_id)
+            self._update(name, State.KNOWN, request_id)
 
     def admit(self, request_id: RequestId, prompt: Prompt) -> None:
         """A request has its first blocks, and computes its prompt."""
@@ -155,13 +155,13 @@ class Postings:
                 if computed.last_step_tokens:
                     # It was preempted after its last chunk was scheduled: it needs blocks again.
                     computed.last_step_tokens = 0
-                    self._post_of(each.request_id, State.KNOWN)
+                    self._update_of(each.request_id, State.KNOWN)
             else:
                 computed.go_on(each)
             is_last = each.num_after >= computed.prompt.num_prompt_tokens
             if is_last and not computed.last_step_tokens:
                 computed.last_step_tokens = step_tokens
-                self._post_of(each.request_id, State.LAST_CHUNK, step_tokens=step_tokens)
+                self._update_of(each.request_id, State.LAST_CHUNK, step_tokens=step_tokens)
         if any(self._block_tokens):
             for request_id, computed in self._computed.items():
                 self._tell_computed(request_id, computed)
@@ -178,11 +178,11 @@ class Postings:
             computed = self._computed.pop(request_id, None)
             attempt = 0 if computed is None else computed.attempt
             record = Record.of(request_id, num_tokens, block_ids, first_token, attempt)
-            self._post_of(request_id, State.OFFERED, encode_record(record))
+            self._update_of(request_id, State.OFFERED, encode_record(record))
 
     def end(self, request_id: RequestId, state: State) -> None:
         """A request has ended, and is not offered."""
-        self._post_of(request_id, state)
+        self._update_of(request_id, state)
         self.forget([request_id])
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
@@ -198,9 +198,9 @@ class Postings:
                 del self._living[name]
                 if name in self._ambiguous:
                     self._ambiguous.remove(name)
-                    self._post(name, None)
+                    self._update(name, None)
 
-    def take(self) -> list[Posting]:
+    def take(self) -> list[BoardUpdate]:
         """What workers were not told of by a step."""
         untold, self._untold = self._untold, []
         return untold
@@ -224,9 +224,9 @@ class Postings:
         record = Record.of(request_id, num_tokens, list(full), attempt=computed.attempt)
         step_tokens = computed.last_step_tokens
         state = State.LAST_CHUNK if step_tokens else State.KNOWN
-        self._post_of(request_id, state, encode_record(record), step_tokens, num_tokens)
+        self._update_of(request_id, state, encode_record(record), step_tokens, num_tokens)
 
-    def _post_of(
+    def _update_of(
         self,
         request_id: RequestId,
         state: State,
@@ -236,9 +236,9 @@ class Postings:
     ) -> None:
         name = self._names.get(request_id)
         if name is not None and name not in self._ambiguous:
-            self._post(name, state, request_id, record, step_tokens, num_computed)
+            self._update(name, state, request_id, record, step_tokens, num_computed)
 
-    def _post(
+    def _update(
         self,
         name: str,
         state: State | None,
@@ -248,6 +248,8 @@ class Postings:
         num_computed: int = 0,
     ) -> None:
         self._number += 1
-        posting = Posting(self._number, name, state, request_id, record, step_tokens, num_computed)
-        self._untold.append(posting)
-        self._announce(posting)
+        update = BoardUpdate(
+            self._number, name, state, request_id, record, step_tokens, num_computed
+        )
+        self._untold.append(update)
+        self._announce(update)
