@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import Re
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
     ConsumerLedger,
     ProducerLedger,
+    Read,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
@@ -97,16 +98,17 @@ def test_notifier_forgets_what_it_has_told():
 
 def test_reader_forgets_what_it_has_read():
     """Well or not."""
-    ledger: ConsumerLedger[int] = ConsumerLedger()
+    ledger: ConsumerLedger[Read] = ConsumerLedger()
     before = sizes(ledger)
     for number in range(NUM_REQUESTS):
-        ledger.begin(str(number))
-        ledger.post(str(number), range(3), pending_checks=1)
+        read = Read(str(number))
+        ledger.begin(read)
+        ledger.post(read, range(3), pending_checks=1)
         if number % 2:
-            ledger.fail(str(number), "lost")
-        for leg in range(3):
-            ledger.part_drained(str(number), leg)
-        ledger.check_done(str(number))
+            ledger.fail(read, "lost")
+        for part in range(3):
+            ledger.part_drained(read, part)
+        ledger.check_done(read)
         ledger.take_failed()
         ledger.take_ended()
     assert sizes(ledger) == before

@@ -440,3 +440,19 @@ def test_log_tells_how_many_bytes_were_read(prefetching, caplog_vllm):
     prefetching.see(replace(done(1), telemetry=telemetry(400)))
     assert "being read while its prompt is computed, 600 bytes so far." in caplog_vllm.text
     assert "ms of being read, 1000 bytes so far." in caplog_vllm.text
+
+
+def test_request_that_was_received_in_time_costs_no_connection(worker):
+    """Where its deadline passes before it is reported: nothing is waited for any more."""
+    worker.ask(0, "a")
+    worker.poll()
+    worker.answer()
+    for peer, _ in worker.peers.advance(0.0):
+        worker.reads.on_connected(peer)
+    worker.reads.begin(0.0, UNLIMITED)
+    broken_off: list = []
+    worker.peers.break_off = lambda connection, now_s: broken_off.append(connection)
+    worker.connections[0].leases = SimpleNamespace(waits_for_offer=lambda key: False)
+    worker.reads.advance(600.0, UNLIMITED)
+    assert worker.reads.take_received() == {"a"}
+    assert not broken_off and not worker.reads.take_failed() and worker.reads.next_due_s is None

@@ -21,10 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers impor
     Expiry,
     Mismatch,
     Notice,
-    Outcome,
     ProducerLedger,
+    Read,
     Receipt,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
 
 OFFER, OTHER = OfferFingerprint(48, 1, 2), OfferFingerprint(48, 9, 2)
 SECRET, GUESS = 3 << 62, 1
@@ -349,73 +350,125 @@ class ProducerMachine(RuleBasedStateMachine):
 TestProducerInAnyOrder = ProducerMachine.TestCase
 
 
+class Consumer:
+    """A ledger with one request, and what it tells.
+
+    Args:
+        state: Where the request is.
+    """
+
+    def __init__(self, state: ReadState = ReadState.WAITING) -> None:
+        self.ledger: ConsumerLedger[Read] = ConsumerLedger()
+        self.read = Read("a", state)
+        self.ledger.begin(self.read)
+
+    def drain(self, part: int) -> bool:
+        """A part is drained; whether checks may begin."""
+        return self.ledger.part_drained(self.read, part)
+
+    @property
+    def failed(self) -> list[str | None]:
+        """Faults that are told of now."""
+        return [each.fault for each in self.ledger.take_failed()]
+
+    @property
+    def ended(self) -> list[str | None]:
+        """Faults of what is told of as over now; None for what was received."""
+        return [each.fault for each in self.ledger.take_ended()]
+
+
 class TestConsumer:
     """Requests being read."""
 
-    def test_request_is_received_after_its_last_leg(self):
+    def test_request_is_received_after_its_last_part(self):
         """Once, and not before."""
-        ledger = ConsumerLedger()
-        ledger.begin("a")
-        assert "a" in ledger and ledger.take_ended() == []
-        ledger.post("a", ["x", "y"])
-        assert not ledger.part_drained("a", "x")
-        assert ledger.num_parts_of("a") == 1
-        assert ledger.take_ended() == []
-        assert ledger.part_drained("a", "y")
-        assert ledger.take_ended() == [Outcome("a", None)]
-        assert ledger.take_ended() == [] and ledger.num_parts_of("a") == 0
+        a = Consumer()
+        assert a.ledger.by_id == {"a": a.read} and a.ended == []
+        a.ledger.post(a.read, [0, 1])
+        assert not a.drain(0)
+        assert a.read.parts == {1} and a.read.state is ReadState.READING
+        assert a.ended == []
+        assert a.drain(1)
+        assert a.ended == [None]
+        assert a.ended == [] and len(a.ledger) == 0 and a.read.state is ReadState.ENDED
 
-    def test_request_without_legs_ends_at_once(self):
+    def test_request_without_parts_ends_at_once(self):
         """A full prefix-cache hit has nothing to wait for."""
-        ledger = ConsumerLedger()
-        ledger.begin("a")
-        ledger.post("a", [])
-        assert ledger.take_ended() == [Outcome("a", None)]
+        a = Consumer()
+        a.ledger.post(a.read, [])
+        assert a.ended == [None]
 
-    def test_steps_follow_the_legs(self):
+    def test_checks_follow_the_parts(self):
         """A request is received when what arrived has been looked up."""
-        ledger = ConsumerLedger()
-        ledger.begin("a")
-        ledger.post("a", ["x"], pending_checks=2)
-        assert ledger.part_drained("a", "x")
-        ledger.check_done("a")
-        assert ledger.take_ended() == []
-        ledger.check_done("a")
-        assert ledger.take_ended() == [Outcome("a", None)]
+        a = Consumer()
+        a.ledger.post(a.read, [0], pending_checks=2)
+        assert a.drain(0) and a.read.state is ReadState.CHECKING
+        assert not a.drain(0)
+        a.ledger.check_done(a.read)
+        assert a.ended == []
+        a.ledger.check_done(a.read)
+        assert a.ended == [None]
 
     def test_request_that_waits_fails_and_ends_at_once(self):
         """Nothing was posted for it that could write."""
-        ledger = ConsumerLedger()
-        ledger.begin("a")
-        assert ledger.fail("a", "nobody there")
-        assert ledger.take_failed() == ledger.take_ended() == [Outcome("a", "nobody there")]
-        assert not ledger.fail("a", "again") and ledger.take_failed() == []
+        a = Consumer()
+        assert a.ledger.fail(a.read, "no answer")
+        assert a.failed == a.ended == ["no answer"]
+        assert not a.ledger.fail(a.read, "again") and a.failed == []
 
-    def test_failure_is_told_at_once_and_ends_with_the_last_leg(self):
-        """Blocks are somebody else's only when nothing writes into them any more."""
-        ledger = ConsumerLedger()
-        ledger.begin("a")
-        ledger.post("a", ["x", "y"], pending_checks=1)
-        assert ledger.fail("a", "lost")
-        assert not ledger.fail("a", "lost as well")
-        assert ledger.take_failed() == [Outcome("a", "lost")]
-        assert ledger.take_failed() == [] and ledger.take_ended() == []
-        assert not ledger.part_drained("a", "x")
-        assert ledger.take_ended() == []
-        assert not ledger.part_drained("a", "y")
-        assert ledger.take_ended() == [Outcome("a", "lost")]
+    def test_failure_is_told_at_once_and_ends_with_the_last_part(self):
+        """Blocks are another's only when nothing writes into them any more."""
+        a = Consumer()
+        a.ledger.post(a.read, [0, 1], pending_checks=1)
+        assert a.ledger.fail(a.read, "lost")
+        assert not a.ledger.fail(a.read, "lost as well")
+        assert a.failed == ["lost"]
+        assert a.failed == [] and a.ended == []
+        assert not a.drain(0)
+        assert a.ended == [] and a.read.state is ReadState.FAILED
+        assert not a.drain(1)
+        assert a.ended == ["lost"]
 
-    def test_steps_of_a_failed_request_are_not_waited_for(self):
-        """They write into nobody's blocks; what they find does not matter any more."""
-        ledger = ConsumerLedger()
-        ledger.begin("a")
-        ledger.post("a", ["x"], pending_checks=2)
-        ledger.part_drained("a", "x")
-        ledger.check_done("a")
-        assert ledger.fail("a", "lease ran out")
-        assert ledger.take_ended() == [Outcome("a", "lease ran out")]
-        ledger.check_done("a")
-        assert ledger.take_ended() == []
+    def test_checks_of_a_failed_request_are_not_waited_for(self):
+        """They write into no blocks; what they find does not matter any more."""
+        a = Consumer()
+        a.ledger.post(a.read, [0], pending_checks=2)
+        a.drain(0)
+        a.ledger.check_done(a.read)
+        assert a.ledger.fail(a.read, "lease ran out")
+        assert a.ended == ["lease ran out"]
+        a.ledger.check_done(a.read)
+        assert a.ended == []
+
+    def test_request_that_is_over_does_not_fail(self):
+        """It was received, though nothing has heard of that yet."""
+        a = Consumer()
+        a.ledger.post(a.read, [])
+        assert not a.ledger.fail(a.read, "too late")
+        assert a.ended == [None] and a.failed == []
+
+    def test_request_that_is_prefetched_goes_on_to_wait(self):
+        """Its parts are accounted for, and none of them ends it."""
+        a = Consumer(ReadState.PREFETCHING)
+        a.ledger.prefetch(a.read, [0, 1])
+        a.ledger.prefetch(a.read, [2])
+        assert not any(map(a.drain, (0, 1)))
+        a.ledger.offer(a.read)
+        assert a.read.state is ReadState.WAITING
+        a.ledger.post(a.read, [3], pending_checks=1)
+        assert not a.drain(3) and a.drain(2)
+        assert a.ended == []
+        a.ledger.check_done(a.read)
+        assert a.ended == [None]
+
+    def test_request_that_fails_while_it_is_prefetched_ends_once_it_is_drained(self):
+        """Also where nothing was posted of it since."""
+        a = Consumer(ReadState.PREFETCHING)
+        a.ledger.prefetch(a.read, [0, 1])
+        a.drain(0)
+        assert a.ledger.fail(a.read, "aborted") and a.ended == []
+        assert not a.drain(1)
+        assert a.ended == ["aborted"]
 
 
 class ConsumerMachine(RuleBasedStateMachine):
@@ -423,7 +476,9 @@ class ConsumerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = ConsumerLedger()
+        self.ledger: ConsumerLedger[Read] = ConsumerLedger()
+        self.reads: dict[str, Read] = {}
+        self.prefetched: set[str] = set()
         self.waiting: set[str] = set()
         self.parts: dict[str, set[int]] = {}
         self.steps: dict[str, int] = {}
@@ -431,50 +486,67 @@ class ConsumerMachine(RuleBasedStateMachine):
         self.told: list[str] = []
         self.ended: dict[str, str | None] = {}
 
-    @rule()
-    def begin(self):
-        """A new request."""
+    @rule(is_prefetched=st.booleans(), parts=st.sets(st.integers(4, 6)))
+    def begin(self, is_prefetched, parts):
+        """A new request, of which parts are prefetched, perhaps."""
         request_id = f"request {len(self.parts)}"
+        state = ReadState.PREFETCHING if is_prefetched else ReadState.WAITING
+        read = self.reads[request_id] = Read(request_id, state)
         self.waiting.add(request_id)
         self.parts[request_id], self.steps[request_id] = set(), 0
-        self.ledger.begin(request_id)
+        self.ledger.begin(read)
+        if is_prefetched:
+            self.prefetched.add(request_id)
+            self.parts[request_id] |= parts
+            self.ledger.prefetch(read, parts)
 
-    @precondition(lambda self: self.waiting - self.failed)
+    @precondition(lambda self: self.prefetched - self.failed)
+    @rule(data=st.data())
+    def offer(self, data):
+        """It is offered at its producer."""
+        request_id = data.draw(st.sampled_from(sorted(self.prefetched - self.failed)))
+        self.prefetched.remove(request_id)
+        self.ledger.offer(self.reads[request_id])
+
+    @precondition(lambda self: self.waiting - self.failed - self.prefetched)
     @rule(data=st.data(), parts=st.sets(st.integers(0, 3)), steps=st.integers(0, 2))
     def post(self, data, parts, steps):
         """Its peer is connected."""
-        request_id = data.draw(st.sampled_from(sorted(self.waiting - self.failed)))
+        ready = sorted(self.waiting - self.failed - self.prefetched)
+        request_id = data.draw(st.sampled_from(ready))
         self.waiting.remove(request_id)
-        self.parts[request_id], self.steps[request_id] = set(parts), steps
-        self.ledger.post(request_id, parts, pending_checks=steps)
+        self.parts[request_id] |= parts
+        self.steps[request_id] = steps
+        self.ledger.post(self.reads[request_id], parts, pending_checks=steps)
 
     @precondition(lambda self: any(self.parts.values()))
     @rule(data=st.data())
-    def end_leg(self, data):
+    def end_part(self, data):
         """Nothing writes for a part any more."""
         request_id = data.draw(st.sampled_from([key for key, parts in self.parts.items() if parts]))
         part = data.draw(st.sampled_from(sorted(self.parts[request_id])))
         self.parts[request_id].remove(part)
-        ready = self.ledger.part_drained(request_id, part)
-        assert ready == (not self.parts[request_id] and request_id not in self.failed)
+        ready = self.ledger.part_drained(self.reads[request_id], part)
+        begun = request_id not in self.failed and request_id not in self.waiting
+        assert ready == (not self.parts[request_id] and begun)
 
     @precondition(lambda self: self.parts)
     @rule(data=st.data())
     def fail(self, data):
         """A request fails, if it still can."""
         request_id = data.draw(st.sampled_from(sorted(self.parts)))
-        could = request_id in self.ledger and request_id not in self.failed
-        assert self.ledger.fail(request_id, "failed") == could
+        could = request_id in self.ledger.by_id and request_id not in self.failed
+        assert self.ledger.fail(self.reads[request_id], "failed") == could
         if could:
             self.failed.add(request_id)
 
     @precondition(lambda self: any(map(self.may_step, self.parts)))
     @rule(data=st.data())
     def end_step(self, data):
-        """A step that follows the parts ends, whether or not anybody cares."""
+        """A check that follows the parts ends, whether or not its request has failed."""
         request_id = data.draw(st.sampled_from(sorted(filter(self.may_step, self.parts))))
         self.steps[request_id] -= 1
-        self.ledger.check_done(request_id)
+        self.ledger.check_done(self.reads[request_id])
 
     def may_step(self, request_id):
         """Whether steps of a request are under way."""
@@ -491,7 +563,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         """Exactly the requests without parts have ended, that failed or have no steps left."""
         for outcome in self.ledger.take_ended():
             assert outcome.request_id not in self.ended
-            self.ended[outcome.request_id] = outcome.failure
+            self.ended[outcome.request_id] = outcome.fault
         over = {
             key
             for key, parts in self.parts.items()
@@ -539,28 +611,3 @@ def test_producer_waits_for_readers_of_all_stages():
         for notifier in release.notifiers
     ]
     assert receipts == [Receipt.COUNTED] * 3 + [Receipt.RELEASED]
-
-
-def test_request_that_is_prefetched_goes_on_to_wait():
-    """Its parts are accounted for, and none of them ends it."""
-    ledger: ConsumerLedger[int] = ConsumerLedger()
-    ledger.begin("a")
-    ledger.prefetch("a", [0, 1])
-    ledger.prefetch("a", [2])
-    assert not any(ledger.part_drained("a", part) for part in (0, 1))
-    ledger.post("a", [3], pending_checks=1)
-    assert not ledger.part_drained("a", 3) and ledger.part_drained("a", 2)
-    assert ledger.take_ended() == []
-    ledger.check_done("a")
-    assert ledger.take_ended() == [Outcome("a", None)]
-
-
-def test_request_that_fails_while_it_is_prefetched_ends_once_it_is_quiet():
-    """Also where nothing was posted of it since."""
-    ledger: ConsumerLedger[int] = ConsumerLedger()
-    ledger.begin("a")
-    ledger.prefetch("a", [0, 1])
-    ledger.part_drained("a", 0)
-    assert ledger.fail("a", "aborted") and ledger.take_ended() == []
-    assert not ledger.part_drained("a", 1)
-    assert ledger.take_ended() == [Outcome("a", "aborted")]

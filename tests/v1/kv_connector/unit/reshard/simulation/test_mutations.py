@@ -96,7 +96,7 @@ def leases_are_not_looked_up(monkeypatch):
 
     def believe(self, reading):
         for _ in reading.lease_tables:
-            self._ledger.check_done(reading.request_id)
+            self._ledger.check_done(reading)
 
     monkeypatch.setattr(ConsumerSide, "_look_up", believe)
 

@@ -11,10 +11,8 @@ from collections import deque
 from vllm.logger import init_logger
 
 from ..protocol.ids import RequestId
-from ..protocol.ledgers import ConsumerLedger, Outcome
 from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
-from ..protocol.states import ReadState
 from ..transport.connection import PeerConnection
 from .doubt import BlocksInDoubt
 from .notifier import Notifier
@@ -42,7 +40,6 @@ class CompletionHandler:
 
     Args:
         readings: All requests that are read.
-        ledger: Which of them have failed, and which are over.
         notifier: Notifies the producers of their blocks.
         stats: Where to count.
         doubt: Where to count blocks that may still be written.
@@ -51,19 +48,17 @@ class CompletionHandler:
     def __init__(
         self,
         readings: Readings,
-        ledger: ConsumerLedger[int],
         notifier: Notifier,
         stats: ReshardStats,
         doubt: BlocksInDoubt,
     ) -> None:
         self._readings = readings
-        self._ledger = ledger
         self._notifier = notifier
         self._stats = stats
         self._doubt = doubt
         # What is to be taken note of.
-        self._failed: deque[Outcome] = deque()
-        self._ended: deque[Outcome] = deque()
+        self._failed: deque[Reading] = deque()
+        self._ended: deque[Reading] = deque()
         self._offered_at_s: dict[RequestId, float] = {}
 
     def take_offered(self) -> dict[RequestId, float]:
@@ -73,40 +68,36 @@ class CompletionHandler:
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
         """Requests that have failed since the last call, with their blocks."""
-        self._failed += self._ledger.take_failed()
+        self._failed += self._readings.ledger.take_failed()
         failed = {}
         while self._failed:
-            outcome = self._failed.popleft()
-            reading = self._readings.by_id[outcome.request_id]
+            reading = self._failed.popleft()
             block_ids = frozenset[int]().union(*reading.receive.local_block_ids)
-            failed[outcome.request_id] = block_ids
+            failed[reading.request_id] = block_ids
             try:
-                in_flight = self._ledger.num_parts_of(outcome.request_id)
-                self._conclude_failed(outcome, reading, len(block_ids) if in_flight else 0)
+                self._conclude_failed(reading, len(block_ids) if reading.parts else 0)
             except Exception:
-                _tell_cut_short(outcome)
+                _tell_cut_short(reading)
         return failed
 
     def take_received(self, now_s: float) -> set[RequestId]:
         """Requests that nothing writes for any more; producers are told of those that were read."""
-        self._ended += self._ledger.take_ended()
+        self._ended += self._readings.ledger.take_ended()
         received = set()
         while self._ended:
-            outcome = self._ended.popleft()
-            received.add(outcome.request_id)
+            reading = self._ended.popleft()
+            received.add(reading.request_id)
             try:
-                reading = self._readings.by_id.pop(outcome.request_id)
-                self._conclude(outcome, reading, now_s)
-                reading.enter(ReadState.ENDED, now_s)
+                self._conclude(reading, now_s)
+                reading.tell(now_s)
             except Exception:
-                _tell_cut_short(outcome)
+                _tell_cut_short(reading)
         return received
 
-    def _conclude_failed(self, outcome: Outcome, reading: Reading, num_in_doubt: int) -> None:
+    def _conclude_failed(self, reading: Reading, num_in_doubt: int) -> None:
         """A request has failed.
 
         Args:
-            outcome: How.
             reading: The request.
             num_in_doubt: Its blocks, if they may still be written; else 0.
         """
@@ -128,24 +119,24 @@ class CompletionHandler:
             still = f", after this worker stood still for {still_s:.1f} s" if still_s else ""
             logger.error(
                 "KV cache of request %s could not be read from engine %s (%s for %.1f s%s): %s%s",
-                quote(outcome.request_id),
+                quote(reading.request_id),
                 quote(receive.source.engine_id),
                 state.value,
                 for_s,
                 still,
-                one_line(outcome.failure),
+                one_line(reading.fault),
                 one_line(_REMEDIES.get(failure, "")),
             )
 
-    def _conclude(self, outcome: Outcome, reading: Reading, now_s: float) -> None:
+    def _conclude(self, reading: Reading, now_s: float) -> None:
         """Nothing is written for a request any more: it has failed before, or was received."""
         if reading.num_in_doubt:
             self._doubt.add(-reading.num_in_doubt)
-        if outcome.failure is None:
+        if reading.fault is None:
             assert reading.connection is not None
             reading.connection.lifetime.end_request()
             self._stats.record_exposed_transfer(now_s - reading.offered_at_s)
-            self._offered_at_s[outcome.request_id] = reading.offered_at_s
+            self._offered_at_s[reading.request_id] = reading.offered_at_s
             # Where nothing was to be read, nothing was looked up.
             if reading.peer is not None and reading.lease_tables:
                 reading.peer.is_proven = True
@@ -182,8 +173,8 @@ class CompletionHandler:
         self.notify_producers(reading.receive, producers, known_as_broken=known)
 
 
-def _tell_cut_short(outcome: Outcome) -> None:
+def _tell_cut_short(reading: Reading) -> None:
     logger.exception(
         "What follows the end of request %s was cut short: its lease may have to run out",
-        quote(outcome.request_id),
+        quote(reading.request_id),
     )

@@ -19,7 +19,6 @@ from vllm.logger import init_logger
 
 from ..errors import ReshardError
 from ..protocol.ids import RequestId
-from ..protocol.ledgers import ConsumerLedger
 from ..protocol.messages import Receive, RemoteEngineAddress
 from ..protocol.quoting import one_line, quote
 from ..protocol.states import ReadState
@@ -70,8 +69,8 @@ class ConsumerSide:
         self._transfers = transfers
         self._stats = stats
         self._timeout_s = timeout_s
-        self._ledger: ConsumerLedger[int] = ConsumerLedger()
-        self._readings = Readings(self._ledger, transfers, timeout_s, name)
+        self._readings = Readings(transfers, timeout_s, name)
+        self._ledger = self._readings.ledger
         # Connected peers for which requests wait, in turns.
         self._ready: dict[RemoteEngineAddress, Peer] = {}
         # The time of the poll that is under way.
@@ -79,11 +78,9 @@ class ConsumerSide:
         # What is to be taken note of.
         self._events: deque[PartEvent] = deque()
         self._doubt = BlocksInDoubt(peers.lanes, stats)
-        self._prefetcher = Prefetcher(self._readings, self._ledger, transfers, stats)
+        self._prefetcher = Prefetcher(self._readings, transfers, stats)
         self._lease_checks = LeaseChecks(peers)
-        self._completions = CompletionHandler(
-            self._readings, self._ledger, notifier, stats, self._doubt
-        )
+        self._completions = CompletionHandler(self._readings, notifier, stats, self._doubt)
         self._local_cache: LocalCache | None = None
 
     def __len__(self) -> int:
@@ -316,7 +313,6 @@ class ConsumerSide:
         read_from = {part.leg.remote.peer for part in parts}
         connection.lifetime.begin_request()
         reading.connection = connection
-        reading.enter(ReadState.READING, self._now_s)
         reading.lease_tables = [
             table
             for name, table in engine.lease_tables.items()
@@ -324,15 +320,16 @@ class ConsumerSide:
         ]
         keys, num_tables = reading.take_keys(len(parts)), len(reading.lease_tables)
         try:
-            self._ledger.post(request_id, keys, pending_checks=num_tables)
+            self._ledger.post(reading, keys, pending_checks=num_tables)
+            reading.tell(self._now_s)
             self._transfers.start(request_id, parts, connection, first_key=keys.start)
-            if num_tables and not self._ledger.num_parts_of(request_id):
+            if num_tables and not reading.parts:
                 self._look_up(reading)
         except Exception as error:
             self._lose(request_id, error)
             # None of them is on its way.
             for key in keys:
-                self._ledger.part_drained(request_id, key)
+                self._ledger.part_drained(reading, key)
 
     def _apply(self, event: PartEvent, now_s: float) -> None:
         """Take note of what has happened to a part; the same again changes nothing."""
@@ -349,7 +346,7 @@ class ConsumerSide:
         elif isinstance(event, PartFailed):
             kind = ReadFailure.COPY if event.local else ReadFailure.TRANSFER
             self._fail(reading, event.fault, kind)
-        elif self._ledger.part_drained(event.request_id, event.key):
+        elif self._ledger.part_drained(reading, event.key):
             try:
                 self._look_up(reading)
             except Exception as error:
@@ -374,7 +371,7 @@ class ConsumerSide:
     def _look_up(self, reading: Reading) -> None:
         """All of a request was read: see that it was still held, and was what was wanted."""
         assert reading.connection is not None
-        reading.enter(ReadState.CHECKING, self._now_s)
+        reading.tell(self._now_s)
         if reading.connection.is_connected:
             self._lease_checks.begin(reading)
         else:
@@ -390,7 +387,7 @@ class ConsumerSide:
         try:
             if verdict.failure is not None:
                 self._fail(reading, verdict.fault, READ_FAILURES[verdict.failure])
-            self._ledger.check_done(reading.request_id)
+            self._ledger.check_done(reading)
         except Exception as error:
             self._lose(reading.request_id, error)
 
@@ -415,7 +412,7 @@ class ConsumerSide:
         """Fail a request whose time is over, and say what it waited for."""
         source = reading.receive.source
         where = f"{quote(source.engine_id)} at {quote(source.host)}:{source.port}"
-        if num_parts := self._ledger.num_parts_of(reading.request_id):
+        if num_parts := len(reading.parts):
             waited_for = f"{num_parts} reads from {where}"
             self._break_off(reading, now_s)
         elif reading.connection is None:

@@ -13,7 +13,6 @@ from vllm.logger import init_logger
 
 from ..errors import ReshardError
 from ..protocol.ids import RequestId
-from ..protocol.ledgers import ConsumerLedger
 from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
 from ..protocol.states import ReadState
@@ -32,7 +31,6 @@ class Prefetcher:
 
     Args:
         readings: All requests that are read.
-        ledger: Which of their parts are under way.
         transfers: What is on its way.
         stats: Where to count.
 
@@ -43,12 +41,10 @@ class Prefetcher:
     def __init__(
         self,
         readings: Readings,
-        ledger: ConsumerLedger[int],
         transfers: Transfers,
         stats: ReshardStats,
     ) -> None:
         self._readings = readings
-        self._ledger = ledger
         self._transfers = transfers
         self._stats = stats
         self.local_cache: LocalCache | None = None
@@ -103,9 +99,9 @@ class Prefetcher:
             return False
         if event.telemetry is not None:
             self._stats.record_prefetched(event.telemetry.totalBytes)
-        self._ledger.part_drained(reading.request_id, event.key)
+        self._readings.ledger.part_drained(reading, event.key)
         has_had_its_turn = prefetched.is_invalid and reading.state is ReadState.WAITING
-        return has_had_its_turn and not self._ledger.num_parts_of(reading.request_id)
+        return has_had_its_turn and not reading.parts
 
     def rest_of(self, reading: Reading, connection: PeerConnection) -> Receive | None:
         """What is left to be read of a request that is offered: all of it, if nothing counts.
@@ -118,7 +114,7 @@ class Prefetcher:
             return receive
         if prefetched.is_of(receive, connection):
             return prefetched.rest_of(receive)
-        if self._ledger.num_parts_of(reading.request_id):
+        if reading.parts:
             self._invalidate(reading)
             return None
         reading.prefetched = None
@@ -156,7 +152,7 @@ class Prefetcher:
         reading.prefetched = prefetched
         prefetched.take(part, wanted, groups, connection)
         keys = reading.take_keys(len(parts))
-        self._ledger.prefetch(request_id, keys)
+        self._readings.ledger.prefetch(reading, keys)
         try:
             self._transfers.start(
                 request_id, parts, connection, first_key=keys.start, is_prefetch=True
@@ -165,7 +161,7 @@ class Prefetcher:
             self._invalidate(reading)
             # None of them is on its way.
             for key in keys:
-                self._ledger.part_drained(request_id, key)
+                self._readings.ledger.part_drained(reading, key)
             raise
 
     def _parts_of(self, wanted: Receive, connection: PeerConnection) -> list[Part]:

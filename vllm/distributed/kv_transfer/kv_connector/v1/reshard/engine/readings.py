@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm.logger import init_logger
 
 from ..protocol.ids import RequestId
-from ..protocol.ledgers import ConsumerLedger
+from ..protocol.ledgers import ConsumerLedger, Read
 from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
 from ..protocol.states import ReadState
@@ -48,21 +48,20 @@ _SPANS = {
 """What the spans are called that a request's states are in its trace."""
 
 
-@dataclass(slots=True)
-class Reading:
+@dataclass(slots=True, kw_only=True)
+class Reading(Read):
     """A request being read, or waiting for that.
 
     Attributes:
-        request_id: Its name.
         number: Which of those that had this name.
-        offered_at_s: Since when it could be read, as far as this worker knows.
-        due_at_s: When it fails unless it was received.
         receive: What to read.
         peer: From where; None where its parameters name none.
+        offered_at_s: Since when it could be read, as far as this worker knows.
+        since_s: Since when it is in its state.
+        told: The state that was told of last.
+        due_at_s: When it fails unless it was received.
         connection: The connection that it is read with, once it is.
         lease_tables: Where to see, after that, that it was still held.
-        state: Where it is.
-        since_s: Since when.
         failure: What went wrong first here; None also where it did elsewhere.
         failed_in: The state in which it failed, and how many seconds it had been in it.
         stood_still_s: For how long nothing was done for it, as its worker stood still.
@@ -74,16 +73,15 @@ class Reading:
         strategies: How.
     """
 
-    request_id: RequestId
     number: int
-    offered_at_s: float
-    due_at_s: float
     receive: Receive
     peer: Peer | None
+    offered_at_s: float
+    since_s: float
+    told: ReadState
+    due_at_s: float = math.inf
     connection: PeerConnection | None = None
     lease_tables: Sequence[PreparedTable] = ()
-    state: ReadState = ReadState.WAITING
-    since_s: float = 0.0
     failure: ReadFailure | None = None
     failed_in: tuple[ReadState, float] = (ReadState.WAITING, 0.0)
     stood_still_s: float = 0.0
@@ -108,54 +106,59 @@ class Reading:
         first, self.num_parts = self.num_parts, self.num_parts + count
         return range(first, self.num_parts)
 
-    def enter(self, state: ReadState, now_s: float) -> None:
-        """Take note of its next state, and tell it in the log and in its trace."""
-        was_read = self.state in (ReadState.PREFETCHING, ReadState.READING)
+    def tell(self, now_s: float) -> None:
+        """Tell in the log and in its trace which state it has come to, if it is a new one."""
+        told, since_s = self.told, self.since_s
+        if self.state is told:
+            return
+        self.told, self.since_s = self.state, now_s
+        was_read = told in (ReadState.PREFETCHING, ReadState.READING)
         logger.debug(
             "Request %s: %s at engine %s, after %.1f ms of %s%s.",
             quote(self.request_id),
-            state.value,
+            self.state.value,
             quote(self.receive.source.engine_id),
-            1e3 * (now_s - self.since_s),
-            one_line(self.state.value),
+            1e3 * (now_s - since_s),
+            one_line(told.value),
             f", {self.num_bytes} bytes so far" if was_read else "",
         )
         if self.trace is not None:
-            is_read = self.state is ReadState.READING
+            is_read = told is ReadState.READING
             read = what_was_read(self.num_bytes, self.strategies) if is_read else {}
             failed = {} if self.failure is None else {"error.type": self.failure.value}
-            self.trace.span(_SPANS[self.state], self.since_s, now_s, {**read, **failed})
-        self.state, self.since_s = state, now_s
+            self.trace.span(_SPANS[told], since_s, now_s, {**read, **failed})
 
 
 class Readings:
     """The requests that a worker reads, until each is reported, and when they are due.
 
     Args:
-        ledger: Which of their parts are under way.
         transfers: What is on its way.
         timeout_s: How long a request may take from when it is offered until it is received.
         name: The worker's, for traces.
 
     Attributes:
-        by_id: The requests by their names.
+        ledger: What each of them waits for.
     """
 
     def __init__(
         self,
-        ledger: ConsumerLedger[int],
         transfers: Transfers,
         timeout_s: float,
         name: str = "",
     ) -> None:
-        self._ledger = ledger
+        self.ledger: ConsumerLedger[Reading] = ConsumerLedger()
         self._transfers = transfers
         self._timeout_s = timeout_s
         self._name = name
-        self.by_id: dict[RequestId, Reading] = {}
         # In the order in which they are due.
         self._deadlines: deque[tuple[float, LookupKey]] = deque()
         self._num_taken_up = 0
+
+    @property
+    def by_id(self) -> Mapping[RequestId, Reading]:
+        """The requests by their names."""
+        return self.ledger.by_id
 
     def find(self, key: LookupKey) -> Reading | None:
         """A request; None where it is over, though another one have its name."""
@@ -186,17 +189,16 @@ class Readings:
         self._num_taken_up += 1
         reading = Reading(
             request_id,
-            self._num_taken_up,
-            now_s if offered_at_s is None else offered_at_s,
-            math.inf,
-            receive,
-            peer,
-            state=state,
+            state,
+            number=self._num_taken_up,
+            receive=receive,
+            peer=peer,
+            offered_at_s=now_s if offered_at_s is None else offered_at_s,
             since_s=now_s if since_s is None else since_s,
+            told=state,
             trace=trace_of_read(self._name, receive),
         )
-        self._ledger.begin(request_id)
-        self.by_id[request_id] = reading
+        self.ledger.begin(reading)
         if state is ReadState.WAITING:
             self._set_deadline(reading, now_s)
         logger.debug(
@@ -216,8 +218,9 @@ class Readings:
         reading.number, reading.receive, reading.peer = self._num_taken_up, receive, peer
         reading.offered_at_s = offered_at_s
         self._set_deadline(reading, now_s)
+        self.ledger.offer(reading)
         self._transfers.promote(reading.request_id)
-        reading.enter(ReadState.WAITING, now_s)
+        reading.tell(now_s)
 
     def fail(
         self, reading: Reading, reason: str, failure: ReadFailure | None, now_s: float
@@ -230,18 +233,18 @@ class Readings:
             failure: Of what kind that is; None where it is told elsewhere.
             now_s: The time.
         """
-        request_id = reading.request_id
-        if request_id in self._ledger and reading.state is not ReadState.FAILED:
-            if reading.state is ReadState.PREFETCHING:
-                # What is under way of it is not waited for without an end.
-                self._set_deadline(reading, now_s)
-            reading.failed_in = reading.state, now_s - reading.since_s
-            reading.failure = failure
-            self._transfers.give_up(request_id)
-            reading.enter(ReadState.FAILED, now_s)
-            if reading.connection is not None:
-                reading.connection.lifetime.end_request()
-        self._ledger.fail(request_id, reason)
+        if reading.is_over or reading.state is ReadState.FAILED:
+            return
+        if reading.state is ReadState.PREFETCHING:
+            # What is under way of it is not waited for without an end.
+            self._set_deadline(reading, now_s)
+        self._transfers.give_up(reading.request_id)
+        reading.failed_in = reading.state, now_s - reading.since_s
+        reading.failure = failure
+        self.ledger.fail(reading, reason)
+        if reading.connection is not None:
+            reading.connection.lifetime.end_request()
+        reading.tell(now_s)
 
     @property
     def next_due_s(self) -> float | None:
@@ -252,7 +255,8 @@ class Readings:
         """
         while self._deadlines:
             due_at_s, key = self._deadlines[0]
-            if self.find(key) is not None:
+            reading = self.find(key)
+            if reading is not None and not reading.is_over:
                 return due_at_s
             self._deadlines.popleft()
         return None

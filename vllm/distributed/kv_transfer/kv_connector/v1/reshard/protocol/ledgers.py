@@ -26,7 +26,7 @@ releases nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
@@ -36,8 +36,9 @@ from typing import Generic, NamedTuple, TypeVar
 from .fingerprint import OfferFingerprint, OfferSecret
 from .ids import RequestId
 from .quoting import quote
+from .states import ReadState
 
-PartKey = TypeVar("PartKey", bound=Hashable)
+AnyRead = TypeVar("AnyRead", bound="Read")
 
 MAX_EARLY_NOTIFICATIONS = 1 << 10
 """As many are kept for a request that is not offered yet: more than any engine has workers."""
@@ -302,150 +303,140 @@ class ProducerLedger:
             heapify(self._leases)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A request that a consumer is through with.
+@dataclass(slots=True)
+class Read:
+    """A request that a consumer reads. Its ledger changes all of it.
 
     Attributes:
-        request_id: The request.
-        failure: Why its blocks must be taken as invalid; None where all of them arrived.
+        request_id: Its name.
+        state: Where it is.
+        parts: The keys of its parts that are not drained, each unique within the request.
+        checks_left: How many checks are to follow the parts, or are under way.
+        fault: Why its blocks must be taken as invalid; None as long as it has not failed.
+        is_over: Nothing writes into its blocks any more, and nothing else is waited for.
     """
 
     request_id: RequestId
-    failure: str | None
-
-
-@dataclass(slots=True)
-class _Receiving(Generic[PartKey]):
-    """A request that a consumer reads blocks for."""
-
-    parts: set[PartKey] = field(default_factory=set)
+    state: ReadState = ReadState.WAITING
+    parts: set[int] = field(default_factory=set)
     checks_left: int = 0
-    posted: bool = False
-    failure: str | None = None
-
-    @property
-    def ended(self) -> bool:
-        if self.parts:
-            return False
-        return self.failure is not None or (self.posted and not self.checks_left)
+    fault: str | None = None
+    is_over: bool = False
 
 
-class ConsumerLedger(Generic[PartKey]):
+class ConsumerLedger(Generic[AnyRead]):
     """The requests that a decode worker reads blocks for.
 
-              post           last part drained        last check done
-    WAITING  ------>  READING  ------------>  CHECKING  ------------>  ended, received
-       | fail            | fail                  | fail
-       v                 v     last part drained  v
-     ended            FAILED  ------------>    ended
+                  offer          post           last part drained        last check done
+    PREFETCHING  ------> WAITING -----> READING -----------------> CHECKING ------> over, received
+       | fail             | fail          | fail                     | fail
+       v                  v               v     last part drained    v
+     FAILED --------------------------------------------------------------> over
 
-    Parts may be prefetched while a request waits. It goes on to wait when the last of them is
-    drained; one that has failed ends then.
+    Parts may be prefetched before a request is offered. It goes on to wait when the last of them is
+    drained; one that has failed is over then.
 
     A request fails at once, and for good: one fault is enough, and nothing turns a failed request
-    into a received one. It *ends* exactly once, and only after everything that could still write
+    into a received one. It is *over* exactly once, and only after everything that could still write
     into its blocks is drained: all of its parts, also those of a failed request. The checks
     that follow the parts, such as looking its lease up, write nothing there, and are not waited for
     once it has failed.
 
-    Parts are named by the caller with any hashable key, unique within a request.
+    Attributes:
+        by_id: The requests, until `take_ended` has told of them.
     """
 
     def __init__(self) -> None:
-        self._receiving: dict[RequestId, _Receiving[PartKey]] = {}
-        self._failed: list[Outcome] = []
-        self._ended: list[Outcome] = []
+        self.by_id: dict[RequestId, AnyRead] = {}
+        self._failed: list[AnyRead] = []
+        self._ended: list[AnyRead] = []
 
     def __len__(self) -> int:
-        return len(self._receiving)
+        return len(self.by_id)
 
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._receiving
+    def begin(self, read: AnyRead) -> None:
+        """Account for a request in whichever state it is before it is posted; for one of a name."""
+        assert read.request_id not in self.by_id, f"{quote(read.request_id)} is being received"
+        self.by_id[read.request_id] = read
 
-    def num_parts_of(self, request_id: RequestId) -> int:
-        """Parts of a request that are not drained; 0 for one that has ended."""
-        receiving = self._receiving.get(request_id)
-        return 0 if receiving is None else len(receiving.parts)
+    def prefetch(self, read: AnyRead, parts: Iterable[int]) -> None:
+        """Account for parts of a request that is not offered yet."""
+        assert read.state is ReadState.PREFETCHING, (
+            f"{quote(read.request_id)} is {read.state.value}"
+        )
+        read.parts.update(parts)
 
-    def begin(self, request_id: RequestId) -> None:
-        """Account for a request, not one that is being received; it waits for its peer."""
-        assert request_id not in self._receiving, f"{quote(request_id)} is being received"
-        self._receiving[request_id] = _Receiving()
+    def offer(self, read: AnyRead) -> None:
+        """A request is offered of which something was prefetched."""
+        assert read.state is ReadState.PREFETCHING, (
+            f"{quote(read.request_id)} is {read.state.value}"
+        )
+        read.state = ReadState.WAITING
 
-    def prefetch(self, request_id: RequestId, parts: Iterable[PartKey]) -> None:
-        """Account for parts of a request that goes on to wait."""
-        receiving = self._receiving[request_id]
-        assert not receiving.posted, f"{quote(request_id)} is being read"
-        receiving.parts.update(parts)
-
-    def post(
-        self, request_id: RequestId, parts: Iterable[PartKey], *, pending_checks: int = 0
-    ) -> None:
+    def post(self, read: AnyRead, parts: Iterable[int], *, pending_checks: int = 0) -> None:
         """Account for the parts of a request that waits, beside those that were prefetched.
 
         Args:
-            request_id: The request.
-            parts: The parts in flight. Without any, and without checks, the request ends at once.
+            read: The request.
+            parts: The parts in flight. Without any, and without checks, it is over at once.
             pending_checks: How often `check_done` is called once all parts are drained.
         """
-        receiving = self._receiving[request_id]
-        assert not receiving.posted, f"{quote(request_id)} is being read"
-        receiving.posted = True
-        receiving.parts.update(parts)
-        receiving.checks_left = pending_checks
-        self._end_if_over(request_id, receiving)
+        assert read.state is ReadState.WAITING, f"{quote(read.request_id)} is {read.state.value}"
+        read.state = ReadState.READING
+        read.parts.update(parts)
+        read.checks_left = pending_checks
+        self._go_on(read)
 
-    def part_drained(self, request_id: RequestId, part: PartKey) -> bool:
+    def part_drained(self, read: AnyRead, part: int) -> bool:
         """Take note that nothing writes for a part any more.
 
         Returns:
             Whether this was the last part of a request that was posted and has not failed, so that
             the checks that follow may begin.
         """
-        receiving = self._receiving.get(request_id)
-        if receiving is None:
-            return False
-        receiving.parts.discard(part)
-        self._end_if_over(request_id, receiving)
-        return not receiving.parts and receiving.posted and receiving.failure is None
+        was_reading = read.state is ReadState.READING
+        read.parts.discard(part)
+        self._go_on(read)
+        return was_reading and not read.parts
 
-    def fail(self, request_id: RequestId, reason: str) -> bool:
+    def fail(self, read: AnyRead, fault: str) -> bool:
         """Fail a request.
 
         Returns:
             Whether it was being received, and had not failed before.
         """
-        receiving = self._receiving.get(request_id)
-        if receiving is None:
+        if read.is_over or read.state is ReadState.FAILED:
             return False
-        is_first = receiving.failure is None
-        if is_first:
-            receiving.failure = reason
-            self._failed.append(Outcome(request_id, reason))
-        self._end_if_over(request_id, receiving)
-        return is_first
+        read.state, read.fault = ReadState.FAILED, fault
+        self._failed.append(read)
+        self._go_on(read)
+        return True
 
-    def check_done(self, request_id: RequestId) -> None:
+    def check_done(self, read: AnyRead) -> None:
         """Take note that one of the checks that follow the parts has ended."""
-        receiving = self._receiving.get(request_id)
-        if receiving is None or receiving.failure is not None:
-            return
-        assert not receiving.parts, f"{quote(request_id)} has parts in flight"
-        receiving.checks_left -= 1
-        self._end_if_over(request_id, receiving)
+        if read.state is ReadState.CHECKING and not read.is_over:
+            read.checks_left -= 1
+            self._go_on(read)
 
-    def take_failed(self) -> list[Outcome]:
+    def take_failed(self) -> list[AnyRead]:
         """The requests that have failed since the last call, in the order in which they did."""
         failed, self._failed = self._failed, []
         return failed
 
-    def take_ended(self) -> list[Outcome]:
-        """The requests that have ended since the last call, in the order in which they did."""
+    def take_ended(self) -> list[AnyRead]:
+        """Forget the requests that are over, and return them in the order in which they were."""
         ended, self._ended = self._ended, []
+        for read in ended:
+            read.state = ReadState.ENDED
+            del self.by_id[read.request_id]
         return ended
 
-    def _end_if_over(self, request_id: RequestId, receiving: _Receiving[PartKey]) -> None:
-        if receiving.ended:
-            del self._receiving[request_id]
-            self._ended.append(Outcome(request_id, receiving.failure))
+    def _go_on(self, read: AnyRead) -> None:
+        if read.parts or read.is_over:
+            return
+        if read.state is ReadState.READING:
+            read.state = ReadState.CHECKING
+        is_checked = read.state is ReadState.CHECKING and not read.checks_left
+        if is_checked or read.state is ReadState.FAILED:
+            read.is_over = True
+            self._ended.append(read)
