@@ -11,12 +11,14 @@ from reshard_build.series import load_series
 
 from tests.docs.metrics import families
 from tools.docs_kv_plan import ROOT
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.readings import SPANS
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import Settings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
     HandshakeFailure,
     ReadFailure,
     Strategy,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.traces import PREFIX
 
 
 def rows(page, first, second=""):
@@ -82,6 +84,14 @@ def test_every_value_of_a_label_is_told(heading, second, values):
     """Reasons and strategies are explained, each once."""
     told = [name for row in rows("metrics.md", heading, second) for name in named(row[0])]
     assert sorted(told) == sorted(value.value for value in values)
+
+
+def test_every_span_is_told():
+    """Those that are states of a request, and the two that are none."""
+    told = {
+        name.removeprefix(PREFIX) for row in rows("metrics.md", "span") for name in named(row[0])
+    }
+    assert told == {*SPANS.values(), "offer", "handshake"}
 
 
 def patch_rows():

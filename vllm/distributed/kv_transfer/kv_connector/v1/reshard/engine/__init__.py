@@ -29,6 +29,7 @@ producer                    requests that are held for others
 pcp_replica                 workers whose caches others serve
 queues                      how a poll works through what waits for it
 traces                      what they go through, in their clients' traces
+receives                    what is to be read for a request
 readers                     which request reads what is offered, and which gives it up
 offers, board_updates       what is held, or being computed, on its way from scheduler to workers
 parking                     requests that the scheduler gives no blocks yet

@@ -14,12 +14,15 @@ same time, it does not say which is meant: it is ambiguous until both have ended
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..protocol.board import BoardUpdate, Record, State, encode_record
 from ..protocol.ids import BlockIds, RequestId
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class Prompt(Protocol):
@@ -50,6 +53,20 @@ class Scheduled(NamedTuple):
     num_after: int
     block_ids: Sequence[Sequence[int]]
     begins: bool
+
+
+def scheduled_in(output: SchedulerOutput) -> Iterator[Scheduled]:
+    """The requests of a step."""
+    cached, num_scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        before = new.num_computed_tokens
+        after = before + num_scheduled[new.req_id]
+        yield Scheduled(new.req_id, before, after, new.block_ids, begins=True)
+    for request_id, before, block_ids in zip(
+        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+    ):
+        after, begins = before + num_scheduled[request_id], request_id in cached.resumed_req_ids
+        yield Scheduled(request_id, before, after, block_ids or (), begins)
 
 
 @dataclass(slots=True)

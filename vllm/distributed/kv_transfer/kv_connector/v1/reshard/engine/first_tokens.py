@@ -14,7 +14,7 @@ it, keep it from being told or used, and so do parameters that are not known her
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,7 +27,6 @@ from ..protocol.ids import RequestId
 from ..protocol.params import first_token, offered_tokens
 from ..protocol.quoting import one_line, quote
 from .compat import CONNECTORS_GIVE_FIRST_OUTPUTS, asks_more_of_forwards
-from .stats import ReshardStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,22 +110,25 @@ def obstacle(config: VllmConfig, *, prefills_all: bool) -> str | None:
     return None
 
 
-def open_first_tokens(config: VllmConfig, settings: Settings, *, prefills_all: bool) -> FirstTokens:
+def open_first_tokens(
+    config: VllmConfig, settings: Settings, record: Callable[[], None], *, prefills_all: bool
+) -> FirstTokens:
     """What an engine does about first tokens, as its options and its model have it.
 
     Args:
         config: The engine's.
         settings: Its options; where they ask for what cannot be, a line of the log says why.
+        record: As `FirstTokens` has it.
         prefills_all: As `obstacle` has it.
     """
     if not settings.seed_first_token:
-        return FirstTokens(0, 0, is_on=False)
+        return FirstTokens(0, 0, record, is_on=False)
     why_not = obstacle(config, prefills_all=prefills_all)
     if why_not is not None:
         logger.warning("seed_first_token does nothing here: %s.", one_line(why_not))
     model_config = config.model_config
     return FirstTokens(
-        model_config.get_vocab_size(), model_config.max_model_len, is_on=why_not is None
+        model_config.get_vocab_size(), model_config.max_model_len, record, is_on=why_not is None
     )
 
 
@@ -138,17 +140,25 @@ class FirstTokens:
     Args:
         vocab_size: Tokens of the model.
         max_model_len: Tokens of a request, at most.
+        record: Called for each that an answer begins with.
         is_on: Whether any is told, or taken over.
     """
 
-    def __init__(self, vocab_size: int, max_model_len: int, *, is_on: bool = True) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_model_len: int,
+        record: Callable[[], None],
+        *,
+        is_on: bool = True,
+    ) -> None:
+        self._record = record
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._is_on = is_on
         self._reading: dict[RequestId, Request] = {}
         self._received: list[Request] = []
         self._told: dict[RequestId, int] = {}
-        self._stats = ReshardStats()
 
     def ask(self, request: Request) -> None:
         """Have a request that is prefilled for another engine sampled as its client has asked.
@@ -205,12 +215,8 @@ class FirstTokens:
             token = self._told.pop(request.request_id, None)
             if token is not None and self._may_begin_with(request, token):
                 outputs.append((request.client_index, _begin(request, token)))
-                self._stats.record_first_token()
+                self._record()
         return outputs
-
-    def take_stats(self) -> ReshardStats | None:
-        """What was counted since the last call; None where that is nothing."""
-        return None if self._stats.is_empty() else self._stats.take()
 
     def _may_begin_with(self, request: Request, token: int) -> bool:
         """Whether a request that was received may begin with a token, and go on."""

@@ -34,7 +34,7 @@ READ_FAILURES = {
     LeaseCheckFailure.FINGERPRINT: ReadFailure.FINGERPRINT,
 }
 
-_SPANS = {
+SPANS = {
     ReadState.AWAITING_PREFILL: "prefill",
     ReadState.IN_PREFILL: "prefill",
     ReadState.IN_LAST_CHUNK: "prefill",
@@ -126,7 +126,7 @@ class Reading(Read):
             is_read = told is ReadState.READING
             read = what_was_read(self.num_bytes, self.strategies) if is_read else {}
             failed = {} if self.failure is None else {"error.type": self.failure.value}
-            self.trace.span(_SPANS[told], since_s, now_s, {**read, **failed})
+            self.trace.span(SPANS[told], since_s, now_s, {**read, **failed})
 
 
 class Readings:

@@ -8,7 +8,7 @@ the handshake, which serves all stages, and what the workers are told.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,11 @@ from vllm.v1.request import RequestStatus
 
 from ..protocol.board import State
 from ..protocol.early import decode_params, prefill_name, prefill_params
-from ..protocol.fingerprint import OfferFingerprint, fingerprint
 from ..protocol.ids import BlockIds, EngineId
-from ..protocol.messages import Receive, RemoteEngineAddress, RemoteRequest
+from ..protocol.messages import Receive, RemoteRequest
 from ..protocol.metadata import encode_replies
 from ..protocol.params import (
     Params,
-    RemoteBlocks,
     already_requested,
     faulty,
     is_disaggregated,
@@ -39,13 +37,12 @@ from ..protocol.params import (
 )
 from ..protocol.quoting import one_line, quote
 from ..transport.side_channel import HandshakeServer
-from .board_updates import BoardUpdates, Scheduled
+from .board_updates import BoardUpdates, scheduled_in
 from .compat import (
     OUTPUTS_OUTLIVE_PREEMPTION,
     PRODUCERS_KEEP_THE_LAST_WINDOW,
     tokens_in_flight,
 )
-from .content import content_keys, content_token_ids
 from .failed_reads import ReadBook
 from .first_tokens import open_first_tokens
 from .geometry import full_groups, state_groups, tokens_of_blocks, window_groups
@@ -55,6 +52,7 @@ from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, Worker
 from .offers import OfferBook, host_for_workers
 from .parking import Parking
 from .readers import Readers, RemoteName, is_made_up
+from .receives import address_of, fingerprint_of, receive_of
 from .settings import read_settings, remarks
 from .stats import ReshardStats
 from .token_counts import TokenCounts, num_to_offer
@@ -122,15 +120,18 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._parking = Parking(num_blocks, longest_blocks)
         self._block_pool: BlockPool | None = None
         self._readers = Readers()
-        self.first_tokens = open_first_tokens(
-            vllm_config, settings, prefills_all=not self._prefill_backoff()
-        )
         # Requests that vLLM made up since workers were told last. Not by their names, which are
         # what clients say, so that two may have one.
         self._given_up: dict[RemoteName, Request] = {}
         self._reads = ReadBook()
         self._idling = Idling()
         self._stats = ReshardStats()
+        self.first_tokens = open_first_tokens(
+            vllm_config,
+            settings,
+            self._stats.record_first_token,
+            prefills_all=not self._prefill_backoff(),
+        )
         self._handovers = Handovers(self._stats.record_handover)
 
     def serve_handshake(
@@ -232,7 +233,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             if not isinstance(source, str):
                 self.first_tokens.begin(request)
                 self._handovers.begin(request, is_early=is_early(params))
-                named = RemoteRequest(_address(source), source.remote_request_id)
+                named = RemoteRequest(address_of(source), source.remote_request_id)
                 if is_early(params):
                     num_blocks = self._counts.num_blocks(request.num_tokens)
                     self._parking.park(request.request_id, named, num_blocks)
@@ -336,7 +337,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         """What the workers are asked to do in this step."""
         self._handovers.advance()
         self._board_updates.compute(
-            _scheduled(scheduler_output), scheduler_output.total_num_scheduled_tokens
+            scheduled_in(scheduler_output), scheduler_output.total_num_scheduled_tokens
         )
         wanted: dict[str, tuple[Request, BlockIds]] = {
             # What follows the blocks, if anything does, is for upstream's worker.
@@ -400,8 +401,6 @@ class ReshardScheduler(NixlConnectorScheduler):
 
     def take_stats(self) -> ReshardStats | None:
         """What the scheduler counted since the last call; None where that is nothing."""
-        if (seeded := self.first_tokens.take_stats()) is not None:
-            self._stats.aggregate(seeded)
         return None if self._stats.is_empty() else self._stats.take()
 
     def has_pending_push_work(self) -> bool:
@@ -409,45 +408,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         return self._reads.num_taken_blocks > 0
 
     def _receive(self, request: Request, local_block_ids: BlockIds) -> Receive:
-        """What to read for a request; with a fault where its parameters do not say so.
-
-        Args:
-            request: The request.
-            local_block_ids: The blocks to fill.
-        """
-        source = remote_blocks(request.kv_transfer_params or {})
-        if isinstance(source, str):
-            nowhere = RemoteEngineAddress("unknown", "unknown", 0)
-            return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
-        early = is_early(request.kv_transfer_params)
-        fault = self._parking.leave(request.request_id) if early else None
-        remote_tokens = self._num_held(request, source)
-        # Where nothing is read of a prompt that is shorter than what is held, that is another's:
-        # the lease ends it. A request that was made up has no prompt, and shows the secret instead.
-        made_up = is_made_up(request)
-        is_bound = not made_up and (any(local_block_ids) or request.num_tokens >= remote_tokens)
-        blocks = [] if early else source.remote_block_ids
-        return Receive(
-            _address(source),
-            source.remote_request_id,
-            local_block_ids,
-            blocks,
-            # What is being read counts as computed.
-            local_tokens=min(remote_tokens, request.num_computed_tokens),
-            remote_tokens=remote_tokens,
-            fingerprint=_fingerprint(request, remote_tokens, blocks) if is_bound else None,
-            fault=fault,
-            secret=source.secret if made_up else None,
-            trace_headers=request.trace_headers,
-            is_early=early,
-        )
-
-    def _num_held(self, request: Request, source: RemoteBlocks) -> int:
-        """How many of a request's tokens another engine holds.
-
-        Where it has not said so, as many of the prompt as it computes.
-        """
-        return source.remote_num_tokens or self._num_prefilled(request.num_prompt_tokens)
+        """What to read for a request, which is not parked any more if it was."""
+        refusal = self._parking.leave(request.request_id)
+        return receive_of(request, local_block_ids, self._num_prefilled, refusal)
 
     def _num_prefilled(self, num_prompt_tokens: int) -> int:
         """How many tokens of a prompt a prefill engine computes."""
@@ -509,7 +472,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         if delay_free:
             assert params is not None
             params["remote_num_tokens"] = num_tokens
-            fingerprint = _fingerprint(request, num_tokens, params["remote_block_ids"])
+            fingerprint = fingerprint_of(request, num_tokens, params["remote_block_ids"])
             secret = self._offers.offer(
                 request.request_id, sum(map(len, block_ids)), fingerprint, request.trace_headers
             )
@@ -539,28 +502,3 @@ class ReshardScheduler(NixlConnectorScheduler):
             self._server.close()
             self._server = None
         super().shutdown()
-
-
-def _scheduled(output: SchedulerOutput) -> Iterator[Scheduled]:
-    """The requests of a step."""
-    cached, num_scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
-    for new in output.scheduled_new_reqs:
-        before = new.num_computed_tokens
-        after = before + num_scheduled[new.req_id]
-        yield Scheduled(new.req_id, before, after, new.block_ids, begins=True)
-    for request_id, before, block_ids in zip(
-        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-    ):
-        after, begins = before + num_scheduled[request_id], request_id in cached.resumed_req_ids
-        yield Scheduled(request_id, before, after, block_ids or (), begins)
-
-
-def _address(source: RemoteBlocks) -> RemoteEngineAddress:
-    """The engine that a request's parameters name."""
-    return RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port)
-
-
-def _fingerprint(request: Request, num_tokens: int, block_ids: BlockIds) -> OfferFingerprint:
-    """The fingerprint of a request's first tokens in blocks of this or of another engine."""
-    keys = content_keys(request, num_tokens)
-    return fingerprint(content_token_ids(request), num_tokens, keys, block_ids)
