@@ -79,7 +79,7 @@ def test_nothing_is_read_into_what_a_step_in_flight_writes(engines, monkeypatch)
         progress.step()
     assert transfer_engine.is_moving
     assert len(transfer_engine.transfers) == len(transfer_engine.consumer) == 0
-    assert not transfer_engine.peers.num_handshakes
+    assert not any(peer.is_opening for peer in transfer_engine.peers)
     event.over = True
     progress.until(d, received="d-a")
     assert_received(d, [3, 4, 1], whole)
@@ -139,7 +139,7 @@ def idle_transfer_engine(num_peers: int) -> TransferEngine:
         )
     transfer_engine.poll([], 0.0)
     transfer_engine.poll([], 0.0)
-    assert len(peers) == num_peers and not peers.num_handshakes
+    assert len(peers) == num_peers and not any(peer.is_opening for peer in peers)
     return transfer_engine
 
 
@@ -212,7 +212,7 @@ def test_connection_that_died_while_it_was_idle_costs_nothing(engines, monkeypat
         assert_received(d, blocks, whole)
 
     read("first", [3, 4, 1])
-    (peer,) = transfer_engine.peers._peers.values()
+    (peer,) = transfer_engine.peers
     died = peer.connection
 
     def refuse(*_: object) -> None:
