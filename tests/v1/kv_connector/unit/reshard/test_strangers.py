@@ -122,7 +122,7 @@ def test_engine_that_gives_a_good_read_stays(engines, monkeypatch):
             lied = receive(address, [6], [7], tokens=16, remote_request_id=f"x{number}")
             decode.start(receive={f"lied {number}": lied})
             progress.until(decode, received=f"lied {number}")
-    peers = transfer_engine.peers._peers
+    peers = {peer.address: peer for peer in transfer_engine.peers}
     assert place in peers and peers[place].is_proven and len(peers) == 3
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tests.v1.kv_connector.unit.reshard.protocol.board_rows import rows_of
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
-    NUM_ROWS,
     WORDS_PER_ROW,
     Board,
 )
@@ -52,9 +52,7 @@ class Reader:
         self.num_taken += 1
         if self.board is None:
             return np.zeros((len(look), WORDS_PER_ROW), dtype=np.uint64)
-        rows: npt.NDArray[np.uint64] = self.board._rows[np.array(look)].copy()
-        assert self.board._rows.shape == (NUM_ROWS, WORDS_PER_ROW)
-        return rows
+        return rows_of(self.board)[np.array(look)]
 
 
 class Connection:

@@ -106,10 +106,17 @@ def transfer_engine() -> TransferEngine:
 
 
 @pytest.fixture
-def thread(transfer_engine) -> Iterator[ConnectorThread]:
+def news(monkeypatch) -> News:
+    """What threads that are made from now on wait for."""
+    news = News()
+    monkeypatch.setattr(connector_thread, "Wakeup", lambda: news)
+    return news
+
+
+@pytest.fixture
+def thread(transfer_engine, news) -> Iterator[ConnectorThread]:
     """A thread that runs it, and sleeps after its first poll."""
     thread = ConnectorThread(transfer_engine)
-    news = thread._news = News()
     thread.start()
     wait_until(lambda: news.waited_s)
     yield thread
@@ -177,10 +184,9 @@ def test_transfer_engine_with_more_to_do_is_turned_by_itself(thread, transfer_en
     wait_until(lambda: transfer_engine.num_polls >= 50)
 
 
-def test_thread_looks_often_again_once_something_has_arrived(transfer_engine):
+def test_thread_looks_often_again_once_something_has_arrived(transfer_engine, news):
     """What follows, as the lookup of a lease, is over sooner than most reads."""
     thread = ConnectorThread(transfer_engine)
-    news = thread._news = News()
     transfer_engine.is_moving = True
     thread.start()
     try:
@@ -349,13 +355,13 @@ def test_turn_that_begins_late_is_told_of(transfer_engine, monkeypatch, caplog_v
         thread.close()
 
 
-def test_thread_that_holds_something_comes_round_by_itself(thread, transfer_engine):
+def test_thread_that_holds_something_comes_round_by_itself(thread, transfer_engine, news):
     """Else nobody would know for how long it stood still; one that holds nothing just sleeps."""
-    assert thread._news.waited_s[-1] is None
+    assert news.waited_s[-1] is None
     transfer_engine.producer.append("r")
     thread.wake()
-    wait_until(lambda: thread._news.waited_s[-1] is not None)
-    assert thread._news.waited_s[-1] <= STALL_S
+    wait_until(lambda: news.waited_s[-1] is not None)
+    assert news.waited_s[-1] <= STALL_S
     assert not transfer_engine.stood_still_s
 
 

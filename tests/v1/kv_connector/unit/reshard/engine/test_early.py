@@ -43,7 +43,7 @@ class Watched:
         self.early = EarlyRequests(self.peers, self.waits.append)
         self.reader.board, self.reader.lands = self.board, True
         self.now_s = 0.0
-        self._number = 0
+        self.number = 0
 
     @property
     def reader(self):
@@ -52,12 +52,12 @@ class Watched:
 
     def post(self, name: str, state: State) -> None:
         """The engine goes on with a request."""
-        self._number += 1
+        self.number += 1
         record = b""
         if state is State.OFFERED:
             record = encode_record(Record.of(f"p-{name}", NUM_TOKENS, BLOCKS))
         tokens = NUM_TOKENS if state is State.LAST_CHUNK else 0
-        self.board.tell([BoardUpdate(self._number, name, state, f"p-{name}", record, tokens)])
+        self.board.tell([BoardUpdate(self.number, name, state, f"p-{name}", record, tokens)])
 
     def wait(self, name: str) -> None:
         """Another one does, too, and has blocks for it."""
@@ -241,9 +241,9 @@ def test_what_is_computed_is_handed_on_in_some_parts():
     parts = []
     for num_tokens in range(1, 6400, 10):
         record = encode_record(Record.of("p-x", num_tokens, [[1]], attempt=3))
-        watched._number += 1
+        watched.number += 1
         watched.board.tell(
-            [BoardUpdate(watched._number, "x", State.KNOWN, "p-x", record, num_computed=num_tokens)]
+            [BoardUpdate(watched.number, "x", State.KNOWN, "p-x", record, num_computed=num_tokens)]
         )
         looks = watched.reader.num_taken
         watched.until(lambda looks=looks: watched.reader.num_taken >= looks + 2)

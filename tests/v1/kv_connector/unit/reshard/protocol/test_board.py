@@ -3,21 +3,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.v1.kv_connector.unit.reshard.protocol.board_rows import rows_of
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import ArenaAllocator
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import board as board_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
     MAX_RECORD_ROWS,
     NUM_BUCKETS,
     NUM_ROWS,
     ROW_BYTES,
-    WORDS_PER_ROW,
     Board,
     BoardUpdate,
     Record,
@@ -34,10 +35,17 @@ ENGINE = "prefill"
 NAMES = [f"cmpl-{number}" for number in range(5)]
 
 
-def rows_of(board: Board) -> np.ndarray:
-    """A board's memory, as a reader would read it."""
-    data = ctypes.string_at(board.address, board.size_bytes)
-    return np.frombuffer(data, np.uint64).reshape(NUM_ROWS, WORDS_PER_ROW)
+def open_board() -> tuple[Board, ArenaAllocator]:
+    """A board, and what gives its records room."""
+    records: list[ArenaAllocator] = []
+
+    def allocator(size_bytes: int) -> ArenaAllocator:
+        records.append(ArenaAllocator(size_bytes))
+        return records[-1]
+
+    with mock.patch.object(board_module, "ArenaAllocator", allocator):
+        board = Board(ENGINE)
+    return board, *records
 
 
 def sighting(board: Board, name: str) -> Sighting:
@@ -88,7 +96,7 @@ def computed(number: int, num_tokens: int, request_id: str = "a", name: str = "x
 
 def test_readers_find_what_is_computed_so_far():
     """It stays beside the state until the prompt is through, and is another record each time."""
-    board = Board(ENGINE)
+    board, records = open_board()
     board.tell([BoardUpdate(1, "x", State.KNOWN, "a")])
     assert sighting(board, "x") == Sighting(State.KNOWN)
     for number, num_tokens in ((2, 16), (3, 400)):
@@ -104,7 +112,7 @@ def test_readers_find_what_is_computed_so_far():
     found = sighting(board, "x")
     assert found.offered is not None and not found.num_computed and found.computed is None
     board.release("a")
-    assert board._records.free_bytes == board._records.size_bytes
+    assert records.free_bytes == records.size_bytes
     assert not rows_of(board)[:NUM_BUCKETS].any()
 
 
@@ -128,7 +136,7 @@ def test_what_is_computed_takes_no_place_that_a_request_needs(monkeypatch):
 
 def test_half_of_the_room_is_for_offers():
     """One without room for its record fails, where what is computed so far can be done without."""
-    board = Board(ENGINE)
+    board, records = open_board()
     long = [list(range(100_000))]
     names = [f"x{number}" for number in range(30)]
     for number, name in enumerate(names):
@@ -136,7 +144,7 @@ def test_half_of_the_room_is_for_offers():
         board.tell([BoardUpdate(number + 1, name, State.KNOWN, name, record, num_computed=1 << 20)])
     told = [name for name in names if sighting(board, name).num_computed]
     assert 0 < len(told) < len(names)
-    assert board._records.free_bytes >= board._records.size_bytes // 2
+    assert records.free_bytes >= records.size_bytes // 2
     for number, name in enumerate(names[:4]):
         record = encode_record(Record.of(name, 1 << 20, long))
         board.tell([BoardUpdate(100 + number, name, State.OFFERED, name, record)])
@@ -162,19 +170,20 @@ def test_buckets_cannot_be_told_from_names():
 
 def test_entry_is_there_while_it_goes_from_state_to_state(monkeypatch):
     """A reader that looks at any moment finds the one or the next."""
-    board, seen = Board(ENGINE), []
     bucket, name = board_entry(ENGINE, "x")
-    kept = board._rows
+    zeros, seen = np.zeros, []
 
     class Watched(np.ndarray):
-        """Rows that a reader looks at whenever a word was written."""
+        """Memory that a reader looks at whenever a word was written."""
 
         def __setitem__(self, key, value):
             super().__setitem__(key, value)
-            (found,) = look_up(np.asarray(kept)[[bucket]], [name])
+            (found,) = look_up(rows_of(board)[[bucket]], [name])
             seen.append(found.state)
 
-    board._rows = kept.view(Watched)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "zeros", lambda *args, **kwargs: zeros(*args, **kwargs).view(Watched))
+        board = Board(ENGINE)
     for number, state in enumerate((State.KNOWN, State.LAST_CHUNK, State.OFFERED, State.KNOWN)):
         record = encode_record(Record.of("a", 4, [[1]])) if state is State.OFFERED else b""
         board.tell([BoardUpdate(number + 1, "x", state, "a", record)])
@@ -264,7 +273,7 @@ STATES = st.sampled_from([*State, None])
 @given(st.data())
 def test_readers_find_what_was_said_last(data):
     """Announcements are lost, early or late; steps tell everything, in order, in any pieces."""
-    board, now = Board(ENGINE), {}
+    (board, records), now = open_board(), {}
     updates = []
     for number in range(1, data.draw(st.integers(1, 30)) + 1):
         name, state = data.draw(st.sampled_from(NAMES)), data.draw(STATES)
@@ -298,5 +307,5 @@ def test_readers_find_what_was_said_last(data):
             record = record_at(board, found.computed if found.num_computed else found.offered)
             assert record is not None and encode_record(record) == update.record
         board.tell([BoardUpdate(1000 + NAMES.index(name), name, None)])
-    assert board._records.free_bytes == board._records.size_bytes
+    assert records.free_bytes == records.size_bytes
     assert not rows_of(board)[:NUM_BUCKETS].any()

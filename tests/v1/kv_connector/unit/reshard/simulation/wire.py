@@ -245,6 +245,7 @@ class SimulatedAgent:
     Attributes:
         inbox: Notifications that have arrived.
         answers: Its process runs: its memory can be read, and it takes notifications.
+        regions: Memory that is known, each from its first address to behind its last.
         heard: Called with each notification that is taken.
     """
 
@@ -257,7 +258,7 @@ class SimulatedAgent:
         self.answers = self.is_open = True
         self.heard: Callable[[bytes], None] = lambda message: None
         self._wire = wire
-        self._regions: list[tuple[int, int]] = []
+        self.regions: list[tuple[int, int]] = []
         self._peers: set[str] = set()
         self._outbox: list[Message] = []
 
@@ -265,7 +266,7 @@ class SimulatedAgent:
         """Make memory known."""
         if memory is None:
             self._check_thread("registers memory")
-        self._regions += [(address, address + size) for address, size, _ in regions]
+        self.regions += [(address, address + size) for address, size, _ in regions]
 
     def metadata(self) -> bytes:
         """What a peer needs to connect."""
@@ -295,7 +296,7 @@ class SimulatedAgent:
         owner = self if peer is None else self._peer(peer)
         for address, size, _, stride, count in rows.tolist():
             stop = address + (count - 1) * stride + size
-            known = any(low <= address and stop <= high for low, high in owner._regions)
+            known = any(low <= address and stop <= high for low, high in owner.regions)
             assert known, f"{owner.name} has not registered [{address}, {stop})"
         return Prepared(peer, _Rows(rows))
 

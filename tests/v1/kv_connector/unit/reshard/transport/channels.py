@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import resource
+import selectors
 import socket
 import struct
 import threading
@@ -155,6 +157,12 @@ def wait_until(condition: Callable[[], object]) -> None:
         threading.Event().wait(0.005)
 
 
+def thread_named(name: str) -> threading.Thread:
+    """The one thread of this process that has a name."""
+    (thread,) = (each for each in threading.enumerate() if each.name == name)
+    return thread
+
+
 @contextlib.contextmanager
 def asking(bounds: Any = None, **options: Any) -> Iterator[HandshakeClient]:
     """A client that is closed in the end."""
@@ -210,6 +218,42 @@ class ScriptedResolver:
             self.answers.wait()
             raise OSError(f"{name} is unknown")
         return self.known[name]
+
+
+class Selector(selectors.DefaultSelector):
+    """What an event loop waits with.
+
+    Attributes:
+        faults: What its next calls raise, one each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: Iterator[OSError] = iter(())
+
+    def select(self, timeout: float | None = None) -> Any:
+        """Wait, or fail."""
+        for fault in self.faults:
+            raise fault
+        return super().select(timeout)
+
+
+class Loops:
+    """Makes event loops in place of `asyncio`.
+
+    Attributes:
+        made: All of them, each with what it waits with, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[tuple[asyncio.AbstractEventLoop, Selector]] = []
+
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        """As the function that it stands for."""
+        selector = Selector()
+        loop = asyncio.SelectorEventLoop(selector)
+        self.made.append((loop, selector))
+        return loop
 
 
 def no_more_threads(_: threading.Thread) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NIXL metadata: where the address in it begins, and a process that loads it and may end of it."""
+"""NIXL metadata: where the address in it begins, and processes that load it and may end of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
+import psutil
+
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe_process
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NIXL_MODULE
 
 _LOADER = """
@@ -40,3 +44,12 @@ def assert_loaded(metadata: Sequence[bytes]) -> None:
         check=False,
     )
     assert loader.stdout.splitlines()[-1:] == ["alive"], loader.returncode
+
+
+def forking_process() -> psutil.Process | None:
+    """What forks for this process's probe; None while there is none, or it has ended."""
+    for each in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if probe_process.__file__ in each.cmdline():
+                return each
+    return None

@@ -36,6 +36,10 @@ class MemoryAgent:
     Args:
         name: Unique among all agents.
         options: What NIXL would be told; means nothing here.
+
+    Attributes:
+        regions: Memory that is known, each from its first address to behind its last.
+        inbox: Messages that were not taken, each with its sender.
     """
 
     _agents: ClassVar[dict[str, MemoryAgent]] = {}
@@ -43,9 +47,9 @@ class MemoryAgent:
 
     def __init__(self, name: str, **options: object) -> None:
         self.name = name
-        self._regions: list[tuple[int, int]] = []
+        self.regions: list[tuple[int, int]] = []
         self._peers: set[str] = set()
-        self._inbox: list[tuple[str, bytes]] = []
+        self.inbox: list[tuple[str, bytes]] = []
         self._lists: set[Prepared] = set()
         self._agents[name] = self
 
@@ -61,7 +65,7 @@ class MemoryAgent:
 
     def register(self, regions: Sequence[tuple[int, int, int]], memory: str | None = None) -> None:
         """Make memory known."""
-        self._regions += [(address, address + size) for address, size, _ in regions]
+        self.regions += [(address, address + size) for address, size, _ in regions]
 
     def metadata(self) -> bytes:
         """What a peer needs to connect."""
@@ -87,7 +91,7 @@ class MemoryAgent:
         owner = self._owner(peer)
         for address, size, _, stride, count in rows.tolist():
             stop = address + (count - 1) * stride + size
-            if not any(low <= address and stop <= high for low, high in owner._regions):
+            if not any(low <= address and stop <= high for low, high in owner.regions):
                 raise TransferError(f"{owner.name} has not registered [{address}, {stop})")
         prepared = Prepared(peer, rows)
         self._lists.add(prepared)
@@ -134,11 +138,11 @@ class MemoryAgent:
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a peer a message."""
-        self._owner(peer)._inbox.append((self.name, message))
+        self._owner(peer).inbox.append((self.name, message))
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Messages that arrived since the last call."""
-        inbox, self._inbox = self._inbox, []
+        inbox, self.inbox = self.inbox, []
         return inbox
 
     def close(self) -> None:

@@ -122,16 +122,16 @@ class TestServer:
 
     def test_server_that_broke_down_still_asks_for_the_key(self, monkeypatch):
         """Sockets that are opened anew are guarded like the first ones."""
-        serve, failed = side_channel.HandshakeServer._serve, []
+        relay_all, failed = side_channel.relay_all, []
 
         async def fail_once(*args: object) -> None:
             if not failed:
                 failed.append(True)
                 raise zmq.ZMQError(zmq.ENOTSOCK)
-            await serve(*args)
+            await relay_all(*args)
 
         monkeypatch.setattr(side_channel, "REOPEN_INTERVAL_S", 0.01)
-        monkeypatch.setattr(side_channel.HandshakeServer, "_serve", fail_once)
+        monkeypatch.setattr(side_channel, "relay_all", fail_once)
         with serving(key=KEY) as server:
             assert fetch(server.port, key=KEY) == WORKERS
             with pytest.raises(RemoteUnreachableError):

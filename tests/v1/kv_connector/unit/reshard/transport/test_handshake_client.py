@@ -13,6 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     REPLY,
     SHORT_S,
     WORKERS,
+    Loops,
     asking,
     describe,
     engine_at,
@@ -34,6 +37,7 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     reply_of,
     resident_bytes,
     serving,
+    thread_named,
     wait_until,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
@@ -51,6 +55,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import hands
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
     HandshakeClient,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.zmtp import Allowance
 
 NUM_BOGUS = 320
 THREAD = "reshard-handshakes"
@@ -165,6 +170,13 @@ class TestBounds:
         """One that stalls keeps others of its size waiting, and no small one."""
         monkeypatch.setattr(handshake_client, "MAX_LARGE_ANSWERS", 1)
         monkeypatch.setattr(handshake_client, "SMALL_ANSWER_BYTES", 4 << 10)
+        allowances: list[Allowance] = []
+
+        def allow(*limits: Any) -> Allowance:
+            allowances.append(Allowance(*limits))
+            return allowances[-1]
+
+        monkeypatch.setattr(handshake_client, "Allowance", allow)
         large = [*REPLY[:2], REPLY[2] + bytes(8 << 10)]
         with (
             stalling_answer(8 << 10) as (port, stalled),
@@ -174,7 +186,8 @@ class TestBounds:
         ):
             first = client.request(engine_at(port), FACTORS)
             assert stalled.wait(DEADLINE_S)
-            wait_until(lambda: client._allowance.turns.locked())
+            (allowance,) = allowances
+            wait_until(allowance.turns.locked)
             second = client.request(engine_at(others.port), FACTORS)
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
             assert not second.done()
@@ -306,6 +319,17 @@ class TestConnections:
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
 
 
+BAD_DESCRIPTOR = OSError(errno.EBADF, "Bad file descriptor")
+
+
+def break_loop(loops: Loops, faults: Iterator[OSError]) -> None:
+    """Have the loop that was made last fail where it waits."""
+    loop, selector = loops.made[-1]
+    wait_until(loop.is_running)
+    selector.faults = faults
+    loop.call_soon_threadsafe(lambda: None)
+
+
 class TestLife:
     """Beginning, end, and what breaks in between."""
 
@@ -382,7 +406,7 @@ class TestLife:
             assert cancelled.cancel()
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
 
-    def test_breakdown_costs_what_was_under_way_only(self, monkeypatch):
+    def test_breakdown_costs_what_was_under_way_only(self, monkeypatch, loops):
         """The next handshake is served by another thread."""
         lines: list[str] = []
         monkeypatch.setattr(
@@ -390,16 +414,8 @@ class TestLife:
         )
         with serving() as server, listening() as (_, port), asking() as client:
             asked = client.request(engine_at(port), None)
-            wait_until(lambda: client._loop is not None and client._loop.is_running())
-            loop, thread = client._loop, client._thread
-            select = loop._selector.select
-
-            def fail_once(timeout: float | None = None) -> object:
-                loop._selector.select = select
-                raise OSError(errno.EBADF, "Bad file descriptor")
-
-            loop._selector.select = fail_once
-            loop.call_soon_threadsafe(lambda: None)
+            thread = thread_named(THREAD)
+            break_loop(loops, iter([BAD_DESCRIPTOR]))
             with pytest.raises(RemoteUnreachableError, match=f":{port}: the exchange broke off"):
                 asked.result(DEADLINE_S)
             thread.join(DEADLINE_S)
@@ -407,20 +423,14 @@ class TestLife:
         (line,) = lines
         assert "Bad file descriptor')): 1 fail with it" in line
 
-    def test_breakdown_for_good_ends_what_was_under_way(self, monkeypatch):
+    def test_breakdown_for_good_ends_what_was_under_way(self, monkeypatch, loops):
         """Also where the loop cannot be used any more; nothing is left that would never end."""
         monkeypatch.setattr(handshake_client.logger, "error", lambda *_: None)
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
         with serving() as server, listening() as (_, port), asking() as client:
             asked = client.request(engine_at(port), None)
-            wait_until(lambda: client._loop is not None and client._loop.is_running())
-            loop, thread = client._loop, client._thread
-
-            def fail(timeout: float | None = None) -> object:
-                raise OSError(errno.EBADF, "Bad file descriptor")
-
-            loop._selector.select = fail
-            loop.call_soon_threadsafe(lambda: None)
+            thread = thread_named(THREAD)
+            break_loop(loops, repeat(BAD_DESCRIPTOR))
             thread.join(DEADLINE_S)
             assert asked.cancelled()
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
@@ -434,12 +444,11 @@ class TestLife:
                 assert isinstance(asked.exception(DEADLINE_S), ZeroDivisionError)
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
 
-    def test_tasks_end_with_their_handshakes(self):
+    def test_tasks_end_with_their_handshakes(self, loops):
         """Nothing is left on the loop but the client itself."""
         with serving() as server, listening() as (_, port), asking() as client:
             stuck = client.request(engine_at(port), None)
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
             assert stuck.cancel()
-            loop = client._loop
-            assert loop is not None
+            loop, _ = loops.made[-1]
             wait_until(lambda: len(asyncio.all_tasks(loop)) == 1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -35,7 +35,10 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     reply_of,
     serving,
 )
-from tests.v1.kv_connector.unit.reshard.transport.loading import start_of_address
+from tests.v1.kv_connector.unit.reshard.transport.loading import (
+    forking_process,
+    start_of_address,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1 import reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteHandshakeError,
@@ -86,6 +89,34 @@ def fake(fake_nixl_is_found) -> Iterator[MetadataProbe]:
 
 
 @pytest.fixture
+def forked(monkeypatch) -> list[object]:
+    """A thing for each child that is asked for."""
+    send_fds, forked = socket.send_fds, []
+
+    def fork(*arguments: object) -> int:
+        forked.append(arguments)
+        return send_fds(*arguments)
+
+    monkeypatch.setattr(socket, "send_fds", fork)
+    return forked
+
+
+@pytest.fixture
+def tried(fake, monkeypatch) -> list[list[bytes]]:
+    """What that probe is through with, whatever came of it."""
+    try_all, tried = fake.try_all, []
+
+    async def try_and_note(metadata: list[bytes]) -> list[bytes]:
+        try:
+            return await try_all(metadata)
+        finally:
+            tried.append(metadata)
+
+    monkeypatch.setattr(fake, "try_all", try_and_note)
+    return tried
+
+
+@pytest.fixture
 def real() -> Iterator[MetadataProbe]:
     """A probe with NIXL itself."""
     probe = MetadataProbe(NIXL_MODULE)
@@ -103,10 +134,11 @@ def survives(probe: MetadataProbe, *metadata: bytes) -> bool:
     return True
 
 
-def children(probe: MetadataProbe) -> list[psutil.Process]:
+def children() -> list[psutil.Process]:
     """The processes that a probe has forked."""
-    assert probe.process_id is not None
-    return psutil.Process(probe.process_id).children()
+    forks = forking_process()
+    assert forks is not None
+    return forks.children()
 
 
 def has_ended(child: psutil.Process) -> bool:
@@ -117,26 +149,27 @@ def has_ended(child: psutil.Process) -> bool:
         return True
 
 
-def test_child_is_ready_before_the_first_handshake(fake):
+def test_child_is_ready_before_the_first_handshake(fake, tried, forked):
     """A client that is told to prepare has one, once, that has loaded what it was given."""
     with closing(HandshakeClient(None, probe=fake)) as client:
         for _ in range(2):
             client.prepare(b"our own")
-        wait_until(lambda: [each.num_tried for each in fake._idle] == [1])
-        (child,) = children(fake)
+        wait_until(lambda: tried)
+        (child,) = children()
     # The client has closed it, and all with it.
     wait_until(lambda: has_ended(child))
+    assert tried == [[b"our own"]] and len(forked) == 1
     client.prepare(b"our own")
-    assert fake.process_id is None
+    assert forking_process() is None
 
 
 @pytest.mark.parametrize("last_words", [b"abort", b"hang"])
-def test_client_that_could_not_prepare_asks_all_the_same(fake, monkeypatch, last_words):
+def test_client_that_could_not_prepare_asks_all_the_same(fake, tried, monkeypatch, last_words):
     """What is wrong with our own metadata says nothing of others'."""
     monkeypatch.setattr(probe_module, "_LIMIT_S", 0.5)
     with closing(HandshakeClient(None, probe=fake)) as client:
         client.prepare(last_words)
-        wait_until(lambda: not fake._num_trying and fake._idle)
+        wait_until(lambda: tried == [[last_words]])
     assert survives(fake, b"good")
 
 
@@ -159,12 +192,12 @@ def test_machine_without_processes_prepares_nothing(fake, monkeypatch):
 def test_what_ends_its_process_is_refused(fake):
     """However it does; what forks goes on, and what comes next is tried by another child."""
     assert survives(fake, b"good", b"refuse")
-    process_id = fake.process_id
+    forks = forking_process()
     for last_words in (b"abort", b"crash", b"exit"):
         assert not survives(fake, b"A:good", b"B:" + last_words)
         assert not survives(fake, last_words, b"good")
         assert survives(fake, b"good")
-    assert fake.process_id == process_id
+    assert forks is not None and forking_process() == forks
 
 
 @pytest.mark.parametrize("first", [b"A:good", b"A:refuse"])
@@ -201,19 +234,17 @@ def test_handshake_that_runs_out_of_time_leaves_a_child_to_its_limit(fake, monke
         await fake.try_all([b"good"])
 
     asyncio.run(give_up())
-    wait_until(lambda: len(children(fake)) == 1)
+    wait_until(lambda: len(children()) == 1)
 
 
-def test_child_that_has_survived_tries_the_next_answers(fake, monkeypatch):
+def test_child_that_has_survived_tries_the_next_answers(fake, forked, monkeypatch):
     """To make an agent takes longest; and one ends after some answers, with its descriptors."""
     monkeypatch.setattr(probe_module, "MAX_TRIED", 3)
-    fork, forked = fake._fork, []
-    monkeypatch.setattr(fake, "_fork", lambda: forked.append(fork()) or forked[-1])
     for number in range(7):
         assert survives(fake, b"%d:good" % number)
     # The first, and one ahead of time after the third and the sixth.
     assert len(forked) == 3
-    wait_until(lambda: len(children(fake)) == 1)
+    wait_until(lambda: len(children()) == 1)
 
 
 def test_engine_is_not_refused_for_what_others_have_broken(fake):
@@ -234,10 +265,10 @@ def test_large_metadata_comes_whole(fake):
 def test_process_that_has_ended_is_replaced(fake, whose):
     """Whatever ended it while nothing was tried."""
     assert survives(fake, b"good")
-    wait_until(lambda: len(children(fake)) == 1)
-    (child,) = children(fake)
+    wait_until(lambda: len(children()) == 1)
+    (child,) = children()
     if whose != "the next child":
-        os.kill(fake.process_id, signal.SIGKILL)
+        forking_process().kill()
     if whose != "what forks":
         child.kill()
         wait_until(lambda: has_ended(child))
@@ -263,7 +294,7 @@ def test_nothing_is_left_when_it_is_closed(fake):
     """No process, no descriptor."""
     fds = psutil.Process().num_fds()
     assert survives(fake, b"good")
-    pids = [fake.process_id, *(each.pid for each in children(fake))]
+    pids = [each.pid for each in (forking_process(), *children())]
     fake.close()
     fake.close()
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
@@ -278,7 +309,7 @@ from psutil import Process
 from reshard.transport.probe import MetadataProbe
 probe = MetadataProbe("fake_nixl")
 asyncio.run(probe.try_all([b"good"]))
-print(probe.process_id, *(each.pid for each in Process(probe.process_id).children()), flush=True)
+print(*(each.pid for each in Process().children(recursive=True)), flush=True)
 sys.stdin.read()
 """
     # By its own name the package is imported without vLLM.
@@ -292,7 +323,8 @@ sys.stdin.read()
     assert worker.stdout is not None and worker.stdin is not None
     with worker.stdout, worker.stdin:
         pids = list(map(int, worker.stdout.readline().split()))
-        assert pids and all(map(psutil.pid_exists, pids))
+        # What forks, and a child of it.
+        assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
         worker.kill()
         worker.wait(DEADLINE_S)
         wait_until(lambda: not any(map(psutil.pid_exists, pids)))
@@ -369,7 +401,7 @@ def test_handshake_says_who_has_ended_a_process(fake):
         with pytest.raises(RemoteHandshakeError, match=f"127.0.0.1:{liar.port}: NIXL ends"):
             lied.result(DEADLINE_S)
         assert told.result(DEADLINE_S)[0].agent_metadata == b"good"
-    assert fake.process_id is None
+    assert forking_process() is None
 
 
 def test_worker_survives_one_wrong_byte(engines):

@@ -35,24 +35,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import (
     resolver as resolver_module,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.handshake_client import (
-    HandshakeClient,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.resolver import (
     MAX_ADDRESSES,
     addresses_of,
 )
 
 
-def let_all_wait(client: HandshakeClient) -> None:
+def let_all_wait(loop: asyncio.AbstractEventLoop) -> None:
     """Return when all that was requested has come as far as it can without waiting."""
 
     async def turns() -> None:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    assert client._loop is not None
-    asyncio.run_coroutine_threadsafe(turns(), client._loop).result(DEADLINE_S)
+    asyncio.run_coroutine_threadsafe(turns(), loop).result(DEADLINE_S)
 
 
 class TestNames:
@@ -66,12 +62,12 @@ class TestNames:
         ):
             fetch(1, host="slow.example", timeout_s=SHORT_S)
 
-    def test_looked_up_once_for_all_who_ask(self, resolver):
+    def test_looked_up_once_for_all_who_ask(self, resolver, loops):
         """Requests for one engine come in crowds; whoever gives up first takes it from nobody."""
         with asking() as client:
             asked = [client.request(engine_at(1, "slow.example", str(n)), None) for n in range(9)]
             wait_until(lambda: resolver.asked)
-            let_all_wait(client)
+            let_all_wait(loops.made[-1][0])
             assert asked[0].cancel()
             resolver.answers.set()
             for future in asked[1:]:

@@ -48,6 +48,7 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     reply_of,
     resident_bytes,
     serving,
+    thread_named,
     wait_until,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
@@ -71,6 +72,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel
 )
 
 encode = msgspec.msgpack.encode
+THREAD = "reshard-handshake-server"
 REMEDY = (
     r"'Using upstream's NixlConnector'.* or set kv_connector_module_path to vllm\.distributed\."
     r"kv_transfer\.kv_connector\.v1\.nixl on the other one, too"
@@ -585,7 +587,7 @@ class TestLifeOfAServer:
 
     def test_close_ends_the_thread_and_may_be_repeated(self, server):
         """It frees the port, and does nothing the second time."""
-        thread = server._running.thread
+        thread = thread_named(THREAD)
         server.close()
         assert not thread.is_alive()
         server.close()
@@ -625,9 +627,9 @@ class TestLifeOfAServer:
 
     def test_start_twice(self, server):
         """The second start changes nothing."""
-        port, thread = server.port, server._running.thread
+        port, thread = server.port, thread_named(THREAD)
         server.start()
-        assert (server.port, server._running.thread) == (port, thread)
+        assert (server.port, thread_named(THREAD)) == (port, thread)
 
     def test_thread_that_does_not_start(self, monkeypatch):
         """Leaves no port taken, and nothing to close; it is started when there are threads."""

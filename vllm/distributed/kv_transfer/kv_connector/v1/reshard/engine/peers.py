@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -173,10 +173,8 @@ class PeerTable:
     def __len__(self) -> int:
         return len(self._peers)
 
-    @property
-    def num_handshakes(self) -> int:
-        """Peers that are being asked or connected."""
-        return sum(peer.is_opening for peer in self._peers.values())
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers.values())
 
     @property
     def retired(self) -> tuple[PeerConnection, ...]:

@@ -84,11 +84,6 @@ class MetadataProbe:
         self._idle: list[_Child] = []
         self._num_trying = 0
 
-    @property
-    def process_id(self) -> int | None:
-        """Of the process that forks; None while there is none."""
-        return None if self._process is None else self._process.pid
-
     def begin(self) -> None:
         """Have a child ready for the next answer; waits for nothing.
 
