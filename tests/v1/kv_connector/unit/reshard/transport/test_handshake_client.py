@@ -423,6 +423,23 @@ class TestLife:
         (line,) = lines
         assert "Bad file descriptor')): 1 fail with it" in line
 
+    def test_breakdown_costs_what_was_about_to_begin(self, monkeypatch, loops):
+        """It says why it has failed, too: its thread had heard of it and done nothing yet."""
+        monkeypatch.setattr(handshake_client.logger, "error", lambda *_: None)
+        with serving() as server, listening() as (_, port), asking() as client:
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+            thread, asked = thread_named(THREAD), []
+
+            def faults() -> Iterator[OSError]:
+                asked.append(client.request(engine_at(port), None))
+                yield BAD_DESCRIPTOR
+
+            break_loop(loops, faults())
+            thread.join(DEADLINE_S)
+            with pytest.raises(RemoteUnreachableError, match=f":{port}: the exchange broke off"):
+                asked[0].result(DEADLINE_S)
+            assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
+
     def test_breakdown_for_good_ends_what_was_under_way(self, monkeypatch, loops):
         """Also where the loop cannot be used any more; nothing is left that would never end."""
         monkeypatch.setattr(handshake_client.logger, "error", lambda *_: None)
@@ -432,7 +449,8 @@ class TestLife:
             thread = thread_named(THREAD)
             break_loop(loops, repeat(BAD_DESCRIPTOR))
             thread.join(DEADLINE_S)
-            assert asked.cancelled()
+            with pytest.raises(RemoteUnreachableError, match=f":{port}: the exchange broke off"):
+                asked.result(DEADLINE_S)
             assert client.request(engine_at(server.port), FACTORS).result(DEADLINE_S) == WORKERS
 
     def test_answer_that_breaks_our_reading(self, monkeypatch):

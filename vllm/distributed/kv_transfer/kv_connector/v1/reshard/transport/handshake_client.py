@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -186,7 +186,7 @@ class HandshakeClient:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pending: set[Future[Answer]] = set()
+        self._pending: dict[Future[Answer], _Handshake] = {}
 
     def prepare(self, metadata: bytes) -> None:
         """Have ready what the first handshake would wait for; does not wait.
@@ -245,8 +245,8 @@ class HandshakeClient:
                 )
                 future = Future()
                 future.set_exception(handshake.error(RemoteUnreachableError(reason)))
-            self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
+            self._pending[future] = handshake
+        future.add_done_callback(lambda future: self._pending.pop(future, None))
         return future
 
     def close(self) -> None:
@@ -305,15 +305,27 @@ class HandshakeClient:
             except Exception as error:
                 self._breakdown, num_failed = error, len(self._pending)
                 logger.error("Handshakes broke off (%r): %d fail with it.", error, num_failed)
-            loop.run_until_complete(end([*self._resolver.lookups, *asyncio.all_tasks(loop)]))
+            loop.run_until_complete(self._end_tasks())
         finally:
             self._context.destroy(linger=0)
             loop.close()
             with self._lock:
-                self._loop, left = None, list(self._pending)
+                self._loop, left = None, list(self._pending.items())
             # Where the loop could not even do that, or was asked meanwhile.
-            for future in left:
-                future.cancel()
+            for future, handshake in left:
+                if self._breakdown is None:
+                    future.cancel()
+                    continue
+                with suppress(InvalidStateError):
+                    # It may be cancelled at this moment.
+                    future.set_exception(handshake.error(_broken_off(self._breakdown)))
+
+    async def _end_tasks(self) -> None:
+        """End all that runs on the loop, and all that was about to begin there."""
+        # A task that is cancelled before its first step could not say why it has ended.
+        await asyncio.sleep(0)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        await end([*self._resolver.lookups, *tasks])
 
     async def _shake_hands(self, handshake: _Handshake, deadline_s: float) -> Answer:
         """Take a handshake through its stages, and say in its errors which engine was asked."""
