@@ -21,10 +21,9 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
 )
 from tests.v1.kv_connector.unit.reshard.profiling import calls
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Wire
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
-    ReshardConnectorMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
@@ -35,7 +34,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     SchedulerStep,
     TransferEngine,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
@@ -65,7 +63,7 @@ def test_nothing_is_read_into_what_a_step_in_flight_writes(engines, monkeypatch)
     """Reads of a step wait until the device has computed what came before it."""
     event = SimpleNamespace(over=False)
     event.query = lambda: event.over
-    monkeypatch.setattr(ReshardWorker, "_computed_before", lambda *_: event)
+    monkeypatch.setattr(CacheDevice, "computed_before", lambda *_: event)
     p, d = engines("prefill", tp=2), engines("decode")
     (transfer_engine,) = d.transfer_engines.values()
     address = p.serve()
@@ -88,17 +86,20 @@ def test_nothing_is_read_into_what_a_step_in_flight_writes(engines, monkeypatch)
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
 def test_reads_wait_for_the_device_in_any_role(engines, monkeypatch, role):
     """New blocks may be zeroed, or copied into, at the start of the step that reads into them."""
-    (worker,) = engines("decode").workers.values()
-    worker._vllm_config.kv_transfer_config.kv_role = role
+    monkeypatch.setattr(worker_module, "CacheDevice", lambda **_: CacheDevice(on_cpu=False))
     recorded = []
-    event = SimpleNamespace(record=lambda: recorded.append("now"))
+    event = SimpleNamespace(record=lambda: recorded.append("now"), query=lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    d = engines("decode", role=role)
+    d.start(admitted={"p-a"})
+    assert recorded == []
     address = RemoteEngineAddress("prefill", "p.example", 5600)
-    reading = ReshardConnectorMetadata(receive={"d-a": receive(address, [3], [5])})
-    assert worker._computed_before(reading) is None
-    monkeypatch.setattr(worker, "_on_cpu", False)
-    assert worker._computed_before(reading) is event and recorded == ["now"]
-    assert worker._computed_before(ReshardConnectorMetadata()) is None
+    d.start(receive={"d-a": receive(address, [3], [5])})
+    assert recorded == ["now"]
+    # It is held back by the event.
+    (transfer_engine,) = d.transfer_engines.values()
+    wait_until(lambda: transfer_engine.is_moving)
+    assert len(transfer_engine.consumer) == 0
 
 
 class Connection:
@@ -175,25 +176,17 @@ def test_turn_costs_nothing_for_idle_peers(ticks):
 
 
 def test_threads_choose_the_device_of_the_caches(engines, monkeypatch):
-    """The connector's and the dialer's; on CPU there is none to choose."""
-    choose, threads = ReshardWorker._choose_device, []
+    """The connector's and the dialer's."""
+    choose, threads = CacheDevice.choose, []
 
-    def choose_in_thread(worker: ReshardWorker) -> None:
+    def choose_in_thread(device: CacheDevice) -> None:
         threads.append(threading.current_thread().name.partition("_")[0])
-        choose(worker)
+        choose(device)
 
-    monkeypatch.setattr(ReshardWorker, "_choose_device", choose_in_thread)
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    (worker,) = engines("decode").workers.values()
+    monkeypatch.setattr(CacheDevice, "choose", choose_in_thread)
+    engines("decode")
     # It makes lanes once the caches are registered.
     wait_until(lambda: {*threads} == {"reshard-connector", "reshard-dialer"})
-    worker._choose_device()
-    assert chosen == []
-    monkeypatch.setattr(worker, "_device", torch.device("cuda", 1))
-    worker._choose_device()
-    worker._prepare_thread()
-    assert chosen == 2 * [torch.device("cuda", 1)]
 
 
 def test_connection_that_died_while_it_was_idle_costs_nothing(engines, monkeypatch):

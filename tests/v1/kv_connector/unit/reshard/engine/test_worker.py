@@ -34,7 +34,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     wait_until,
 )
 from tests.v1.kv_connector.unit.reshard.protocol.tables import seen, strike
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     decode_worker,
@@ -178,10 +178,10 @@ def test_threads_know_the_device_when_they_begin(engines, monkeypatch):
     """That which makes agents begins before the connector's, and registers the same caches."""
     found = {}
 
-    def choose(worker):
-        found[threading.current_thread().name.partition("_")[0]] = worker._device
+    def choose(device):
+        found[threading.current_thread().name.partition("_")[0]] = device.place
 
-    monkeypatch.setattr(ReshardWorker, "_choose_device", choose)
+    monkeypatch.setattr(CacheDevice, "choose", choose)
     engines("decode", tp=1)
     wait_until(lambda: len(found) == 2)
     assert found == dict.fromkeys(("reshard-dialer", "reshard-connector"), torch.device("cpu"))

@@ -111,6 +111,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         shaped_by_backends: bool = forms.SHAPED_BY_BACKENDS,
         probes: bool = False,
+        role: str = "kv_both",
         **extra_config,
     ) -> None:
         self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
@@ -154,7 +155,7 @@ class Engine:
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="NixlConnector",
-                kv_role="kv_both",
+                kv_role=role,
                 kv_connector_extra_config={
                     "kv_lease_duration": lease_s,
                     "num_threads": 0,

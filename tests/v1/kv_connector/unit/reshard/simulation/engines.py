@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from random import Random
-from types import SimpleNamespace
 
 from tests.v1.kv_connector.unit.reshard.simulation.device import Device, Thread, set_device
 from tests.v1.kv_connector.unit.reshard.simulation.memory import CacheMemory, Layout, WorkerMemory
@@ -26,6 +25,7 @@ from tests.v1.kv_connector.unit.reshard.simulation.wire import (
     check,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import (
     Answer,
     Dialer,
@@ -47,7 +47,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     SchedulerStep,
     TransferEngine,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import Shard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import Board, Posting
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
@@ -97,7 +96,7 @@ class Question:
     asked_by: Worker
 
 
-class Later:
+class Later(Executor):
     """In place of a pool of threads: what is submitted runs when the schedule says so.
 
     Args:
@@ -167,13 +166,9 @@ class Worker:
         self.world, self.engine, self.shard = world, engine, shard
         self.name = f"{engine.engine_id}/{shard.rank.pp_rank}.{shard.rank.tp_rank}"
         self.device = Device() if engine.on_device else None
-        # What the worker of vLLM's does with a device.
-        self._paths = SimpleNamespace(
-            _on_cpu=self.device is None,
-            _device=self.device,
-            _helpers_cores=lambda: None,
-            _choose_device=lambda: ReshardWorker._choose_device(self._paths),
-        )
+        # As in the worker of vLLM's.
+        self._cache_device = CacheDevice(on_cpu=self.device is None)
+        self._cache_device.place = self.device
         self._engines_thread, self._connectors_thread = Thread(), Thread()
         if self.device is not None:
             with self._engines_thread.running():
@@ -204,12 +199,13 @@ class Worker:
         self.agent = agent
         with self._engines_thread.running():
             agent.register([(cache.address, cache.size_bytes, 0)])
-        with self._connectors_thread.running():
-            ReshardWorker._prepare_thread(self._paths)
-        with self.jobs.thread.running():
-            ReshardWorker._choose_device(self._paths)
-        dialer = Dialer(lambda name: self._open("lane"))
-        dialer._thread = self.jobs
+        self.prepare_thread()
+        dialer = Dialer(
+            lambda name: self._open("lane"),
+            lambda: world.now_s,
+            self._cache_device.choose,
+            self.jobs,
+        )
         area = self.memory.area
 
         def waking(future: Future) -> Future:
@@ -247,6 +243,11 @@ class Worker:
             lambda: Budget(self._budget, partial(next, count())),
             self.early,
         )
+
+    def prepare_thread(self) -> None:
+        """Have the connector's thread work with this worker's device."""
+        with self._connectors_thread.running():
+            self._cache_device.choose()
 
     def describe(self) -> WorkerDescription:
         """What it says of itself."""
@@ -311,7 +312,7 @@ class Worker:
     def computed_before(self, metadata: ReshardConnectorMetadata) -> Event | None:
         """What the engine's thread takes down of its device when it comes to a step."""
         with self._engines_thread.running():
-            return ReshardWorker._computed_before(self._paths, metadata)
+            return self._cache_device.computed_before(metadata)
 
     def write_late(self, owner: Owner) -> None:
         """Launch, from the engine's thread, what writes into the blocks that an owner then has."""

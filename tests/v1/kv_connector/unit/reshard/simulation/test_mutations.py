@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.v1.kv_connector.unit.reshard.simulation import prefill
+from tests.v1.kv_connector.unit.reshard.simulation.engines import Worker
 from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
@@ -17,12 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
     watched_engine,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.prefetch import Prefetched
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.readings import Readings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
@@ -193,7 +194,7 @@ def steps_in_flight_are_not_waited_for(monkeypatch):
 
 def steps_are_over_before_they_are_computed(monkeypatch):
     """What is launched is waited for on a stream of which nothing is known."""
-    monkeypatch.setattr(ReshardWorker, "_computed_before", lambda *_: torch.cuda.Event())
+    monkeypatch.setattr(CacheDevice, "computed_before", lambda *_: torch.cuda.Event())
 
 
 def copies_are_made_once_they_are_launched(monkeypatch):
@@ -204,12 +205,12 @@ def copies_are_made_once_they_are_launched(monkeypatch):
 
 def threads_keep_the_first_device(monkeypatch):
     """The connector's and the dialer's work with the first device of their process."""
-    monkeypatch.setattr(ReshardWorker, "_choose_device", lambda _: None)
+    monkeypatch.setattr(CacheDevice, "choose", lambda _: None)
 
 
 def reading_thread_keeps_the_first_device(monkeypatch):
     """Only the dialer's works with the worker's."""
-    monkeypatch.setattr(ReshardWorker, "_prepare_thread", lambda _: None)
+    monkeypatch.setattr(Worker, "prepare_thread", lambda _: None)
 
 
 def _due_of_who_has_not_failed(self):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -71,6 +71,7 @@ class Dialer:
         make_agent: Makes an agent to read with, by its name, with nothing registered.
         clock: Seconds that only grow.
         prepare: Called by its thread before everything else, until it has succeeded.
+        thread: What stands for its thread; None to have one.
 
     Attributes:
         call: What its thread does, which may take as long as a whole handshake. Nothing can end it,
@@ -82,13 +83,14 @@ class Dialer:
         make_agent: Callable[[str], NixlAgent],
         clock: Callable[[], float] = time.monotonic,
         prepare: Callable[[], None] | None = None,
+        thread: Executor | None = None,
     ) -> None:
         self.call = Round("dialer's thread", DEFAULT_TIMEOUT_S)
         self._make_agent = make_agent
         self._clock = clock
         # Its thread's. No initializer of the pool's, which does nothing more after one failure.
         self._prepare = prepare
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-dialer")
+        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="reshard-dialer")
         self._local: LocalEndpoint | None = None
         self._planner: Planner | None = None
         self._ask: Ask | None = None

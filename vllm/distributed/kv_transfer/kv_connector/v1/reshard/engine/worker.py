@@ -40,6 +40,7 @@ from .cache_formats import settings_fingerprint
 from .compat import REQUEST_NUMBERS, attention_variants
 from .connector_thread import ConnectorThread
 from .consumer import ConsumerSide
+from .devices import CacheDevice
 from .dialer import Dialer, LocalEndpoint
 from .drafts import draft_identities
 from .early import EarlyRequests
@@ -62,7 +63,7 @@ from .ranks import gather_shards, num_ranks_of_stage, rank_of_worker, tokens_of_
 from .renewals import Renewals
 from .settings import read_settings
 from .stats import ReshardStats
-from .transfer_engine import Event, Report, SchedulerStep, TransferEngine
+from .transfer_engine import Report, SchedulerStep, TransferEngine
 from .watched_requests import EarlyNews
 
 if TYPE_CHECKING:
@@ -108,10 +109,11 @@ class ReshardWorker:
         # and where it waits for them, it does not let them run.
         self._on_cpu = current_platform.device_type == "cpu"
         self._cores = parents_cores() if self._on_cpu else None
+        self._device = CacheDevice(on_cpu=self._on_cpu)
         # What these are made of belongs to the connector's thread once that has begun.
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
         stats = ReshardStats()
-        self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._choose_device)
+        self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._device.choose)
         self._transfers = Transfers()
         lanes = Lanes(lambda: self._waking(self._dialer.make_lane()), self._settings.lanes())
         renewals = Renewals(self._settings.lease_s)
@@ -148,7 +150,6 @@ class ReshardWorker:
         self._thread = ConnectorThread(
             self._transfer_engine, clock, self._prepare_thread, [self._dialer.call]
         )
-        self._device: torch.device | None = None
         self._handshake_client: HandshakeClient | None = None
         self._listener: Listener | None = None
         self._failed: dict[RequestId, frozenset[int]] = {}
@@ -168,7 +169,7 @@ class ReshardWorker:
         Raises:
             LocalLayoutError: The caches cannot be transferred.
         """
-        self._device = next(iter(kv_caches.values())).device
+        self._device.place = next(iter(kv_caches.values())).device
         self._fill_scales(kv_caches)
         backends = self._backends(kv_caches)
         # No draft keeps state; and layers that do are numbered on from the others by some models.
@@ -227,7 +228,7 @@ class ReshardWorker:
                 metadata.announcer, self._submit_announcement, self._helpers_cores()
             )
         if metadata:
-            self._thread.hand_over(SchedulerStep(metadata, self._computed_before(metadata)))
+            self._thread.hand_over(SchedulerStep(metadata, self._device.computed_before(metadata)))
 
     def get_finished(self) -> tuple[set[RequestId], set[RequestId]]:
         """Requests that other engines are through with, and requests that this worker received.
@@ -292,31 +293,10 @@ class ReshardWorker:
         future.add_done_callback(lambda _: self._thread.wake())
         return future
 
-    def _computed_before(self, metadata: ReshardConnectorMetadata) -> Event | None:
-        """What the device has still to do, and may write into blocks that this step reads into.
-
-        That is an earlier step, where the scheduler does not keep its blocks until it is over, and
-        what is put into new blocks before this one computes: zeros, and copies of shared blocks.
-        """
-        if self._on_cpu or not metadata.receive:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        computed: Event = event
-        return computed
-
     def _prepare_thread(self) -> None:
         """Make the calling thread the connector's."""
         run_on(self._helpers_cores())
-        self._choose_device()
-
-    def _choose_device(self) -> None:
-        """Have the calling thread compute, and NIXL register, where the caches are.
-
-        A thread begins with the first of its process's devices, whichever this worker's is.
-        """
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        self._device.choose()
 
     def _helpers_cores(self) -> set[int] | None:
         """Where threads may run that help the engine's: on CPU, not on the cores of the model's."""
