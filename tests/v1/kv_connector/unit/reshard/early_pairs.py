@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
 
 from tests.v1.kv_connector.unit.reshard.engine.workers import fill
 from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import early
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.watch import Watch
 
 OPTION = {"early_dispatch": True}
 PREFILLED, DECODED = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-bbbbbbbb"
@@ -70,24 +73,30 @@ def clock() -> Clock:
     return Clock()
 
 
-def watching(d: Whole):
-    """What an engine with one worker waits for."""
-    (each,) = (each._early for each in d.engine.transfer_engines.values())
-    return each
+@pytest.fixture
+def watches(monkeypatch) -> list[Watch]:
+    """What the engines of a test wait for, the first one first, with what they see of it."""
+    watches: list[Watch] = []
+
+    def watch(since_s: float) -> Watch:
+        watches.append(Watch(since_s))
+        return watches[-1]
+
+    monkeypatch.setattr(early, "Watch", watch)
+    return watches
 
 
-def is_known(d: Whole) -> bool:
-    """Whether a decode engine has seen that the other one knows the request."""
-    early = watching(d)
-    return DECODED in early._at and early._find(DECODED).watch.state is not None
+def is_known(watches: Sequence[Watch]) -> bool:
+    """Whether a decode engine has seen that the other one knows a request."""
+    return any(each.state is not None for each in watches)
 
 
-def look_again(d: Whole, *wholes: Whole, times: int = 5) -> None:
-    """Have a decode engine look for its request so many times more."""
-    watch_of = watching(d)._find(DECODED).watch
+def look_again(watches: Sequence[Watch], *wholes: Whole, times: int = 5) -> None:
+    """Have a decode engine look for its only request so many times more."""
+    (watch,) = watches
     for _ in range(times):
-        before_s = watch_of.heard_s
-        until(lambda before_s=before_s: watch_of.heard_s > before_s, d, *wholes)
+        before_s = watch.heard_s
+        until(lambda before_s=before_s: watch.heard_s > before_s, *wholes)
 
 
 def coordinates(p: Whole, **changes) -> dict:
@@ -107,7 +116,7 @@ def coordinates(p: Whole, **changes) -> dict:
 
 def parked(d: Whole, request_id: str = DECODED) -> bool:
     """Whether a request waits without blocks."""
-    return request_id in d.serving.scheduler.connector.connector_scheduler._parking._parked
+    return d.serving.scheduler.requests[request_id].status is RequestStatus.WAITING
 
 
 def is_allocated(d: Whole) -> bool:
@@ -121,8 +130,9 @@ def is_quiet(*wholes: Whole) -> bool:
         whole.serving.is_through()
         and not len(whole.serving.scheduler.connector.connector_scheduler._parking)
         and not len(whole.serving.scheduler.connector.connector_scheduler._board_updates)
+        and not any(map(len, whole.engine.early.values()))
         and all(
-            not len(each._early) and not len(each.producer) and not len(each.consumer)
+            not len(each.producer) and not len(each.consumer)
             for each in whole.engine.transfer_engines.values()
         )
         for whole in wholes
@@ -173,14 +183,16 @@ def compute(p: Whole) -> dict:
     return begin_last_chunk(p)()
 
 
-def wait_until_known(p: Whole, d: Whole, clock: Clock, *, admitted: bool) -> None:
+def wait_until_known(
+    p: Whole, d: Whole, watches: Sequence[Watch], clock: Clock, *, admitted: bool
+) -> None:
     """Have a decode engine know that its request is known; or that its last chunk is computed."""
     if admitted:
         begin_last_chunk(p)
         clock.until(lambda: is_allocated(d), d, within_s=PATIENCE_S)
     else:
         p.step()
-        clock.until(lambda: is_known(d), d, within_s=PATIENCE_S)
+        clock.until(lambda: is_known(watches), d, within_s=PATIENCE_S)
 
 
 def cut_prompts(p: Whole) -> None:

@@ -41,6 +41,7 @@ from tests.v1.kv_connector.unit.reshard.early_pairs import (
 )
 from tests.v1.kv_connector.unit.reshard.engine.workers import assert_received, fill
 from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.parking import Parking
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import watch
 
 
@@ -86,7 +87,7 @@ def test_request_waits_without_blocks_and_is_read_once_offered(pair, prefill, de
     assert any(each and each.data["prefill_wait_seconds"] for each in stats)
 
 
-def test_two_full_engines_do_not_wait_for_each_other(pair):
+def test_two_full_engines_do_not_wait_for_each_other(pair, watches):
     """What still needs blocks there has none here, where what is offered there needs them."""
     p, d = pair()
     # As where several prompts have been admitted together, each with room for itself.
@@ -100,9 +101,7 @@ def test_two_full_engines_do_not_wait_for_each_other(pair):
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    (watching,) = (each._early for each in d.engine.transfer_engines.values())
-    until(lambda: DECODED in watching._at, p, d)
-    until(lambda: watching._find(DECODED).watch.state is not None, p, d)
+    until(lambda: is_known(watches), p, d)
     for _ in range(20):
         p.step()
         d.step()
@@ -124,7 +123,7 @@ def test_handover_is_measured_once(pair, early, monkeypatch):
     )
     if early:
         d.serving.add(DECODED, coordinates(p), max_tokens=2)
-        until(lambda: all(len(each._early) for each in d.engine.transfer_engines.values()), d)
+        until(lambda: all(map(len, d.engine.early.values())), d)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     compute(p)
     offered_s = time.monotonic()
@@ -180,13 +179,13 @@ def test_serial_router_passes_blocks_on_as_before(pair):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("admitted", [False, True], ids=["parked", "with blocks"])
-def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, admitted, clock):
+def test_prefill_that_is_aborted_ends_the_wait_at_once(pair, policy, admitted, clock, watches):
     """By the policy: an error, or the prompt is computed."""
     p, d = pair(decode={"clock": clock}, policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    wait_until_known(p, d, clock, admitted=admitted)
+    wait_until_known(p, d, watches, clock, admitted=admitted)
     p.serving.abort(PREFILLED)
     clock.until(lambda: is_quiet(p, d), p, d, within_s=TOLD_WITHIN_S)
     assert_ended_by(policy, d)
@@ -275,13 +274,13 @@ def test_engine_that_has_restarted_is_followed(pair):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("admitted", [False, True], ids=["parked", "with blocks"])
-def test_engine_that_has_gone_ends_the_wait(pair, policy, admitted, clock):
+def test_engine_that_has_gone_ends_the_wait(pair, policy, admitted, clock, watches):
     """As soon as it cannot be asked any more."""
     p, d = pair(decode={"clock": clock}, policy=policy)
     cut_prompts(p)
     p.serving.add(PREFILLED, {"do_remote_decode": True})
     d.serving.add(DECODED, coordinates(p))
-    wait_until_known(p, d, clock, admitted=admitted)
+    wait_until_known(p, d, watches, clock, admitted=admitted)
     p.engine.close()
     clock.until(lambda: is_quiet(d), d, within_s=TOLD_WITHIN_S)
     assert_ended_by(policy, d)
@@ -550,15 +549,18 @@ def test_connection_that_breaks_costs_only_what_was_prefetched(pair, monkeypatch
     p, d = pair()
     end, _ = prefetch(p, d)
     (engine,) = d.engine.transfer_engines.values()
-    (peer,) = engine.peers._peers.values()
+    (peer,) = engine.peers
     first = peer.connection
 
-    def advance(early, now_s):
+    (early,) = d.engine.early.values()
+    look = early.advance
+
+    def advance(now_s):
         if peer.connection is first:
             engine.peers.break_off(first, now_s)
-        type(engine)._advance_early(engine, early, now_s)
+        look(now_s)
 
-    monkeypatch.setattr(engine, "_advance_early", advance)
+    monkeypatch.setattr(early, "advance", advance)
     until(lambda: peer.connection not in (None, first), d)
     (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
     whole = end()
@@ -568,8 +570,15 @@ def test_connection_that_breaks_costs_only_what_was_prefetched(pair, monkeypatch
     assert bytes_read(d) == 3 * BLOCK_TOKENS * bytes_of_token(d)
 
 
-def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair):
+def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair, monkeypatch):
     """What is offered finds room, and is not kept waiting by prompts that need more room there."""
+    hear, known = Parking.hear, set()
+
+    def note(parking, begun, *others):
+        known.update(begun)
+        hear(parking, begun, *others)
+
+    monkeypatch.setattr(Parking, "hear", note)
     p, d = pair()
     names = "abcd"
     for number, name in enumerate(names):
@@ -583,12 +592,12 @@ def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair):
     p.step()
     begun = p.serving.begin()
     heard = p.work(begun)
-    parking = d.serving.scheduler.connector.connector_scheduler._parking
-    until(lambda: len(parking._begun) + len(parking._holding) == len(names), d)
+    until(lambda: len(known) == len(names), d)
     for _ in range(20):
         d.step()
     # Three blocks each, of fifteen, of which the longest prompt takes four.
-    assert len(parking._holding) == 3 and d.serving.num_used_blocks() == 9
+    assert sum(map(partial(parked, d), d.serving.scheduler.requests)) == 1
+    assert d.serving.num_used_blocks() == 9
     p.serving.end(begun, heard=heard)
     until(lambda: is_quiet(p, d), p, d)
     assert len(d.serving.finished) == len(names)
@@ -596,7 +605,7 @@ def test_requests_that_are_computed_leave_room_for_the_longest_prompt(pair):
 
 
 @pytest.mark.parametrize("drafting", ["prefill", "decode"])
-def test_prompts_of_engines_that_draft_are_read_at_their_end(pair, drafting):
+def test_prompts_of_engines_that_draft_are_read_at_their_end(pair, drafting, watches):
     """What drafts write is not taken for granted there; and here they take blocks of their own."""
     p, d = pair(drafting=drafting)
     cut_prompts(p)
@@ -605,14 +614,14 @@ def test_prompts_of_engines_that_draft_are_read_at_their_end(pair, drafting):
     begin_chunk(p)()
     begin_chunk(p)()
     end = begin_chunk(p)
-    until(lambda: is_known(d), d)
-    look_again(d)
+    until(lambda: is_known(watches), d)
+    look_again(watches, d)
     assert parked(d) and not is_allocated(d)
     end()
     end = begin_last_chunk(p)
     until(lambda: is_allocated(d), d)
     (blocks,) = d.serving.scheduler.kv_cache_manager.get_block_ids(DECODED)
-    look_again(d)
+    look_again(watches, d)
     # Where the one that computes does not draft, it tells of what it has computed before.
     assert bool(bytes_read(d)) is (drafting == "decode")
     whole = end()

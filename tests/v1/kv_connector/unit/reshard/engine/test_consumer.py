@@ -86,7 +86,7 @@ class Worker:
         transfers, stats = Transfers(), ReshardStats()
         self.reads = ConsumerSide(self.peers, transfers, Notifier("me", stats), stats, 600.0)
         cache = SimpleNamespace(num_block_ids=1000)
-        self.reads.set_local_cache(SimpleNamespace(cache=cache))
+        self.reads.set_local_cache(SimpleNamespace(cache=cache, window_groups=frozenset()))
 
     def ask(self, peer: int, *request_ids: str, now_s: float = 0.0) -> None:
         """Ask for requests."""
@@ -253,7 +253,6 @@ class Prefetching:
         monkeypatch.setattr(Transfers, "give_up", lambda _, each: self.given_up.append(each))
         monkeypatch.setattr(Transfers, "advance", lambda *_: self._take_events())
         monkeypatch.setattr(Transfers, "promote", lambda _, each: self.promoted.append(each))
-        worker.reads._local_cache.window_groups = frozenset()
         self.source = RemoteEngineAddress("engine0", "p0.example", 5600)
         self.early = Receive(self.source, "x", [[7, 8]], [], 8, 8, is_early=True)
         peer = worker.peers.get_or_connect(self.source, 0.0)
@@ -393,7 +392,7 @@ def test_exception_while_something_is_prefetched_is_not_the_requests_end(prefetc
     assert prefetching.started == [(0, True), (2, False)]
 
 
-def test_request_that_fails_while_it_is_prefetched_does_not_wait_for_ever(prefetching):
+def test_request_that_fails_while_it_is_prefetched_does_not_wait_for_ever(prefetching, monkeypatch):
     """Its read may hang with an engine that is there: it has a deadline, and is broken off then."""
     prefetching.compute(5)
     reads = prefetching.worker.reads
@@ -403,7 +402,9 @@ def test_request_that_fails_while_it_is_prefetched_does_not_wait_for_ever(prefet
     assert prefetching.see() == [] and prefetching.worker.failed == ["d"]
     assert reads.next_due_s == 601.0
     broken_off: list = []
-    reads._peers.break_off = lambda connection, now_s: broken_off.append(connection)
+    monkeypatch.setattr(
+        prefetching.worker.peers, "break_off", lambda connection, _: broken_off.append(connection)
+    )
     reads.advance(601.0, UNLIMITED)
     assert broken_off == [prefetching.connection]
 

@@ -73,14 +73,16 @@ def test_other_layouts_have_other_plans(planned):
 def test_only_the_last_plans_are_kept(planned):
     """An engine that invents layouts costs time, and no memory."""
     planner = Planner(shards(), 0, "refuse")
-    for tp in (1, 2, 4, 8, 16):
-        for pp in (1, 2):
-            planner.plan(shards(pp, tp))
-    assert len(planned) == 10 and len(planner._planned) == MOST_PLANS
-    planner.plan(shards(2, 16))
+    layouts = [(pp, tp) for tp in (1, 2, 4, 8, 16) for pp in (1, 2)]
+    for layout in layouts:
+        planner.plan(shards(*layout))
     assert len(planned) == 10
-    planner.plan(shards(1, 1))
-    assert len(planned) == 11
+    for layout in layouts[-MOST_PLANS:]:
+        planner.plan(shards(*layout))
+    assert len(planned) == 10
+    for layout in layouts[:-MOST_PLANS]:
+        planner.plan(shards(*layout))
+    assert len(planned) == 10 + (10 - MOST_PLANS)
 
 
 def test_layout_that_does_not_fit_is_refused_every_time():

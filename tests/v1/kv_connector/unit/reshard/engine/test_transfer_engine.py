@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from random import Random
 from types import SimpleNamespace
@@ -27,7 +28,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import (
+    RENEWALS_PER_LEASE,
+    Renewals,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Report,
@@ -43,6 +47,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import Transfers
+
+LEASE_S = 30.0
 
 
 def test_reports_add_up():
@@ -191,7 +197,11 @@ def test_threads_choose_the_device_of_the_caches(engines, monkeypatch):
 
 def test_connection_that_died_while_it_was_idle_costs_nothing(engines, monkeypatch):
     """The lease's first renewal is refused over it, and the request is read with the next one."""
-    p, d = engines("prefill"), engines("decode")
+    later_s = 0.0
+    p, d = (
+        engines("prefill"),
+        engines("decode", lease_s=LEASE_S, clock=lambda: time.monotonic() + later_s),
+    )
     address = p.serve()
     progress = Progress(p, d)
     (transfer_engine,) = d.transfer_engines.values()
@@ -212,7 +222,7 @@ def test_connection_that_died_while_it_was_idle_costs_nothing(engines, monkeypat
         raise InDoubtError("NIXL_ERR_REMOTE_DISCONNECT")
 
     # Leases are renewed a few times in their time; it is over by the next request.
-    monkeypatch.setattr(transfer_engine._renewals, "_next_s", 0.0)
+    later_s = LEASE_S / RENEWALS_PER_LEASE
     for call in ("notify", "read"):
         monkeypatch.setattr(died.lane.agent, call, refuse)
     read("second", [2, 6, 5])

@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
     geometry as geometry_module,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
@@ -81,6 +82,7 @@ class Engine:
 
     Attributes:
         transfer_engines: What each rank's worker has its thread poll.
+        early: The requests that each of these waits for, where it may.
         caches: Of each layer of each rank, as planes.
     """
 
@@ -111,6 +113,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         shaped_by_backends: bool = forms.SHAPED_BY_BACKENDS,
         probes: bool = False,
+        role: str = "kv_both",
         **extra_config,
     ) -> None:
         self.engine_id, self.block_tokens, self.mla = engine_id, block_tokens, mla
@@ -154,7 +157,7 @@ class Engine:
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="NixlConnector",
-                kv_role="kv_both",
+                kv_role=role,
                 kv_connector_extra_config={
                     "kv_lease_duration": lease_s,
                     "num_threads": 0,
@@ -164,6 +167,7 @@ class Engine:
         )
         self.workers: dict[MeshRank, ReshardWorker] = {}
         self.transfer_engines: dict[MeshRank, TransferEngine] = {}
+        self.early: dict[MeshRank, EarlyRequests] = {}
         self.caches: dict[MeshRank, dict[str, torch.Tensor]] = {}
         backend = backend or forms.backend(mla=mla, shaped_by_backends=shaped_by_backends)
         describe_layer = forms.describe_layer(shaped_by_backends)
@@ -225,9 +229,13 @@ class Engine:
             }
         self.server: HandshakeServer | None = None
 
-    def _kept(self, rank: MeshRank, *parts: object, **others: object) -> TransferEngine:
+    def _kept(
+        self, rank: MeshRank, *parts: object, early: EarlyRequests | None = None
+    ) -> TransferEngine:
         """A worker's transfer engine, which is kept for tests to look at."""
-        self.transfer_engines[rank] = TransferEngine(*parts, **others)
+        if early is not None:
+            self.early[rank] = early
+        self.transfer_engines[rank] = TransferEngine(*parts, early=early)
         return self.transfer_engines[rank]
 
     @property

@@ -58,11 +58,6 @@ class MemoryAgent:
         """Whether it has not been closed."""
         return self.name in self._agents
 
-    @property
-    def num_lists(self) -> int:
-        """Lists that are prepared."""
-        return len(self._lists)
-
     def register(self, regions: Sequence[tuple[int, int, int]], memory: str | None = None) -> None:
         """Make memory known."""
         self.regions += [(address, address + size) for address, size, _ in regions]

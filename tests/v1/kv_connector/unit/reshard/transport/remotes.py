@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.v1.kv_connector.unit.reshard.transport.memory_agent import MemoryAgent
 from tests.v1.kv_connector.unit.reshard.transport.ranks import (
@@ -28,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
+    Prepared,
     Transfer,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection import PeerConnection
@@ -136,6 +139,25 @@ class Reader:
         while not connection.connect_next():
             pass
         return connection
+
+
+def open_lists(monkeypatch: pytest.MonkeyPatch, agent: Agent) -> set[Prepared]:
+    """The lists that an agent prepares from now on, as long as they are not given back."""
+    prepare, release = agent.prepare, agent.release_prepared
+    lists: set[Prepared] = set()
+
+    def prepare_one(*arguments: Any) -> Prepared:
+        prepared = prepare(*arguments)
+        lists.add(prepared)
+        return prepared
+
+    def release_one(prepared: Prepared) -> None:
+        release(prepared)
+        lists.remove(prepared)
+
+    monkeypatch.setattr(agent, "prepare", prepare_one)
+    monkeypatch.setattr(agent, "release_prepared", release_one)
+    return lists
 
 
 def read_block(

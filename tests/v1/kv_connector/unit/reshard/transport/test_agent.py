@@ -142,8 +142,7 @@ def test_closed_agent_leaves_nothing(agents):
     )
     indices = np.zeros(1, dtype=np.int32)
     transfer = reader.read(local, indices, remote, indices)
-    assert (reader.num_lists, reader.num_reads) == (2, 1)
+    assert None not in (remote.handle, local.handle, transfer.handle)
     reader.close()
-    assert (reader.num_lists, reader.num_reads) == (0, 0)
     assert remote.handle is local.handle is transfer.handle is None
     reader.close()

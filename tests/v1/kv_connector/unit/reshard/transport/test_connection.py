@@ -21,6 +21,7 @@ from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     memory_agent,
     nixl_reader,
     nixl_source,
+    open_lists,
     read_block,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import InDoubtError, TransferError
@@ -85,12 +86,13 @@ def test_workers_are_connected_one_by_one(reader):
     [(memory_agent, memory_agent), (nixl_source, nixl_reader)],
     ids=["memory", "nixl"],
 )
-def test_reads_messages_and_lookups(make_source, make_reader):
+def test_reads_messages_and_lookups(monkeypatch, make_source, make_reader):
     """What a connection is for, from each worker; its end leaves its lane as it was."""
     reader, engine = Reader(make_reader), RemoteEngineStub(2, make_source)
     lane = reader.make_lane()
-    before = lane.agent.num_lists
+    lists = open_lists(monkeypatch, lane.agent)
     connection = reader.connected(lane, engine, lambda: NOW_S)
+    assert lists
     source_blocks = BLOCKS[0].block_ids
     transfers = []
     for leg in connection.engine.legs:
@@ -115,7 +117,7 @@ def test_reads_messages_and_lookups(make_source, make_reader):
     connection.close()
     connection.close()
     assert not connection.is_connected and not lane.connections
-    assert lane.agent.num_lists == before and lane.agent.is_open
+    assert not lists and lane.agent.is_open
     for agent in engine.agents:
         with pytest.raises(TransferError):
             lane.notify(agent.name, b"", NOW_S)

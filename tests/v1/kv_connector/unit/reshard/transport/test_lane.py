@@ -21,6 +21,7 @@ from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     memory_agent,
     nixl_reader,
     nixl_source,
+    open_lists,
     read_block,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
@@ -318,17 +319,17 @@ def test_closed_lane_closes_its_connections(reader):
 # What its peers share.
 
 
-def test_connections_of_one_geometry_share_lists_of_our_memory(make_agents):
+def test_connections_of_one_geometry_share_lists_of_our_memory(monkeypatch, make_agents):
     """They are prepared once, and given back with the last connection that uses them."""
     make_source, make_reader = make_agents
     reader = Reader(make_reader)
     lane = reader.make_lane()
-    before = lane.agent.num_lists
+    lists = open_lists(monkeypatch, lane.agent)
     engines = [RemoteEngineStub(make_agent=make_source) for _ in range(3)]
-    connections, counts = [], [before]
+    connections, counts = [], [0]
     for engine in engines:
         connections.append(reader.connected(lane, engine))
-        counts.append(lane.agent.num_lists)
+        counts.append(len(lists))
     # The first has a list of ours besides what each has of its peer: the legs', and the table.
     first, *others = np.diff(counts)
     assert first == others[0] + 1 and len(set(others)) == 1
@@ -337,9 +338,9 @@ def test_connections_of_one_geometry_share_lists_of_our_memory(make_agents):
     transfer = read_block(connections[2])
     wait_until(lambda: connections[2].poll(transfer) is TransferState.DONE)
     connections[2].release(transfer)
-    assert lane.agent.num_lists == counts[1]
+    assert len(lists) == counts[1]
     connections[2].close()
-    assert lane.agent.num_lists == before
+    assert not lists
     lane.close()
     for agent in (agent for engine in engines for agent in engine.agents):
         agent.close()

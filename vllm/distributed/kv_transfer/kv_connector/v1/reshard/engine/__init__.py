@@ -13,6 +13,7 @@ metadata                    what scheduler and workers send each other
 failed_reads                how a request ends whose blocks may still be written
 connector_thread,
 transfer_engine             the connector's thread, and what it polls
+devices                     which device threads work with, and what it has still to do
 stalls                      threads that do not come round
 handovers                   from an offer to the first token
 idling                      when the engine's core takes no steps

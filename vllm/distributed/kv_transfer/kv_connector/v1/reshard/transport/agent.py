@@ -146,16 +146,6 @@ class NixlAgent:
         """Whether it has not been closed; to other threads, a hint."""
         return self._agent is not None
 
-    @property
-    def num_lists(self) -> int:
-        """Lists that are prepared."""
-        return len(self._lists)
-
-    @property
-    def num_reads(self) -> int:
-        """Reads that were posted and are not released."""
-        return len(self._reads)
-
     def register(
         self, regions: Sequence[tuple[int, int, int]], memory: Memory | None = None
     ) -> None:
