@@ -457,3 +457,20 @@ def test_request_that_was_received_in_time_costs_no_connection(worker):
     worker.reads.advance(600.0, UNLIMITED)
     assert worker.reads.take_received() == {"a"}
     assert not broken_off and not worker.reads.take_failed() and worker.reads.next_due_s is None
+
+
+@pytest.mark.parametrize(
+    ("is_connected", "waited_for"), [(False, "{} to be connected"), (True, "its turn at {}")]
+)
+def test_line_of_a_request_that_was_not_begun_in_time(
+    worker, is_connected, waited_for, caplog_vllm
+):
+    """It tells whether the engine was the one to wait for, or the requests before it."""
+    worker.ask(0, "a")
+    worker.poll()
+    if is_connected:
+        worker.answer()
+        worker.peers.advance(0.0)
+    worker.reads.advance(600.0, UNLIMITED)
+    assert set(worker.reads.take_failed()) == {"a"}
+    assert "waited 600 s for " + waited_for.format("engine0 at p0.example:5600") in caplog_vllm.text

@@ -416,7 +416,8 @@ class ConsumerSide:
             waited_for = f"{num_parts} reads from {where}"
             self._break_off(reading, now_s)
         elif reading.connection is None:
-            waited_for = f"{where} to be connected"
+            is_connected = reading.peer is not None and reading.peer.connection is not None
+            waited_for = f"its turn at {where}" if is_connected else f"{where} to be connected"
         elif waits_for_offer(reading):
             fault = f"{where} did not say within {self._timeout_s:g} s what it offers: {_NO_OFFER}"
             self._fail(reading, fault, ReadFailure.LEASE)

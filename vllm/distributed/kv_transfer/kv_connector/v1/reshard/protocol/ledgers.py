@@ -333,8 +333,8 @@ class ConsumerLedger(Generic[AnyRead]):
        v                  v               v     last part drained    v
      FAILED --------------------------------------------------------------> over
 
-    Parts may be prefetched before a request is offered. It goes on to wait when the last of them is
-    drained; one that has failed is over then.
+    Parts may be prefetched before a request is offered. They end nothing when they are drained,
+    unless the request has failed.
 
     A request fails at once, and for good: one fault is enough, and nothing turns a failed request
     into a received one. It is *over* exactly once, and only after everything that could still write
