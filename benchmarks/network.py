@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from tools.pdstack.errors import NetworkError
 from tools.pdstack.hosts import cannot_enter, enter, namespace, run
 
 _CLONE_NEWNS = 0x20000
@@ -18,6 +20,8 @@ _ADDRESSES = "198.18.51.1", "198.18.51.2"
 
 _TRANSPORTS = "tcp"
 _DEVICE = "link0"
+_UP_LIMIT_S, _LOOK_S = 10.0, 0.01
+
 _BUFFER_S = 0.02
 """How much a link without delay may hold back: a few round trips of a network within a building."""
 
@@ -111,11 +115,25 @@ def sites(link: Link | None) -> Iterator[tuple[Site, Site]]:
             for device in ("lo", _DEVICE):
                 run("ip", "-n", name, "link", "set", device, "up")
             run(*f"tc -n {name} qdisc add dev {_DEVICE} root {_shape(link)}".split())
+        for name in names:
+            _wait_until_up(name)
         first, second = (
             Site(address, name, _TRANSPORTS, _DEVICE)
             for name, address in zip(names, _ADDRESSES, strict=True)
         )
         yield first, second
+
+
+def _wait_until_up(name: str) -> None:
+    """Wait for the kernel to say that a link can be used, without which UCX finds no device.
+
+    Linux says so up to a second after both ends were set up (`net/core/link_watch.c`).
+    """
+    ends_s = time.monotonic() + _UP_LIMIT_S
+    while " state UP " not in run("ip", "-n", name, "-o", "link", "show", _DEVICE):
+        if time.monotonic() > ends_s:
+            raise NetworkError(f"a link of {name} was not up within {_UP_LIMIT_S:g} s")
+        time.sleep(_LOOK_S)
 
 
 def _shape(link: Link) -> str:

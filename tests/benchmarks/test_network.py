@@ -24,8 +24,9 @@ LIMIT_S = 60.0
 def listen(site: Site) -> socket.socket:
     """Listen in a namespace. The calling thread stays there."""
     move_to(site)
-    # Where UCX looks for its devices.
-    assert site.device is not None and Path("/sys/class/net", site.device).exists()
+    # Where UCX looks for its devices, and takes those that are up.
+    assert site.device is not None
+    assert Path("/sys/class/net", site.device, "operstate").read_text().strip() == "up"
     return socket.create_server((site.host, 0))
 
 

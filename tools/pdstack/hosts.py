@@ -289,8 +289,8 @@ def _set_network(descriptor: int, name: str) -> None:
         raise cannot_enter(name)
 
 
-def run(*command: str) -> None:
-    """Run `ip` or `tc`.
+def run(*command: str) -> str:
+    """Run `ip` or `tc`; returns what it has printed.
 
     Raises:
         NetworkError: it is not installed, or has failed.
@@ -301,6 +301,7 @@ def run(*command: str) -> None:
     if done.returncode != 0:
         message = " ".join(done.stderr.split())
         raise NetworkError(f"not allowed here, or not known to this kernel: {message}")
+    return done.stdout
 
 
 def _try(*command: str) -> None:
