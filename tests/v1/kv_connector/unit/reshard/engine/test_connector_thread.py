@@ -42,8 +42,8 @@ class TransferEngine:
         self.is_moving = self.is_talking = self.has_backlog = self.has_moved = False
         self.due_s: float | None = None
         self.fault: Exception | None = None
-        self.may_turn, self.may_tell = threading.Event(), threading.Event()
-        self.may_turn.set()
+        self.may_poll, self.may_tell = threading.Event(), threading.Event()
+        self.may_poll.set()
         self.may_tell.set()
         self.stats: ReshardStats | None = None
         self.stood_still_s: list[float] = []
@@ -52,7 +52,7 @@ class TransferEngine:
     def poll(self, steps: list[SchedulerStep], now_s: float) -> Report:
         """Poll."""
         self.begun += 1
-        assert self.may_turn.wait(DEADLINE_S)
+        assert self.may_poll.wait(DEADLINE_S)
         self.num_polls += 1
         taken = list(steps)
         steps.clear()
@@ -315,7 +315,7 @@ def test_poll_that_does_not_come_back_is_told_once(transfer_engine, caplog_vllm)
     """The engine's thread says how long it has taken, and where it is."""
     clock = Clock()
     thread = ConnectorThread(transfer_engine, clock)
-    transfer_engine.may_turn.clear()
+    transfer_engine.may_poll.clear()
     thread.start()
     try:
         wait_until(lambda: transfer_engine.begun)
@@ -331,7 +331,7 @@ def test_poll_that_does_not_come_back_is_told_once(transfer_engine, caplog_vllm)
         )
         assert "poll (" in line
     finally:
-        transfer_engine.may_turn.set()
+        transfer_engine.may_poll.set()
         thread.close()
 
 
@@ -339,19 +339,19 @@ def test_turn_that_begins_late_is_told_of(transfer_engine, monkeypatch, caplog_v
     """For how long nobody could be heard, whether a call or the machine has held the thread."""
     monkeypatch.setattr(connector_thread, "STALL_S", 0.2)
     thread = ConnectorThread(transfer_engine)
-    transfer_engine.may_turn.clear()
+    transfer_engine.may_poll.clear()
     thread.start()
     try:
         wait_until(lambda: transfer_engine.begun)
         late_at_s = time.monotonic() + 0.3
         wait_until(lambda: time.monotonic() > late_at_s)
-        transfer_engine.may_turn.set()
+        transfer_engine.may_poll.set()
         thread.wake()
         wait_until(lambda: transfer_engine.stood_still_s)
         assert transfer_engine.stood_still_s[0] >= 0.3
         assert "comes round 0." in caplog_vllm.text
     finally:
-        transfer_engine.may_turn.set()
+        transfer_engine.may_poll.set()
         thread.close()
 
 

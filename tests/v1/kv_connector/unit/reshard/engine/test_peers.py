@@ -662,7 +662,7 @@ def test_lane_that_cannot_be_made_fails_its_peers_handshake(table, network):
     assert len(network.lanes) == 2
 
 
-def test_workers_are_connected_one_in_a_turn(table, network):
+def test_workers_are_connected_one_in_a_poll(table, network):
     """Each takes NIXL a while: what is on its way is looked at in between."""
     peer = table.get_or_connect(ADDRESS, 0.0)
     table.advance(0.0)

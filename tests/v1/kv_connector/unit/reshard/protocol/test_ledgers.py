@@ -396,14 +396,16 @@ class TestConsumer:
         """A full prefix-cache hit has nothing to wait for."""
         a = Consumer()
         a.ledger.post(a.read, [])
-        assert a.ended == [None]
+        assert a.read.state is ReadState.READING
+        assert a.ledger.advance(a.read) and a.ended == [None]
 
     def test_checks_follow_the_parts(self):
         """A request is received when what arrived has been looked up."""
         a = Consumer()
         a.ledger.post(a.read, [0], pending_checks=2)
         assert a.drain(0) and a.read.state is ReadState.CHECKING
-        assert not a.drain(0)
+        # As after an exception, when what has happened is taken note of once more.
+        assert a.drain(0) and a.read.checks_left == 2
         a.ledger.check_done(a.read)
         assert a.ended == []
         a.ledger.check_done(a.read)
@@ -440,10 +442,18 @@ class TestConsumer:
         a.ledger.check_done(a.read)
         assert a.ended == []
 
+    def test_failure_is_taken_note_of_at_once(self, monkeypatch):
+        """Whatever else raises: it is not failed again, and would never end."""
+        a = Consumer()
+        monkeypatch.setattr(ConsumerLedger, "advance", lambda *_: 1 / 0)
+        assert a.ledger.fail(a.read, "lease ran out")
+        assert a.failed == a.ended == ["lease ran out"]
+
     def test_request_that_is_over_does_not_fail(self):
         """It was received, though nothing has heard of that yet."""
         a = Consumer()
         a.ledger.post(a.read, [])
+        a.ledger.advance(a.read)
         assert not a.ledger.fail(a.read, "too late")
         assert a.ended == [None] and a.failed == []
 
@@ -518,6 +528,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         self.parts[request_id] |= parts
         self.steps[request_id] = steps
         self.ledger.post(self.reads[request_id], parts, pending_checks=steps)
+        assert self.ledger.advance(self.reads[request_id]) == (not self.parts[request_id])
 
     @precondition(lambda self: any(self.parts.values()))
     @rule(data=st.data())

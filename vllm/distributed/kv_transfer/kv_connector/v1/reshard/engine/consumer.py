@@ -323,7 +323,7 @@ class ConsumerSide:
             self._ledger.post(reading, keys, pending_checks=num_tables)
             reading.tell(self._now_s)
             self._transfers.start(request_id, parts, connection, first_key=keys.start)
-            if num_tables and not reading.parts:
+            if self._ledger.advance(reading) and num_tables:
                 self._look_up(reading)
         except Exception as error:
             self._lose(request_id, error)

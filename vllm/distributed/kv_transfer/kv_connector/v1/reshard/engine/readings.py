@@ -116,7 +116,7 @@ class Reading(Read):
         logger.debug(
             "Request %s: %s at engine %s, after %.1f ms of %s%s.",
             quote(self.request_id),
-            self.state.value,
+            one_line(self.state.value),
             quote(self.receive.source.engine_id),
             1e3 * (now_s - since_s),
             one_line(told.value),

@@ -35,7 +35,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from .fingerprint import OfferFingerprint, OfferSecret
 from .ids import RequestId
-from .quoting import quote
+from .quoting import one_line, quote
 from .states import ReadState
 
 AnyRead = TypeVar("AnyRead", bound="Read")
@@ -362,14 +362,14 @@ class ConsumerLedger(Generic[AnyRead]):
     def prefetch(self, read: AnyRead, parts: Iterable[int]) -> None:
         """Account for parts of a request that is not offered yet."""
         assert read.state is ReadState.PREFETCHING, (
-            f"{quote(read.request_id)} is {read.state.value}"
+            f"{quote(read.request_id)} is {one_line(read.state.value)}"
         )
         read.parts.update(parts)
 
     def offer(self, read: AnyRead) -> None:
         """A request is offered of which something was prefetched."""
         assert read.state is ReadState.PREFETCHING, (
-            f"{quote(read.request_id)} is {read.state.value}"
+            f"{quote(read.request_id)} is {one_line(read.state.value)}"
         )
         read.state = ReadState.WAITING
 
@@ -378,26 +378,36 @@ class ConsumerLedger(Generic[AnyRead]):
 
         Args:
             read: The request.
-            parts: The parts in flight. Without any, and without checks, it is over at once.
+            parts: The parts in flight. Where there are none, `advance` goes on.
             pending_checks: How often `check_done` is called once all parts are drained.
         """
-        assert read.state is ReadState.WAITING, f"{quote(read.request_id)} is {read.state.value}"
+        assert read.state is ReadState.WAITING, (
+            f"{quote(read.request_id)} is {one_line(read.state.value)}"
+        )
         read.state = ReadState.READING
         read.parts.update(parts)
         read.checks_left = pending_checks
-        self._go_on(read)
 
     def part_drained(self, read: AnyRead, part: int) -> bool:
-        """Take note that nothing writes for a part any more.
+        """Take note that nothing writes for a part any more; returns what `advance` does."""
+        read.parts.discard(part)
+        return self.advance(read)
+
+    def advance(self, read: AnyRead) -> bool:
+        """Go on with a request whose parts are drained.
 
         Returns:
-            Whether this was the last part of a request that was posted and has not failed, so that
-            the checks that follow may begin.
+            Whether it was posted and has not failed, so that the checks that follow may begin. The
+            same again is answered alike.
         """
-        was_reading = read.state is ReadState.READING
-        read.parts.discard(part)
-        self._go_on(read)
-        return was_reading and not read.parts
+        if not read.parts and not read.is_over:
+            if read.state is ReadState.READING:
+                read.state = ReadState.CHECKING
+            is_checked = read.state is ReadState.CHECKING and not read.checks_left
+            if is_checked or read.state is ReadState.FAILED:
+                read.is_over = True
+                self._ended.append(read)
+        return not read.parts and read.state is ReadState.CHECKING
 
     def fail(self, read: AnyRead, fault: str) -> bool:
         """Fail a request.
@@ -409,14 +419,17 @@ class ConsumerLedger(Generic[AnyRead]):
             return False
         read.state, read.fault = ReadState.FAILED, fault
         self._failed.append(read)
-        self._go_on(read)
+        # Not by a call, which may raise: what has failed is not failed again, and would never end.
+        if not read.parts:
+            read.is_over = True
+            self._ended.append(read)
         return True
 
     def check_done(self, read: AnyRead) -> None:
         """Take note that one of the checks that follow the parts has ended."""
         if read.state is ReadState.CHECKING and not read.is_over:
             read.checks_left -= 1
-            self._go_on(read)
+            self.advance(read)
 
     def take_failed(self) -> list[AnyRead]:
         """The requests that have failed since the last call, in the order in which they did."""
@@ -430,13 +443,3 @@ class ConsumerLedger(Generic[AnyRead]):
             read.state = ReadState.ENDED
             del self.by_id[read.request_id]
         return ended
-
-    def _go_on(self, read: AnyRead) -> None:
-        if read.parts or read.is_over:
-            return
-        if read.state is ReadState.READING:
-            read.state = ReadState.CHECKING
-        is_checked = read.state is ReadState.CHECKING and not read.checks_left
-        if is_checked or read.state is ReadState.FAILED:
-            read.is_over = True
-            self._ended.append(read)

@@ -311,14 +311,15 @@ class HandshakeClient:
             loop.close()
             with self._lock:
                 self._loop, left = None, list(self._pending.items())
+                breakdown = self._breakdown
             # Where the loop could not even do that, or was asked meanwhile.
             for future, handshake in left:
-                if self._breakdown is None:
+                if breakdown is None:
                     future.cancel()
                     continue
                 with suppress(InvalidStateError):
                     # It may be cancelled at this moment.
-                    future.set_exception(handshake.error(_broken_off(self._breakdown)))
+                    future.set_exception(handshake.error(_broken_off(breakdown)))
 
     async def _end_tasks(self) -> None:
         """End all that runs on the loop, and all that was about to begin there."""
