@@ -235,6 +235,23 @@ def test_engine_that_goes_on_is_not_struck(scene):
     assert scene.fakes.done[-1] == "resume"
 
 
+def test_state_that_was_passed_by_is_reached_by_the_next_attempt(scene, monkeypatch):
+    """A machine under load may be too slow for one: nothing was struck then."""
+    strike, attempts = EarlyNemesis._strike, []
+
+    def late_once(nemesis: EarlyNemesis, fault: Fault) -> str:
+        attempts.append(fault)
+        scene.fakes.goes_on = len(attempts) == 1
+        # What was held and asked for before is over by then.
+        scene.fakes.num_held = 0
+        scene.fakes.asked.clear()
+        return strike(nemesis, fault)
+
+    monkeypatch.setattr(EarlyNemesis, "_strike", late_once)
+    assert scene.strike(FaultKind.EARLY_KILL_COMPUTING)
+    assert len(attempts) == 2 and scene.steps("kill") == [("kill", P)]
+
+
 def test_state_that_is_not_reached_is_told(scene, monkeypatch):
     """Nothing is struck at a random moment instead."""
     reading = scene.fakes.read_pool
