@@ -187,8 +187,8 @@ class _Reader:
         if self._area is not None:
             agent.register([self._area.region])
         self._lane = Lane(agent)
-        self._local = LocalCache(rank.shard.rank, rank.cache, frozenset())
-        lowered = lower_engine(descriptions, plan, self._local, self._area)
+        local = LocalCache(rank.shard.rank, rank.cache, frozenset())
+        lowered = lower_engine(descriptions, plan, local, self._area)
         self._connection = PeerConnection(self._lane, lowered, DEADLINE_S, time.monotonic)
         while not self._connection.connect_next():
             pass
@@ -205,7 +205,7 @@ class _Reader:
             source, REQUEST, blocks, held, model.num_tokens, model.num_tokens, offered
         )
         began_s = time.perf_counter()
-        selected, parts = RequestBlocks(receive, self._local), list[Part]()
+        selected, parts = RequestBlocks(receive), list[Part]()
         for leg in self._connection.engine.legs:
             parts += self._transfers.cut(leg, selected.select(leg.leg))
         self._transfers.start(REQUEST, parts, self._connection)

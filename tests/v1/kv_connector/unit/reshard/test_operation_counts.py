@@ -26,7 +26,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import coun
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.lowering import lower_read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.staging import Scatter, stage_leg
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import StagingPolicy
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
     RemoteEngineAddress,
@@ -39,7 +38,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
-    LocalCache,
     PreparedLeg,
     PreparedStaging,
     RequestBlocks,
@@ -201,7 +199,7 @@ def test_what_many_ranks_have_in_common_is_found_once(monkeypatch):
         blocks, num_tokens = [[*range(1, 1 + num_blocks)]], num_blocks * BLOCK_TOKENS
         source = RemoteEngineAddress("engine", "p.example", 5600)
         receive = Receive(source, "r", blocks, blocks, num_tokens, num_tokens)
-        request = RequestBlocks(receive, LocalCache(MeshRank(0, 0), cache(1, 4096), frozenset()))
+        request = RequestBlocks(receive)
         parts = [part for leg in legs for part in transfers.cut(leg, request.select(leg.leg))]
         assert {part.window is None for part in parts} == {True} and len(parts) == len(legs)
         assert (match.call_count, count.call_count) == (1, num_counts)

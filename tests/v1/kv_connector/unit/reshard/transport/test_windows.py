@@ -54,7 +54,7 @@ def cache(kernel: tuple[int, int]) -> RankCache:
     return RankCache(NUM_BLOCK_IDS, 0, {0: LayerCache((plane,), 0, blocks_per_id)})
 
 
-def connect(src: tuple[int, int], dst: tuple[int, int]) -> tuple[LoweredEngine, LocalCache]:
+def connect(src: tuple[int, int], dst: tuple[int, int]) -> LoweredEngine:
     """What the handshake makes of two engines.
 
     Raises:
@@ -63,7 +63,7 @@ def connect(src: tuple[int, int], dst: tuple[int, int]) -> tuple[LoweredEngine, 
     (shard,) = SHARDS
     local = LocalCache(shard.rank, cache(dst), frozenset({0}))
     description = WorkerDescription("engine", shard, cache(src), LeaseTable(16).address, b"")
-    return lower_engine({shard.rank: description}, plan_reshard(SHARDS, SHARDS), local), local
+    return lower_engine({shard.rank: description}, plan_reshard(SHARDS, SHARDS), local)
 
 
 def kept(num_tokens: int, tokens_per_id: int) -> tuple[int, int]:
@@ -90,7 +90,7 @@ def test_handshake_accepts_what_requests_can_read(src, dst):
     left = {0, *(edge + more for edge in (src_tokens, dst_tokens) for more in (-1, 0, 1))}
     left |= {2 * src_tokens, 2 * dst_tokens, src_tokens + dst_tokens}
     try:
-        lowered, local = connect(src, dst)
+        lowered = connect(src, dst)
     except RemoteLayoutError as error:
         assert f"blocks of {src_tokens} tokens at the source that hold a sliding" in str(error)
         assert f"may not fill blocks of {dst_tokens} tokens here" in str(error)
@@ -105,7 +105,7 @@ def test_handshake_accepts_what_requests_can_read(src, dst):
     (leg,) = (each.leg for each in worker.legs)
     for num_tokens in (WINDOW_TOKENS - 1 + each for each in sorted(left)):
         of_prompt = request(num_tokens, src_tokens, dst_tokens)
-        (selection,) = RequestBlocks(of_prompt, local).select(leg)
+        (selection,) = RequestBlocks(of_prompt).select(leg)
         # All tokens of our blocks are read, as far as the prompt goes.
         starts = selection.overlap.chunk_starts
         first = kept(num_tokens, dst_tokens)[1] * dst_tokens

@@ -81,7 +81,6 @@ class ConsumerSide:
         self._prefetcher = Prefetcher(self._readings, transfers, stats)
         self._lease_checks = LeaseChecks(peers)
         self._completions = CompletionHandler(self._readings, notifier, stats, self._doubt)
-        self._local_cache: LocalCache | None = None
 
     def __len__(self) -> int:
         """Requests that are not drained."""
@@ -105,7 +104,7 @@ class ConsumerSide:
 
     def set_local_cache(self, local_cache: LocalCache) -> None:
         """Where to read to, known once the caches are registered."""
-        self._local_cache = self._prefetcher.local_cache = local_cache
+        self._prefetcher.window_groups = local_cache.window_groups
         self._doubt.num_block_ids = local_cache.cache.num_block_ids
 
     def start_request(
@@ -293,7 +292,6 @@ class ConsumerSide:
 
     def _begin(self, reading: Reading, connection: PeerConnection, now_s: float) -> None:
         """Queue the reads of a request."""
-        assert self._local_cache is not None
         request_id, engine = reading.request_id, connection.engine
         if self._doubt.are_too_many and reading.peer is not None and reading.peer.is_suspect(now_s):
             reason = f"{self._doubt.count:d} blocks may still be written by earlier reads"
@@ -304,7 +302,7 @@ class ConsumerSide:
             # The same blocks are read into once nothing else is: see `_apply`.
             return
         try:
-            blocks = RequestBlocks(rest, self._local_cache)
+            blocks = RequestBlocks(rest)
             selected = [(leg, blocks.select(leg.leg)) for leg in engine.legs]
         except ReshardError as error:
             self._fail(reading, str(error), ReadFailure.PARAMETERS)

@@ -9,6 +9,8 @@ All of this belongs to the connector's thread.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from vllm.logger import init_logger
 
 from ..errors import ReshardError
@@ -17,7 +19,7 @@ from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
 from ..protocol.states import ReadState
 from ..transport.connection import PeerConnection
-from ..transport.remote import LocalCache, RequestBlocks
+from ..transport.remote import RequestBlocks
 from ..transport.transfers import Part, PartDrained, PartEvent, Transfers
 from .prefetch import FullGroups, Prefetched
 from .readings import Reading, Readings
@@ -35,7 +37,8 @@ class Prefetcher:
         stats: Where to count.
 
     Attributes:
-        local_cache: Where to read to, once the caches are registered.
+        window_groups: The KV-cache groups here that keep the last tokens of a sequence only; None
+            until the caches are registered.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class Prefetcher:
         self._readings = readings
         self._transfers = transfers
         self._stats = stats
-        self.local_cache: LocalCache | None = None
+        self.window_groups: Set[int] | None = None
 
     def read(
         self,
@@ -140,9 +143,9 @@ class Prefetcher:
             if reading is not None:
                 self._invalidate(reading)
             return
-        assert self.local_cache is not None
+        assert self.window_groups is not None
         legs = (each.leg for each in connection.engine.legs)
-        groups = FullGroups.of(legs, part.remote_block_ids, self.local_cache.window_groups)
+        groups = FullGroups.of(legs, part.remote_block_ids, self.window_groups)
         wanted = prefetched.next(part, groups)
         if wanted is None:
             return
@@ -170,8 +173,7 @@ class Prefetcher:
         Raises:
             RemoteLayoutError: They are not there.
         """
-        assert self.local_cache is not None
-        blocks = RequestBlocks(wanted, self.local_cache)
+        blocks = RequestBlocks(wanted)
         return [
             part
             for leg in connection.engine.legs

@@ -233,7 +233,7 @@ class Readings:
             failure: Of what kind that is; None where it is told elsewhere.
             now_s: The time.
         """
-        if reading.is_over or reading.state is ReadState.FAILED:
+        if reading.is_decided:
             return
         if reading.state is ReadState.PREFETCHING:
             # What is under way of it is not waited for without an end.

@@ -323,6 +323,11 @@ class Read:
     fault: str | None = None
     is_over: bool = False
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether it was received, or has failed: neither turns into the other."""
+        return self.is_over or self.state is ReadState.FAILED
+
 
 class ConsumerLedger(Generic[AnyRead]):
     """The requests that a decode worker reads blocks for.
@@ -361,16 +366,12 @@ class ConsumerLedger(Generic[AnyRead]):
 
     def prefetch(self, read: AnyRead, parts: Iterable[int]) -> None:
         """Account for parts of a request that is not offered yet."""
-        assert read.state is ReadState.PREFETCHING, (
-            f"{quote(read.request_id)} is {one_line(read.state.value)}"
-        )
+        _expect(read, ReadState.PREFETCHING)
         read.parts.update(parts)
 
     def offer(self, read: AnyRead) -> None:
         """A request is offered of which something was prefetched."""
-        assert read.state is ReadState.PREFETCHING, (
-            f"{quote(read.request_id)} is {one_line(read.state.value)}"
-        )
+        _expect(read, ReadState.PREFETCHING)
         read.state = ReadState.WAITING
 
     def post(self, read: AnyRead, parts: Iterable[int], *, pending_checks: int = 0) -> None:
@@ -381,9 +382,7 @@ class ConsumerLedger(Generic[AnyRead]):
             parts: The parts in flight. Where there are none, `advance` goes on.
             pending_checks: How often `check_done` is called once all parts are drained.
         """
-        assert read.state is ReadState.WAITING, (
-            f"{quote(read.request_id)} is {one_line(read.state.value)}"
-        )
+        _expect(read, ReadState.WAITING)
         read.state = ReadState.READING
         read.parts.update(parts)
         read.checks_left = pending_checks
@@ -415,7 +414,7 @@ class ConsumerLedger(Generic[AnyRead]):
         Returns:
             Whether it was being received, and had not failed before.
         """
-        if read.is_over or read.state is ReadState.FAILED:
+        if read.is_decided:
             return False
         read.state, read.fault = ReadState.FAILED, fault
         self._failed.append(read)
@@ -443,3 +442,7 @@ class ConsumerLedger(Generic[AnyRead]):
             read.state = ReadState.ENDED
             del self.by_id[read.request_id]
         return ended
+
+
+def _expect(read: Read, state: ReadState) -> None:
+    assert read.state is state, f"{quote(read.request_id)} is {one_line(read.state.value)}"

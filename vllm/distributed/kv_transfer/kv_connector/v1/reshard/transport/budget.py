@@ -3,8 +3,7 @@
 
 The connector's thread shares the interpreter with the engine's, which waits for as long as a poll
 takes at worst. So whatever may pile up is worked off in pieces, and the budget is asked after each
-of
-them: one is always done, so that everything gets on.
+of them: one is always done, so that everything gets on.
 """
 
 from __future__ import annotations

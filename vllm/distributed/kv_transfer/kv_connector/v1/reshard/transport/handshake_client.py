@@ -316,10 +316,10 @@ class HandshakeClient:
             for future, handshake in left:
                 if breakdown is None:
                     future.cancel()
-                    continue
-                with suppress(InvalidStateError):
-                    # It may be cancelled at this moment.
-                    future.set_exception(handshake.error(_broken_off(breakdown)))
+                else:
+                    with suppress(InvalidStateError):
+                        # It may be cancelled at this moment.
+                        future.set_exception(handshake.error(_broken_off(breakdown)))
 
     async def _end_tasks(self) -> None:
         """End all that runs on the loop, and all that was about to begin there."""

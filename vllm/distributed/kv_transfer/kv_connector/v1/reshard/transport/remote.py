@@ -93,11 +93,10 @@ class RequestBlocks:
 
     Args:
         receive: The request.
-        local_cache: What this worker reads into.
     """
 
-    def __init__(self, receive: Receive, local_cache: LocalCache) -> None:
-        self._receive, self._local_cache = receive, local_cache
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
         self._overlaps: dict[Hashable, Overlap | None] = {}
 
     def select(self, leg: Leg) -> list[Selection]:
