@@ -170,11 +170,16 @@ def result_tables(results: Sequence[Result]) -> list[Table]:
 
 
 def missing_lines(results: Iterable[Result]) -> list[str]:
-    """Why variants were not measured, each reason once."""
+    """Why variants were not measured, in a line for each variant and reason.
+
+    A reason may go on with a traceback or the end of a log, which the JSON file keeps.
+    """
     reasons: dict[str, list[str]] = {}
     for result in results:
         for variant, reason in result.missing.items():
-            reasons.setdefault(f"{variant}: {reason}", []).append(result.case)
+            line, _, more = reason.partition("\n")
+            where = " (the JSON file has the rest)" if more else ""
+            reasons.setdefault(f"{variant}: {line}{where}", []).append(result.case)
     return [f"Not measured ({'; '.join(cases)}): {reason}" for reason, cases in reasons.items()]
 
 

@@ -93,6 +93,17 @@ def test_reasons_are_told_as_they_are(results):
     ]
 
 
+def test_reason_with_a_traceback_is_told_in_one_line():
+    """What a process that failed says of it is kept in the JSON file, and not printed."""
+    reason = "decode failed: it broke\nTraceback (most recent call last):\n  File"
+    results = [Result(Part.NETWORK, case, missing={"ours": reason}) for case in ("1 ms", "10 ms")]
+    assert missing_lines(results) == [
+        "Not measured (1 ms; 10 ms): ours: decode failed: it broke (the JSON file has the rest)"
+    ]
+    written = to_json({}, {}, results, [], [])
+    assert [each["missing"]["ours"] for each in written["results"]] == [reason, reason]
+
+
 def test_goals_are_shown_with_how_many_cases_meet_them(results):
     """What is met and what is not can be seen, each in its unit."""
     text = printed(goal_table(goals(judge(results))))
