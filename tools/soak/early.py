@@ -5,8 +5,8 @@ A fault at a random moment meets a request that is known, computed or offered, a
 which. So the engine is brought into the state, and kept there until it is struck:
 
     known       its seats are taken by requests that write long answers; others queue
-    computing   most of its pool is held for reads that do not come; no prompt comes to its end,
-                and each is preempted again and again
+    computing   most of its pool is held for reads that do not come; no prompt comes to its end:
+                each is preempted, and waits until there are blocks for all of it
     offered     workers of the decode engines are stopped before, so that they see no offer
 
 There is no load meanwhile: states are what they are planned to be, and limits are those of the
@@ -43,9 +43,6 @@ _LOOKED_S = 1.0
 """By then a decode engine that is connected has looked, which it does each 10 ms at most."""
 
 _SEEN_WITHIN_S = 60.0
-_ATTEMPTS = 3
-"""A machine under load passes a state by: held blocks were free again, as their lease had run out,
-before two engines' requests were computed beside them (two strikes of 22 at a load of 40)."""
 
 _BLOCK_TOKENS = 128
 _STRUCK = "when P was struck"
@@ -99,19 +96,13 @@ class EarlyNemesis:
         """Bring an engine into a state, strike it there, and heal it; returns what was seen.
 
         Raises:
-            UnseenError: it did not come into the state at any attempt; this is the first one's.
+            UnseenError: it did not come into the state.
             PrefillError: it failed before it was struck.
             PDStackError: it does not come back.
         """
         self._clients.pause()
         try:
-            unseen = []
-            for _ in range(_ATTEMPTS):
-                try:
-                    return self._strike(fault)
-                except UnseenError as error:
-                    unseen.append(error)
-            raise unseen[0]
+            return self._strike(fault)
         finally:
             self._clients.resume()
 
@@ -194,11 +185,22 @@ class EarlyNemesis:
         with ThreadPoolExecutor(len(held)) as executor:
             list(executor.map(lambda each: self._prefill(target, each), held))
         before = self._see(target, "holding", lambda pool: pool.held_blocks > 0, pokes=True)
+        prefetched_bytes = self._prefetched_bytes()
         asked = ask()
-        # That one is preempted is told with its first token: not before it is struck.
-        after = self._see(target, "computing", lambda pool: pool.usage > before.usage)
+        # More blocks are in use for a moment only: a request that is preempted gives its own back,
+        # and is not scheduled again before there is room for them and one more. What was read of
+        # them stays read. Of preemptions metrics tell with the first token: after the strike.
+        after = self._see(
+            target,
+            "computing",
+            lambda pool: pool.usage > before.usage or self._prefetched_bytes() > prefetched_bytes,
+        )
         self._wait(_LOOKED_S)
-        return asked, f"{before.usage:.0%} of the pool were held, and {after.usage:.0%} in use"
+        prefetched_bytes = self._prefetched_bytes() - prefetched_bytes
+        return asked, (
+            f"{before.usage:.0%} of the pool were held, {after.usage:.0%} in use; decode engines "
+            f"had prefetched {prefetched_bytes / 1024:.0f} KiB"
+        )
 
     def _let_offer(self, fault: Fault, ask: AskAll, stack: ExitStack) -> tuple[list[EarlyAsk], str]:
         stopped = [
@@ -250,6 +252,11 @@ class EarlyNemesis:
         if not seen:
             raise UnseenError(f"{name} was not {what} within {_SEEN_WITHIN_S:g} s")
         return seen[0]
+
+    def _prefetched_bytes(self) -> float:
+        """What decode engines have prefetched since they were started."""
+        readings = map(self._fleet.read_pool, self._fleet.names(Role.DECODE))
+        return sum(each.prefetched_bytes for each in readings if each is not None)
 
     def _expect(self, label: str, at_s: float, within_s: float) -> None:
         """Note down by when requests have to have ended."""

@@ -52,8 +52,9 @@ class Fakes:
         return Server(name, f"http://{name}")
 
     def read_pool(self, name: str) -> PoolReading:
-        """What the prefill engine has at the moment."""
-        assert name == P
+        """What an engine has at the moment."""
+        if name != P:
+            return pool(engine=name)
         num_waiting = len([each for each, *_ in self.asked if not each.prefill.done()])
         is_short = bool(self.num_held and num_waiting)
         has_offers = self.num_held or any(each.prefill.done() for each, *_ in self.asked)
@@ -235,21 +236,20 @@ def test_engine_that_goes_on_is_not_struck(scene):
     assert scene.fakes.done[-1] == "resume"
 
 
-def test_state_that_was_passed_by_is_reached_by_the_next_attempt(scene, monkeypatch):
-    """A machine under load may be too slow for one: nothing was struck then."""
-    strike, attempts = EarlyNemesis._strike, []
+def test_engine_whose_requests_were_preempted_at_once_is_seen_by_what_was_read(scene, monkeypatch):
+    """Blocks that they had are not in use any more, for as long as there is no room for all."""
+    reading = scene.fakes.read_pool
 
-    def late_once(nemesis: EarlyNemesis, fault: Fault) -> str:
-        attempts.append(fault)
-        scene.fakes.goes_on = len(attempts) == 1
-        # What was held and asked for before is over by then.
-        scene.fakes.num_held = 0
-        scene.fakes.asked.clear()
-        return strike(nemesis, fault)
+    def preempts(name: str) -> PoolReading:
+        if name == P:
+            told = reading(name)
+            return replace(told, usage=min(told.usage, 0.75))
+        has_read = bool(scene.fakes.asked) and name == DECODE[1]
+        return pool(engine=name, prefetched_bytes=4096.0 + 1024 * has_read)
 
-    monkeypatch.setattr(EarlyNemesis, "_strike", late_once)
-    assert scene.strike(FaultKind.EARLY_KILL_COMPUTING)
-    assert len(attempts) == 2 and scene.steps("kill") == [("kill", P)]
+    monkeypatch.setattr(scene.fakes, "read_pool", preempts)
+    seen = scene.strike(FaultKind.EARLY_STOP_COMPUTING)
+    assert seen == "75% of the pool were held, 75% in use; decode engines had prefetched 1 KiB"
 
 
 def test_state_that_is_not_reached_is_told(scene, monkeypatch):
