@@ -191,6 +191,8 @@ class Worker:
         self.announced: deque[Announcement | BoardUpdate] = deque()
         self.jobs = Later(Thread())
         self._woken = False
+        # Until when the connector's thread sleeps, if nothing wakes it. It begins with a poll.
+        self._due_s: float | None = world.now_s
         # Peers that others have cost their lane, while requests were read from them.
         self._draining: dict[PeerConnection, None] = {}
         # In pieces of work, one for each time that somebody asks.
@@ -221,11 +223,11 @@ class Worker:
         )
         transfers, notifier = Transfers(area), Notifier(self.name, stats)
         reads = ConsumerSide(peers, transfers, notifier, stats, world.limits.read_timeout_s)
-        reader = LocalCache(shard.rank, cache.cache, frozenset())
-        reads.set_local_cache(reader)
+        local_cache = LocalCache(shard.rank, cache.cache, frozenset())
+        reads.set_local_cache(local_cache)
         dialer.begin(
             LocalEndpoint(
-                reader, engine.layout.shards, [(cache.address, cache.size_bytes, 0)], area, 0
+                local_cache, engine.layout.shards, [(cache.address, cache.size_bytes, 0)], area, 0
             ),
             self._ask,
         )
@@ -282,6 +284,7 @@ class Worker:
                 )
                 check(self.world.now_s >= until_s, early)
         self._count_served()
+        self._due_s = self.transfer_engine.next_due_s(self.world.now_s)
         return report
 
     def _waits_until_s(self, lane: Lane) -> float:
@@ -350,8 +353,7 @@ class Worker:
             return True
         if transfer_engine.is_moving or transfer_engine.is_talking:
             return True
-        due_s = transfer_engine.next_due_s(self.world.now_s)
-        return due_s is not None and due_s <= self.world.now_s
+        return self._due_s is not None and self._due_s <= self.world.now_s
 
     def _wake(self) -> None:
         self._woken = True
