@@ -196,10 +196,10 @@ class EarlyNemesis:
             lambda pool: pool.usage > before.usage or self._prefetched_bytes() > prefetched_bytes,
         )
         self._wait(_LOOKED_S)
-        prefetched_bytes = self._prefetched_bytes() - prefetched_bytes
+        meanwhile_bytes = self._prefetched_bytes() - prefetched_bytes
         return asked, (
             f"{before.usage:.0%} of the pool were held, {after.usage:.0%} in use; decode engines "
-            f"had prefetched {prefetched_bytes / 1024:.0f} KiB"
+            f"had prefetched {meanwhile_bytes / 1024:.0f} KiB"
         )
 
     def _let_offer(self, fault: Fault, ask: AskAll, stack: ExitStack) -> tuple[list[EarlyAsk], str]:
