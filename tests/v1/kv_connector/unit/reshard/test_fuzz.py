@@ -74,8 +74,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.versions import SPOKEN
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
-    NIXL_MODULE,
     NixlAgent,
+    nixl_module,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.probe import (
     MAX_AT_ONCE,
@@ -258,7 +258,7 @@ def test_nixl_metadata(count):
     # UCX aborts over this one.
     address = start_of_address(metadata)
     mutants.append(metadata[:address] + b"\x23" + metadata[address + 1 :])
-    probe = MetadataProbe(NIXL_MODULE)
+    probe = MetadataProbe(nixl_module())
     survived: list[bytes] = []
 
     async def try_one(turns: asyncio.Semaphore, mutant: bytes) -> None:

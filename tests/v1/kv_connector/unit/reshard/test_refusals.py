@@ -8,6 +8,8 @@ pipeline stage, is left to that one. Whoever adds a refusal says here why it is 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -17,9 +19,7 @@ import pytest
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     ASK_FOR_UPSTREAMS,
-    LocalLayoutError,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import agent as agent_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NixlAgent
 
 UNIT = Path(__file__).parent
@@ -406,8 +406,21 @@ def test_what_is_known_too_late_names_the_other_connector(refusal):
     assert "use another attention backend" not in message
 
 
-def test_nixl_is_asked_for_by_name(monkeypatch):
-    """Without it neither connector serves anything."""
-    monkeypatch.setattr(agent_module, "NixlWrapper", None)
-    with pytest.raises(LocalLayoutError, match=r"install nixl>=1\.5"):
-        NixlAgent("name")
+_WITHOUT_NIXL = f"""
+import sys
+
+sys.modules["nixl"] = sys.modules["nixl._api"] = None  # As where no such package is installed.
+import vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector
+from {NixlAgent.__module__} import NixlAgent
+
+NixlAgent("name")
+"""
+
+
+def test_nixl_is_asked_for_by_name():
+    """Without it the connector can be imported, and says what to install."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_NIXL], capture_output=True, text=True, timeout=120
+    )
+    assert "LocalLayoutError" in ended.stderr, ended.stderr
+    assert "install nixl>=1.5" in ended.stderr.splitlines()[-1]

@@ -26,7 +26,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine
     SchedulerStep,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import ConnectorThreadError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.wakeup import Wakeup
 
 DEADLINE_S = 60.0
 
@@ -82,7 +81,7 @@ class TransferEngine:
         self.closed_by = threading.get_ident()
 
 
-class News(Wakeup):
+class News(threading.Event):
     """Notes how long is waited for it, and calls somebody first."""
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
@@ -91,11 +90,11 @@ class News(Wakeup):
         self.waited_s: list[float | None] = []
         self.came: list[bool] = []
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:
         """Wait."""
-        self.waited_s.append(timeout_s)
+        self.waited_s.append(timeout)
         self.before()
-        self.came.append(super().wait(timeout_s))
+        self.came.append(super().wait(timeout))
         return self.came[-1]
 
 
@@ -109,7 +108,7 @@ def transfer_engine() -> TransferEngine:
 def news(monkeypatch) -> News:
     """What threads that are made from now on wait for."""
     news = News()
-    monkeypatch.setattr(connector_thread, "Wakeup", lambda: news)
+    monkeypatch.setattr(connector_thread, "Event", lambda: news)
     return news
 
 

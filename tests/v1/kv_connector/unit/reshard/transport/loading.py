@@ -12,7 +12,7 @@ from contextlib import suppress
 import psutil
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe_process
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import NIXL_MODULE
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import nixl_module
 
 _LOADER = """
 import importlib, json, sys
@@ -37,7 +37,7 @@ def start_of_address(metadata: bytes) -> int:
 def assert_loaded(metadata: Sequence[bytes]) -> None:
     """Load each in an agent of its own; NIXL may refuse it, and must not end the process."""
     loader = subprocess.run(
-        [sys.executable, "-c", _LOADER, NIXL_MODULE],
+        [sys.executable, "-c", _LOADER, nixl_module()],
         input=json.dumps([each.hex() for each in metadata]),
         capture_output=True,
         text=True,

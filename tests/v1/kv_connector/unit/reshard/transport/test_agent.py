@@ -120,15 +120,6 @@ def test_large_reads_are_divided_among_threads_that_sleep(agents):
     reader.close()
 
 
-def test_only_agents_that_are_read_from_are_told_of(caplog):
-    """NIXL has two lines for each, and a reader is made for each connection."""
-    caplog.set_level("INFO", "nixl")
-    for polled, is_told in ((True, False), (False, True)):
-        name = f"quiet-{uuid.uuid4()}"
-        NixlAgent(name, num_threads=1, polled=polled).close()
-        assert (name in caplog.text) is is_told
-
-
 def test_closed_agent_leaves_nothing(agents):
     """Lists and reads go with it, and a second time changes nothing."""
     reader, source = NixlAgent(f"reader-{uuid.uuid4()}", num_threads=0, polled=True), agents[0]

@@ -58,8 +58,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.metadata impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe as probe_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import probe_process
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
-    NIXL_MODULE,
     NixlAgent,
+    nixl_module,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent_metadata import (
     with_room,
@@ -119,7 +119,7 @@ def tried(fake, monkeypatch) -> list[list[bytes]]:
 @pytest.fixture
 def real() -> Iterator[MetadataProbe]:
     """A probe with NIXL itself."""
-    probe = MetadataProbe(NIXL_MODULE)
+    probe = MetadataProbe(nixl_module())
     yield probe
     probe.close()
 

@@ -23,16 +23,15 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import Event, Thread
 
 from vllm.logger import init_logger
 
 from ..errors import ConnectorThreadError
 from ..transport.doorbell import Ringer
-from ..transport.wakeup import Wakeup
 from .stalls import STALL_S, StallWatch
 from .transfer_engine import Incoming, Report, SchedulerStep, TransferEngine
 
@@ -100,7 +99,7 @@ class ConnectorThread:
         # Out of that, and not taken by the transfer engine.
         self._taken: list[Incoming] = []
         self._reports: deque[Report] = deque()
-        self._news = Wakeup()
+        self._news = Event()
         self._stopped = False
         # What the thread has ended with.
         self._fault: BaseException | None = None
@@ -120,7 +119,7 @@ class ConnectorThread:
         self._step_watch = StallWatch("engine's step")
         # What this thread looks after.
         self._watched = (self._step_watch, *watched)
-        self._thread = threading.Thread(target=self._run, name="reshard-connector", daemon=True)
+        self._thread = Thread(target=self._run, name="reshard-connector", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""

@@ -25,7 +25,7 @@ from ..protocol.bounds import ReplyBounds
 from ..protocol.description import WorkerDescription, encode_worker
 from ..protocol.ids import EngineId, RequestId
 from ..protocol.messages import RemoteEngineAddress, decode_announcement
-from ..transport.agent import NIXL_MODULE, NixlAgent, can_be_polled
+from ..transport.agent import NixlAgent, can_be_polled, nixl_module
 from ..transport.announcements import Listener, listen_to
 from ..transport.connection import PeerConnection
 from ..transport.cpu import parents_cores, run_on
@@ -340,7 +340,7 @@ class ReshardWorker:
         """What tries NIXL metadata, where it may come from anybody and UCX alone looks into it."""
         if self._key is not None or not can_be_polled(self._settings.backends):
             return None
-        return MetadataProbe(NIXL_MODULE)
+        return MetadataProbe(nixl_module())
 
     def _fill_scales(self, names: Iterable[str]) -> None:
         """Have Triton's attention fill its caches' scales now, before anything is received.

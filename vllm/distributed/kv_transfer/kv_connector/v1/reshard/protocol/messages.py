@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -124,7 +125,7 @@ class DoneEntry(msgspec.Struct, frozen=True, array_like=True):
     def of(
         cls, request_id: RequestId, num_notifiers: int, fingerprint: OfferFingerprint
     ) -> DoneEntry:
-        """What is sent to one of `num_notifiers` readers' producers."""
+        """What one of `num_notifiers` readers sends its producer."""
         return cls(
             request_id,
             num_notifiers,
@@ -157,17 +158,12 @@ class GaveUpEntry(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         request_id: The request, as its producer calls it.
         num_notifiers: How many readers this producer must hear from.
-        secret: What the producer's offer went with.
+        proof: The secret that the producer's offer went with.
     """
 
     request_id: _RequestId
     num_notifiers: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    secret: OfferSecret
-
-    @property
-    def proof(self) -> OfferSecret:
-        """What the producer's offer must have gone with."""
-        return self.secret
+    proof: OfferSecret
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag="gave up", array_like=True):
@@ -245,29 +241,33 @@ def decode_announcement(data: bytes) -> Announcement | BoardUpdate:
 
 def encode_done(notifier: str, entries: Iterable[DoneEntry]) -> list[bytes]:
     """What a reader tells one producer, in as few notifications as fit `MAX_NOTIFICATION_BYTES`."""
-    room_bytes = MAX_NOTIFICATION_BYTES - len(_ENCODER.encode(Done(notifier, []))) - 4
-    return [
-        encode_notification(Done(notifier, part))
-        for part in _cut(entries, room_bytes, lambda entry: entry.request_id)
-    ]
+    return _encode_all(partial(Done, notifier), entries, lambda entry: entry.request_id)
 
 
 def encode_gave_up(notifier: str, entries: Iterable[GaveUpEntry]) -> list[bytes]:
     """The same for what it gives up."""
-    room_bytes = MAX_NOTIFICATION_BYTES - len(_ENCODER.encode(GaveUp(notifier, []))) - 4
-    return [
-        encode_notification(GaveUp(notifier, part))
-        for part in _cut(entries, room_bytes, lambda entry: entry.request_id)
-    ]
+    return _encode_all(partial(GaveUp, notifier), entries, lambda entry: entry.request_id)
 
 
 def encode_renewals(request_ids: Iterable[RequestId]) -> list[bytes]:
-    """The heartbeat for some requests, in as few notifications as fit `MAX_NOTIFICATION_BYTES`."""
-    room_bytes = MAX_NOTIFICATION_BYTES - len(_ENCODER.encode(Renew([]))) - 4
-    return [
-        encode_notification(Renew(part))
-        for part in _cut(sorted(request_ids), room_bytes, lambda request_id: request_id)
-    ]
+    """The renewal of some requests' leases, in as few notifications as fit."""
+    return _encode_all(Renew, sorted(request_ids), lambda request_id: request_id)
+
+
+def _encode_all(
+    make: Callable[[list[_Entry]], Notification],
+    entries: Iterable[_Entry],
+    id_of: Callable[[_Entry], RequestId],
+) -> list[bytes]:
+    """Write entries in as few notifications as fit `MAX_NOTIFICATION_BYTES`.
+
+    Args:
+        make: Makes a notification of some entries.
+        entries: All of them.
+        id_of: The request's id in an entry.
+    """
+    room_bytes = MAX_NOTIFICATION_BYTES - len(_ENCODER.encode(make([]))) - 4
+    return [encode_notification(make(part)) for part in _cut(entries, room_bytes, id_of)]
 
 
 def _cut(

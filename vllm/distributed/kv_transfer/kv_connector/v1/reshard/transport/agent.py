@@ -13,11 +13,10 @@ is done, and there is no way to forget a peer: its agent is closed.
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -31,9 +30,6 @@ from ..protocol.quoting import one_line, quote
 from .cpu import running_on
 
 logger = init_logger(__name__)
-
-NIXL_MODULE = NixlWrapper.__module__
-"""The name of NIXL's module."""
 
 _LOCAL = "NIXL_INIT_AGENT"
 
@@ -132,9 +128,7 @@ class NixlAgent:
             backends=self._backends,
             capture_telemetry=True,
         )
-        # One that reads is made for each connection, which the connector tells of by itself.
-        told = _nixl_log_silenced() if polled else nullcontext()
-        with _MAKING, progress_delay(progress_delay_us), running_on(cores), told:
+        with _MAKING, progress_delay(progress_delay_us), running_on(cores):
             self._agent = NixlWrapper(name, config)
         self._cores = cores
         self._registered: list[Any] = []
@@ -350,6 +344,12 @@ with two such agents that knows 8 engines takes 0.09 of a core with it, and 2 wi
 LIBFABRIC over TCP, see decision 23."""
 
 
+def nixl_module() -> str:
+    """The name of NIXL's Python module, which differs between its packages. NIXL is installed."""
+    assert NixlWrapper is not None
+    return str(NixlWrapper.__module__)
+
+
 def can_be_polled(backends: Sequence[str]) -> bool:
     """Whether an agent with these backends advances without a progress thread.
 
@@ -374,7 +374,7 @@ def progress_delay(delay_us: int) -> Iterator[None]:
     NIXL's agent has such a setting, but its Python class always writes 0 into it, last seen in
     1.5.1. So the settings that the class fills in are of a type that keeps to ours instead.
     """
-    bindings = sys.modules[NixlWrapper.__module__].nixlBind
+    bindings = sys.modules[nixl_module()].nixlBind
     settings = bindings.nixlAgentConfig
 
     class Settings(settings):  # type: ignore[misc, valid-type]
@@ -391,15 +391,3 @@ def progress_delay(delay_us: int) -> Iterator[None]:
         yield
     finally:
         bindings.nixlAgentConfig = settings
-
-
-@contextmanager
-def _nixl_log_silenced() -> Iterator[None]:
-    """Let NIXL's Python part not tell that an agent was made."""
-    nixl = logging.getLogger("nixl")
-    level = nixl.level
-    nixl.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        nixl.setLevel(level)

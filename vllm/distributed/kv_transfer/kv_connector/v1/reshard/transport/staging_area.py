@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -97,7 +95,7 @@ def open_area(
     if not size_bytes:
         return None
     try:
-        memory = _allocate(size_bytes, device)
+        memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
     except Exception as error:
         logger.warning(
             "There is no memory for a staging arena of %d bytes, so that all reads go direct: set "
@@ -126,20 +124,6 @@ def make_scatterer(
     if arena.device.type == "cpu":
         return HostScatterer(arena, caches, cores, announce)
     return DeviceScatterer(arena, caches)
-
-
-def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of a device; of the host's, huge pages where there are some.
-
-    What is read from another process and copied again is looked up page by page both times.
-    """
-    if device.type != "cpu":
-        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Not every system has them.
-    with suppress(AttributeError, OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _free_bytes(device: torch.device) -> int:
