@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import
 ROOT = Path(__file__).parents[2]
 PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1.reshard"
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+DEADLINES, LIMITS, INTERVALS = "Deadlines", "Limits within these", "Intervals"
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -35,12 +36,23 @@ def value_of(name: str) -> float:
     return getattr(importlib.import_module(f"{PACKAGE}.{module}"), constant)
 
 
+ALL = [*rows(DEADLINES), *rows(LIMITS), *rows(INTERVALS)]
+
+
 def test_there_are_five_deadlines_at_most():
     """A user can keep so many in mind."""
-    assert 0 < len(rows("Deadlines")) <= 5
+    assert 0 < len(rows(DEADLINES)) <= 5
 
 
-@pytest.mark.parametrize("row", [*rows("Deadlines"), *rows("Within these")], ids=lambda row: row[0])
+def test_limits_are_apart_from_intervals():
+    """What ends a handshake, a request or an offer is in one table, and nothing else is."""
+    ended = re.compile(r"\b(handshake|request|offer)\b")
+    assert [row[0] for row in rows(LIMITS) if not ended.search(row[-1])] == []
+    assert [row[0] for row in rows(INTERVALS) if ended.search(row[-1])] == []
+    assert rows(LIMITS) and rows(INTERVALS)
+
+
+@pytest.mark.parametrize("row", ALL, ids=lambda row: row[0])
 def test_deadline_is_what_the_code_says(row):
     """Each is set by a constant or an option, whose default the table tells."""
     _, default, setting, *_ = row
@@ -59,7 +71,7 @@ def test_every_deadline_is_told_of():
             r"^(\w*(?:LIMIT|TIMEOUT|WITHIN|AFTER|GRACE|AGE|WAIT)_S)\b.*=", path.read_text(), re.M
         )
     }
-    told = {row[2].strip("`") for row in [*rows("Deadlines"), *rows("Within these")]}
+    told = {row[2].strip("`") for row in ALL}
     assert len(limits) > 8
     assert limits - told == set()
 

@@ -195,7 +195,10 @@ class Stage:
         return any(metric(self.prefill, name) for name in names)
 
     def assert_blocks_come_back(self) -> None:
-        """All blocks of the prefill engine are free once leases have run out, each told once."""
+        """All blocks of the prefill engine are free once leases have run out, each told once.
+
+        That is a long wait: one serves all that was abandoned before it.
+        """
         assert self.abandoned
         wait_until(lambda: not self.holds_blocks(), "the return of all blocks", LEASE_S + SLACK_S)
         freed = self.prefill_log.find(LEASE_RAN_OUT)

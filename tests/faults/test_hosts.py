@@ -100,6 +100,10 @@ def far(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             router = stack.start_router([prefill], [decode])
             stage = Stage(stack, prefill, decode, decode, router)
             yield stage
+            # One wait for the leases of all.
+            wait_until(
+                lambda: not stage.holds_blocks(), "the return of all blocks", LEASE_S + SLACK_S
+            )
             second.check()
             stage.close()
     finally:
@@ -120,7 +124,6 @@ def the_others_are_served(far: Stage) -> Iterator[None]:
     far.stack.check()
     far.assert_serving()
     far.assert_blocks_are_free(far.decode)
-    wait_until(lambda: not far.holds_blocks(), "the return of all blocks", LEASE_S + SLACK_S)
 
 
 def test_host_that_is_cut_off_before_the_first_handshake(far: Stage, network: Network) -> None:

@@ -182,8 +182,3 @@ def test_another_version_that_reads_is_refused(stage: Stage) -> None:
     assert ROWS["another version of the connector reads from this one"].tells(
         "500", line, "lease"
     ), line
-
-
-def test_blocks_of_all_these_requests_come_back(stage: Stage) -> None:
-    """Nobody has read them; they are free when their leases have run out."""
-    stage.assert_blocks_come_back()
