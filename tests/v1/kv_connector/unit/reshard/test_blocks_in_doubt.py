@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.watched_requests import EarlyNews
 
 ROUNDS = 2 if FAILED_READS_ARE_NAMED else 1
@@ -171,6 +172,32 @@ def test_request_fails_at_once_and_its_blocks_are_kept(decoding, workers):
         assert d.serving.scheduler.has_requests()
         worker.end("d-a")
         d.steps(3)
+    assert d.serving.is_through()
+
+
+@pytest.mark.skipif(not FAILED_READS_ARE_NAMED, reason="the scheduler hears of no failed read")
+def test_blocks_in_doubt_are_counted_for_the_whole_engine(decoding):
+    """A worker that reports 0 of its own does not hide what another one may write."""
+    d = decoding("fail", workers=2)
+    d.begin_read()
+
+    def reported() -> list[int]:
+        """As vLLM puts the values of a step together; the last one is shown."""
+        workers = ReshardStats()
+        workers.record_blocks_in_doubt(0)
+        stats = d.serving.scheduler.connector.get_kv_connector_stats()
+        return workers.aggregate(stats or ReshardStats()).data["blocks_in_doubt"]
+
+    assert reported() == [0]
+    for worker in d.workers:
+        worker.fail("d-a")
+    d.steps(ROUNDS)
+    assert reported() == [0, 3]
+    d.workers[0].end("d-a")
+    d.steps(3)
+    assert reported() == [0, 3]
+    d.end_all()
+    assert reported()[-1] == 0
     assert d.serving.is_through()
 
 

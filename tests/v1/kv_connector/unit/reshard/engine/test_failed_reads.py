@@ -69,7 +69,7 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
     book, manager = ReadBook(), Manager()
     book.manager = manager if has_manager else None
     for name in requests:
-        book.begin(SimpleNamespace(request_id=name, is_finished=lambda name=name: name in ended))
+        book.begin(SimpleNamespace(request_id=name, is_finished=lambda name=name: name in ended), 2)
     under_way: list[tuple[set[str], set[str]]] = []
     failed_at: dict[str, int] = {}
     passed: Counter[str] = Counter()
@@ -114,7 +114,7 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
     assert passed == Counter(requests)
     assert sorted(manager.taken) == sorted(manager.given_back)
     assert set(manager.taken) == (failed_at.keys() - ended if has_manager else set())
-    assert len(book) == book.num_taken_blocks == 0
+    assert len(book) == book.num_taken_blocks == book.num_blocks_in_doubt == 0
     assert not any(map(len, workers))
 
 
@@ -125,7 +125,7 @@ def test_blocks_at_the_end_of_a_sequence_are_reused_first():
         pop_blocks_for_free=lambda _: ["first", "second"],
         block_pool=SimpleNamespace(free_blocks=freed.extend),
     )
-    book.begin(SimpleNamespace(request_id="a", is_finished=lambda: False))
+    book.begin(SimpleNamespace(request_id="a", is_finished=lambda: False), 2)
     assert book.hear({"a", "unknown"}) == {"a"}
     assert book.hear({"a"}) == set()
     assert book.take_failed() == {"a"}

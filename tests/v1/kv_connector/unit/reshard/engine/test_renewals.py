@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import
     RENEWALS_PER_LEASE,
     Renewals,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import DEFAULT_LEASE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     RemoteEngineAddress,
     RemoteRequest,
@@ -58,3 +59,13 @@ def test_request_that_another_still_reads_is_kept_alive(renewals):
     renewals.end(["d-b", "d-b"])
     assert not renewals.take_due(LEASE_S) and not renewals
     assert renewals.next_due_s == float("inf")
+
+
+def test_a_long_lease_here_loses_no_shorter_one_elsewhere():
+    """The holder's lease decides, which may be vLLM's default: a request that waits anew has it."""
+    renewals = Renewals(10 * DEFAULT_LEASE_S)
+    renewals.begin({"d-a": RemoteRequest(HERE, "p-a")})
+    assert renewals.take_due(0.0)
+    renewals.begin({"d-b": RemoteRequest(HERE, "p-b")})
+    assert renewals.next_due_s <= DEFAULT_LEASE_S / RENEWALS_PER_LEASE
+    assert renewals.take_due(DEFAULT_LEASE_S / RENEWALS_PER_LEASE) == {HERE: {"p-a", "p-b"}}

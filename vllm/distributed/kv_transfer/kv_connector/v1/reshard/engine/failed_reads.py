@@ -128,12 +128,14 @@ class _Entry:
 
     Attributes:
         request: The request.
+        num_blocks: How many blocks are read into, of all KV-cache groups.
         failed: A worker could not read it.
         in_doubt: All workers have said so, and something may still write into its blocks.
         blocks: These, where they were taken from it.
     """
 
     request: Request
+    num_blocks: int
     failed: bool = False
     in_doubt: bool = False
     blocks: list[KVCacheBlock] | None = None
@@ -173,9 +175,14 @@ class ReadBook:
         """Blocks that no request has, and that are not to be given to one yet."""
         return sum(len(entry.blocks or ()) for entry in self._entries.values())
 
-    def begin(self, request: Request) -> None:
-        """Workers are asked to read a request."""
-        self._entries[request.request_id] = _Entry(request)
+    @property
+    def num_blocks_in_doubt(self) -> int:
+        """Blocks of failed requests that a read of some worker may still write into."""
+        return sum(entry.num_blocks for entry in self._entries.values() if entry.failed)
+
+    def begin(self, request: Request, num_blocks: int) -> None:
+        """Workers are asked to read a request into so many blocks."""
+        self._entries[request.request_id] = _Entry(request, num_blocks)
 
     def hear(self, request_ids: AbstractSet[RequestId]) -> set[RequestId]:
         """Take note of requests that a worker could not read; returns those that are news."""

@@ -14,20 +14,25 @@ from collections.abc import Iterable, Mapping
 
 from ..protocol.ids import RequestId
 from ..protocol.messages import RemoteEngineAddress, RemoteRequest
+from .settings import DEFAULT_LEASE_S
 
 RENEWALS_PER_LEASE = 6
 """As upstream's heartbeats: several may be lost before a lease runs out."""
+
+LONGEST_INTERVAL_S = DEFAULT_LEASE_S / RENEWALS_PER_LEASE
+"""Other engines may have shorter leases than this one, which does not know them."""
 
 
 class Renewals:
     """The requests whose leases at other engines are renewed. Belongs to the connector's thread.
 
     Args:
-        lease_s: For how long a lease is renewed each time.
+        lease_s: This engine's own lease. Where it is longer than vLLM's default, leases are renewed
+            as often as with that one.
     """
 
     def __init__(self, lease_s: float) -> None:
-        self._interval_s = lease_s / RENEWALS_PER_LEASE
+        self._interval_s = min(lease_s / RENEWALS_PER_LEASE, LONGEST_INTERVAL_S)
         self._waiting: dict[RequestId, RemoteRequest] = {}
         self._next_s = -math.inf
 

@@ -124,6 +124,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         # what clients say, so that two may have one.
         self._given_up: dict[RemoteName, Request] = {}
         self._reads = ReadBook()
+        self._has_blocks_in_doubt = False
         self._idling = Idling()
         self._stats = ReshardStats()
         self.first_tokens = open_first_tokens(
@@ -371,7 +372,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         for request, block_ids in wanted.values():
             # Those without blocks are told to their producer, and not reported.
             if any(block_ids):
-                self._reads.begin(request)
+                self._reads.begin(request, sum(map(len, block_ids)))
         metadata.failed = self._reads.take_failed()
         computes = scheduler_output.total_num_scheduled_tokens > 0
         metadata.is_idle = self._idling.end_schedule(is_idle=not (computes or metadata))
@@ -400,7 +401,15 @@ class ReshardScheduler(NixlConnectorScheduler):
             self.first_tokens.receive(connector_output.finished_recving)
 
     def take_stats(self) -> ReshardStats | None:
-        """What the scheduler counted since the last call; None where that is nothing."""
+        """What the scheduler counted since the last call; None where that is nothing.
+
+        vLLM puts it behind what workers counted in the same step, each of which knows its own
+        blocks in doubt alone: the last value of a gauge counts.
+        """
+        num_blocks = self._reads.num_blocks_in_doubt
+        if num_blocks or self._has_blocks_in_doubt:
+            self._stats.record_blocks_in_doubt(num_blocks)
+        self._has_blocks_in_doubt = num_blocks > 0
         return None if self._stats.is_empty() else self._stats.take()
 
     def has_pending_push_work(self) -> bool:

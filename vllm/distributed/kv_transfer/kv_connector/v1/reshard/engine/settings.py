@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _MAX_S = 1e9
 """Longer than any engine runs, and far from what clocks cannot count."""
 
+DEFAULT_LEASE_S = 30.0
+"""As vLLM's own connector has it."""
+
 _Seconds = Annotated[float, Meta(gt=0, le=_MAX_S)]
 _Ttl = Annotated[float, Meta(ge=-_MAX_S, le=_MAX_S)]
 _Bytes = Annotated[int, Meta(ge=0, lt=1 << 36)]
@@ -106,7 +109,7 @@ class Settings(
             then on, and starts cold.
     """
 
-    lease_s: _Seconds = 30
+    lease_s: _Seconds = DEFAULT_LEASE_S
     num_threads: _Count = 4
     backends: Annotated[tuple[str, ...], Meta(min_length=1)] = ("UCX",)
     nixl_progress_delay_us: _Count | None = None
