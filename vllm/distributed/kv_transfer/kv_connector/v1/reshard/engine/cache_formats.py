@@ -87,7 +87,7 @@ _SLOTS = frozenset(
         # packed slot, whichever of ROCm's kernels read.
         (f"{_BACKENDS}.ultraquant_attn", "ULTRAQUANT"),
         (f"{_BACKENDS}.rocm_octave_attn", "ROCM_OCTAVE"),
-        # None has a `do_kv_cache_update` of its own. `MLAAttentionImpl`'s calls
+        # None has a `do_kv_cache_update` of its own. `MLAAttentionImpl.do_kv_cache_update` calls
         # `concat_and_cache_mla`: each token has a slot, the latent before the rope.
         (f"{_BACKENDS}.mla.cutlass_mla", "CUTLASS_MLA"),
         (f"{_BACKENDS}.mla.flashinfer_mla", "FLASHINFER_MLA"),
@@ -335,7 +335,7 @@ def _chosen_inside(
 
 
 def _is_shuffled() -> bool:
-    """Return whether the environment has AITER's backends arrange tokens for its kernels."""
+    """Return whether the environment makes AITER's backends arrange tokens for its kernels."""
     from vllm._aiter_ops import rocm_aiter_ops
 
     return bool(rocm_aiter_ops.is_shuffle_kv_cache_enabled())
