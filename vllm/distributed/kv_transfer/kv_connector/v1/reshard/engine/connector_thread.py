@@ -47,8 +47,8 @@ _AFTER_FAULT_S = 0.05
 """Rest after a failed poll: repeated failures must not fill the log."""
 
 _MOST_FAULTS = 20
-"""Consecutive failed polls, within a second or two, after which the thread ends. What a poll could
-not do, the next one does, unless it is impossible."""
+"""Consecutive failed polls, within a second or two, that end the thread. What a poll could not do,
+the next one does, unless it is impossible."""
 
 SWITCH_S = 0.1e-3
 """How long a computing thread keeps the interpreter while another one requests it. Python's 5 ms
@@ -56,9 +56,9 @@ are as long as a step of a small model. The interval restarts whenever the inter
 for a moment, as in calls of NIXL, so a waiting thread may wait for several of them."""
 
 _MOMENT_S = 20e-6
-"""How long a thread yields the interpreter to the other one, which would otherwise wait for all of
-`SWITCH_S`: the engine's thread while a transfer is under way, and the connector's between two polls
-of a backlog."""
+"""How long a thread yields the interpreter to the other one, which would otherwise wait for
+`SWITCH_S`: the engine's thread while a transfer is under way, the connector's between polls of a
+backlog."""
 
 _TICK_S = 0.2
 """Interval at which notifications are taken although nothing is held for their senders."""
@@ -107,8 +107,8 @@ class ConnectorThread:
         self._moves = False
         self._holds = False
         self.ringer: Ringer | None = None
-        # True if the scheduler may rest after this step, so that reports must ring. Written by the
-        # engine's thread.
+        # Whether the scheduler may rest after this step, so that reports ring; the engine's thread
+        # writes it.
         self._rings = False
         self._tick_at_s = 0.0
         # When this thread's next poll should have begun, by `time.monotonic`.
@@ -208,10 +208,9 @@ class ConnectorThread:
             self._fault = fault
 
     def _poll_once(self) -> None:
-        """Poll once and rest. A poll that fails leaves its remaining work to the next one."""
+        """Poll once and rest; the next poll does what a failed one has not done."""
         self._news.clear()
-        # Set before `_incoming` is emptied, so that the engine's thread always sees one or the
-        # other.
+        # Before `_incoming` is emptied: the engine's thread always sees one or the other.
         self._moves = self._moves or bool(self._incoming)
         while self._incoming:
             self._taken.append(self._incoming.popleft())

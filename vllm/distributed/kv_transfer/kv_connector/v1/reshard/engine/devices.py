@@ -26,19 +26,17 @@ class CacheDevice:
     def choose(self) -> None:
         """Make the caches' device current for the calling thread and for NIXL's registrations.
 
-        A new thread starts with the process's first device, whatever device this worker uses.
+        A thread starts with the process's first device, whichever this worker's is.
         """
         if self.place is not None and self.place.type == "cuda":
             torch.cuda.set_device(self.place)
 
     def computed_before(self, metadata: ReshardConnectorMetadata) -> Event | None:
-        """Record the pending device work that may write into blocks that this step reads into.
+        """Record an event after device work that may write into blocks that this step reads into.
 
         That is an earlier step, where the scheduler does not keep its blocks until it is over, and
         what new blocks receive before this step computes: zeros, and copies of shared blocks.
-
-        Returns:
-            An event after that work; None where there is nothing to wait for.
+        Return None where there is nothing to wait for.
         """
         if self._on_cpu or not metadata.receive:
             return None

@@ -3,13 +3,13 @@
 
 A prefill engine computes the logits of a prompt's last token and samples one token. Its answer is
 thrown away, and the decode engine computes that token again. Where greedy sampling has only one
-possible outcome, the decode engine can take the token over:
+outcome, the decode engine can take the token over:
 
     prefill   samples as the client, not the router, asked; sends the token with its offer
     decode    has received all of the prompt: answers with the token at once, and computes the next
 
-Each engine checks its own request. Parameters that could change the token, or require data beside
-it, keep the token from being sent or used; so do parameters that this module does not know.
+Each checks its own request. Parameters that could change the token, or what must be sent with it,
+keep it from being sent or used; so do parameters that this module does not know.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ _DEFAULTS = {
     for field in msgspec.structs.fields(SamplingParams)
     if field.name not in _LOOKED_AT | _INDIFFERENT
 }
-"""All other fields, which must have their defaults: fields of later releases, not yet examined, are
-among them."""
+"""All other fields, which must have their defaults; unexamined fields of later releases are
+included."""
 
 _OF_CONNECTORS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
 """Extra arguments of sampling parameters that logits processors do not read."""
@@ -92,7 +92,7 @@ def obstacle(config: VllmConfig, *, prefills_all: bool) -> str | None:
 
     Args:
         config: The engine's configuration.
-        prefills_all: Whether prefill engines compute all of a prompt, including its last tokens.
+        prefills_all: Whether prefill engines compute all of a prompt, its last tokens included.
     """
     if not CONNECTORS_GIVE_FIRST_OUTPUTS:
         return "vLLM lacks the hook for it, which this project's fork has since 0.32.0"
@@ -133,14 +133,14 @@ def open_first_tokens(
 
 
 class FirstTokens:
-    """The first tokens that this engine sends with offers, and those that it has received.
+    """The first tokens that this engine sends, and those that it has received.
 
     Belongs to the scheduler's thread.
 
     Args:
-        vocab_size: Number of tokens that the model has.
+        vocab_size: Number of the model's tokens.
         max_model_len: Maximum number of tokens of a request.
-        record: Called once for each answer that begins with a received token.
+        record: Called for each answer that begins with a received token.
         is_on: Whether first tokens are sent and taken over.
     """
 

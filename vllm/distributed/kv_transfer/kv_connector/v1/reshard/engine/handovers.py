@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long requests wait for their first token once another engine has computed their prompt.
 
-This measures the decode engine's part of a handover: from when the request is here and, as far as
-this engine knows, offered, until its first token. It is measured where first tokens are made.
-Workers report for how long they have known of an offer, so that no two clocks are compared.
+This is the decode engine's part of a handover: from when the request is here and, as far as this
+engine knows, offered, until its first token. It is measured where first tokens are made. Workers
+report how long they have known of an offer, so that no two clocks are compared.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from ..transport.doorbell import Doorbell, open_doorbell
 from ..transport.sockets import InternalAddress
 
 LONGEST_REST_S = 0.25
-"""The delay that a lost ring may cost, and that the scheduler may have in seeing what nothing rings
-for, such as expired leases."""
+"""The delay that a lost ring may cost, and with which the scheduler may see what nothing rings for,
+such as expired leases."""
 
 
 class Idling:

@@ -2,16 +2,15 @@
 """Requests of a decode engine's scheduler that get no blocks yet.
 
 A request that was sent to both engines at once waits until the prefill engine computes the last
-chunk of its prompt. It then gets blocks, so that workers read as soon as it is offered, without a
+chunk of its prompt. Then it gets blocks, so that workers read as soon as it is offered, without a
 step in between. A request that will not be offered gets blocks, too: vLLM handles failed reads, as
 `kv_load_failure_policy` says, only where something is read.
 
 Once part of its prompt is computed there, a request may get blocks earlier. Two engines must not
-wait for each other then: this one holds blocks for a prompt that needs more room there, and that
-room is taken by offers that need these blocks. So all such requests together leave room for the
-longest prompt: every offer finds room once the requests that run here have ended. And a request
-gets early blocks only while enough stay free beside them for the longest prompt, so that no request
-behind it waits for these.
+wait for each other then: this one holds blocks for a prompt that needs more room there, and offers
+that need these blocks take up that room. So all such requests together leave room for the longest
+prompt: every offer finds room once the running requests have ended. And a request gets early blocks
+only while enough for the longest prompt stay free, so that none behind it waits for these.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's rank as other engines know it, and what all ranks of its engine hold.
 
-The rank is the worker's stage and TP rank, by which vLLM keys its handshake metadata. Where decode
+The rank is the worker's stage and TP rank, by which vLLM keys handshake metadata. Where decode
 context parallelism (DCP) spans ranks of prefill context parallelism (PCP), these hold different
-tokens: they are further ranks of the stage, numbered after each other. Otherwise PCP ranks are
-replicas and only one of them serves other engines: see `pcp_replica`.
+tokens: they are further ranks of the stage. Otherwise PCP ranks are replicas, and only one of them
+serves other engines: see `pcp_replica`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ MAX_DRAINING_LANES = 4
 Each holds an agent of 5 to 25 MB and 15 to 50 descriptors: nixl 1.5.1, without threads and with."""
 
 _RETRY_S = 5.0
-"""Rest after a lane could not be made, for example because descriptors have run out."""
+"""Rest after a lane could not be made, as where descriptors have run out."""
 
 _TALK_S = 0.25
 """How long an agent without threads is polled after it has sent a message: a first message waits
@@ -57,11 +57,11 @@ class Lane:
     Attributes:
         lookups: Buffer for lease table rows that are read.
         connections: Open connections over this lane.
-        num_made: Number of connections made over this lane, closed ones included: NIXL releases a
-            peer's descriptors only with the agent (1.5.1, over TCP).
+        num_made: Connections made over this lane, closed ones included: NIXL releases a peer's
+            descriptors only with the agent (1.5.1, over TCP).
         retired_at_s: When it was retired; None while reads may begin on it.
         is_forced: Whether to close it once it is retired, whatever is in flight.
-        talks_until_s: Until when the agent must be polled for a message that was sent.
+        talks_until_s: Until when a message that was sent may need the agent to be polled.
     """
 
     def __init__(self, agent: NixlAgent) -> None:
@@ -116,7 +116,7 @@ class Lane:
         return name
 
     def disconnect(self, name: str) -> None:
-        """Undo one `connect` of a worker; the last one disconnects it. It has no read in flight."""
+        """Undo one `connect` of a worker without a read in flight; the last one disconnects it."""
         self._num_connections[name] -= 1
         if not self._num_connections[name]:
             del self._num_connections[name]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all sockets that this engine listens on have in common.
 
-Sockets for the engine's own processes have keys, made anew for each socket: ZeroMQ's CURVE sends
-neither the public key nor the messages in the clear. Clients without the public key are rejected.
-Only the listener has the secret key, so a client accepts messages from no other process.
+Sockets for the engine's own processes have keys of their own, made anew for each: ZeroMQ's CURVE
+sends neither the public key nor messages in the clear. Clients without the public key are rejected.
+Only the listener has the secret key, so a client accepts messages from nothing else.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def listen(socket: zmq.Socket[bytes], host: str, port: int, max_bytes: int) -> i
     """Have a socket listen over TCP.
 
     Args:
-        socket: The socket, with its other options set.
+        socket: The socket; its other options are set.
         host: Address of this machine.
         port: TCP port; 0 for any free one.
         max_bytes: Size of the largest frame that it accepts.
@@ -65,7 +65,7 @@ def listen_internally(socket: zmq.Socket[bytes], host: str, max_bytes: int) -> I
     """Have a socket listen for this engine's own processes, on a free port.
 
     Args:
-        socket: The socket, with its other options set.
+        socket: The socket; its other options are set.
         host: Address of this machine.
         max_bytes: Size of the largest frame that it accepts.
 
