@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads of boards whose results are not wanted any more.
+"""Reads of boards whose results are no longer needed.
 
-Such a read may still land, so that its connection cannot end before it has. A read that fails, or
-takes too long, ends with its lane, as a read of blocks does: else the connection would be waited
-for for ever where its engine is gone, as nothing else would notice.
+Such a read may still land, so its connection cannot be closed before it has. A read that fails or
+takes too long is ended by closing its lane, like a read of blocks: if its engine is gone, nothing
+else would notice, and the connection would stay open for ever.
 
 All of this belongs to the connector's thread.
 """
@@ -19,22 +19,22 @@ from ..transport.row_buffer import RowRead
 from .peers import PeerTable
 
 BOARD_READ_LIMIT_S = 5.0
-"""A read of a board that takes longer has failed: its connection is given up."""
+"""How long a read of a board may take; after that its connection is given up."""
 
 _REST_S = 0.1
-"""Between two polls of them."""
+"""Interval between two polls of abandoned reads."""
 
 
 @dataclass(slots=True)
 class _Abandoned:
-    """A read, what it is made with, and when that is to be given up."""
+    """An abandoned read, its connection, and when to give that up."""
 
     connection: PeerConnection
     read: RowRead
     limit_s: float
 
     def is_over(self) -> bool:
-        """Whether it has landed, or its lane has ended.
+        """Return whether it has landed, or its lane is closed.
 
         Raises:
             TransferError: It has failed.
@@ -44,7 +44,7 @@ class _Abandoned:
 
 
 class AbandonedReads:
-    """Those of a worker.
+    """The abandoned reads of a worker.
 
     Args:
         peers: The engines whose boards are read.
@@ -57,20 +57,20 @@ class AbandonedReads:
 
     @property
     def next_due_s(self) -> float:
-        """When to poll them next."""
+        """When to poll them next; infinite without any."""
         return self._due_s if self._abandoned else math.inf
 
     def add(self, connection: PeerConnection, read: RowRead, posted_s: float) -> None:
-        """A read is not wanted any more that was posted at that time."""
+        """Abandon a read that was posted at `posted_s`."""
         self._abandoned.append(_Abandoned(connection, read, posted_s + BOARD_READ_LIMIT_S))
 
     def stood_still(self, for_s: float) -> None:
-        """They could not be polled for so many seconds."""
+        """Extend all limits by `for_s` seconds, in which nothing could be polled."""
         for each in self._abandoned:
             each.limit_s += for_s
 
     def advance(self, now_s: float) -> None:
-        """Give up connections whose reads do not land."""
+        """Poll all reads that are due, and give up connections whose reads do not land."""
         if now_s < self._due_s:
             return
         self._due_s = now_s + _REST_S

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How attention backends fill a block, and what two engines' blocks must have in common.
 
-A tensor's shape does not tell what lies where: some backends take a block for a page of their own
-and arrange its tokens for their kernels, in a cache that looks like any other. Bytes read from a
-wrong place are KV of other tokens, and nothing but the answers would tell. So a format is known
+A tensor's shape does not tell where its values lie: some backends treat a block as a page of their
+own and arrange its tokens for their kernels, in a cache that looks like any other. Bytes read from
+a wrong place are KV of other tokens, which only wrong answers would reveal. So a format is known
 from the source of what writes it, or not at all.
 
-Names do not tell either: two backends are called FLASH_ATTN, and models subclass one that is plain
-to store in their own way. A backend counts as a known one only where both its name and its
-implementation, which is what stores, come from that one's module. `test_writing_kernels` has what
-writes each known format, and runs all that runs on a CPU.
+Names do not tell either: two backends are called FLASH_ATTN, and models subclass a plain backend to
+store in their own way. A backend counts as known only where both its name and its implementation,
+which does the storing, come from its own module. `test_writing_kernels` lists what writes each
+known format, and runs all of it that runs on a CPU.
 
-Blocks of a format that is not known are moved as a whole, where nothing need be cut of them. The
-inside is then the same at both ends only where everything is that may have a say in it.
+Blocks of an unknown format are moved as a whole, where the plan need not cut them. Their inside is
+the same at both ends only if everything that may affect it is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CacheFormat:
     """How a layer's blocks are filled.
 
     Attributes:
-        arrangement: What has a place of its own.
+        arrangement: What has a place of its own in a block.
         meaning: What must be equal at both ends for the bytes to mean the same, by name.
         keys_lead: See `LayerCache`.
     """
@@ -73,8 +73,8 @@ _SLOTS = frozenset(
         # The same in Triton, `triton_reshape_and_cache_flash`. Scales of single tokens and heads
         # lie in their slots, behind key and value: `customize_spec`, `_ensure_scale_caches`.
         (f"{_BACKENDS}.triton_attn", "TRITON_ATTN"),
-        # Both write with `do_kv_cache_update` of that one, their `general_impl`, whichever of their
-        # two kernels reads.
+        # Both write with `do_kv_cache_update` of TRITON_ATTN, their `general_impl`, whichever of
+        # their two kernels reads.
         (f"{_BACKENDS}.triton_flash_attn", "TRITON_FLASH_ATTN"),
         (f"{_BACKENDS}.triton_flashinfer", "TRITON_FLASHINFER"),
         # `triton_reshape_and_cache_flash_diffkv`: keys and values differ in size, and share a slot.
@@ -83,11 +83,11 @@ _SLOTS = frozenset(
         # `triton_turboquant_store`, but for FlyDSL's kernels: one packed slot of each head of each
         # token, key and value together.
         (f"{_BACKENDS}.turboquant_attn", "TURBOQUANT"),
-        # `ultraquant_store` and `octave_cache_store`, by strides of block, head and token: one such
-        # slot, too, whichever of ROCm's kernels read.
+        # `ultraquant_store` and `octave_cache_store`, by strides of block, head and token: also one
+        # packed slot, whichever of ROCm's kernels read.
         (f"{_BACKENDS}.ultraquant_attn", "ULTRAQUANT"),
         (f"{_BACKENDS}.rocm_octave_attn", "ROCM_OCTAVE"),
-        # None has a `do_kv_cache_update` of its own. That of `MLAAttentionImpl` calls
+        # None has a `do_kv_cache_update` of its own. `MLAAttentionImpl.do_kv_cache_update` calls
         # `concat_and_cache_mla`: each token has a slot, the latent before the rope.
         (f"{_BACKENDS}.mla.cutlass_mla", "CUTLASS_MLA"),
         (f"{_BACKENDS}.mla.flashinfer_mla", "FLASHINFER_MLA"),
@@ -112,43 +112,43 @@ _SLOTS = frozenset(
         # The same with functions of their own: `amx_mla_concat_and_cache`, and torch.
         (f"{_BACKENDS}.mla.amx_mla", "AMX_MLA"),
         (f"{_BACKENDS}.mla.cpu_mla", "CPU_MLA"),
-        # A row of numbers for each token: what DeepSeek V4 compresses, `save_partial_states`, and
-        # what MiniMax M3 indexes by, `minimax_m3_insert_index_cache`.
+        # A row of numbers for each token: DeepSeek V4's compressor state, `save_partial_states`,
+        # and MiniMax M3's index, `minimax_m3_insert_index_cache`.
         (f"{_V4}.compressor", "CompressorBackend"),
         (f"{_M3}.indexer", "MINIMAX_M3_SPARSE_INDEXER"),
         # `fused_minimax_m3_qknorm_rope_kv_insert`, by strides: key before value, whichever of the
-        # model's kernels reads. CUTLASS_MSA and TRITON_MSA are names of two of these, and no more.
+        # model's kernels reads. CUTLASS_MSA and TRITON_MSA are only names of two of these kernels.
         (f"{_M3}.sparse_attention", "MINIMAX_M3_SPARSE"),
     }
 )
-"""Backends whose slots are plain strides: where they stand, and their names."""
+"""Backends whose slots are plain strides: their modules and names."""
 
 _STORE_AS_THEIR_PARENTS = frozenset(
     {
-        # `HYV4FlashMLASparseImpl` adds sinks to what reads, and `Dots3NoteTritonMLAImpl` windows.
-        # Neither has a `do_kv_cache_update`.
+        # `HYV4FlashMLASparseImpl` adds sinks to the reading kernel, and `Dots3NoteTritonMLAImpl`
+        # adds windows. Neither has a `do_kv_cache_update`.
         (_HY_V4, "FLASHMLA_SPARSE"),
         (_DOTS3, "TRITON_MLA"),
     }
 )
-"""Where models have implementations of their own of known backends, whose names they keep."""
+"""Models' own implementations of known backends, which keep the backends' names."""
 
 _OTHERS: Mapping[tuple[str, str], Arrangement] = {
-    # `cpu_attn_reshape_and_cache`: keys of a head of a block, then its values, both arranged for
-    # the instruction set.
+    # `cpu_attn_reshape_and_cache`: for each head of a block its keys, then its values, both
+    # arranged for the instruction set.
     (f"{_BACKENDS}.cpu_attn", "CPU_ATTN"): Arrangement.HEADS,
     # `_kv_cache_views`: keys of all heads in the first slot of a token, values in the second.
     (f"{_BACKENDS}.b12x", "B12X"): Arrangement.SIDES,
     # `split_kv_cache`: a side is [heads, size / x, tokens, x], or [heads, size, tokens].
     (f"{_BACKENDS}.rocm_attn", "ROCM_ATTN"): Arrangement.PACKED_SIDES,
-    # All values of a block, then all of its scales. Indexers: `indexer_k_quant_and_cache`, of V4
-    # `compress_norm_rope_store`, which also writes its main caches. Windows of V4:
+    # All values of a block, then all of its scales. Indexers: `indexer_k_quant_and_cache`; in V4
+    # `compress_norm_rope_store`, which also writes V4's main caches. Windows of V4:
     # `_fused_qnorm_rope_kv_insert`.
     (f"{_BACKENDS}.mla.indexer", "DEEPSEEK_V32_INDEXER"): Arrangement.PAGE,
     (f"{_BACKENDS}.mla.indexer", "DEEPSEEK_V4_INDEXER"): Arrangement.PAGE,
     (f"{_BACKENDS}.mla.sparse_swa", "DEEPSEEK_SPARSE_SWA"): Arrangement.PAGE,
     (f"{_V4}.sparse_mla", "FLASHMLA_SPARSE_DSV4"): Arrangement.PAGE,
-    # Values with scales, and rows of one number format, are told apart by that.
+    # The number format tells values with scales from plain rows.
     (f"{_V4}.nvidia.flashinfer_sparse", "FLASHINFER_MLA_SPARSE_DSV4"): Arrangement.PAGE,
     (f"{_V4}.amd.rocm", "ROCM_FLASHMLA_SPARSE_DSV4"): Arrangement.PAGE,
     (f"{_V4}.cpu.cpu_mla", "CPU_V4_MLA_SPARSE"): Arrangement.PAGE,
@@ -164,7 +164,7 @@ _AITER: Mapping[str, Arrangement | None] = {
     # `_insert_aiter_sparse_pa_kv`: pages of 16 tokens of all heads, keys and values apart.
     f"{_M3}.sparse_attention": None,
 }
-"""What writers of AITER's do where VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set."""
+"""How AITER's kernels arrange a block if VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set."""
 
 _SLOT_QUANTIZATIONS = frozenset(
     {
@@ -184,10 +184,10 @@ _SLOT_QUANTIZATIONS = frozenset(
 
 _OWN_QUANTIZATIONS: Mapping[str, frozenset[str]] = {
     "ULTRAQUANT": frozenset({"ULTRAQUANT_4BIT"}),
-    # The first of these has the number of CUSTOM, which other backends fill as they like.
+    # OCTAVE_K3V4 has the number of CUSTOM, which other backends fill as they like.
     "ROCM_OCTAVE": frozenset({"OCTAVE_K3V4", "OCTAVE_K3V3", "OCTAVE_K3V3_COMPACT"}),
 }
-"""Those of which that is known where one backend has written, by its name."""
+"""More number formats with scales in the slot, known for the backend of that name only."""
 
 _KEYS_LEAD = frozenset(
     {
@@ -201,16 +201,16 @@ _KEYS_LEAD = frozenset(
 )
 """Backends whose slots are a key and then a value, or in 0.22.1 one of them.
 
-Of each head of each token, and of CPU_ATTN's of each head of a block: there the first half is what
-0.22.1 has for keys, and the second what it has for values, byte for byte. Those with keys and
-values of two sizes had them side by side always, and MLA has a latent.
-"""
+A slot is for each head of each token; CPU_ATTN's is for each head of a block: its first half is
+byte for byte 0.22.1's keys, its second half 0.22.1's values. Backends with keys and values of two
+sizes always had them side by side, and MLA has a latent."""
 
 _WITHOUT_SCALES = frozenset({"NONE", "FP8_PER_TENSOR"})
-"""Number formats whose scales are in no slot: where they lie there is the release's to choose."""
+"""Number formats without scales in their slots. Where a slot has them, releases differ in their
+place."""
 
 _OF_AN_ENGINES_OWN = (
-    # Where its parts are, and how they reach each other.
+    # Where an engine's parts run, and how they reach each other.
     *("VLLM_NIXL_", "VLLM_P2P_", "VLLM_EC_", "VLLM_DP_", "VLLM_PP_", "VLLM_CPU_", "RAY_"),
     *("VLLM_RAY_", "VLLM_USE_RAY_", "VLLM_MOONCAKE_", "MOONCAKE_", "VLLM_NIC_", "VLLM_GPU_NIC_"),
     *("VLLM_LOOPBACK_", "VLLM_NCCL_", "VLLM_SKIP_P2P_", "VLLM_DISABLE_PYNCCL", "VLLM_MQ_"),
@@ -224,19 +224,20 @@ _OF_AN_ENGINES_OWN = (
     *("VLLM_PROCESS_NAME_", "VLLM_USAGE_", "VLLM_NVTX_", "VLLM_CUSTOM_SCOPES_", "VLLM_GC_"),
     *("VLLM_MAX_", "VLLM_TOOL_", "VLLM_CHAT_", "VLLM_GPT_OSS_", "VLLM_KV_EVENTS_", "VLLM_LORA_"),
 )
-"""How variables begin that no cache depends on, and two engines of one fleet need not agree in."""
+"""Prefixes of environment variables that no cache depends on, so that two engines may differ in
+them."""
 
 
 def cache_format(
     backend: type[AttentionBackend], spec: Any, tensor: torch.Tensor, settings: str
 ) -> CacheFormat:
-    """How a layer's blocks are filled.
+    """Return how a layer's blocks are filled.
 
     Args:
         backend: The layer's attention backend.
-        spec: Its specification, of attention.
+        spec: Its attention specification.
         tensor: Its cache.
-        settings: What else may have a say in it, where the backend is not known.
+        settings: Fingerprint of other settings that may affect an unknown format.
     """
     arrangement = _known_arrangement(backend, spec)
     if arrangement is None:
@@ -250,17 +251,17 @@ def cache_format(
 
 
 def settings_fingerprint(vllm_config: VllmConfig) -> str:
-    """What tells an engine's settings from another's that may change what backends write.
+    """Return a digest of the settings that may change what backends write.
 
-    Those are what vLLM itself takes into account when it compiles, of the environment, and the
-    options of attention and of passes that fuse it with what writes the cache.
+    These are the environment variables that vLLM itself takes into account when it compiles, and
+    the options of attention and of passes that fuse it with what writes the cache.
     """
     environment = sorted(
         (name, str(value))
         for name, value in envs.compile_factors().items()
         if not name.startswith(_OF_AN_ENGINES_OWN)
     )
-    # Others of its fields follow from the TP size.
+    # Its other fields follow from the TP size.
     passes = sorted(
         (name, value)
         for name, value in vars(vllm_config.compilation_config.pass_config).items()
@@ -271,11 +272,11 @@ def settings_fingerprint(vllm_config: VllmConfig) -> str:
 
 
 def _known_arrangement(backend: type[AttentionBackend], spec: Any) -> Arrangement | None:
-    """What a backend gives a place of its own; None where that is not known."""
+    """Return what a backend gives a place of its own; None where that is not known."""
     name, mode = backend.get_name(), spec.kv_quant_mode.name
     module, stores_in = (_defined_in(backend, each) for each in ("get_name", "get_impl_cls"))
-    # Models that store by themselves have backends without an implementation, or with none that
-    # stores.
+    # Models that store by themselves have backends without an implementation, or with one that does
+    # not store.
     known_places = (module, _ABSTRACT, f"{_V4}.sparse_mla")
     if stores_in not in known_places and (stores_in, name) not in _STORE_AS_THEIR_PARENTS:
         return None
@@ -299,7 +300,7 @@ def _known_arrangement(backend: type[AttentionBackend], spec: Any) -> Arrangemen
 def _chosen_inside(
     backend: type[AttentionBackend], spec: Any, tensor: torch.Tensor, settings: str
 ) -> dict[str, str]:
-    """What a known backend's arrangement leaves to the device, or to an option."""
+    """Return what a known backend's arrangement leaves to the device, or to an option."""
     match backend.get_name():
         case "CPU_ATTN":
             return {"instructions": _cpu_instructions(spec, tensor)}
@@ -309,16 +310,18 @@ def _chosen_inside(
             is_old = current_platform.is_cuda() and capability is not None and capability < (8, 9)
             return {"keys": "e4b15" if is_old else "e4m3"}
         case "FLASHINFER" if spec.kv_quant_mode.name == "NVFP4":
-            # `_nvfp4_kv_on_fa2`: scales of values are shuffled among four tokens for the others.
+            # `_nvfp4_kv_on_fa2`: for the other kernels, scales of values are shuffled among four
+            # tokens.
             families = (80, 90, 120)
             on_fa2 = any(current_platform.is_device_capability_family(each) for each in families)
             return {"kernels": "fa2" if on_fa2 else "trtllm-gen"}
         case "ROCM_ATTN":
-            # `set_interleaved_v_cache`: a pass that fuses what writes has it arrange values anew.
+            # `set_interleaved_v_cache`: a pass that fuses the writing kernel has it arrange values
+            # differently.
             return {"settings": settings, "values": ROCM_ATTN_VALUES.meaning}
         case "DEEPSEEK_V32_INDEXER" | "DEEPSEEK_V4_INDEXER":
-            # `indexer_k_quant_and_cache_triton` shuffles values on ROCm, and the type of 8 bits
-            # is not told by any of them. `mqa_logits_use_mx_scales` says what a scale is.
+            # `indexer_k_quant_and_cache_triton` shuffles values on ROCm, and none of these caches
+            # says which 8-bit type it has. `mqa_logits_use_mx_scales` says what a scale is.
             are_exponents = (
                 BLACKWELL_SCALES.is_here
                 and current_platform.is_cuda()
@@ -332,19 +335,19 @@ def _chosen_inside(
 
 
 def _is_shuffled() -> bool:
-    """Whether AITER's backends arrange tokens for its kernels, as the environment tells them."""
+    """Return whether the environment makes AITER's backends arrange tokens for its kernels."""
     from vllm._aiter_ops import rocm_aiter_ops
 
     return bool(rocm_aiter_ops.is_shuffle_kv_cache_enabled())
 
 
 def _numbers(spec: Any) -> str:
-    """In what format the numbers of a cache are."""
+    """Return the number format of a cache."""
     mode = spec.kv_quant_mode.name
     parts = [str(spec.dtype).removeprefix("torch.")]
     if mode != "NONE":
         parts.append(mode)
-        # Two formats are called e4m3, and which of them is meant is the device's.
+        # Two formats are called e4m3; the device decides which one is meant.
         parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
         if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) and spec.cache_dtype_str:
             parts.append(spec.cache_dtype_str)
@@ -352,21 +355,21 @@ def _numbers(spec: Any) -> str:
 
 
 def _cpu_instructions(spec: Any, tensor: torch.Tensor) -> str:
-    """For which instruction set CPU_ATTN packs the tokens of a head."""
+    """Return the instruction set for which CPU_ATTN packs the tokens of a head."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    # The last axis but one is that of tokens in all bases.
+    # The last axis but one is the tokens' in all bases.
     return str(_get_attn_isa(spec.dtype, tensor.shape[-2], spec.head_size))
 
 
 def _everything(
     backend: type[AttentionBackend], spec: Any, tensor: torch.Tensor, settings: str
 ) -> dict[str, str]:
-    """All that may have a say in what an unknown backend writes.
+    """Return all that may affect what an unknown backend writes.
 
-    Sizes of the scheduler's blocks and of padding, and which tokens are kept or seen, are left out:
-    the inside does not know them, and they differ among stages, as a group's specification is that
-    of all its layers together.
+    Scheduler block sizes, padding, and which tokens are kept or seen are left out: the inside of a
+    block does not depend on them. They also differ among stages, because a group's specification is
+    shared by all of its layers.
     """
     outside = {
         *("block_size", "page_size_padded", "block_stride_alignment"),
@@ -391,7 +394,7 @@ def _everything(
 
 
 def _class_of(getter: Callable[[], type | None]) -> type | None:
-    """The class that a backend names, if it does."""
+    """Return the class that a backend's getter names; None where it names none."""
     try:
         return getter()
     except NotImplementedError:
@@ -399,14 +402,14 @@ def _class_of(getter: Callable[[], type | None]) -> type | None:
 
 
 def _maker(tensor: torch.Tensor) -> str:
-    """Whose device it is, and which where kernels of one maker differ."""
+    """Return the device's maker, and the device where one maker's kernels differ."""
     if current_platform.is_cuda():
         return "cuda"
     return f"{tensor.device.type} {_device_name(tensor)}"
 
 
 def _device_name(tensor: torch.Tensor) -> str:
-    """What tells apart the devices that kernels are chosen for."""
+    """Return the device property that kernels are chosen by."""
     if tensor.device.type == "cpu":
         return str(current_platform.get_cpu_architecture())
     properties = torch.cuda.get_device_properties(tensor.device)
@@ -416,7 +419,7 @@ def _device_name(tensor: torch.Tensor) -> str:
 
 
 def _defined_in(backend: type[AttentionBackend], method: str) -> str:
-    """The module of the class that a method comes from."""
+    """Return the module of the class that defines a method."""
     return next(
         (each.__module__ for each in backend.__mro__ if method in vars(each)),
         backend.__module__,

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planes of caches that are views [blocks, heads, tokens, content], whatever lies where.
 
-The content of a head of a token is its key and its value, one after the other, so that they are
-one plane: they are split, read and replicated alike. Where a backend keeps them apart, they are
-planes of their own. The order of axes in memory, and whether other layers lie between two blocks,
-is in the strides.
+The content of a head of a token is its key and then its value, which form one plane, as they are
+split, read and replicated alike. Where a backend keeps them apart, they are planes of their own.
+The strides give the order of axes in memory, and whether other layers lie between two blocks.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ class _View:
     """A layer's view, in bytes.
 
     Attributes:
-        layer: The layer.
-        address: Where it begins.
-        num_slots: What the axis of heads counts, which need not be heads.
+        layer: Name of the layer.
+        address: Where the view begins.
+        num_slots: Length of the axis of heads, which need not count heads.
         block_tokens: Tokens in a block.
         num_states: States in a block, each of equally many tokens.
-        content_bytes: What a state has in a slot; contiguous.
+        content_bytes: Size of a state in a slot; contiguous.
         block_stride: From one block to the next.
-        slot_stride: From one to the next on the axis of heads.
+        slot_stride: From one entry to the next on the axis of heads.
         state_stride: From one state to the next.
         num_heads: KV heads of the layer on this rank.
     """
@@ -61,7 +60,7 @@ class _View:
         packed: bool = False,
         heads_per_unit: int = 1,
     ) -> Plane:
-        """A plane of the view; all of a block's tokens are one slot where they are packed."""
+        """Return a plane of the view; if packed, all tokens of a block form one slot."""
         return Plane(
             address=self.address + offset,
             block_stride_bytes=self.block_stride,
@@ -83,14 +82,14 @@ class _View:
 def describe_layer(
     name: str, tensor: torch.Tensor, spec: Any, backend: object, arrangement: Arrangement
 ) -> tuple[int, tuple[Plane, ...]]:
-    """How many blocks a layer has, and its planes.
+    """Return how many blocks a layer has, and its planes.
 
     Args:
-        name: The layer.
+        name: Name of the layer.
         tensor: Its cache.
-        spec: Its specification, of attention.
-        backend: Its attention backend, of which nothing more is to be known.
-        arrangement: How that one fills a block.
+        spec: Its attention specification.
+        backend: Its attention backend; not used.
+        arrangement: How the backend fills a block.
 
     Raises:
         LocalLayoutError: What has a place of its own is not contiguous, or not every head has one.
@@ -178,7 +177,7 @@ def _quarters(view: _View) -> tuple[Plane, ...]:
 
 
 def _page(view: _View) -> tuple[Plane, ...]:
-    """All that a rank has in a block is one unit, in one piece, or in one for each slot."""
+    """Return planes for whole blocks: one unit, in one piece or in one piece for each slot."""
     slot_bytes = view.content_bytes * view.num_states
     heads_first = view.states_adjoin and view.slot_stride == slot_bytes
     states_first = (
@@ -196,7 +195,7 @@ def _page(view: _View) -> tuple[Plane, ...]:
 
 
 def _packed_slots(view: _View, heads_per_unit: int) -> Plane:
-    """The axis of heads, with all states of each in one piece."""
+    """Return a plane along the axis of heads, with all states of each entry in one piece."""
     size = view.content_bytes * view.num_states
     return view.plane(
         0,

@@ -5,18 +5,17 @@
     hand_over(step)   ---- queue --->    the transfer engine is polled while something is on its way
     collect()         <--- queue ----    reports
 
-The engine's thread does nothing but that. It leaves the interpreter to the other one for a moment
-while something is under way, and waits for nothing else. The connector's owns everything else:
+The engine's thread does nothing else for transfers and never waits for the network. While a
+transfer is under way, it yields the interpreter for a moment. The connector's thread owns the rest:
 NIXL's agents, the peers, the ledgers. It polls often while reads are in flight, ever less often
-while nothing moves, and sleeps until it is woken or something is due otherwise.
+while nothing moves, and otherwise sleeps until it is woken or something is due.
 
-Both share the interpreter. A poll takes a fraction of a millisecond, and the interpreter is let go
-of after each; within one, as elsewhere in this process, a thread that wants it waits `SWITCH_S` at
-most.
+Both threads share the interpreter. A poll takes a fraction of a millisecond and then releases the
+interpreter; within a poll, as elsewhere in this process, another thread waits for `SWITCH_S`, or a
+few times that.
 
-Each sees when the other one does not come round, and says where it is. What keeps the connector's
-from going on is raised by the engine's next step, so that nothing waits for a thread that is not
-there.
+Each thread detects when the other one stalls, and logs where it is. If the connector's thread
+cannot go on, the engine's next step raises its error, so that nothing waits for a dead thread.
 """
 
 from __future__ import annotations
@@ -38,51 +37,51 @@ from .transfer_engine import Incoming, Report, SchedulerStep, TransferEngine
 logger = init_logger(__name__)
 
 _SHORTEST_REST_S, _LONGEST_REST_S = 50e-6, 1e-3
-"""Between two looks at reads in flight. NIXL needs them: without threads of its own, an agent over
-TCP reads as much as has arrived since the last one."""
+"""Bounds of the rest between two polls while reads are in flight. NIXL needs them: without threads
+of its own, an agent over TCP reads only what has arrived since the last poll."""
 
 _LONGEST_TALK_REST_S = 10e-3
-"""Between two looks where only messages to others are on their way."""
+"""Longest time between two polls while only messages are on their way."""
 
 _AFTER_FAULT_S = 0.05
-"""After a poll that has failed: if they all do, the log is not to be full of it."""
+"""Rest after a failed poll: repeated failures must not fill the log."""
 
 _MOST_FAULTS = 20
-"""So many polls that fail one after the other, within a second or two, are the thread's end: what a
-poll could not do is done by the next one, unless it cannot be done."""
+"""Consecutive failed polls, within a second or two, that end the thread. What a poll could not do,
+the next one does, unless it is impossible."""
 
 SWITCH_S = 0.1e-3
-"""How long a thread that computes keeps the interpreter where another one wants it. Python's own 5
-ms are as long as a step of a small model. It begins anew whenever the interpreter was let go of for
-a moment, as calls of NIXL do: a thread that wants it may wait for some of these times."""
+"""How long a computing thread keeps the interpreter while another one requests it. Python's 5 ms
+are as long as a step of a small model. The interval restarts whenever the interpreter is released
+for a moment, as in calls of NIXL, so a waiting thread may wait for several of them."""
 
 _MOMENT_S = 20e-6
-"""For so long a thread leaves the interpreter to the other one, which would wait for all of
-`SWITCH_S` otherwise: the engine's while something is under way, and the connector's between two
-polls of a backlog."""
+"""How long a thread yields the interpreter to the other one, which would otherwise wait for
+`SWITCH_S`: the engine's thread while a transfer is under way, the connector's between polls of a
+backlog."""
 
 _TICK_S = 0.2
-"""As often notifications are taken though nothing is held for their senders."""
+"""Interval at which notifications are taken although nothing is held for their senders."""
 
 _CLOSE_LIMIT_S = 10.0
 
 
 class ConnectorThread:
-    """Polls a transfer engine.
+    """Polls a transfer engine in a thread of its own.
 
-    `begin_step`, `collect` and `close` belong to the engine's thread; `hand_over` and `wake` are
-    for any thread. The transfer engine belongs to the thread that is started here, until `close`
-    has returned.
+    `begin_step`, `collect` and `close` belong to the engine's thread; any thread may call
+    `hand_over` and `wake`. The transfer engine belongs to the thread that is started here, until
+    `close` has returned.
 
     Args:
-        transfer_engine: What to poll.
-        clock: Seconds that only grow.
+        transfer_engine: The transfer engine to poll.
+        clock: Monotonic clock, in seconds.
         prepare: Called by the thread before everything else.
-        watched: What other threads of the connector do, each told of if it takes too long.
+        watched: Watches of the connector's other threads; this thread logs those that stall.
 
     Attributes:
         ringer: Wakes a scheduler that rests; None where it does not. The engine's thread sets it,
-            and the connector's rings.
+            and the connector's rings it.
     """
 
     def __init__(
@@ -96,28 +95,28 @@ class ConnectorThread:
         self._clock = clock
         self._prepare = prepare
         self._incoming: deque[Incoming] = deque()
-        # Out of that, and not taken by the transfer engine.
+        # Taken from `_incoming`, not yet accepted by the transfer engine.
         self._taken: list[Incoming] = []
         self._reports: deque[Report] = deque()
         self._news = Event()
         self._stopped = False
-        # What the thread has ended with.
+        # The exception that has ended the thread.
         self._fault: BaseException | None = None
         self._rest_s = _SHORTEST_REST_S
-        # Hints for the engine's thread, which the other one writes.
+        # Hints for the engine's thread, which the connector's writes.
         self._moves = False
         self._holds = False
         self.ringer: Ringer | None = None
-        # The scheduler may rest after this step, and hears of a report when it is rung for. The
-        # engine's thread writes it.
+        # Whether the scheduler may rest after this step, so that reports ring; the engine's thread
+        # writes it.
         self._rings = False
         self._tick_at_s = 0.0
-        # When this thread should have come round, by the clock that it rests by.
+        # When this thread's next poll should have begun, by `time.monotonic`.
         self._round_by_s = math.inf
-        # When the poll, or the step, began that is under way; each is written by its own thread.
+        # The current poll and step; each watch is written by its own thread.
         self._poll_watch = StallWatch("connector's thread")
         self._step_watch = StallWatch("engine's step")
-        # What this thread looks after.
+        # The watches that this thread checks.
         self._watched = (self._step_watch, *watched)
         self._thread = Thread(target=self._run, name="reshard-connector", daemon=True)
 
@@ -127,21 +126,21 @@ class ConnectorThread:
         self._thread.start()
 
     def begin_step(self, *, is_idle: bool = False) -> None:
-        """The engine's thread begins a step, which `collect` ends.
+        """Begin a step of the engine's thread, which `collect` ends.
 
         Args:
-            is_idle: The scheduler may rest after it.
+            is_idle: Whether the scheduler may rest after this step.
         """
         self._rings = is_idle
         self._step_watch.begin(self._clock())
 
     def hand_over(self, incoming: Incoming) -> None:
-        """Ask for something, or tell of an offer."""
+        """Queue a step, an announcement or a board update for the next poll."""
         self._incoming.append(incoming)
         self._news.set()
 
     def collect(self) -> Report:
-        """What has ended since the last call.
+        """Return what has ended since the last call.
 
         Raises:
             ConnectorThreadError: The thread has ended.
@@ -170,7 +169,7 @@ class ConnectorThread:
         self._news.set()
 
     def close(self) -> None:
-        """End the thread, and then the transfer engine."""
+        """End the thread, then close the transfer engine."""
         self._stopped = True
         self._news.set()
         if self._thread.is_alive():
@@ -186,7 +185,7 @@ class ConnectorThread:
         self._transfer_engine.close(self._clock())
 
     def _run(self) -> None:
-        """The thread: polls until `close`, or until it cannot go on, which `collect` raises."""
+        """Poll until `close`, or until the thread cannot go on; `collect` then raises the error."""
         num_faults = 0
         try:
             if self._prepare is not None:
@@ -196,7 +195,7 @@ class ConnectorThread:
                     self._poll_once()
                     num_faults = 0
                 except Exception:
-                    # What was not foreseen ends neither the engine nor other requests.
+                    # An unforeseen exception must end neither the engine nor other requests.
                     num_faults += 1
                     if num_faults == _MOST_FAULTS:
                         raise
@@ -209,9 +208,9 @@ class ConnectorThread:
             self._fault = fault
 
     def _poll_once(self) -> None:
-        """Poll once, and rest. What one that fails has not done is left for the next."""
+        """Poll once and rest; the next poll does what a failed one has not done."""
         self._news.clear()
-        # Before they are taken: the engine's thread sees one or the other.
+        # Before `_incoming` is emptied: the engine's thread always sees one or the other.
         self._moves = self._moves or bool(self._incoming)
         while self._incoming:
             self._taken.append(self._incoming.popleft())
@@ -236,7 +235,7 @@ class ConnectorThread:
         if report or has_incoming or self._transfer_engine.has_moved:
             self._rest_s = _SHORTEST_REST_S
         if self._transfer_engine.has_backlog:
-            # To wait for news would not let go of the interpreter where there are some.
+            # Waiting for `_news` would not release the interpreter if it is already set.
             time.sleep(_MOMENT_S)
         elif self._moves or self._transfer_engine.is_talking:
             self._rest(self._rest_s)
@@ -246,22 +245,22 @@ class ConnectorThread:
             self._sleep(self._transfer_engine.next_due_s(now_s))
 
     def _sleep(self, due_s: float | None) -> None:
-        """Wait until the thread is woken, or something is due."""
+        """Wait until the thread is woken or something is due."""
         began_s = self._clock()
         ends_s = [due_s, *(each.stalls_at_s for each in self._watched)]
         if self._holds:
-            # Else it is not known for how long leases have run that could not be renewed.
+            # Otherwise a stall would go unmeasured, and leases could not be extended by it.
             ends_s.append(began_s + STALL_S)
         rest_s = min((each_s for each_s in ends_s if each_s is not None), default=math.inf)
         self._rest(max(rest_s - began_s, _SHORTEST_REST_S))
 
     def _rest(self, rest_s: float) -> None:
-        """Wait for so long, or until the thread is woken."""
+        """Wait for `rest_s`, or until the thread is woken."""
         self._round_by_s += rest_s
         self._news.wait(rest_s if rest_s < math.inf else None)
 
     def _see_how_late_it_is(self) -> None:
-        """Where a poll begins late or takes long, leases last longer: no reader was heard."""
+        """Extend leases by the time this thread has stalled: it could not receive renewals."""
         now_s = time.monotonic()
         late_s, self._round_by_s = now_s - self._round_by_s, now_s
         if late_s > STALL_S:

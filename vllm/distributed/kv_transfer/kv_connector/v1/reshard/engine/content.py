@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the KV of a request depends on, beside its tokens.
+"""What the KV of a request depends on, besides its tokens.
 
-vLLM's own block hashes take in the same, but not so that another engine could compare: they name a
-LoRA adapter by its path as well, depend on the size of blocks, and begin with a number of the
-process's own.
+vLLM's own block hashes cover the same, but two engines cannot compare them: they also include a
+LoRA adapter's path, depend on the block size, and begin with a number of the process's own.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def content_keys(request: Request, num_tokens: int) -> list[tuple[str | int, ...]]:
-    """What the KV of a request's first tokens depends on, the same at both engines.
+    """Return what the KV of a request's first tokens depends on, equal at both engines.
 
     Args:
         request: The request.
-        num_tokens: How many of its tokens.
+        num_tokens: Number of its first tokens.
     """
     keys: list[tuple[str | int, ...]] = []
     if request.lora_request is not None:
@@ -43,9 +42,9 @@ def content_keys(request: Request, num_tokens: int) -> list[tuple[str | int, ...
 
 
 def content_token_ids(request: Request) -> Sequence[int]:
-    """A request's tokens, the same at both engines: 0 where embeddings stand among them.
+    """Return a request's tokens, equal at both engines: 0 in place of each embedding.
 
-    vLLM 0.22.1 has placeholders there, which are other tokens with other tokenizers.
+    vLLM 0.22.1 has placeholder tokens there, which differ between tokenizers.
     """
     mask: list[bool] | None = request.prompt_is_token_ids
     token_ids: Sequence[int] = request.all_token_ids
@@ -56,11 +55,11 @@ def content_token_ids(request: Request) -> Sequence[int]:
 
 
 def _embeddings_digest(request: Request, num_tokens: int) -> str:
-    """Digest of the embeddings among a request's first tokens, and of where they stand.
+    """Return a digest of the embeddings among a request's first tokens, and of their positions.
 
-    Where tokens stand between them, vLLM's tensor has rows for these, too, as far as the prompt
-    goes: they mean nothing. A row of 4096 numbers of 16 bits takes 10 us: 0.3 s for 32k of them,
-    as long as vLLM's own block hashes do.
+    vLLM's tensor also has rows for the prompt's tokens between embeddings; these rows mean nothing.
+    A row of 4096 numbers of 16 bits takes 10 us: 0.3 s for 32k rows, as long as vLLM's own block
+    hashes take.
     """
     assert request.prompt_embeds is not None
     rows = request.prompt_embeds[:num_tokens]
@@ -74,7 +73,7 @@ def _embeddings_digest(request: Request, num_tokens: int) -> str:
 
 
 def counted_items(vllm_config: VllmConfig) -> str | None:
-    """Why multimodal items have no names by which two engines know them; None where they have."""
+    """Return why two engines cannot know multimodal items by name; None where they can."""
     multimodal = vllm_config.model_config.multimodal_config
     if (
         multimodal is None
@@ -89,14 +88,14 @@ def counted_items(vllm_config: VllmConfig) -> str | None:
 
 
 def items_named_by(vllm_config: VllmConfig) -> str:
-    """What multimodal items are named by; two engines name one item alike where it is the same."""
+    """Return what multimodal items are named by; engines with equal values name an item alike."""
     if vllm_config.model_config.multimodal_config is None:
         return "none"
-    # Their hashes take in the name or path of the model.
+    # Their hashes include the model's name or path.
     return str(vllm_config.model_config.model)
 
 
 def items_hashed_as(vllm_config: VllmConfig) -> str:
-    """How multimodal items are hashed, which is their name."""
+    """Return how multimodal items are hashed; the hash is an item's name."""
     multimodal = vllm_config.model_config.multimodal_config
     return "none" if multimodal is None else ITEM_HASHES.meaning

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that a worker's caches are on: who chooses it, and what it has still to do."""
+"""The device of a worker's caches: making it current, and waiting for its pending work."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .transfer_engine import Event
 
 
 class CacheDevice:
-    """Where a worker's caches are.
+    """The device that a worker's caches are on.
 
     Args:
-        on_cpu: They are in host memory, and what is computed is so at once.
+        on_cpu: Whether the caches are in host memory, where work is complete when its call returns.
 
     Attributes:
         place: The caches' device; None until they are registered.
@@ -24,18 +24,19 @@ class CacheDevice:
         self.place: torch.device | None = None
 
     def choose(self) -> None:
-        """Have the calling thread compute, and NIXL register, where the caches are.
+        """Make the caches' device current for the calling thread and for NIXL's registrations.
 
-        A thread begins with the first of its process's devices, whichever this worker's is.
+        A thread starts with the process's first device, whichever this worker's is.
         """
         if self.place is not None and self.place.type == "cuda":
             torch.cuda.set_device(self.place)
 
     def computed_before(self, metadata: ReshardConnectorMetadata) -> Event | None:
-        """What the device has still to do, and may write into blocks that this step reads into.
+        """Record an event after device work that may write into blocks that this step reads into.
 
         That is an earlier step, where the scheduler does not keep its blocks until it is over, and
-        what is put into new blocks before this one computes: zeros, and copies of shared blocks.
+        what new blocks receive before this step computes: zeros, and copies of shared blocks.
+        Return None where there is nothing to wait for.
         """
         if self._on_cpu or not metadata.receive:
             return None

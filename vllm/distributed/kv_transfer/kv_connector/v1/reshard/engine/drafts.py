@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of drafts: which workers have them, and what happens where the other engine has not.
+"""Draft layers: which workers have them, and what happens if the other engine has none.
 
-A draft's layers are read like any others, for they keep the KV of the same tokens. But two engines
-may draft with different models, whose layers have the same names; so a draft's layer is known to
-other engines by its name and by what it drafts with, and is another one where that differs.
+A draft's layers are read like any others, because they keep the KV of the same tokens. But two
+engines may draft with different models whose layers have the same names. So other engines know a
+draft layer by its name and a digest of what it drafts with; another digest means another layer.
 
-Which layers these are, releases before 0.33 do not say. They are told by their names: vLLM begins
-these with what the draft is, or numbers them with what its stage has no layers of. With pipeline
-stages that may be the number of another stage's layer: EAGLE's are numbered from how many layers
-the stage has. So to other engines a draft's layers are numbered from 0 always.
+Releases before 0.33 do not mark draft layers, so they are recognized by name: vLLM begins the name
+with the kind of draft, or numbers the layer beyond the stage's own. With pipeline stages, another
+stage's layer may have that number: EAGLE numbers its layers from the stage's layer count. So for
+other engines a draft's layers are always numbered from 0.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 _MARK = "@draft-"
 _DRAFT_PARTS = frozenset({"draft_model", "eagle_layers", "mtp", "mtp_block", "mtp_layers"})
-"""Parts of names that only layers of drafts have."""
+"""Name components that only draft layers have."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-"""The first one in a layer's name is its own."""
+"""The first match in a layer's name is the layer's number."""
 
 
 def refuse_impossible_drafts(vllm_config: VllmConfig) -> None:
-    """Refuse drafts that vLLM begins and cannot make, before a worker dies of them.
+    """Refuse drafts that vLLM accepts but cannot run, before a worker crashes.
 
     Raises:
         LocalLayoutError: The model runner looks for a drafter on stages that have none.
     """
     speculative = vllm_config.speculative_config
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
-    # The first connection of runners asks for a drafter on all stages, and makes one on the last.
+    # vLLM's first model runner uses the drafter on every stage but makes one only on the last.
     if speculative is None or pp_size == 1 or vllm_config.use_v2_model_runner:
         return
     raise LocalLayoutError(
@@ -52,7 +52,7 @@ def refuse_impossible_drafts(vllm_config: VllmConfig) -> None:
 
 
 def draft_identities(vllm_config: VllmConfig, layers: Iterable[str]) -> dict[str, str]:
-    """By what name other engines know the layers of this engine's draft, for those that are."""
+    """Return the names by which other engines know this engine's draft layers, by local name."""
     identity = draft_identity(vllm_config)
     if identity is None:
         return {}
@@ -65,32 +65,32 @@ def draft_identities(vllm_config: VllmConfig, layers: Iterable[str]) -> dict[str
 
 
 def _is_draft(name: str, own: range) -> bool:
-    """Whether a layer is not one of the model's own, of which the stage has these."""
+    """Return whether a layer is a draft's; `own` are the model's layers on this stage."""
     number = _NUMBER.search(name)
     is_not_own = number is not None and int(number[0]) not in own
     return is_not_own or not _DRAFT_PARTS.isdisjoint(name.split("."))
 
 
 def _numbered_from(first: int, name: str) -> str:
-    """A layer's name with its number among the draft's, of which this is the first one's."""
+    """Return a layer's name, renumbered so that the draft's first layer has number 0."""
     return _NUMBER.sub(lambda number: f"draft{int(number[0]) - first}", name, count=1)
 
 
 def without_missing_drafts(
     src: Iterable[Shard], dst: Sequence[Shard], policy: Literal["refuse", "compute"]
 ) -> tuple[tuple[Shard, ...], tuple[Layer, ...]]:
-    """Leave out what the destination's drafts need and no source rank has.
+    """Leave out draft layers that the destination needs and no source rank has.
 
     Args:
         src: What each source rank holds.
         dst: What each destination rank needs.
-        policy: Whether such layers are refused, or left for the destination to compute.
+        policy: Whether to refuse such layers, or to leave them for the destination to compute.
 
     Returns:
-        What is to be read, and the layers that are not.
+        What is to be read, and the layers that are left out.
 
     Raises:
-        RemoteLayoutError: There are such layers, and they are refused.
+        RemoteLayoutError: There are such layers, and the policy is to refuse them.
     """
     held = {layer for shard in src for layer in shard.holdings}
     missing = tuple(

@@ -30,9 +30,9 @@ _ARCHITECTURE = (
 
 
 def compatibility_factors(vllm_config: VllmConfig) -> dict[str, str]:
-    """What must be equal at both engines for one's KV cache to mean the same to the other.
+    """Return the values that must match for two engines' KV caches to mean the same.
 
-    And which release of vLLM this one is, which need not be.
+    They also include this engine's vLLM release, which need not match.
 
     Args:
         vllm_config: This engine's configuration.
@@ -40,11 +40,11 @@ def compatibility_factors(vllm_config: VllmConfig) -> dict[str, str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     dtype = _dtype_name(model.dtype)
-    # The model's path is left out on purpose: the same model may lie under another path or name.
-    # So are the sizes of both kinds of parallelism, of blocks, and the order of axes: to join
-    # engines that differ in those is what this connector is for.
+    # The model's path is left out on purpose: the same model may have another path or name. So are
+    # both kinds of parallel sizes, block sizes and the order of axes: this connector exists to join
+    # engines that differ in those.
     return {
-        # For the log; releases are no factor. What follows a `+` names the build, not the source.
+        # For the log only; the release is not compared. The part after a `+` names the build.
         RELEASE_FACTOR: vllm_version.partition("+")[0],
         "model": _architecture(model.hf_text_config),
         "num_hidden_layers": str(model.get_total_num_hidden_layers()),
@@ -61,9 +61,9 @@ def compatibility_factors(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def compared_factors(factors: Mapping[str, str], settings: Settings) -> dict[str, str] | None:
-    """Which values are looked for at an engine that is to be read from; None for no matter which.
+    """Return the values that a producer must match; None to accept any producer.
 
-    Drafts that are not there, or are others, cost nothing but their own layers, which are not read.
+    Missing or different drafts only cost their own layers, which are then not read.
     """
     if not settings.enforce_handshake_compat:
         return None
@@ -74,7 +74,7 @@ def compared_factors(factors: Mapping[str, str], settings: Settings) -> dict[str
 
 
 def draft_identity(vllm_config: VllmConfig) -> str | None:
-    """What tells one engine's drafts from another's; None where drafts have no layers."""
+    """Return what identifies this engine's draft; None where drafts have no layers."""
     speculative = vllm_config.speculative_config
     if speculative is None or not (speculative.use_eagle() or speculative.uses_draft_model()):
         return None
@@ -84,13 +84,13 @@ def draft_identity(vllm_config: VllmConfig) -> str | None:
 
 
 def _draft_factors(vllm_config: VllmConfig) -> dict[str, str]:
-    """What must be equal of drafts that are made from the model's hidden states.
+    """Return what must match for drafts that are made from the model's hidden states.
 
     Layers of EAGLE, MTP and the like keep a KV cache of the same tokens, which is read with the
-    model's: both engines draft alike, or neither does, unless it is said that they need not. Drafts
-    from tokens alone, as by n-grams or a whole model, are not compared; the layers of such a model
-    are looked for when an engine needs them. How many tokens are drafted at a time is each engine's
-    own choice, where drafts do not read as far ahead.
+    model's: both engines must draft alike, or neither drafts, unless `missing_draft_layers` is
+    "compute". Drafts from tokens alone (n-grams, or a whole draft model) are not compared; a draft
+    model's layers are looked for when an engine needs them. Each engine chooses how many tokens it
+    drafts at a time, unless the drafts read that far ahead.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle():
@@ -99,13 +99,13 @@ def _draft_factors(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def _draft_values(vllm_config: VllmConfig) -> dict[str, str]:
-    """What makes a draft's layers mean what they mean."""
+    """Return the values that determine what a draft's layers mean, by factor."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
     draft = speculative.draft_model_config
     dtype = _dtype_name(vllm_config.model_config.dtype)
     cache_dtype = draft_cache_dtype(speculative, vllm_config.cache_config)
-    # As with the model itself, paths are left out.
+    # Paths are left out, as for the model itself.
     values = (
         str(speculative.method),
         _architecture(draft.hf_text_config),
@@ -119,19 +119,19 @@ def _draft_values(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def _architecture(text_config: object) -> str:
-    """What tells one architecture from another, and its positions from others.
+    """Return what tells one architecture, including its positions, from another.
 
-    Two trainings of one architecture cannot be told apart by this.
+    It cannot tell two trainings of one architecture apart.
     """
     told = {name: getattr(text_config, name, None) for name in _ARCHITECTURE}
-    # MiMo-V2's layers attend by `sliding_window_size`. transformers 5.20.2 adds one to it for
-    # `sliding_window`, which 5.19.0 left as the checkpoint has it.
+    # MiMo-V2's layers use `sliding_window_size`. transformers 5.20.2 sets `sliding_window` to that
+    # plus one, where 5.19.0 kept the checkpoint's value.
     told["sliding_window"] = getattr(text_config, "sliding_window_size", told["sliding_window"])
     return ", ".join(f"{name} {value}" for name, value in told.items() if value is not None)
 
 
 def _dtype_name(dtype: object) -> str:
-    """The name of a torch dtype, without importing torch for it."""
+    """Return the name of a torch dtype, without importing torch."""
     return str(dtype).removeprefix("torch.")
 
 

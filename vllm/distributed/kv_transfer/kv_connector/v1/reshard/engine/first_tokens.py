@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers that begin with the token that the prefill engine has sampled.
 
-A prefill engine computes the logits of a prompt's last token, samples one, and its answer is thrown
-away: the decode engine computes that token again. Where greedy sampling has but one outcome, this
-engine can take it over:
+A prefill engine computes the logits of a prompt's last token and samples one token. Its answer is
+thrown away, and the decode engine computes that token again. Where greedy sampling has only one
+outcome, the decode engine can take the token over:
 
-    prefill   samples as the client asked, and not as its router did; tells the token in its offer
+    prefill   samples as the client, not the router, asked; sends the token with its offer
     decode    has received all of the prompt: answers with the token at once, and computes the next
 
-Both look at their own request: parameters that could change the token, or what has to be told with
-it, keep it from being told or used, and so do parameters that are not known here.
+Each checks its own request. Parameters that could change the token, or what must be sent with it,
+keep it from being sent or used; so do parameters that this module does not know.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ logger = init_logger(__name__)
 _LOOKED_AT = frozenset(
     {"temperature", "max_tokens", "min_tokens", "stop_token_ids", "_eos_token_id", "extra_args"}
 )
-"""Fields of `SamplingParams` that this module reads by their names."""
+"""Fields of `SamplingParams` that this module reads by name."""
 
 _INDIFFERENT = frozenset(
     {
-        # What others of these are made from.
+        # Inputs from which other fields are derived.
         "ignore_eos",
         "_all_stop_token_ids",
         "bad_words",
         "skip_clone",
-        # Nothing to greedy sampling.
+        # Without effect on greedy sampling.
         "n",
         "seed",
         "top_p",
         "top_k",
         "min_p",
-        # One token repeats nothing.
+        # A single token cannot repeat.
         "repetition_detection",
-        # Without effect where the engine has no watermarks and returns no experts.
+        # Without effect on an engine without watermarks that returns no experts.
         "watermarking",
         "_watermarking_skipped",
         "routed_experts_prompt_start",
-        # What front ends make of tokens.
+        # How front ends present tokens.
         "stop",
         "detokenize",
         "skip_special_tokens",
@@ -73,26 +73,26 @@ _INDIFFERENT = frozenset(
         "skip_reading_prefix_cache",
     }
 )
-"""Those that change no first token, and nothing that is told with it."""
+"""Fields that change neither the first token nor what is sent with it."""
 
 _DEFAULTS = {
     field.name: field.default
     for field in msgspec.structs.fields(SamplingParams)
     if field.name not in _LOOKED_AT | _INDIFFERENT
 }
-"""All others, which must be as they are without a word of the client's: also those of later
-releases that were not looked at yet."""
+"""All other fields, which must have their defaults; unexamined fields of later releases are
+included."""
 
 _OF_CONNECTORS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
-"""Arguments beside the sampling parameters that are not for processors of logits."""
+"""Extra arguments of sampling parameters that logits processors do not read."""
 
 
 def obstacle(config: VllmConfig, *, prefills_all: bool) -> str | None:
-    """Why an engine tells and takes over no first token; None where it may.
+    """Return why an engine neither sends nor takes over first tokens; None where it may.
 
     Args:
-        config: The engine's.
-        prefills_all: Prefill engines compute all of a prompt, and not all but its last tokens.
+        config: The engine's configuration.
+        prefills_all: Whether prefill engines compute all of a prompt, its last tokens included.
     """
     if not CONNECTORS_GIVE_FIRST_OUTPUTS:
         return "vLLM lacks the hook for it, which this project's fork has since 0.32.0"
@@ -113,13 +113,13 @@ def obstacle(config: VllmConfig, *, prefills_all: bool) -> str | None:
 def open_first_tokens(
     config: VllmConfig, settings: Settings, record: Callable[[], None], *, prefills_all: bool
 ) -> FirstTokens:
-    """What an engine does about first tokens, as its options and its model have it.
+    """Return this engine's handling of first tokens, for its options and its model.
 
     Args:
-        config: The engine's.
-        settings: Its options; where they ask for what cannot be, a line of the log says why.
-        record: As `FirstTokens` has it.
-        prefills_all: As `obstacle` has it.
+        config: The engine's configuration.
+        settings: Its options; if they enable what cannot be done, a line of the log says why.
+        record: See `FirstTokens`.
+        prefills_all: See `obstacle`.
     """
     if not settings.seed_first_token:
         return FirstTokens(0, 0, record, is_on=False)
@@ -133,15 +133,15 @@ def open_first_tokens(
 
 
 class FirstTokens:
-    """The first tokens that this engine tells, and those that it was told.
+    """The first tokens that this engine sends, and those that it has received.
 
     Belongs to the scheduler's thread.
 
     Args:
-        vocab_size: Tokens of the model.
-        max_model_len: Tokens of a request, at most.
-        record: Called for each that an answer begins with.
-        is_on: Whether any is told, or taken over.
+        vocab_size: Number of the model's tokens.
+        max_model_len: Maximum number of tokens of a request.
+        record: Called for each answer that begins with a received token.
+        is_on: Whether first tokens are sent and taken over.
     """
 
     def __init__(
@@ -161,23 +161,23 @@ class FirstTokens:
         self._told: dict[RequestId, int] = {}
 
     def ask(self, request: Request) -> None:
-        """Have a request that is prefilled for another engine sampled as its client has asked.
+        """Sample a request that is prefilled for another engine as its client has asked.
 
-        Routers ask a prefill engine for one token, and for no fewer: where the best token ends the
-        answer, it would sample the next best.
+        Routers set `max_tokens` and `min_tokens` to 1 at the prefill engine. With that minimum, it
+        would sample the next best token where the best one ends the answer.
         """
         sampling = request.sampling_params
         if self._is_on and sampling is not None and sampling.max_tokens == 1:
             sampling.min_tokens = 0
 
     def of_offer(self, request: Request) -> int | None:
-        """The token to tell with a request's offer; None where there is none to be taken over."""
+        """Return the token to send with a request's offer; None where none can be taken over."""
         tokens, params = request.output_token_ids, request.kv_transfer_params or {}
         is_prefill = len(tokens) == 1 and params.get("do_remote_decode")
         return tokens[0] if self._is_on and is_prefill and _is_plain(request) else None
 
     def begin(self, request: Request) -> None:
-        """A request has come whose prompt another engine computes."""
+        """Track a new request whose prompt another engine computes."""
         params = request.kv_transfer_params
         if not self._is_on or offered_tokens(params) not in (None, request.num_prompt_tokens):
             return
@@ -186,28 +186,28 @@ class FirstTokens:
             self._told[request.request_id] = token
 
     def hear(self, told: Mapping[RequestId, int]) -> None:
-        """Take note of tokens that came with offers, of requests that may have ended."""
+        """Record tokens that came with offers; their requests may have ended."""
         for request_id in told.keys() & self._reading.keys():
             self._told[request_id] = told[request_id]
 
     def end(self, request_id: RequestId) -> None:
-        """A request has ended."""
+        """Forget a request that has ended."""
         self._reading.pop(request_id, None)
         self._told.pop(request_id, None)
 
     def receive(self, request_ids: Iterable[RequestId]) -> None:
-        """Requests were received, well or not: vLLM is about to hear so."""
+        """Queue requests whose reads have ended, well or not, before vLLM is notified."""
         for request_id in request_ids:
             if (request := self._reading.pop(request_id, None)) is not None:
                 self._received.append(request)
 
     def take_outputs(self) -> list[tuple[int, EngineCoreOutput]]:
-        """Answer requests that were received, as far as their first tokens are known.
+        """Answer received requests whose first tokens are known.
 
         Each has its token appended, so that vLLM schedules it for the next one.
 
         Returns:
-            The index of each one's client, and what it is sent.
+            For each answered request, its client's index and the output for that client.
         """
         received, self._received = self._received, []
         outputs = []
@@ -219,10 +219,10 @@ class FirstTokens:
         return outputs
 
     def _may_begin_with(self, request: Request, token: int) -> bool:
-        """Whether a request that was received may begin with a token, and go on."""
+        """Return whether a received request may begin with a token, and continue after it."""
         sampling = request.sampling_params
         return (
-            # It was read well, is wanted, and nothing of its prompt is left.
+            # It was read well, was not aborted, and its whole prompt is computed.
             request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             and request.num_computed_tokens == request.num_prompt_tokens == request.num_tokens
             and sampling is not None
@@ -236,7 +236,7 @@ class FirstTokens:
 
 
 def _is_plain(request: Request) -> bool:
-    """Whether greedy sampling alone decides on a request's tokens, and they are all it asks for."""
+    """Return whether a request asks for tokens only, which greedy sampling alone determines."""
     sampling = request.sampling_params
     return (
         sampling is not None
@@ -249,15 +249,15 @@ def _is_plain(request: Request) -> bool:
 
 
 def _is_default(sampling: SamplingParams, name: str) -> bool:
-    """Whether a field has its default; arrays, which compare by element, have the default None."""
+    """Return whether a field has its default; arrays, which compare by element, default to None."""
     value, default = getattr(sampling, name), _DEFAULTS[name]
     return value is None if default is None else bool(value == default)
 
 
 def _begin(request: Request, token: int) -> EngineCoreOutput:
-    """Append a request's first token; returns what its client is sent."""
+    """Append a request's first token; return the output for its client."""
     if request.events:
-        # Where events are kept: its prefill ends now, and would else begin with the next step.
+        # If events are kept: its prefill ends now, and would otherwise begin with the next step.
         request.record_event(EngineCoreEventType.SCHEDULED)
     request.append_output_token_ids(token)
     logger.debug("Request %s begins with the prefill engine's token", quote(request.request_id))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an engine's core need take no steps: see decision 36.
+"""When an engine's core may skip steps: see decision 36.
 
-vLLM's takes one each millisecond while a request waits for another engine, or blocks are held for
-one. Each asks all workers, and looks up each request that waits for blocks in the prefix cache.
-Where all that it could do is to hear from workers it rests here instead, and these ring when they
-have something to tell.
+vLLM's core takes a step each millisecond while a request waits for another engine, or blocks are
+held for one. Each step polls all workers, and looks up every request that waits for blocks in the
+prefix cache. Where a step could do nothing but collect reports, the core rests here instead, and
+workers ring when they have something to report.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from ..transport.doorbell import Doorbell, open_doorbell
 from ..transport.sockets import InternalAddress
 
 LONGEST_REST_S = 0.25
-"""What a ring that is lost may cost, and how late a scheduler sees what nothing rings for, such as
-blocks whose lease has run out."""
+"""The delay that a lost ring may cost, and with which the scheduler may see what nothing rings for,
+such as expired leases."""
 
 
 class Idling:
-    """Says how long an engine's core may wait between two steps. Belongs to the scheduler's thread.
+    """Decides how long an engine's core may rest between steps. Belongs to the scheduler's thread.
 
-    A step may be under way while the next one is scheduled, and a worker that has told it something
-    does not ring for that any more. So as many steps in a row as there may be at once must have had
-    nothing to do, and nothing to tell, before the core rests.
+    A step may be under way while the next one is scheduled, and a worker that has reported
+    something with it does not ring for that again. So before the core rests, as many steps in a row
+    as can be under way at once must have had nothing to do and nothing to report.
     """
 
     def __init__(self) -> None:
         self._num_workers = self._max_concurrent_steps = 0
         self._doorbell: Doorbell | None = None
-        # As long as workers were not told.
+        # The doorbell's address, until it is sent to the workers.
         self._address: InternalAddress | None = None
-        # Written by the doorbell's thread, and taken back by this one.
+        # Set by the doorbell's thread, cleared by the scheduler's.
         self._has_rung = False
-        # Steps in a row that had nothing to do.
+        # Consecutive steps that had nothing to do.
         self._num_idle_steps = 0
-        # Requests that wait for another engine's prefill: in this step so far, and in the last one.
+        # Requests that wait for another engine's prefill: so far in this step, and in the last one.
         self._num_deferred = 0
         self._num_parked = 0
 
@@ -47,9 +47,9 @@ class Idling:
 
         Args:
             host: Address of this machine that all workers reach.
-            wake: Ends its rest; may be called by any thread.
-            num_workers: How many ring.
-            max_concurrent_steps: How many steps are under way at once, at most.
+            wake: Ends the core's rest; any thread may call it.
+            num_workers: How many workers ring.
+            max_concurrent_steps: Maximum number of steps under way at once.
         """
         self._num_workers, self._max_concurrent_steps = num_workers, max_concurrent_steps
 
@@ -62,41 +62,41 @@ class Idling:
             self._address = self._doorbell.address
 
     def take_address(self) -> InternalAddress | None:
-        """Where workers ring; None where they know, or cannot."""
+        """Return where workers ring, once; None afterwards, and where there is no doorbell."""
         address, self._address = self._address, None
         return address
 
     def defer(self) -> None:
-        """A request waits in this step for another engine's prefill."""
+        """Count a request that waits in this step for another engine's prefill."""
         self._num_deferred += 1
 
     def end_schedule(self, *, is_idle: bool) -> bool:
-        """A step is scheduled.
+        """Note that a step has been scheduled.
 
         Args:
-            is_idle: It computes nothing, and asks workers for nothing.
+            is_idle: Whether it computes nothing and requests nothing from workers.
 
         Returns:
-            Whether the core may rest after it, so that workers are to ring.
+            Whether the core may rest after it, so that workers must ring.
         """
         self._num_parked, self._num_deferred = self._num_deferred, 0
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
         return is_idle and self._doorbell is not None
 
     def hear(self) -> None:
-        """A step had something to tell."""
+        """Note that a step had something to report."""
         self._num_idle_steps = 0
 
     def timeout_s(self, num_running: int, num_waiting: int, num_loading: int) -> float | None:
-        """For how long the core may wait for what is new.
+        """Return for how long the core may wait for new work.
 
         Args:
-            num_running: Requests that are computed.
-            num_waiting: Requests that are not.
-            num_loading: Those of them whose blocks are read by workers.
+            num_running: Number of running requests.
+            num_waiting: Number of waiting requests.
+            num_loading: Number of waiting requests whose blocks workers are reading.
 
         Returns:
-            Seconds; None where it is to take steps as ever.
+            Seconds; None if the core must take steps as usual.
         """
         if self._has_rung:
             self._has_rung, self._num_idle_steps = False, 0
@@ -110,7 +110,7 @@ class Idling:
         return LONGEST_REST_S if may_rest else None
 
     def close(self) -> None:
-        """Hear no worker any more; may be called repeatedly."""
+        """Close the doorbell; may be called repeatedly."""
         if self._doorbell is not None:
             self._doorbell.close()
             self._doorbell = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a poll works through what waits for it, so that an exception loses nothing."""
+"""How a poll works through its queues, so that an exception loses nothing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _Item = TypeVar("_Item")
 
 
 def taken_once_done(queue: deque[_Item]) -> Iterator[_Item]:
-    """The items of a queue, each of which is taken out once the next one is asked for.
+    """Yield a queue's items, removing each once the next one is requested.
 
-    One that an exception comes up with, or that a loop ends at, stays the first. What is added
-    meanwhile comes last.
+    An item at which an exception is raised, or the loop ends, stays first in the queue. Items added
+    meanwhile come last.
     """
     while queue:
         yield queue[0]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank a worker is for other engines, and what all ranks of its engine hold.
+"""A worker's rank as other engines know it, and what all ranks of its engine hold.
 
-That is its stage and its TP rank, as vLLM keys what workers say at the handshake. Where decode
-context parallelism (DCP) spans ranks of prefill context parallelism (PCP), these hold other tokens
-each: they are ranks of the stage, too, behind one another. Without, they are replicas, of which one
-speaks: see `pcp_replica`.
+The rank is the worker's stage and TP rank, by which vLLM keys handshake metadata. Where decode
+context parallelism (DCP) spans ranks of prefill context parallelism (PCP), these hold different
+tokens: they are further ranks of the stage. Otherwise PCP ranks are replicas, and only one of them
+serves other engines: see `pcp_replica`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def shares_over_pcp(parallel_config: ParallelConfig) -> bool:
-    """Whether ranks of prefill context parallelism hold other tokens each."""
+    """Return whether ranks of prefill context parallelism hold different tokens."""
     pcp_size: int = parallel_config.prefill_context_parallel_size
     dcp_size: int = parallel_config.decode_context_parallel_size
     return pcp_size > 1 and dcp_size > 1
 
 
 def rank_of_worker(parallel_config: ParallelConfig) -> MeshRank:
-    """The calling worker, as other engines know it."""
+    """Return the calling worker's rank as other engines know it."""
     tp_rank = get_tp_group().rank_in_group
     if shares_over_pcp(parallel_config):
         tp_rank += get_pcp_group().rank_in_group * parallel_config.tensor_parallel_size
@@ -38,16 +38,16 @@ def rank_of_worker(parallel_config: ParallelConfig) -> MeshRank:
 
 
 def num_ranks_of_stage(parallel_config: ParallelConfig) -> int:
-    """How many ranks of a stage other engines know."""
+    """Return how many ranks of a stage other engines know."""
     tp_size: int = parallel_config.tensor_parallel_size
     pcp_size: int = parallel_config.prefill_context_parallel_size
     return tp_size * pcp_size if shares_over_pcp(parallel_config) else tp_size
 
 
 def tokens_of_worker(parallel_config: ParallelConfig) -> TokenShare:
-    """The tokens that the calling worker is dealt of layers whose tokens are shared out.
+    """Return the calling worker's share of layers whose tokens are split among ranks.
 
-    A group of DCP goes along PCP first, and along TP then.
+    Ranks of a DCP group are numbered along PCP first, then along TP.
     """
     number = get_tp_group().rank_in_group
     if shares_over_pcp(parallel_config):
@@ -61,7 +61,7 @@ def tokens_of_worker(parallel_config: ParallelConfig) -> TokenShare:
 
 
 def gather_shards(shard: Shard, parallel_config: ParallelConfig) -> tuple[Shard, ...]:
-    """What every worker of this engine holds that others know; all of them call it together."""
+    """Return what every rank of this engine holds for other engines; a collective call."""
     stage = _gathered([(shard.rank, dict(shard.holdings))], get_tp_group())
     if shares_over_pcp(parallel_config):
         stage = _gathered(stage, get_pcp_group())
@@ -69,7 +69,7 @@ def gather_shards(shard: Shard, parallel_config: ParallelConfig) -> tuple[Shard,
 
 
 def _gathered(own: list[Any], group: GroupCoordinator) -> list[Any]:
-    """What all ranks of a group have, one after another."""
+    """Return the items of all ranks of a group, in rank order."""
     parts: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(parts, own, group=group.cpu_group)
     return [each for part in parts for each in part]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that a worker reads, and how the log and their traces tell of what they go through.
+"""The requests that a worker reads, and how logs and traces record their states.
 
 All of this belongs to the connector's thread.
 """
@@ -45,32 +45,32 @@ SPANS = {
     ReadState.CHECKING: "check",
     ReadState.FAILED: "drain",
 }
-"""What the spans are called that a request's states are in its trace."""
+"""Name of the trace span for each state of a request."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Reading(Read):
-    """A request being read, or waiting for that.
+    """A request that is being read, or waits for that.
 
     Attributes:
-        number: Which of those that had this name.
+        number: Unique number, which tells requests with the same id apart.
         receive: What to read.
-        peer: From where; None where its parameters name none.
+        peer: The engine to read from; None where its parameters name none.
         offered_at_s: Since when it could be read, as far as this worker knows.
         since_s: Since when it is in its state.
-        told: The state that was told of last.
-        due_at_s: When it fails unless it was received.
-        connection: The connection that it is read with, once it is.
-        lease_tables: Where to see, after that, that it was still held.
-        failure: What went wrong first here; None also where it did elsewhere.
-        failed_in: The state in which it failed, and how many seconds it had been in it.
-        stood_still_s: For how long nothing was done for it, as its worker stood still.
-        trace: Where what it goes through is exported; None where its client traces nothing.
-        num_in_doubt: Its blocks, since it has failed and while they may be written.
-        num_parts: How many parts of it were begun.
-        prefetched: What of it was read before it was offered; None where nothing was.
-        num_bytes: What was read of it, as far as NIXL can tell.
-        strategies: How.
+        told: The last state that was logged.
+        due_at_s: When it fails unless it is received; infinite without a deadline.
+        connection: The connection that it is read with; None before that.
+        lease_tables: Lease table rows to check once the blocks have been read.
+        failure: Kind of its first failure here; None without one, or if it failed elsewhere.
+        failed_in: The state in which it failed, and for how many seconds it had been in it.
+        stood_still_s: For how long its worker was stalled, in seconds.
+        trace: Its trace; None where its client traces nothing.
+        num_in_doubt: Number of its blocks that may still be written although it has failed.
+        num_parts: Number of its parts that were begun.
+        prefetched: What was read before it was offered; None for nothing.
+        num_bytes: Bytes read, as far as NIXL reports them.
+        strategies: How they were read.
     """
 
     number: int
@@ -94,20 +94,20 @@ class Reading(Read):
 
     @property
     def key(self) -> LookupKey:
-        """Its name, and which of those that had it."""
+        """Its id and number."""
         return self.request_id, self.number
 
     def waits_for(self, receive: Receive) -> bool:
-        """Whether it is this request of those that had its name, and waits to be read."""
+        """Return whether it is the request that `receive` belongs to, and waits to be read."""
         return self.receive is receive and self.state is ReadState.WAITING
 
     def take_keys(self, count: int) -> range:
-        """Keys of so many parts that are begun now."""
+        """Return keys for `count` parts that begin now."""
         first, self.num_parts = self.num_parts, self.num_parts + count
         return range(first, self.num_parts)
 
     def tell(self, now_s: float) -> None:
-        """Tell in the log and in its trace which state it has come to, if it is a new one."""
+        """Log and trace its state, if that is a new one."""
         told, since_s = self.told, self.since_s
         if self.state is told:
             return
@@ -130,15 +130,15 @@ class Reading(Read):
 
 
 class Readings:
-    """The requests that a worker reads, until each is reported, and when they are due.
+    """The requests that a worker reads, until each is reported, and their deadlines.
 
     Args:
-        transfers: What is on its way.
-        timeout_s: How long a request may take from when it is offered until it is received.
-        name: The worker's, for traces.
+        transfers: The parts on their way.
+        timeout_s: How long a request may take from its offer until it is received.
+        name: The worker's name, for traces.
 
     Attributes:
-        ledger: What each of them waits for.
+        ledger: The state of each request, and the parts and checks that it waits for.
     """
 
     def __init__(
@@ -151,17 +151,17 @@ class Readings:
         self._transfers = transfers
         self._timeout_s = timeout_s
         self._name = name
-        # In the order in which they are due.
+        # Ordered by deadline.
         self._deadlines: deque[tuple[float, LookupKey]] = deque()
         self._num_taken_up = 0
 
     @property
     def by_id(self) -> Mapping[RequestId, Reading]:
-        """The requests by their names."""
+        """Requests by id."""
         return self.ledger.by_id
 
     def find(self, key: LookupKey) -> Reading | None:
-        """A request; None where it is over, though another one have its name."""
+        """Return a request; None once it is over, even if another one has its id."""
         reading = self.by_id.get(key[0])
         return reading if reading is not None and reading.key == key else None
 
@@ -175,15 +175,16 @@ class Readings:
         since_s: float | None = None,
         offered_at_s: float | None = None,
     ) -> Reading:
-        """Take a request into account until it is reported; it is due once it is offered.
+        """Account for a request until it is reported; its deadline is set once it is offered.
 
         Args:
             request_id: The request.
-            receive: What to read of it.
-            peer: From where; None where that is not connected for it yet, or never will be.
+            receive: What to read.
+            peer: The engine to read from; None if it is not connected for this request yet, or
+                never will be.
             now_s: The time.
-            state: Where it is.
-            since_s: Since when; None for now.
+            state: The request's state.
+            since_s: Since when it is in that state; None for now.
             offered_at_s: Since when it could be read; None for now.
         """
         self._num_taken_up += 1
@@ -213,7 +214,7 @@ class Readings:
     def offer(
         self, reading: Reading, receive: Receive, peer: Peer, now_s: float, offered_at_s: float
     ) -> None:
-        """A request is offered of which something was read before: its time begins now."""
+        """Offer a request that was prefetched; its deadline is set now."""
         self._num_taken_up += 1
         reading.number, reading.receive, reading.peer = self._num_taken_up, receive, peer
         reading.offered_at_s = offered_at_s
@@ -225,18 +226,18 @@ class Readings:
     def fail(
         self, reading: Reading, reason: str, failure: ReadFailure | None, now_s: float
     ) -> None:
-        """Fail a request, unless it has failed already; what was not posted of it never is.
+        """Fail a request, unless it is decided already; its unposted parts are dropped.
 
         Args:
             reading: The request.
             reason: Why, in words.
-            failure: Of what kind that is; None where it is told elsewhere.
+            failure: The kind of failure; None where it is reported elsewhere.
             now_s: The time.
         """
         if reading.is_decided:
             return
         if reading.state is ReadState.PREFETCHING:
-            # What is under way of it is not waited for without an end.
+            # Its reads under way must not be waited for without a deadline.
             self._set_deadline(reading, now_s)
         self._transfers.give_up(reading.request_id)
         reading.failed_in = reading.state, now_s - reading.since_s
@@ -248,10 +249,10 @@ class Readings:
 
     @property
     def next_due_s(self) -> float | None:
-        """When the next request fails that is not received before; None without one.
+        """Earliest deadline of a request that is not over; None without one.
 
-        Also one that has failed before, and is not drained by then: its peer is waited
-        for no longer.
+        A request that has failed but is not drained counts, too: at its deadline, the wait for its
+        peer ends.
         """
         while self._deadlines:
             due_at_s, key = self._deadlines[0]
@@ -262,7 +263,7 @@ class Readings:
         return None
 
     def overdue(self, now_s: float) -> Iterator[Reading]:
-        """The requests whose time is over, each of which is told of once."""
+        """Yield the requests whose deadlines have passed, each once."""
         while (due_at_s := self.next_due_s) is not None and due_at_s <= now_s:
             (request_id, _) = self._deadlines[0][1]
             yield self.by_id[request_id]
@@ -274,7 +275,7 @@ class Readings:
 
 
 def named(request_ids: Iterable[RequestId], most: int = 8) -> str:
-    """The requests that something was to be done for, fit for one line of a log."""
+    """Return the requests that a task was for, as the end of one log line."""
     ids = list(request_ids)
     if not ids:
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one thread sees that another one does not come round, and where it is."""
+"""How one thread detects that another one has stalled, and where."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..protocol.quoting import one_line
 logger = init_logger(__name__)
 
 STALL_S = 2.0
-"""A thread that has not come round for so long is told of in the log. A step of a large prompt may
-take as long; then the line says so."""
+"""A thread whose round takes longer is logged. A step of a large prompt may take as long; then the
+log line says so."""
 
 
 class StallWatch:
     """One round of a thread, such as a poll or a step, and whether it takes too long.
 
-    `begin` and `end` belong to that thread, `tell_if_stalled` and `stalls_at_s` to the one that
-    watches it, which sees each value as a whole.
+    `begin` and `end` belong to that thread, `tell_if_stalled` and `stalls_at_s` to the watching
+    thread, which sees each value as a whole.
 
     Args:
-        what: What does not come round.
+        what: Name of the thread or round, for the log.
         limit_s: How long a round may take.
     """
 
@@ -37,22 +37,22 @@ class StallWatch:
         self._told_s: float | None = None
 
     def begin(self, now_s: float) -> None:
-        """A round begins."""
+        """Begin a round."""
         self._thread_id = threading.get_ident()
         self._began_s = now_s
 
     def end(self) -> None:
-        """The round is over, if one was under way."""
+        """End the round, if one is under way."""
         self._began_s = None
 
     @property
     def stalls_at_s(self) -> float | None:
-        """When a round that is under way, and was not told of, will have taken too long."""
+        """When the current round takes too long; None without one, or once it is logged."""
         began_s = self._began_s
         return None if began_s is None or began_s == self._told_s else began_s + self._limit_s
 
     def tell_if_stalled(self, now_s: float) -> None:
-        """Say in the log, once for each round, that it takes too long, and where its thread is."""
+        """Log, once for each round, that it takes too long and where its thread is."""
         stalls_at_s, began_s = self.stalls_at_s, self._began_s
         if stalls_at_s is None or began_s is None or now_s < stalls_at_s:
             return

@@ -16,9 +16,9 @@ class TokenCounts:
     """Counts tokens and blocks of this engine's requests.
 
     Attributes:
-        block_tokens: How many tokens of a sequence a block id of each KV-cache group stands for.
-        state_groups: The groups that keep recurrent state.
-        has_windows: Whether some group keeps the last tokens only.
+        block_tokens: Tokens of a sequence that one block id stands for, for each KV-cache group.
+        state_groups: Groups that keep recurrent state.
+        has_windows: Whether some group keeps only the last tokens.
     """
 
     block_tokens: tuple[int, ...]
@@ -26,13 +26,14 @@ class TokenCounts:
     has_windows: bool
 
     def num_blocks(self, num_tokens: int) -> int:
-        """How many blocks so many tokens take at most, of all KV-cache groups."""
+        """Return how many blocks `num_tokens` tokens take at most, over all KV-cache groups."""
         return sum(cdiv(num_tokens, tokens) for tokens in self.block_tokens)
 
     def blocks_of(self, num_tokens: int, block_ids: BlockIds) -> BlockIds:
-        """Those of a request's blocks that hold its first tokens.
+        """Return the blocks of a request that hold its first `num_tokens` tokens.
 
-        Which of them has its state, upstream's scheduler finds: all of that group's are left.
+        Upstream's scheduler finds which block has the state, so all blocks of state groups are
+        kept.
         """
         return tuple(
             ids if number in self.state_groups else ids[: cdiv(num_tokens, tokens)]
@@ -48,21 +49,21 @@ class TokenCounts:
         *,
         is_window_whole: bool,
     ) -> int:
-        """How many tokens behind those that are computed here are read from another engine.
+        """Return how many tokens behind the locally computed ones are read from another engine.
 
-        No more than are there. State is there for as many tokens as its producer says, and for no
-        fewer: where fewer are wanted, all is computed.
+        No more are read than are offered. Recurrent state covers exactly as many tokens as its
+        producer says; where fewer are needed, all are computed here.
 
-        vLLM computes a prompt's last token anew, for its logits. Under windows it is not read: had
-        it been counted as computed, the blocks that only its own window reaches back to would not
-        be there any more. Where the producer does not keep them either, as it may be for a turn
-        that asks for nothing new, all is computed.
+        vLLM recomputes a prompt's last token for its logits. With windows that token is not read:
+        if it counted as computed, the blocks that only its own window reaches back to would already
+        be freed. Where the producer does not keep them either, as may be for a turn that adds
+        nothing new, all are computed here.
 
         Args:
-            num_asked: How many would be read if all of them were there.
-            num_offered: How many of the sequence are there; None where that was not said.
+            num_asked: How many would be read if all of them were offered.
+            num_offered: How many of the sequence are offered; None if the producer did not say.
             num_computed: How many are computed here.
-            num_tokens: How many there are.
+            num_tokens: How many the request has.
             is_window_whole: Whether producers keep what the last token's window reaches back to.
         """
         count = num_asked
@@ -76,9 +77,9 @@ class TokenCounts:
 
 
 def num_to_offer(num_computed: int, num_tokens: int) -> int:
-    """How many tokens of a request that has ended have their KV in its blocks.
+    """Return how many tokens of an ended request have their KV in its blocks.
 
-    The last token was sampled and is not computed. What is counted beyond that is of a step in
-    flight, or of drafts behind the one that ended the answer.
+    The last token was sampled but not computed. Any count beyond that comes from a step in flight,
+    or from drafts behind the token that ended the answer.
     """
     return min(num_computed, num_tokens - 1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request goes through in the connector, as spans in the trace that its client has begun.
+"""A request's states in the connector, as spans of the trace that its client has begun.
 
-vLLM hands a request's trace headers on where it exports traces (`--otlp-traces-endpoint`), and none
-otherwise: without them nothing is computed here. The spans go to the exporter that vLLM has made in
-this process. Names of attributes are OpenTelemetry's where it has some
+vLLM passes a request's trace headers on only where it exports traces (`--otlp-traces-endpoint`);
+without them nothing is computed here. The spans go to the exporter that vLLM has made in this
+process. Attribute names are OpenTelemetry's where it has some
 (https://opentelemetry.io/docs/specs/semconv/general/attributes/).
 """
 
@@ -18,18 +18,18 @@ from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
 from ..protocol.messages import Receive
 
 PREFIX = "vllm.kv_transfer."
-"""How names of spans, and of attributes that OpenTelemetry has no name for, begin."""
+"""Prefix of span names, and of attributes that OpenTelemetry has no name for."""
 
 Attributes = Mapping[str, str | int | float | list[str]]
 
 
 @dataclass(slots=True)
 class Trace:
-    """The trace of a request that a worker reads, or holds. Belongs to the connector's thread.
+    """The trace of a request that a worker reads or holds. Belongs to the connector's thread.
 
     Attributes:
         headers: W3C's `traceparent`, and `tracestate` if there is one, as the client sent them.
-        attributes: Of each of its spans.
+        attributes: Attributes of each of its spans.
     """
 
     headers: Mapping[str, str]
@@ -41,10 +41,10 @@ class Trace:
         """Export a span.
 
         Args:
-            name: What the request went through.
-            began_s: When it began, by the clock of `time.monotonic`.
-            ended_s: When it has ended, by the same clock.
-            attributes: Of this span alone.
+            name: Name of the span, without `PREFIX`.
+            began_s: When it began, by `time.monotonic`.
+            ended_s: When it ended, by `time.monotonic`.
+            attributes: Attributes of this span alone.
         """
         epoch_ns = time.time_ns() - time.monotonic_ns()
         instrument_manual(
@@ -58,12 +58,12 @@ class Trace:
 
 
 def what_was_read(num_bytes: int, strategies: Iterable[str]) -> Attributes:
-    """Attributes of a read."""
+    """Return the attributes of a read."""
     return {PREFIX + "bytes": num_bytes, PREFIX + "strategies": sorted(strategies)}
 
 
 def trace_of_read(worker: str, receive: Receive) -> Trace | None:
-    """The trace of a request that a worker reads; None where it has none."""
+    """Return the trace of a request that a worker reads; None where it has none."""
     if not receive.trace_headers:
         return None
     source = receive.source
@@ -81,5 +81,5 @@ def trace_of_read(worker: str, receive: Receive) -> Trace | None:
 
 
 def trace_of_offer(worker: str, headers: Mapping[str, str], num_blocks: int) -> Trace:
-    """The trace of a request that a worker holds."""
+    """Return the trace of a request that a worker holds."""
     return Trace(headers, {PREFIX + "worker": worker, PREFIX + "blocks": num_blocks})

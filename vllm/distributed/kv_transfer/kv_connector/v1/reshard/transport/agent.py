@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's end of NIXL: register memory, prepare lists, post reads, poll, notify.
 
-It adds no policy to NIXL. What it adds is types, errors that name the peer, and an end: nothing
-that an agent has begun writes after `close`.
+It adds no policy to NIXL, only types, errors that name the peer, and a definite end: nothing that
+an agent has begun writes after `close`.
 
-NIXL has four words that sound like the end of a read, and are none. Measured with 1.5.1 over TCP,
-all of a read's bytes landed after its handle had been released, after its peer had been removed,
-after its memory had been deregistered, and after it was taken for failed. Two things are an end:
-the read is done, or the agent that posted it is gone. So no handle of a read is released before it
-is done, and there is no way to forget a peer: its agent is closed.
+Four events in NIXL look like the end of a read, but are not. Measured with 1.5.1 over TCP, all of a
+read's bytes landed after its handle had been released, after its peer had been removed, after its
+memory had been deregistered, and after it was taken for failed. A read has ended only when it is
+done, or when the agent that posted it is gone. So a read's handle is never released before the read
+is done, and there is no way to forget a peer that is still being read from: its agent is closed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = init_logger(__name__)
 _LOCAL = "NIXL_INIT_AGENT"
 
 _MAKING = threading.Lock()
-"""Some of what is set while an agent is made is set for all of the process."""
+"""Held while an agent is made, because some of what that sets applies to the whole process."""
 
 Memory = Literal["DRAM", "VRAM"]
-"""Memory of the host, or of the device."""
+"""Host memory, or device memory."""
 
 
 class TransferState(Enum):
-    """How a posted read is doing."""
+    """State of a posted read."""
 
     IN_FLIGHT = "in flight"
     DONE = "done"
@@ -68,9 +68,9 @@ class Transfer:
     Attributes:
         peer: The agent that is read from.
         handle: NIXL's handle; None once it is released.
-        ended_at_once: It was over when it had been posted, as between processes of one machine,
-            where NIXL reads few descriptors while it posts them.
-        ended_in: As what it was counted by its connection; None while it is in flight.
+        ended_at_once: Whether posting it completed it, as between processes of one machine, where
+            NIXL reads few descriptors while it posts them.
+        ended_in: The final state that its connection has counted; None while it is in flight.
     """
 
     peer: str
@@ -80,23 +80,24 @@ class Transfer:
 
 
 class NixlAgent:
-    """A NIXL agent of a worker's.
+    """A worker's NIXL agent.
 
     It belongs to one thread at a time: NIXL does not promise that two may use an agent at once.
 
-    One that is read from has a progress thread of NIXL's, which answers while the worker computes.
-    One that reads is *polled*: looking at its reads, or taking its notifications, makes it
-    advance. Its other threads sleep but while they share in a read of many descriptors.
+    An agent that is read from has a progress thread of NIXL's, which answers while the worker
+    computes. An agent that reads is *polled*: it advances when its reads are polled or its
+    notifications are taken. Its other threads sleep unless they share in a read of many
+    descriptors.
 
     Args:
         name: Unique among all agents that may meet.
         memory: Where the KV cache lies.
-        backends: NIXL backends, in the order of preference.
+        backends: NIXL backends, in order of preference.
         num_threads: Threads of the UCX backend, among which it divides reads of 1,024 descriptors
             and more; each takes resources of the network card. 0 for none.
-        polled: Advance only when it is looked at.
+        polled: Whether it advances only when polled.
         progress_delay_us: How long NIXL's progress thread rests when it found nothing to do. 0 for
-            not at all: the least latency, for one core.
+            no rest: the least latency, for one core.
         cores: Where NIXL's threads may run, and this one while it waits for a peer; None for where
             the calling thread may.
 
@@ -137,17 +138,17 @@ class NixlAgent:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not been closed; to other threads, a hint."""
+        """Whether it has not been closed; only a hint to other threads."""
         return self._agent is not None
 
     def register(
         self, regions: Sequence[tuple[int, int, int]], memory: Memory | None = None
     ) -> None:
-        """Make memory known to NIXL, so that it can be read and written.
+        """Register memory with NIXL, so that it can be read and written.
 
         Args:
             regions: Address, size in bytes and device id of each region.
-            memory: Where they lie; None for where the KV cache does.
+            memory: Kind of memory of the regions; None for the KV cache's.
         """
         descriptors = self._agent.get_reg_descs(
             [(*region, "") for region in regions], memory or self._memory
@@ -156,21 +157,21 @@ class NixlAgent:
         self._registered.append(descriptors)
 
     def metadata(self) -> bytes:
-        """What a peer needs to `connect`; complete once all memory is registered."""
+        """Return what a peer needs to `connect`; complete once all memory is registered."""
         return bytes(self._agent.get_agent_metadata())
 
     def connect(self, metadata: bytes) -> str:
-        """Make a peer known; returns its name.
+        """Connect a peer; return its name.
 
-        With LIBFABRIC over TCP this waits for as long as the peer's process is stopped or gone, as
-        does `close` once such a peer was read from: see decision 23.
+        With LIBFABRIC over TCP this blocks while the peer's process is stopped or gone, as does
+        `close` once such a peer was read from: see decision 23.
 
         Raises:
-            TransferError: The metadata is not that of an agent that this one can reach.
+            TransferError: The metadata does not describe an agent that this one can reach.
         """
         try:
-            # NIXL may yield in a loop until the peer has answered. Where two workers that share a
-            # core do so, neither lets the other's threads run.
+            # NIXL may yield in a loop until the peer has answered. If two workers that share a core
+            # do so, neither lets the other's threads run.
             with running_on(self._cores):
                 peer = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -180,7 +181,7 @@ class NixlAgent:
         return peer.decode() if isinstance(peer, bytes) else str(peer)
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer with which nothing is in flight, and whose lists were given back."""
+        """Disconnect a peer that has no read in flight and whose lists are released."""
         try:
             self._agent.remove_remote_agent(peer)
         except Exception as error:
@@ -193,8 +194,8 @@ class NixlAgent:
 
         Args:
             rows: Shape (rows, 5), as in `lowering`.
-            peer: Whose memory; None for our own.
-            memory: Where it lies; None for where the KV cache does.
+            peer: The agent whose memory it is; None for our own.
+            memory: Kind of memory; None for the KV cache's.
 
         Raises:
             TransferError: The memory is not registered, or the peer is not connected.
@@ -211,7 +212,7 @@ class NixlAgent:
         return prepared
 
     def release_prepared(self, prepared: Prepared) -> None:
-        """Give a prepared list back, of which no read is in flight."""
+        """Release a prepared list that no read in flight uses."""
         self._lists.discard(prepared)
         self._give_back("a list", self._agent.release_dlist_handle, prepared)
 
@@ -226,9 +227,9 @@ class NixlAgent:
 
         Args:
             local: A list of our own memory.
-            local_indices: Where to, shape (descriptors,); at least one.
+            local_indices: Descriptors to read into, shape (descriptors,); at least one.
             remote: A list of the peer's memory.
-            remote_indices: Where from, of the same length.
+            remote_indices: Descriptors to read from, of the same length.
 
         Raises:
             InDoubtError: NIXL refused it after it had begun.
@@ -257,9 +258,9 @@ class NixlAgent:
         return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """Look at a posted read, and let the agent advance.
+        """Return the state of a posted read, and let the agent advance.
 
-        One that is done is to be released. One that has failed may still write.
+        Release a read that is done. A failed read may still write.
         """
         if transfer.ended_at_once:
             return TransferState.DONE
@@ -272,19 +273,19 @@ class NixlAgent:
         )
 
     def telemetry(self, transfer: Transfer) -> Any:
-        """What NIXL measured of a read that is done; None where it cannot tell."""
+        """Return what NIXL measured of a read that is done; None where it has nothing."""
         try:
             return self._agent.get_xfer_telemetry(transfer.handle)
         except Exception:
             return None
 
     def release(self, transfer: Transfer) -> None:
-        """Give a read back that is done."""
+        """Release a read that is done."""
         self._reads.discard(transfer)
         self._give_back("a read", self._agent.release_xfer_handle, transfer)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Send a peer a message.
+        """Send a message to a peer.
 
         Raises:
             TransferError: The peer cannot be reached.
@@ -295,24 +296,24 @@ class NixlAgent:
             raise TransferError(f"NIXL cannot notify {quote(peer)}: {one_line(error)}") from error
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        """Messages that arrived since the last call, each with the name of its sender."""
+        """Return messages that arrived since the last call, each with its sender's name."""
         try:
             arrived = self._agent.get_new_notifs()
         except Exception as error:
-            # Whatever a peer sent, it is not this engine's end.
+            # Nothing that a peer sends may end this engine.
             logger.warning("NIXL cannot tell what notifications arrived: %s", one_line(error))
             return []
         return [(peer, message) for peer, messages in arrived.items() for message in messages]
 
     def close(self) -> None:
-        """End the agent, and with it all that it has begun: nothing of it writes after this.
+        """Close the agent: nothing that it has begun writes after this.
 
-        A peer that has not begun to answer what was posted may end itself over that, if it is alive
-        (`Endpoint timeout` in UCX 1.23): what is in flight is to be waited for where it can be.
+        A live peer that has not begun to answer a posted read may terminate over this (`Endpoint
+        timeout` in UCX 1.23), so wait for reads in flight where possible.
         """
         if self._agent is None:
             return
-        # NIXL's agent goes with the last thing that refers to it. Until then it would write.
+        # NIXL's agent ends with the last reference to it. Until then it may write.
         for prepared in self._lists:
             prepared.handle = None
         for transfer in self._reads:
@@ -330,7 +331,7 @@ class NixlAgent:
     def _give_back(
         self, what: str, function: Callable[[Any], None], owner: Prepared | Transfer
     ) -> None:
-        """Release something. Where NIXL fails at that, as with a peer that is gone, log it."""
+        """Release a handle; log it where NIXL fails at that, as with a peer that is gone."""
         handle, owner.handle = owner.handle, None
         try:
             function(handle)
@@ -339,22 +340,22 @@ class NixlAgent:
 
 
 THREAD_REST_US = 100
-"""How long the progress thread of an agent that cannot be polled rests by default. An idle worker
-with two such agents that knows 8 engines takes 0.09 of a core with it, and 2 without: measured with
+"""Default rest of the progress thread of an agent that cannot be polled. An idle worker with two
+such agents and 8 connected engines takes 0.09 of a core with it, and 2 without: measured with
 LIBFABRIC over TCP, see decision 23."""
 
 
 def nixl_module() -> str:
-    """The name of NIXL's Python module, which differs between its packages. NIXL is installed."""
+    """Return the name of the installed NIXL's Python module, which differs between packages."""
     assert NixlWrapper is not None
     return str(NixlWrapper.__module__)
 
 
 def can_be_polled(backends: Sequence[str]) -> bool:
-    """Whether an agent with these backends advances without a progress thread.
+    """Return whether an agent with these backends advances without a progress thread.
 
-    UCX's does. LIBFABRIC's does as well, but where one of its peers ends, reads from others fail
-    with those from that one (nixl 1.5.1). Further ones were not measured.
+    UCX's does. LIBFABRIC's does as well, but when one of its peers ends, reads from others fail
+    along with those from that peer (nixl 1.5.1). Other backends were not measured.
     """
     return list(backends) == ["UCX"]
 
@@ -369,10 +370,10 @@ def _whose(peer: str | None) -> str:
 
 @contextmanager
 def progress_delay(delay_us: int) -> Iterator[None]:
-    """Let the agents that are made within have progress threads that rest.
+    """Make progress threads of agents that are made within this context rest for `delay_us`.
 
     NIXL's agent has such a setting, but its Python class always writes 0 into it, last seen in
-    1.5.1. So the settings that the class fills in are of a type that keeps to ours instead.
+    1.5.1. So this replaces the settings class by one that ignores that write and sets our delay.
     """
     bindings = sys.modules[nixl_module()].nixlBind
     settings = bindings.nixlAgentConfig

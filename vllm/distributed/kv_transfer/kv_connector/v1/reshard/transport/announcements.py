@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler's shortcut to its own workers, for what they should know before the next step.
+"""A scheduler's shortcut to its own workers, for what they should receive before the next step.
 
     scheduler's thread                       a thread of each worker
     Announcer.tell(message)   --- TCP --->   Listener: hear(message)
 
-Steps reach a worker one after the other, each when the last one is computed. What is announced
-reaches it while it computes. It may come late or not at all, and says nothing that a later step
-does not say as well: a lost announcement costs latency only.
+Steps reach a worker one after the other, each once the last one is computed. Announcements reach it
+while it computes. They may arrive late or not at all, and a later step always repeats them: a lost
+announcement costs only latency.
 
-Workers learn from a step where the announcer is, and its public key: see `sockets`.
+A step tells workers the announcer's address and public key: see `sockets`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .sockets import InternalAddress, Receiver, connect_internally, listen_inter
 logger = init_logger(__name__)
 
 _MAX_REQUEST_BYTES = 1 << 10
-"""Subscriptions are all that an announcer is sent."""
+"""Maximum size of a frame to an announcer, which receives only subscriptions."""
 
 _QUEUED_MESSAGES = 1000
-"""What is kept for a worker that does not read; it loses what is said then."""
+"""Maximum number of messages queued for a worker that does not read; it loses further ones."""
 
 
 class Announcer:
-    """Tells the workers of one engine. Belongs to the scheduler's thread.
+    """Sends messages to the workers of one engine. Belongs to the scheduler's thread.
 
     Args:
-        host: Address of this machine to listen at, on a port that is free.
+        host: Address of this machine to listen at, on a free port.
 
     Attributes:
         address: Where it listens.
@@ -55,21 +55,21 @@ class Announcer:
             raise
 
     def tell(self, message: bytes) -> None:
-        """Tell all workers that listen; waits for none."""
+        """Send a message to all workers that listen; does not block."""
         self._socket.send(message, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Say nothing any more; may be called repeatedly."""
+        """Close its socket; may be called repeatedly."""
         self._context.destroy(linger=0)
 
 
 class Listener:
-    """Hears what one announcer tells, in a thread of its own.
+    """Receives one announcer's messages, in a thread of its own.
 
-    `close` may be called by any other thread.
+    Any other thread may call `close`.
 
     Args:
-        address: The announcer's.
+        address: The announcer's address.
         hear: Called by the thread with each message.
         cores: Where it and ZeroMQ's threads may run; None for where the calling thread may.
 
@@ -92,12 +92,12 @@ class Listener:
             connect_internally(socket, address)
 
         with running_on(cores):
-            # ZeroMQ's threads begin with the first socket.
+            # The first socket starts ZeroMQ's threads.
             self._receiver = Receiver(zmq.SUB, "reshard-listener", self._hear_safely)
             self._receiver.begin(open_socket)
 
     def close(self) -> None:
-        """Hear nothing any more; may be called repeatedly."""
+        """Stop listening; may be called repeatedly."""
         self._receiver.close()
 
     def _hear_safely(self, message: bytes) -> None:
@@ -108,7 +108,7 @@ class Listener:
 
 
 def open_announcer(host: str) -> Announcer | None:
-    """An announcer, or a line in the log and None: an engine can do without."""
+    """Open an announcer; on failure, log it and return None, as an engine can do without."""
     try:
         return Announcer(host)
     except zmq.ZMQError as error:
@@ -119,7 +119,7 @@ def open_announcer(host: str) -> Announcer | None:
 def listen_to(
     address: InternalAddress, hear: Callable[[bytes], None], cores: Collection[int] | None
 ) -> Listener | None:
-    """A listener, or a line in the log and None: a worker can do without."""
+    """Open a listener; on failure, log it and return None, as a worker can do without."""
     try:
         return Listener(address, hear, cores)
     except (zmq.ZMQError, OSError, RuntimeError) as error:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key that engines know one another by, and its use on ZeroMQ's sockets.
+"""The key by which engines authenticate each other, and its use on ZeroMQ's sockets.
 
-All cryptography is ZeroMQ's: CURVE, which encrypts a connection once both ends have shown that they
-have the secret keys that they should. Engines that read from each other are one party here, with
-one pair of keys between them, made from one secret in one file:
+All cryptography is ZeroMQ's CURVE, which encrypts a connection once both ends have proved that they
+have the expected secret keys. All engines that read from each other share one pair of keys, derived
+from one secret in one file:
 
     a client    connects only to a server that has the secret key
     a server    admits clients that have it: ZeroMQ asks a `ZapHandler`, in the server's own thread
 
-Others get no further than ZeroMQ's own handshake, which tells them that CURVE is spoken. A new key
-is made with
+Others get no further than ZeroMQ's own handshake, which reveals only that CURVE is used. To make a
+new key:
 
     python -c "import zmq; print(zmq.curve_keypair()[1].decode())"
 """
@@ -40,24 +40,24 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class ChannelKey:
-    """A pair of keys, as ZeroMQ writes them (Z85, 40 characters).
+    """A pair of keys in ZeroMQ's encoding (Z85, 40 characters).
 
     Attributes:
-        public: Follows from the secret one.
-        secret: What only engines may know.
+        public: Derived from the secret key.
+        secret: Known to the engines only.
     """
 
     public: bytes
     secret: bytes = field(repr=False)
 
     def configure_server(self, server: zmq.Socket[Any]) -> None:
-        """Have a socket reject clients without this key; a `ZapHandler` must be in its context."""
+        """Have a socket reject clients without this key; its context must have a `ZapHandler`."""
         server.curve_server = True
         server.curve_secretkey = self.secret
         server.zap_domain = _DOMAIN
 
     def configure_client(self, client: zmq.Socket[Any]) -> None:
-        """Connect a socket only to servers that have this key, and show that we have it."""
+        """Have a socket connect only to servers with this key, and prove that we have it."""
         client.curve_serverkey = self.public
         client.curve_publickey = self.public
         client.curve_secretkey = self.secret
@@ -67,8 +67,8 @@ def read_channel_key(path: str) -> ChannelKey:
     """Read the key that all engines share.
 
     Raises:
-        LocalChannelError: ZeroMQ has no CURVE here, or the file cannot be read, can be read by
-            all, or holds no key.
+        LocalChannelError: ZeroMQ has no CURVE here, or the file cannot be read, can be read by all,
+            or holds no key.
     """
     what = f"side_channel_key_file {quote(str(path))}"
     if not zmq.has("curve"):
@@ -77,7 +77,7 @@ def read_channel_key(path: str) -> ChannelKey:
             "without CURVE: install pyzmq from its wheel, or leave the option out on all engines"
         )
     try:
-        # A pipe without a writer is not waited for.
+        # Do not block on a pipe without a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             mode = os.fstat(descriptor).st_mode
@@ -100,19 +100,19 @@ def read_channel_key(path: str) -> ChannelKey:
             raise ValueError
         return ChannelKey(zmq.curve_public(secret), secret)
     except (ValueError, KeyError, struct.error, zmq.ZMQError):
-        # What is wrong with a secret is not quoted.
+        # Do not quote a secret, even an invalid one.
         raise LocalChannelError(
             f"{what} holds no key of {_KEY_CHARACTERS} characters in one line: {_REMEDY}"
         ) from None
 
 
 class ZapHandler:
-    """Tells ZeroMQ which clients have the key (RFC 27, ZAP). Belongs to the server's thread.
+    """Answers ZeroMQ which clients have the key (RFC 27, ZAP). Belongs to the server's thread.
 
     Args:
-        context: Where the server's socket is, to which nothing is connected yet: ZeroMQ admits all
-            where there is no handler.
-        key: Clients that have it may pass.
+        context: Context of the server's socket, to which nothing is connected yet: without a
+            handler, ZeroMQ admits every client.
+        key: The key that clients must have.
 
     Raises:
         ZMQError: There are no more sockets.
@@ -124,7 +124,7 @@ class ZapHandler:
         self._socket.bind("inproc://zeromq.zap.01")
 
     async def answer_all(self) -> NoReturn:
-        """Answer for all clients, until cancelled."""
+        """Answer ZeroMQ's requests until cancelled."""
         while True:
             (
                 version,

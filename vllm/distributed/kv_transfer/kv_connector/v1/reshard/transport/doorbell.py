@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How workers wake their scheduler while it waits for nothing but them.
+"""How workers wake their scheduler while it waits only for them.
 
     connector's thread of each worker        a thread of the engine's core
     Ringer.ring()       --- TCP --->         Doorbell: wake()
 
-A scheduler hears of transfers with the steps that it takes. Where there is nothing to compute it
-takes none for a while, and a worker that has something to tell rings. What that is goes with the
-next step as ever: a ring that is lost costs the rest of a pause, and latency only.
+A scheduler receives reports with its steps. Where there is nothing to compute, it takes no steps
+for a while, and a worker that has something to report rings. The report itself still goes with the
+next step, so a lost ring costs only latency, the rest of a pause.
 
-Workers learn from a step where the doorbell is, and its public key: see `sockets`.
+A step tells workers the doorbell's address and public key: see `sockets`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .sockets import InternalAddress, Receiver, connect_internally, listen_inter
 logger = init_logger(__name__)
 
 _MAX_RING_BYTES = 1 << 10
-"""The name of a worker is all that a doorbell is sent."""
+"""Maximum size of a ring, which holds only a worker's name."""
 
 
 class Doorbell:
-    """Hears an engine's workers ring, in a thread of its own.
+    """Receives the rings of an engine's workers, in a thread of its own.
 
-    `num_ringers` and `close` are for any other thread.
+    Any other thread may use `num_ringers` and `close`.
 
     Args:
-        host: Address of this machine to listen at, on a port that is free.
+        host: Address of this machine to listen at, on a free port.
         wake: Called by the thread at each ring.
 
     Attributes:
@@ -48,7 +48,7 @@ class Doorbell:
 
     def __init__(self, host: str, wake: Callable[[], None]) -> None:
         self._wake = wake
-        # Only its size is read by another thread.
+        # Other threads read only its size.
         self._ringers: set[bytes] = set()
         self._receiver = Receiver(zmq.PULL, "reshard-doorbell", self._hear)
         self.address = self._receiver.begin(
@@ -57,11 +57,11 @@ class Doorbell:
 
     @property
     def num_ringers(self) -> int:
-        """How many workers have rung: each does once it is connected."""
+        """Number of workers that have rung: each rings once it is connected."""
         return len(self._ringers)
 
     def close(self) -> None:
-        """Hear nothing any more; may be called repeatedly."""
+        """Stop listening; may be called repeatedly."""
         self._receiver.close()
 
     def _hear(self, worker: bytes) -> None:
@@ -70,13 +70,13 @@ class Doorbell:
 
 
 class Ringer:
-    """A worker's button. Belongs to one thread, but for `close`, which comes after its last ring.
+    """Rings a worker's scheduler. Belongs to one thread; any may `close` it after the last ring.
 
-    It rings once when it is made, so that the scheduler knows of it.
+    It rings once when it is made, so that the doorbell counts this worker.
 
     Args:
-        address: The doorbell's.
-        worker: This worker's name, as no other worker of the engine has it.
+        address: The doorbell's address.
+        worker: This worker's name, unique within the engine.
         cores: Where ZeroMQ's threads may run; None for where the calling thread may.
 
     Raises:
@@ -91,7 +91,7 @@ class Ringer:
         self._context = zmq.Context()
         try:
             with running_on(cores):
-                # ZeroMQ's threads begin with the first socket.
+                # The first socket starts ZeroMQ's threads.
                 self._socket = self._context.socket(zmq.PUSH)
                 connect_internally(self._socket, address)
         except BaseException:
@@ -100,18 +100,18 @@ class Ringer:
         self.ring()
 
     def ring(self) -> None:
-        """Have the scheduler take a step soon; waits for nothing."""
-        # Where no more fits, there are rings that it has not heard yet.
+        """Have the scheduler take a step soon; does not block."""
+        # If the queue is full, earlier rings are still unread.
         with suppress(zmq.Again):
             self._socket.send(self._worker, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Ring no more; may be called repeatedly."""
+        """Close its socket; may be called repeatedly."""
         self._context.destroy(linger=0)
 
 
 def open_doorbell(host: str, wake: Callable[[], None]) -> Doorbell | None:
-    """A doorbell, or a line in the log and None: an engine can do without."""
+    """Open a doorbell; on failure, log it and return None, as an engine can do without."""
     try:
         return Doorbell(host, wake)
     except (zmq.ZMQError, RuntimeError) as error:
@@ -122,7 +122,7 @@ def open_doorbell(host: str, wake: Callable[[], None]) -> Doorbell | None:
 def open_ringer(
     address: InternalAddress, worker: str, cores: Collection[int] | None
 ) -> Ringer | None:
-    """A ringer, or a line in the log and None: a scheduler does not rest without."""
+    """Open a ringer; on failure, log it and return None: the scheduler then does not rest."""
     try:
         return Ringer(address, worker, cores)
     except (zmq.ZMQError, OSError) as error:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agents that a worker reads with: a few lanes, each shared by many peers.
 
-An agent registers the whole cache, holds file descriptors and threads, and with some backends a
-core. So their number does not grow with the number of peers. What a lane's peers share is its end:
-only that fences reads which never end by themselves (see `agent`). When a peer breaks, its lane is
-retired: it posts what its other peers have begun, drains, and is closed, while new reads go to the
-other lanes and to its successor. Peers that broke a short while ago have a lane of their own, so
-that they cannot make the others reconnect again and again.
+An agent registers the whole cache and holds file descriptors, threads and, with some backends, a
+core. So the number of agents does not grow with the number of peers. A lane's peers share its end:
+only closing its agent fences reads that never end by themselves (see `agent`). When a peer breaks,
+its lane is retired: it posts what its other peers have begun, drains, and is closed, while new
+reads go to the other lanes and to its successor. Peers that broke a short while ago have a lane of
+their own, so that they cannot make the others reconnect again and again.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MAX_DRAINING_LANES = 4
 Each holds an agent of 5 to 25 MB and 15 to 50 descriptors: nixl 1.5.1, without threads and with."""
 
 _RETRY_S = 5.0
-"""After a lane could not be made, as where descriptors have run out."""
+"""Rest after a lane could not be made, as where descriptors have run out."""
 
 _TALK_S = 0.25
-"""How long an agent without threads is polled once it has sent a message: a first one waits for its
-connection."""
+"""How long an agent without threads is polled after it has sent a message: a first message waits
+for its connection."""
 
 
 class Lane:
@@ -52,17 +52,16 @@ class Lane:
     The dialer's thread makes it; from then on it belongs to the connector's thread.
 
     Args:
-        agent: An agent with which all memory is registered that is read into. Polled by the lane
-            alone.
+        agent: An agent with which all memory to read into is registered. Only the lane polls it.
 
     Attributes:
-        lookups: Where leases that are looked up land.
-        connections: Those that are made with it and not closed.
-        num_made: Those that were made with it, the closed ones among them: NIXL gives the
-            descriptors of a peer back with the agent alone (1.5.1, over TCP).
-        retired_at_s: When it was retired; None while reads may begin with it.
-        is_forced: It is closed as soon as it is retired, whatever is in flight.
-        talks_until_s: Until then a message that was sent may need the agent to be polled.
+        lookups: Buffer for lease table rows that are read.
+        connections: Open connections over this lane.
+        num_made: Connections made over this lane, closed ones included: NIXL releases a peer's
+            descriptors only with the agent (1.5.1, over TCP).
+        retired_at_s: When it was retired; None while reads may begin on it.
+        is_forced: Whether to close it once it is retired, whatever is in flight.
+        talks_until_s: Until when a message that was sent may need the agent to be polled.
     """
 
     def __init__(self, agent: NixlAgent) -> None:
@@ -73,7 +72,7 @@ class Lane:
         self.retired_at_s: float | None = None
         self.talks_until_s = 0.0
         self.is_forced = False
-        # Connections with the same geometry share the lists of our own memory.
+        # Connections with the same geometry share lists of our own memory.
         self._local: dict[bytes, Prepared] = {}
         self._num_users: Counter[bytes] = Counter()
         self._boards: RowBuffer | None = None
@@ -81,7 +80,7 @@ class Lane:
 
     @property
     def boards(self) -> RowBuffer:
-        """Where rows of boards land, once some are read.
+        """Buffer for rows of boards that are read; made when first used.
 
         Raises:
             TransferError: The memory cannot be registered.
@@ -92,16 +91,16 @@ class Lane:
 
     @property
     def is_open(self) -> bool:
-        """Whether reads may begin with it."""
+        """Whether reads may begin on it."""
         return self.retired_at_s is None
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing that is read with it can write any more."""
+        """Whether no read over it can write any more."""
         return all(each.is_drained for each in self.connections)
 
     def connect(self, metadata: bytes) -> str:
-        """Connect a worker of another engine; returns its agent's name here. See `disconnect`.
+        """Connect a worker of another engine; return its agent's name here. See `disconnect`.
 
         Raises:
             TransferError: NIXL does not accept it.
@@ -117,14 +116,14 @@ class Lane:
         return name
 
     def disconnect(self, name: str) -> None:
-        """Forget a worker, once for each time that it was connected. It has no read in flight."""
+        """Undo one `connect` of a worker without a read in flight; the last one disconnects it."""
         self._num_connections[name] -= 1
         if not self._num_connections[name]:
             del self._num_connections[name]
             self.agent.disconnect(name)
 
     def local_list(self, rows: Rows) -> Prepared:
-        """The list of some rows of our own memory. See `release_local_list`.
+        """Return the list of some rows of our own memory. See `release_local_list`.
 
         Raises:
             TransferError: The memory is not registered.
@@ -136,7 +135,7 @@ class Lane:
         return self._local[key]
 
     def release_local_list(self, rows: Rows) -> None:
-        """Give a list back, once for each time that it was asked for. No read of it may write."""
+        """Undo one `local_list`; the last one releases the list. No read of it may write."""
         key = rows.tobytes()
         self._num_users[key] -= 1
         if not self._num_users[key]:
@@ -144,7 +143,7 @@ class Lane:
             self.agent.release_prepared(self._local.pop(key))
 
     def notify(self, name: str, message: bytes, now_s: float) -> None:
-        """Send a worker a message.
+        """Send a message to a worker.
 
         Raises:
             TransferError: It cannot be reached.
@@ -153,11 +152,11 @@ class Lane:
         self.talks_until_s = now_s + _TALK_S
 
     def progress(self) -> None:
-        """Let NIXL get on with what is no read, such as messages and what they are sent over."""
+        """Let NIXL advance everything but reads, such as messages and their connections."""
         self.agent.take_notifications()
 
     def summary(self, now_s: float) -> str:
-        """What the log tells of it: its peers, what is under way with them, and its age."""
+        """Return a log line on its peers, the reads under way, and when it was retired."""
         num_parts = sum(
             each.lifetime.in_flight + each.lifetime.in_doubt for each in self.connections
         )
@@ -172,20 +171,20 @@ class Lane:
         self.is_forced = True
 
     def close_at_s(self, *, is_crowded: bool = False) -> float | None:
-        """When it is to be closed, perhaps in the past; None while it is open.
+        """Return when to close it, perhaps in the past; None while it is open.
 
         Args:
-            is_crowded: Too many lanes drain, and this is the oldest of them.
+            is_crowded: Whether too many lanes drain, and this is the oldest of them.
         """
         if self.retired_at_s is None or self.is_forced:
             return self.retired_at_s
         ends_s = [each.close_at_s for each in self.connections]
-        # What its last requests have sent to their producers is still to leave.
+        # Messages of its last requests to their producers may still have to leave.
         at_s = max([self.talks_until_s, *(end_s for end_s in ends_s if end_s is not None)])
         return min(at_s, self.retired_at_s + PEER_GRACE_S) if is_crowded else at_s
 
     def close(self) -> None:
-        """End the agent: nothing that was read with it writes any more."""
+        """Close the agent: no read over it writes any more."""
         self.agent.close()
         for connection in list(self.connections):
             connection.close()
@@ -195,29 +194,29 @@ class Lanes:
     """All lanes of a worker. They belong to the connector's thread.
 
     Args:
-        make: Makes a lane in another thread; waits for nothing.
-        num_lanes: How many peers are spread over, besides the one of suspects.
+        make: Makes a lane in another thread, without blocking.
+        num_lanes: Number of lanes that peers are spread over, besides the one for suspects.
     """
 
     def __init__(self, make: Callable[[], Future[Lane]], num_lanes: int) -> None:
         self._make = make
-        # One for each lane, and the last for suspects.
+        # One slot for each lane; the last is for suspects.
         self._slots: list[Future[Lane] | None] = [None] * (num_lanes + 1)
         self._draining: list[Lane] = []
         self._retry_at_s = 0.0
 
     def __len__(self) -> int:
-        """Lanes that are not closed, those that drain among them."""
+        """Return the number of lanes that are not closed, draining ones included."""
         return len(self._draining) + len(self.ready)
 
     @property
     def ready(self) -> tuple[Lane, ...]:
-        """Lanes that reads may begin with."""
+        """Lanes on which reads may begin."""
         return tuple(each.result() for each in self._slots if _is_made(each))
 
     @property
     def draining(self) -> tuple[Lane, ...]:
-        """Lanes that are retired, the oldest first."""
+        """Retired lanes, oldest first."""
         return tuple(self._draining)
 
     @property
@@ -227,7 +226,7 @@ class Lanes:
 
     @property
     def next_due_s(self) -> float:
-        """When the next lane is to be closed."""
+        """When the next lane is to be closed; infinite without one."""
         due_s = (lane.close_at_s(is_crowded=self._is_crowded(lane)) for lane in self._draining)
         return min((at_s for at_s in due_s if at_s is not None), default=math.inf)
 
@@ -238,19 +237,19 @@ class Lanes:
         return math.inf if is_waiting else self._retry_at_s
 
     def prepare(self, now_s: float) -> None:
-        """Have the lanes made that peers are spread over."""
+        """Begin to make the lanes that peers are spread over."""
         for slot in range(len(self._slots) - 1):
             self._fill(slot, now_s)
 
     def pick(self, now_s: float, *, is_suspect: bool) -> Lane | None:
-        """A lane for a peer's next connection: of those that are ready, the least used.
+        """Return a lane for a peer's next connection: the least used of those that are ready.
 
         Args:
             now_s: The time.
             is_suspect: Whether the peer broke a short while ago.
 
         Returns:
-            None where the peer has to wait for one to be made.
+            A lane; None where the peer has to wait for one.
 
         Raises:
             TransferError: None can be made.
@@ -272,7 +271,7 @@ class Lanes:
         return None
 
     def retire(self, lane: Lane, now_s: float) -> None:
-        """Begin nothing more with a lane; a second time changes nothing."""
+        """Begin no more reads on a lane; may be called repeatedly."""
         if lane.is_open:
             slots = [
                 None if _is_made(each) and each.result() is lane else each for each in self._slots
@@ -295,7 +294,7 @@ class Lanes:
         return due
 
     def close(self, now_s: float) -> list[Lane]:
-        """Make no more lanes; returns all, which are to be closed."""
+        """Make no more lanes; return all existing ones, for the caller to close."""
         for lane in self.ready:
             self.retire(lane, now_s)
         for each in self._slots:
@@ -306,17 +305,17 @@ class Lanes:
         return lanes
 
     def _fill(self, slot: int, now_s: float) -> None:
-        """Have a lane made where there is none.
+        """Begin to make a lane for an empty slot, unless one could not be made a moment ago.
 
         Raises:
-            TransferError: The one that was being made could not be.
+            TransferError: The lane could not be made.
         """
         making = self._slots[slot]
         if making is None and now_s >= self._retry_at_s:
             try:
                 self._slots[slot] = self._make()
             except Exception as fault:
-                # There are no more threads.
+                # No thread can be started.
                 self._retry_at_s = now_s + _RETRY_S
                 raise TransferError(
                     f"no NIXL agent can be made to read with: {one_line(fault)}"
@@ -340,6 +339,6 @@ def _is_made(making: Future[Lane] | None) -> TypeGuard[Future[Lane]]:
 
 
 def _close_made(making: Future[Lane]) -> None:
-    """Close a lane that came too late."""
+    """Close a lane that was made too late."""
     if not making.cancelled() and making.exception() is None:
         making.result().close()

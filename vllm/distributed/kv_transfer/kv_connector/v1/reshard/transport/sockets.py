@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all sockets have in common that this engine listens on.
+"""What all sockets that this engine listens on have in common.
 
-Those that only its own processes connect to have keys, made anew for each: ZeroMQ's CURVE sends
-neither the public one nor what is said in the clear. Clients without the public key are rejected,
-and the listener alone has the secret one, so that a client hears nothing else.
+Sockets for the engine's own processes have keys of their own, made anew for each: ZeroMQ's CURVE
+sends neither the public key nor messages in the clear. Clients without the public key are rejected.
+Only the listener has the secret key, so a client accepts messages from nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class InternalAddress:
     Attributes:
         host: Host name or address.
         port: TCP port.
-        public_key: What the listener is known by; clients without it are rejected.
+        public_key: The listener's public key; clients without it are rejected.
     """
 
     host: str
@@ -39,9 +39,9 @@ def listen(socket: zmq.Socket[bytes], host: str, port: int, max_bytes: int) -> i
     """Have a socket listen over TCP.
 
     Args:
-        socket: One whose other options are set.
+        socket: The socket; its other options are set.
         host: Address of this machine.
-        port: TCP port; 0 for any that is free.
+        port: TCP port; 0 for any free one.
         max_bytes: Size of the largest frame that it accepts.
 
     Returns:
@@ -53,7 +53,7 @@ def listen(socket: zmq.Socket[bytes], host: str, port: int, max_bytes: int) -> i
     socket.linger = 0
     socket.ipv6 = is_valid_ipv6_address(host)
     socket.maxmsgsize = max_bytes
-    # Peers that vanish without a word do not stay connected for ever.
+    # Peers that vanish without closing do not stay connected for ever.
     socket.tcp_keepalive = 1
     socket.bind(make_zmq_path("tcp", host, port))
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
@@ -62,10 +62,10 @@ def listen(socket: zmq.Socket[bytes], host: str, port: int, max_bytes: int) -> i
 
 
 def listen_internally(socket: zmq.Socket[bytes], host: str, max_bytes: int) -> InternalAddress:
-    """Have a socket listen for this engine's own processes, on a port that is free.
+    """Have a socket listen for this engine's own processes, on a free port.
 
     Args:
-        socket: One whose other options are set.
+        socket: The socket; its other options are set.
         host: Address of this machine.
         max_bytes: Size of the largest frame that it accepts.
 
@@ -82,7 +82,7 @@ def listen_internally(socket: zmq.Socket[bytes], host: str, max_bytes: int) -> I
 
 
 def connect_internally(socket: zmq.Socket[bytes], address: InternalAddress) -> None:
-    """Have a socket connect to one of this engine's.
+    """Connect a socket to one of this engine's own listeners.
 
     Raises:
         ZMQError: ZeroMQ was built without CURVE.
@@ -90,20 +90,20 @@ def connect_internally(socket: zmq.Socket[bytes], address: InternalAddress) -> N
     socket.linger = 0
     socket.ipv6 = is_valid_ipv6_address(address.host)
     socket.curve_serverkey = address.public_key
-    # A client that knows the other key is let in with any of its own.
+    # A client that knows the listener's key is admitted with any key of its own.
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.connect(make_zmq_path("tcp", address.host, address.port))
 
 
 class Receiver:
-    """Hears what comes over a socket, in a thread of its own.
+    """Receives messages from a socket, in a thread of its own.
 
-    The socket belongs to that thread once it runs. `close` may be called by any other.
+    The socket belongs to that thread once it runs. Any other thread may call `close`.
 
     Args:
-        kind: What kind of socket.
-        name: What the thread is called.
-        hear: Called by the thread with each message. It raises nothing.
+        kind: ZeroMQ's type of the socket.
+        name: Name of the thread.
+        hear: Called by the thread with each message; must not raise.
     """
 
     def __init__(self, kind: int, name: str, hear: Callable[[bytes], None]) -> None:
@@ -114,13 +114,13 @@ class Receiver:
         self._socket: zmq.Socket[bytes] | None = None
 
     def begin(self, open_socket: Callable[[zmq.Socket[bytes]], _Opened]) -> _Opened:
-        """Begin to hear.
+        """Open the socket and start the thread.
 
         Args:
-            open_socket: Has the socket listen, or connect.
+            open_socket: Has the socket listen or connect.
 
         Returns:
-            What that returns.
+            What `open_socket` returns.
 
         Raises:
             ZMQError: There are no more sockets, or it cannot be opened.
@@ -136,8 +136,8 @@ class Receiver:
         return opened
 
     def close(self) -> None:
-        """Hear nothing any more; may be called repeatedly."""
-        # This ends the wait for a message, and returns once the thread has closed the socket.
+        """Stop receiving and end the thread; may be called repeatedly."""
+        # This interrupts the wait for a message, and returns once the thread has closed the socket.
         self._context.term()
         self._thread.join()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena of a worker: its memory, known to NIXL, and what copies out of it."""
+"""A worker's staging arena: its memory, registered with NIXL, and the copies out of it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PART_OF_FREE_MEMORY = 16
 
 @dataclass(slots=True)
 class StagingArea:
-    """Where staged reads stop over. It belongs to the connector's thread.
+    """The arena through which staged reads go. It belongs to the connector's thread.
 
     Attributes:
         memory: The arena; uint8, contiguous.
-        scatterer: Brings what has landed to where it belongs.
-        policy: Which reads are staged; None for all of them.
-        spans: Which bytes of the arena are in use. That of a read that has failed is, until the
-            agent which has posted it is gone.
+        scatterer: Copies what has landed to its place in the caches.
+        policy: Decides which reads are staged; None to stage all.
+        spans: Allocator of the arena's bytes. A failed read keeps its span until the agent that
+            posted it is gone.
     """
 
     memory: torch.Tensor
@@ -44,14 +44,14 @@ class StagingArea:
 
     @property
     def region(self) -> tuple[int, int, int]:
-        """What an agent that reads registers: address, size in bytes, device id."""
+        """What a reading agent registers: address, size in bytes, device id."""
         return self.memory.data_ptr(), self.memory.nbytes, max(self.memory.get_device(), 0)
 
     def rows(self, descriptor_bytes: int) -> Rows:
-        """The arena as descriptors of one size, side by side; shape (1, 5).
+        """Return the arena as adjacent descriptors of one size; shape (1, 5).
 
         Raises:
-            LocalLayoutError: It would be more descriptors than NIXL's indices can count.
+            LocalLayoutError: There would be more descriptors than NIXL's indices can count.
         """
         address, size_bytes, device_id = self.region
         count = size_bytes // descriptor_bytes
@@ -77,14 +77,13 @@ def open_area(
 
     Args:
         caches: The KV cache; the arena is on the same device.
-        size_bytes: Size of the arena; None for a sixteenth of the memory that is free, but no more
-            than 256 MiB.
-        policy: Which reads are staged; None for all of them.
-        cores: Where the thread may run that copies on the host; None for where this one may.
-        announce: Called by that thread when something was copied; never on a device.
+        size_bytes: Size of the arena; None for a sixteenth of the free memory, but at most 256 MiB.
+        policy: Decides which reads are staged; None to stage all.
+        cores: Where the thread that copies on the host may run; None for where this one may.
+        announce: Called when a copy on the host has ended; never for a copy on a device.
 
     Returns:
-        The area; None where its size is 0, or there is no such memory. Reads go direct then.
+        The area; None where its size is 0, or there is no such memory. All reads go direct then.
     """
     tensors = list(caches)
     device = tensors[0].device
@@ -113,13 +112,13 @@ def make_scatterer(
     cores: Collection[int] | None = None,
     announce: Callable[[], None] | None = None,
 ) -> Scatterer:
-    """What copies from an arena to caches, all of them on one device.
+    """Return a scatterer from an arena to caches, all of them on one device.
 
     Args:
         arena: The arena; uint8, contiguous.
-        caches: What the KV cache lies in.
-        cores: Where the thread may run that copies on the host; None for where this one may.
-        announce: Called by that thread when something was copied.
+        caches: Tensors of the KV cache.
+        cores: Where the thread that copies on the host may run; None for where this one may.
+        announce: Called when a copy on the host has ended; never for a copy on a device.
     """
     if arena.device.type == "cpu":
         return HostScatterer(arena, caches, cores, announce)
@@ -127,7 +126,7 @@ def make_scatterer(
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Free memory of a device."""
+    """Return the free memory of a device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
