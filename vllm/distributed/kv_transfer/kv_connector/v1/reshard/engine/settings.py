@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MAX_S = 1e9
 """Longer than any engine runs, and far from what clocks cannot count."""
 
-DEFAULT_LEASE_S = 30.0
+DEFAULT_LEASE_S = 30
 """As vLLM's own connector has it."""
 
 _Seconds = Annotated[float, Meta(gt=0, le=_MAX_S)]
@@ -50,7 +50,7 @@ OWN_OPTIONS = frozenset(
         "side_channel_key_file",
         "staging_arena_bytes",
         "staging_max_descriptor_bytes",
-        "staging_min_bytes",
+        "staging_min_descriptors",
         "staging_min_merge_factor",
         "transfer_strategy",
         "trusted_peers",
@@ -93,7 +93,7 @@ class Settings(
             the next three say.
         staging_max_descriptor_bytes: As in `StagingPolicy`, as the next two.
         staging_min_merge_factor: How many direct descriptors staging must make one.
-        staging_min_bytes: Of the smallest read that is staged.
+        staging_min_descriptors: Direct descriptors of the smallest read that is staged.
         staging_arena_bytes: Size of that arena on each worker; None for what suits its memory, 0
             for none.
         side_channel_key_file: The key that engines know one another by, on each of their machines;
@@ -125,7 +125,7 @@ class Settings(
     staging_arena_bytes: _Bytes | None = None
     staging_max_descriptor_bytes: _Bytes = StagingPolicy().max_descriptor_bytes
     staging_min_merge_factor: _Count = StagingPolicy().min_merge_factor
-    staging_min_bytes: _Bytes = StagingPolicy().min_bytes
+    staging_min_descriptors: _Count = StagingPolicy().min_descriptors
     missing_draft_layers: Literal["refuse", "compute"] = "refuse"
     side_channel_key_file: Annotated[str, Meta(min_length=1)] | None = None
     trusted_peers: tuple[str, ...] | None = None
@@ -152,7 +152,9 @@ class Settings(
         if self.transfer_strategy != "auto":
             return None
         return StagingPolicy(
-            self.staging_max_descriptor_bytes, self.staging_min_merge_factor, self.staging_min_bytes
+            self.staging_max_descriptor_bytes,
+            self.staging_min_merge_factor,
+            self.staging_min_descriptors,
         )
 
     def lanes(self) -> int:

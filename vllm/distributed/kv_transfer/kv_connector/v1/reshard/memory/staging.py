@@ -29,7 +29,7 @@ from .arena import Span
 from .cache import Order, Plane, RankCache
 from .leg import Indices, Leg, LegEnd, Run, Selection, count_chunks
 from .lowering import write_end
-from .strategy import StagingPolicy, Strategy, Work
+from .strategy import StagingPolicy, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +184,8 @@ class StagedLeg:
             for each in selections
         )
 
-    def num_bytes(self, selections: Sequence[Selection]) -> int:
-        """Bytes that are read, tokens included that share a block with those that are wanted."""
-        return sum(
-            len(each.overlap.src_blocks) * len(each.planes) * self.slice_bytes
-            for each in selections
-        )
-
     def choose(self, selections: Sequence[Selection], policy: StagingPolicy) -> Strategy:
-        """The way to read what was selected.
+        """Return how to read what was selected.
 
         Args:
             selections: From the leg's `select`.
@@ -201,14 +194,12 @@ class StagedLeg:
         chunk_bytes = self.slice_bytes * self.leg.chunk_tokens // self.leg.src.block_tokens
         num_bytes = count_chunks(selections) * chunk_bytes
         num_planes = sum(len(each.planes) for each in selections)
-        # Where nothing merges direct, and all does staged: what goes direct then needs no counting.
-        best = Work(self.leg.num_descriptors(selections), num_bytes), Work(num_planes, num_bytes)
-        if policy.choose(*best) is Strategy.DIRECT:
+        num_direct = self.leg.num_descriptors(selections)
+        # Even if nothing merged direct, and each plane were one descriptor staged.
+        if policy.choose(num_bytes, num_direct, num_planes) is Strategy.DIRECT:
             return Strategy.DIRECT
-        return policy.choose(
-            Work(self.leg.num_merged(selections), num_bytes),
-            Work(self.num_merged(selections), self.num_bytes(selections)),
-        )
+        num_merged, num_staged = self.leg.num_merged(selections), self.num_merged(selections)
+        return policy.choose(num_bytes, num_merged, num_staged)
 
 
 def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:

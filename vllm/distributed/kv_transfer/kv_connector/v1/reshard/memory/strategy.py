@@ -21,41 +21,34 @@ class Strategy(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What a read is made of.
-
-    Attributes:
-        num_descriptors: Descriptors, once those that adjoin are merged.
-        num_bytes: Bytes.
-    """
-
-    num_descriptors: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class StagingPolicy:
-    """Which reads are staged: large ones, of small descriptors that the arena merges.
+    """Which reads are staged: those of many small descriptors that the arena merges.
 
     The defaults are from two machines without an accelerator, over shared memory: reads of 64 MiB
     in pieces of 4 KiB took 0.7 to 0.9 of the time of direct ones, in pieces of 8 KiB up to 1.4 of
     it, and reads of 4 MiB 0.8 ms more (decision 10).
 
     Attributes:
-        max_descriptor_bytes: Of direct descriptors, once merged, on average.
-        min_merge_factor: How many direct descriptors become one.
-        min_bytes: Of the read.
+        max_descriptor_bytes: Largest average size of direct descriptors, once merged.
+        min_merge_factor: Direct descriptors for each staged one, at least.
+        min_descriptors: Direct descriptors of the read, at least.
     """
 
     max_descriptor_bytes: int = 4 << 10
     min_merge_factor: int = 16
-    min_bytes: int = 8 << 20
+    min_descriptors: int = 2048
 
-    def choose(self, direct: Work, staged: Work) -> Strategy:
-        """The way of a read, from what it is made of either way."""
+    def choose(self, num_bytes: int, num_direct: int, num_staged: int) -> Strategy:
+        """Return how a read goes.
+
+        Args:
+            num_bytes: Size of the read.
+            num_direct: Descriptors of a direct read, once those that adjoin are merged.
+            num_staged: Descriptors of a staged read, once those that adjoin are merged.
+        """
         gains = (
-            direct.num_bytes >= self.min_bytes
-            and direct.num_bytes <= self.max_descriptor_bytes * direct.num_descriptors
-            and direct.num_descriptors >= self.min_merge_factor * staged.num_descriptors
+            num_direct >= self.min_descriptors
+            and num_bytes <= self.max_descriptor_bytes * num_direct
+            and num_direct >= self.min_merge_factor * num_staged
         )
         return Strategy.STAGED if gains else Strategy.DIRECT
