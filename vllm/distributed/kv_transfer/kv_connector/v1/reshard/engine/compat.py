@@ -225,31 +225,5 @@ def asks_more_of_forwards(config: VllmConfig) -> bool:
     )
 
 
-__all__ = [
-    "CACHES_ARE_VIEWS",
-    "CONNECTORS_GIVE_FIRST_OUTPUTS",
-    "FAILED_READS_ARE_NAMED",
-    "LAYERS_SAY_WHAT_IS_SHARED",
-    "OUTPUTS_OUTLIVE_PREEMPTION",
-    "PRODUCERS_KEEP_THE_LAST_WINDOW",
-    "REQUEST_NUMBERS",
-    "SLEEP_IS_UPSTREAMS",
-    "STATE_IS_UPSTREAMS",
-    "UPSTREAM_COUNTS_ALL_FAILURES",
-    "UpstreamConnector",
-    "asks_more_of_forwards",
-    "attention_variants",
-    "describe_layer",
-    "draft_cache_dtype",
-    "is_in_two_memories",
-    "is_on_every_rank",
-    "is_since",
-    "keeps_groups_back",
-    "keeps_turboquants_scales_apart",
-    "loses_its_middle",
-    "makes_own_scales",
-    "prefill_lookahead_tokens",
-    "shares_tokens",
-    "tokens_per_slot",
-    "transfer_results",
-]
+# What is imported here for others; switches are found by their definitions.
+__all__ = ["UpstreamConnector", "describe_layer"]
