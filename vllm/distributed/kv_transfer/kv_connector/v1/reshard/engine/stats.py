@@ -6,7 +6,7 @@ Upstream's metrics keep their names and meaning; these stand beside them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -151,7 +151,7 @@ class ReshardStats(NixlKVConnectorStats):
             self.data[name] = []
 
     def record_transfer(self, res: Any, strategy: Strategy = Strategy.DIRECT) -> None:
-        """A leg has ended well."""
+        """A part of a read has ended well."""
         super().record_transfer(res)
         self.data["read_strategies"].append(strategy.value)
 
@@ -219,23 +219,6 @@ class ReshardStats(NixlKVConnectorStats):
         return bool(super().is_empty()) and not any(self.data[name] for name in _OWN)
 
 
-_OWN = (
-    "handshake_seconds",
-    "prefill_wait_seconds",
-    "handover_seconds",
-    "exposed_transfer_seconds",
-    "prefetched_bytes",
-    "handshake_failures",
-    "read_failures",
-    "read_strategies",
-    "notifications_sent",
-    "held_blocks",
-    "blocks_in_doubt",
-    "first_tokens",
-    "num_notifications_after_expiry",
-)
-
-
 class ReshardPromMetrics(NixlPromMetrics):
     """Upstream's metrics, and ours."""
 
@@ -247,146 +230,151 @@ class ReshardPromMetrics(NixlPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        types: tuple[Any, ...] = tuple(metric_types[each] for each in (Gauge, Counter, Histogram))
-        gauge, counter, histogram = types
-        self._handshakes: Any = histogram(
-            name="vllm:nixl_handshake_seconds",
-            documentation="Time from asking another engine what it is until all is prepared.",
-            buckets=_BUCKETS_S,
-            labelnames=labelnames,
-        )
-        self._prefill_waits: Any = histogram(
-            name="vllm:nixl_prefill_wait_seconds",
-            documentation="Time from a request dispatched early until its blocks are offered.",
-            buckets=_BUCKETS_S,
-            labelnames=labelnames,
-        )
-        self._handovers: Any = histogram(
-            name="vllm:nixl_handover_seconds",
-            documentation="Time from a request's blocks being offered until its first token.",
-            buckets=_BUCKETS_S,
-            labelnames=labelnames,
-        )
-        self._exposed_transfers: Any = histogram(
-            name="vllm:nixl_exposed_transfer_seconds",
-            documentation="Time from a request's blocks being offered until all have been read.",
-            buckets=_BUCKETS_S,
-            labelnames=labelnames,
-        )
-        self._prefetched_bytes: Any = counter(
-            name="vllm:nixl_prefetched_bytes",
-            documentation="Bytes read of requests whose prompts were still being computed.",
-            labelnames=labelnames,
-        )
-        self._handshake_failures: Any = counter(
-            name="vllm:nixl_handshake_failures",
-            documentation="Handshakes with other engines that failed.",
-            labelnames=[*labelnames, "reason"],
-        )
-        self._read_failures: Any = counter(
-            name="vllm:nixl_read_failures",
-            documentation="Requests whose blocks could not be read, on one worker.",
-            labelnames=[*labelnames, "reason"],
-        )
-        self._reads: Any = histogram(
-            name="vllm:nixl_read_seconds",
-            documentation="Duration of reads from one rank of another engine.",
-            buckets=_BUCKETS_S,
-            labelnames=[*labelnames, "strategy"],
-        )
-        self._read_bytes: Any = counter(
-            name="vllm:nixl_read_bytes",
-            documentation="Bytes read from other engines.",
-            labelnames=[*labelnames, "strategy"],
-        )
-        self._notifications: Any = counter(
-            name="vllm:nixl_notifications_sent",
-            documentation="Notifications sent to other engines' workers.",
-            labelnames=labelnames,
-        )
-        self._held_blocks: Any = gauge(
-            name="vllm:nixl_held_blocks",
-            documentation="KV-cache blocks held for other engines to read.",
-            multiprocess_mode="mostrecent",
-            labelnames=labelnames,
-        )
-        self._blocks_in_doubt: Any = gauge(
-            name="vllm:nixl_kv_blocks_in_doubt",
-            documentation="KV-cache blocks of failed requests that reads may still write into.",
-            multiprocess_mode="mostrecent",
-            labelnames=labelnames,
-        )
-        self._first_tokens: Any = counter(
-            name="vllm:nixl_first_tokens_seeded",
-            documentation="Answers that begin with the token that the prefill engine has sampled.",
-            labelnames=labelnames,
-        )
-        self._late_notifications: Any = None
-        if not UPSTREAM_COUNTS_ALL_FAILURES:
-            self._late_notifications = counter(
-                name="vllm:nixl_num_notifications_after_expiry",
-                documentation="Readers that were through when nothing was held for them any more.",
-                labelnames=labelnames,
+        types: dict[Any, Any] = dict(metric_types)
+        self._own: dict[str, Any] = {}
+        for key, metric in _METRICS.items():
+            labels = [*labelnames, metric.label] if metric.label else labelnames
+            self._own[key] = types[metric.kind](
+                name=metric.name,
+                documentation=metric.documentation,
+                labelnames=labels,
+                **_OPTIONS.get(metric.kind, {}),
             )
-        # Series that begin at 0 can be told from series that are missing.
-        for labels in per_engine_labelvalues.values():
-            for metric, values in (
-                (self._handshake_failures, HandshakeFailure),
-                (self._read_failures, ReadFailure),
-                (self._reads, Strategy),
-                (self._read_bytes, Strategy),
-            ):
-                for value in values:
-                    metric.labels(*labels, value.value)
-            for metric in (
-                self._handshakes,
-                self._prefill_waits,
-                self._handovers,
-                self._exposed_transfers,
-                self._prefetched_bytes,
-                self._notifications,
-                self._held_blocks,
-                self._blocks_in_doubt,
-                self._first_tokens,
-            ):
-                metric.labels(*labels)
-            if self._late_notifications is not None:
-                self._late_notifications.labels(*labels)
+            # Series that begin at 0 can be told from series that are missing.
+            own_values: list[list[Any]] = [[each.value] for each in metric.values]
+            for values in per_engine_labelvalues.values():
+                for own in own_values or [[]]:
+                    self._own[key].labels(*values, *own)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take note of what workers and scheduler have reported."""
+        """Record what workers and scheduler have reported."""
         super().observe(transfer_stats_data, engine_idx)
         data: dict[str, Sequence[Any]] = ReshardStats(data=transfer_stats_data).data
         labels = self.per_engine_labelvalues[engine_idx]
-        for histogram, name in (
-            (self._handshakes, "handshake_seconds"),
-            (self._prefill_waits, "prefill_wait_seconds"),
-            (self._handovers, "handover_seconds"),
-            (self._exposed_transfers, "exposed_transfer_seconds"),
-        ):
-            for duration_s in data[name]:
-                histogram.labels(*labels).observe(duration_s)
-        for reason in data["handshake_failures"]:
-            self._handshake_failures.labels(*labels, reason).inc()
-        for reason in data["read_failures"]:
-            self._read_failures.labels(*labels, reason).inc()
+        for key, values in data.items():
+            if (metric := _METRICS.get(key)) is None:
+                continue
+            own = self._own[key]
+            for value in values[-1:] if metric.kind is Gauge else values:
+                if metric.kind is Histogram:
+                    own.labels(*labels).observe(value)
+                elif metric.kind is Gauge:
+                    own.labels(*labels).set(value)
+                elif metric.label:
+                    own.labels(*labels, value).inc()
+                else:
+                    own.labels(*labels).inc(value)
         reads = (data["read_strategies"], data["transfer_duration"], data["bytes_transferred"])
         for strategy, duration_s, num_bytes in zip(*reads, strict=True):
-            self._reads.labels(*labels, strategy).observe(duration_s)
-            self._read_bytes.labels(*labels, strategy).inc(num_bytes)
-        for counter, name in (
-            (self._notifications, "notifications_sent"),
-            (self._prefetched_bytes, "prefetched_bytes"),
-        ):
-            for count in data[name]:
-                counter.labels(*labels).inc(count)
-        self._first_tokens.labels(*labels).inc(len(data["first_tokens"]))
-        if self._late_notifications is not None:
-            late = len(data["num_notifications_after_expiry"])
-            self._late_notifications.labels(*labels).inc(late)
-        for gauge, name in (
-            (self._held_blocks, "held_blocks"),
-            (self._blocks_in_doubt, "blocks_in_doubt"),
-        ):
-            for num_blocks in data[name][-1:]:
-                gauge.labels(*labels).set(num_blocks)
+            self._own["read_seconds"].labels(*labels, strategy).observe(duration_s)
+            self._own["read_bytes"].labels(*labels, strategy).inc(num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Metric:
+    """A metric of ours.
+
+    Attributes:
+        kind: Its type, a class of Prometheus' client.
+        name: Its name.
+        documentation: What it counts.
+        label: Its own label; empty where it has none.
+        values: The values of that label.
+    """
+
+    kind: type[Counter | Gauge | Histogram]
+    name: str
+    documentation: str
+    label: str = ""
+    values: Iterable[Enum] = ()
+
+
+_OPTIONS: dict[Any, dict[str, Any]] = {
+    Histogram: {"buckets": _BUCKETS_S},
+    Gauge: {"multiprocess_mode": "mostrecent"},
+}
+
+_METRICS = {
+    "handshake_seconds": _Metric(
+        Histogram,
+        "vllm:nixl_handshake_seconds",
+        "Time from asking another engine what it is until all is prepared.",
+    ),
+    "prefill_wait_seconds": _Metric(
+        Histogram,
+        "vllm:nixl_prefill_wait_seconds",
+        "Time from a request dispatched early until its blocks are offered.",
+    ),
+    "handover_seconds": _Metric(
+        Histogram,
+        "vllm:nixl_handover_seconds",
+        "Time from a request's blocks being offered until its first token.",
+    ),
+    "exposed_transfer_seconds": _Metric(
+        Histogram,
+        "vllm:nixl_exposed_transfer_seconds",
+        "Time from a request's blocks being offered until all have been read.",
+    ),
+    "prefetched_bytes": _Metric(
+        Counter,
+        "vllm:nixl_prefetched_bytes",
+        "Bytes read of requests whose prompts were still being computed.",
+    ),
+    "handshake_failures": _Metric(
+        Counter,
+        "vllm:nixl_handshake_failures",
+        "Handshakes with other engines that failed.",
+        "reason",
+        HandshakeFailure,
+    ),
+    "read_failures": _Metric(
+        Counter,
+        "vllm:nixl_read_failures",
+        "Requests whose blocks could not be read, on one worker.",
+        "reason",
+        ReadFailure,
+    ),
+    "read_seconds": _Metric(
+        Histogram,
+        "vllm:nixl_read_seconds",
+        "Duration of reads from one rank of another engine.",
+        "strategy",
+        Strategy,
+    ),
+    "read_bytes": _Metric(
+        Counter, "vllm:nixl_read_bytes", "Bytes read from other engines.", "strategy", Strategy
+    ),
+    "notifications_sent": _Metric(
+        Counter,
+        "vllm:nixl_notifications_sent",
+        "Notifications sent to other engines' workers.",
+    ),
+    "held_blocks": _Metric(
+        Gauge, "vllm:nixl_held_blocks", "KV-cache blocks held for other engines to read."
+    ),
+    "blocks_in_doubt": _Metric(
+        Gauge,
+        "vllm:nixl_kv_blocks_in_doubt",
+        "KV-cache blocks of failed requests that reads may still write into.",
+    ),
+    "first_tokens": _Metric(
+        Counter,
+        "vllm:nixl_first_tokens_seeded",
+        "Answers that begin with the token that the prefill engine has sampled.",
+    ),
+}
+"""Our metrics, by the list of `ReshardStats` that each is made of. Those of reads are made of the
+strategies there and upstream's lists."""
+
+if not UPSTREAM_COUNTS_ALL_FAILURES:
+    _METRICS["num_notifications_after_expiry"] = _Metric(
+        Counter,
+        "vllm:nixl_num_notifications_after_expiry",
+        "Readers that were through when nothing was held for them any more.",
+    )
+
+_OWN = (
+    *(key for key in _METRICS if key not in ("read_seconds", "read_bytes")),
+    "read_strategies",
+    "num_notifications_after_expiry",
+)
