@@ -15,6 +15,8 @@ _OF_ANY_FAILURE = re.compile(
     r"|Recovered from KV load failure: \d+ request\(s\) rescheduled .*"
     r"|Request \S+ failed with an internal error during generation"
 )
+_NIXLS_INFO = re.compile(r"\S+ \S+ NIXL INFO +.*")
+"""Of each agent that is made, as where a lane is replaced."""
 
 
 class Log:
@@ -51,7 +53,7 @@ def _complaint(line: str) -> str | None:
     """The text of a line that complains."""
     match = _LINE.fullmatch(line)
     if match is None:
-        return line.strip()
+        return None if _NIXLS_INFO.fullmatch(line) else line.strip()
     text = match["text"]
     if match["level"] in ("DEBUG", "INFO") or _OF_ANY_FAILURE.fullmatch(text):
         return None

@@ -94,6 +94,21 @@ def stopped(engine: Engine) -> Iterator[None]:
                 process.resume()
 
 
+@contextmanager
+def hung(engine: Engine) -> Iterator[None]:
+    """Within this block the workers of an engine do nothing, and its other processes go on."""
+    workers = [each for each in engine.child.processes() if "Worker" in " ".join(each.cmdline())]
+    assert workers, [each.cmdline() for each in engine.child.processes()]
+    for worker in workers:
+        worker.suspend()
+    wait_until(lambda: all(each.status() == psutil.STATUS_STOPPED for each in workers), "the stop")
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.resume()
+
+
 def kill(server: Server) -> None:
     """End all processes of a server at once, as when its machine is lost."""
     for process in server.child.processes():

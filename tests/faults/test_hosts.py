@@ -21,6 +21,7 @@ from tests.faults.stage import (
     Stage,
     answer_of,
     assert_failed,
+    hung,
     spec,
 )
 from tests.faults.table import read_rows
@@ -159,6 +160,22 @@ def test_host_that_is_cut_off_during_a_read(far: Stage, network: Network) -> Non
     (line,) = log.complaints()
     row = ROWS["a host of the prefill engine is cut off during a read"]
     assert row.tells("500", line, "lease"), line
+
+
+def test_workers_that_hang_cost_a_request_its_time(far: Stage) -> None:
+    """The client hears of it, and others are served meanwhile and after it."""
+    far.assert_serving()
+    text, other, after = far.text(), far.text(), far.text()
+    right, params = far.right_answer(after), far.prefilled(text)
+    log = Log(far.decode.child.log_path)
+    with hung(far.prefill):
+        reply = far.being_decoded(text, params)
+        assert ask_unaided(far.decode, far.model, other)
+        assert_failed(reply.result(READ_LIMIT_S + SLACK_S))
+        (line,) = log.complaints()
+        assert ROWS["the prefill engine's workers hang"].tells("500", line, "lease"), line
+        assert ask_unaided(far.decode, far.model, other)
+    assert answer_of(far.decoded(after, far.prefilled(after))) == right
 
 
 def test_slow_link_costs_time_only(far: Stage, network: Network) -> None:

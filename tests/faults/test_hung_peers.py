@@ -6,9 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
-import psutil
 import pytest
 
 from tests.e2e.pairs import ask_unaided, metric
@@ -19,6 +17,7 @@ from tests.faults.stage import (
     Stage,
     answer_of,
     assert_failed,
+    hung,
     post,
     spec,
     stopped,
@@ -50,21 +49,6 @@ def pair(stage: Stage) -> Iterator[tuple[Engine, Engine]]:
     stage.stack.stop(*engines)
 
 
-@contextmanager
-def hung(engine: Engine) -> Iterator[None]:
-    """Within this block the workers of an engine do nothing, and its other processes go on."""
-    workers = [each for each in engine.child.processes() if "Worker" in " ".join(each.cmdline())]
-    assert workers, [each.cmdline() for each in engine.child.processes()]
-    for worker in workers:
-        worker.suspend()
-    wait_until(lambda: all(each.status() == psutil.STATUS_STOPPED for each in workers), "the stop")
-    try:
-        yield
-    finally:
-        for worker in workers:
-            worker.resume()
-
-
 def prefilled(stage: Stage, prefill: Engine, text: str) -> dict:
     """Let a prompt be computed, and return where its blocks are."""
     what_for = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -73,14 +57,9 @@ def prefilled(stage: Stage, prefill: Engine, text: str) -> dict:
     return dict(reply.json()["kv_transfer_params"])
 
 
-@pytest.mark.parametrize(
-    "connected",
-    [
-        pytest.param(True, id="connected"),
-        # A host that is cut off before the first handshake decides for it: `test_hosts`.
-        pytest.param(False, id="never met", marks=pytest.mark.full),
-    ],
-)
+# `test_hosts` has one of engines that have met, and a host that is cut off before that.
+@pytest.mark.full
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "never met"])
 def test_hung_prefill_engine_costs_its_requests_in_time(
     stage: Stage, pair: tuple[Engine, Engine], connected: bool
 ) -> None:
