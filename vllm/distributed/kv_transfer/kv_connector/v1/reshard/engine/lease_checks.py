@@ -69,9 +69,3 @@ class LeaseChecks:
                 # Also where its request has failed meanwhile: nothing else would tell.
                 self._peers.break_off(connection, now_s)
             yield verdict
-
-
-def waits_for_offer(reading: Reading) -> bool:
-    """Whether a request waits only because its producer has not said yet what it offers."""
-    connection = reading.connection
-    return connection is not None and connection.leases.waits_for_offer(reading.key)

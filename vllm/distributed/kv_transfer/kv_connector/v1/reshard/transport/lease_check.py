@@ -160,10 +160,6 @@ class LeaseChecker(Generic[Key]):
         waiting = sum(map(len, self._wanted.values())) + len(self._again)
         return waiting + sum(len(lookup.wanted) for lookup in self._lookups)
 
-    def waits_for_offer(self, key: Key) -> bool:
-        """Whether a lookup has no verdict because its producer has not said what it offers."""
-        return any(wanted.key == key for _, _, wanted in self._again)
-
     def check_later(
         self,
         key: Key,
@@ -172,7 +168,7 @@ class LeaseChecker(Generic[Key]):
         at: PreparedTable,
         due_at_s: float,
     ) -> None:
-        """Look a request up; there will be one verdict, unless it is not offered in time.
+        """Look a request up; there will be one verdict.
 
         Args:
             key: Names the lookup.
@@ -192,10 +188,10 @@ class LeaseChecker(Generic[Key]):
         now_s = self._clock()
         again, self._again = self._again, []
         for look_at_s, table, wanted in again:
-            if look_at_s > now_s:
-                self._again.append((look_at_s, table, wanted))
-            elif now_s < wanted.due_at_s:
+            if look_at_s <= now_s < wanted.due_at_s:
                 self._wanted[table].append(wanted)
+            else:
+                self._again.append((look_at_s, table, wanted))
         for table in list(self._wanted):
             self._post(table)
         for lookup in list(self._lookups):
@@ -210,6 +206,7 @@ class LeaseChecker(Generic[Key]):
             self._again += again
             if done:
                 self._buffer.free(self._reads, lookup.read)
+        self._fail_overdue(now_s)
         return self._take_verdicts()
 
     def give_up(self) -> list[Verdict[Key]]:
@@ -223,6 +220,24 @@ class LeaseChecker(Generic[Key]):
         self._lookups.clear()
         self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered]
         return self._take_verdicts()
+
+    def _fail_overdue(self, now_s: float) -> None:
+        """Fail what was not offered by the time that it is due.
+
+        The producer answers, so that its connection is sound. A request without a verdict would
+        run out of time, and have the connection broken off.
+        """
+        overdue = [each for each in self._again if each[2].due_at_s <= now_s]
+        self._again = [each for each in self._again if each[2].due_at_s > now_s]
+        for _, table, wanted in overdue:
+            self._verdicts.append(
+                Verdict(
+                    wanted.key,
+                    LeaseCheckFailure.LEASE,
+                    f"{quote(table.buckets.peer)} did not say in time what it offers: check that "
+                    "the engine runs, and send the request through prefill again",
+                )
+            )
 
     def _take_verdicts(self) -> list[Verdict[Key]]:
         verdicts, self._verdicts = self._verdicts, []
