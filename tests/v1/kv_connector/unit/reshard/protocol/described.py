@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hypothesis import strategies as st
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
@@ -18,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     TokenShare,
     UnitInterval,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import ReplyBounds
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
 )
@@ -51,6 +54,21 @@ def describe(
         LeaseTableAddress(1 << 20, 4),
         b"agent",
     )
+
+
+BOUNDS = ReplyBounds.of([describe().shard])
+"""What an engine may answer that has the layers of such a worker."""
+
+
+class AnyMesh(ReplyBounds):
+    """Bounds for what no engine says: ranks in any places, with any layers."""
+
+    def begin(self, last_rank: MeshRank, num_ranks: int) -> SimpleNamespace:
+        """Let every rank pass."""
+        return SimpleNamespace(check=lambda shard: None)
+
+
+ANY_MESH = AnyMesh(dict.fromkeys(range(1 << 10), 1))
 
 
 @st.composite
