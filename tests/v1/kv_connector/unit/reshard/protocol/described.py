@@ -103,7 +103,7 @@ def descriptions(draw: st.DrawFn) -> WorkerDescription:
             draw(st.integers(1, 8)),
             draw(st.sampled_from([{"numbers": "half"}, {"numbers": "half", "a": "b"}, {}])),
         )
-    cache = RankCache(draw(st.integers(1, 1 << 20)), draw(st.integers(0, 7)), layers)
+    cache = RankCache(draw(st.integers(1, 1 << 18)), draw(st.integers(0, 7)), layers)
     rank = MeshRank(draw(st.integers(0, 100)), draw(st.integers(0, 100)))
     engine_id = draw(st.text(min_size=1, max_size=40))
     table = LeaseTableAddress(draw(st.integers(0, 1 << 60)), draw(st.integers(1, 1 << 20)))
