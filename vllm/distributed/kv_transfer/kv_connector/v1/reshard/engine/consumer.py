@@ -23,7 +23,7 @@ from ..protocol.messages import Receive, RemoteEngineAddress
 from ..protocol.quoting import one_line, quote
 from ..protocol.states import ReadState
 from ..transport.budget import Budget
-from ..transport.connection import LookupKey, PeerConnection
+from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
 from ..transport.lease_check import Verdict
 from ..transport.remote import LocalCache, RequestBlocks
@@ -376,7 +376,7 @@ class ConsumerSide:
             fault = "its connection was given up before its lease could be looked up"
             self._fail(reading, fault, ReadFailure.TRANSFER)
 
-    def _judge(self, verdict: Verdict[LookupKey]) -> None:
+    def _judge(self, verdict: Verdict) -> None:
         """Take note of what a lookup has found."""
         reading = self._readings.find(verdict.key)
         if reading is None:
