@@ -230,14 +230,14 @@ class _Reader:
         self._connection.close()
         self._lane.close()
 
-    def _verdicts(self, receive: Receive) -> list[Verdict[Any]]:
+    def _verdicts(self, receive: Receive) -> list[Verdict]:
         """Look the lease up at every worker that was read from."""
         leases, due_at_s = self._connection.leases, time.monotonic() + DEADLINE_S
         tables = self._connection.engine.lease_tables.values()
         assert receive.fingerprint is not None
         for number, table in enumerate(tables):
             leases.check_later((REQUEST, number), REQUEST, receive.fingerprint, table, due_at_s)
-        verdicts: list[Verdict[Any]] = []
+        verdicts: list[Verdict] = []
 
         def is_told() -> bool:
             verdicts.extend(leases.advance())

@@ -276,13 +276,6 @@ REFUSALS = [
         "transport/test_staging_area.py::"
         "test_arena_of_more_descriptors_than_nixl_counts_is_refused",
     ),
-    Refusal(
-        "description.encode_worker",
-        "does not hold the same layers as its cache",
-        HAS_IT_NOT,
-        "a worker that is none of vLLM's registers part of its caches",
-        "protocol/test_description.py::test_shard_and_cache_must_hold_the_same_layers",
-    ),
     *(
         Refusal("metadata.encode_reply", words, HAS_IT_NOT, because, f"{_REPLIES}::{test}")
         for words, because, test in (

@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
@@ -41,6 +42,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
+    LeaseChecker,
+    prepare_table,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import RequestBlocks
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.transfers import (
     PartDrained,
@@ -83,8 +88,9 @@ class Worker:
         self.connections: list[Connection] = []
         self.failed: list[str] = []
         self.peers = PeerTable(self._ask, self._connect, lanes(), 600.0)
-        transfers, stats = Transfers(), ReshardStats()
-        self.reads = ConsumerSide(self.peers, transfers, Notifier("me", stats), stats, 600.0)
+        transfers, self.stats = Transfers(), ReshardStats()
+        notifier = Notifier("me", self.stats)
+        self.reads = ConsumerSide(self.peers, transfers, notifier, self.stats, 600.0)
         cache = SimpleNamespace(num_block_ids=1000)
         self.reads.set_local_cache(SimpleNamespace(cache=cache, window_groups=frozenset()))
 
@@ -453,10 +459,39 @@ def test_request_that_was_received_in_time_costs_no_connection(worker):
     worker.reads.begin(0.0, UNLIMITED)
     broken_off: list = []
     worker.peers.break_off = lambda connection, now_s: broken_off.append(connection)
-    worker.connections[0].leases = SimpleNamespace(waits_for_offer=lambda key: False)
     worker.reads.advance(600.0, UNLIMITED)
     assert worker.reads.take_received() == {"a"}
     assert not broken_off and not worker.reads.take_failed() and worker.reads.next_due_s is None
+
+
+@pytest.mark.parametrize("last_look_at_s", [1.0, 600.5], ids=["long before", "just before"])
+def test_request_that_is_not_offered_in_time_costs_no_connection(
+    prefetching, monkeypatch, last_look_at_s
+):
+    """Its producer answers: other requests are read from it as before."""
+    holder, table, now_s = MemoryAgent(f"holder-{uuid.uuid4()}"), LeaseTable(64), [1.0]
+    holder.register([(table.address.address, table.address.size_bytes, 0)])
+    table.add("p-x")
+    connection, worker = prefetching.connection, prefetching.worker
+    agent = connection.lane.agent
+    name = agent.connect(holder.metadata())
+    connection.leases = LeaseChecker(connection.lane.lookups, agent, lambda: now_s[0])
+    connection.engine.lease_tables = {name: prepare_table(agent, table.address, name)}
+    broken_off: list = []
+    monkeypatch.setattr(worker.peers, "break_off", lambda *what: broken_off.append(what))
+    prefetching.compute(8)
+    prefetching.see(done(0))
+    monkeypatch.setattr(Transfers, "cut", lambda *_: [])
+    prefetching.offer()
+    for at_s in (1.0, 1.0, last_look_at_s):
+        now_s[0] = at_s
+        worker.reads.advance(at_s, UNLIMITED)
+    assert len(connection.leases) == 1 and worker.reads.next_due_s == 601.0
+    now_s[0] = 601.0
+    worker.reads.advance(601.0, UNLIMITED)
+    assert worker.poll(now_s=601.0) == worker.failed == ["d"]
+    assert worker.stats.data["read_failures"] == ["lease"]
+    assert not broken_off and not connection.leases
 
 
 @pytest.mark.parametrize(

@@ -570,11 +570,8 @@ def test_reader_that_is_faster_than_its_producer_waits_for_the_offer(engines):
     d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
     progress = Progress(p, d)
     (reader,) = d.workers.values()
-    # The first request that it has taken up.
-    key = "d-a", 1
-    wait_until(
-        lambda: any(each.leases.waits_for_offer(key) for each in d.connections), progress.step
-    )
+    # It is to be looked up again.
+    wait_until(lambda: any(each.leases._again for each in d.connections), progress.step)
     assert not progress.received[d.engine_id, MeshRank(0, 0)]
     p.start(offered={"p-a": 30.0}, fingerprints={"p-a": OFFER})
     progress.until(d, received="d-a")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hypothesis import strategies as st
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
@@ -18,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     TokenShare,
     UnitInterval,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import ReplyBounds
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
 )
@@ -53,6 +56,21 @@ def describe(
     )
 
 
+BOUNDS = ReplyBounds.of([describe().shard])
+"""What an engine may answer that has the layers of such a worker."""
+
+
+class AnyMesh(ReplyBounds):
+    """Bounds for what no engine says: ranks in any places, with any layers."""
+
+    def begin(self, last_rank: MeshRank, num_ranks: int) -> SimpleNamespace:
+        """Let every rank pass."""
+        return SimpleNamespace(check=lambda shard: None)
+
+
+ANY_MESH = AnyMesh(dict.fromkeys(range(1 << 10), 1))
+
+
 @st.composite
 def descriptions(draw: st.DrawFn) -> WorkerDescription:
     """Any worker."""
@@ -85,7 +103,7 @@ def descriptions(draw: st.DrawFn) -> WorkerDescription:
             draw(st.integers(1, 8)),
             draw(st.sampled_from([{"numbers": "half"}, {"numbers": "half", "a": "b"}, {}])),
         )
-    cache = RankCache(draw(st.integers(1, 1 << 20)), draw(st.integers(0, 7)), layers)
+    cache = RankCache(draw(st.integers(1, 1 << 18)), draw(st.integers(0, 7)), layers)
     rank = MeshRank(draw(st.integers(0, 100)), draw(st.integers(0, 100)))
     engine_id = draw(st.text(min_size=1, max_size=40))
     table = LeaseTableAddress(draw(st.integers(0, 1 << 60)), draw(st.integers(1, 1 << 20)))

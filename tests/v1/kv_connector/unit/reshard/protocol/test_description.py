@@ -58,7 +58,7 @@ def sharing(*shares: tuple[int, int, int]) -> bytes:
     ("shares", "reason"),
     [
         ([(1, 2, 4)], "says which tokens it holds of 1 layers, but describes 2"),
-        ([(2, 2, 4)] * 2, "share 2 of 2 of the tokens of layer layer 0, which is none"),
+        ([(2, 2, 4)] * 2, r"cannot hold what it says of layer layer 0 \(share 2 of 2 in runs"),
         ([(0, 2, 3)] * 2, "runs of 3, which do not fit its blocks of 16 tokens: set --cp-kv"),
         ([(0, 65, 1)] * 2, "is not understood"),
         ([(0, 2, 0)] * 2, "is not understood"),
@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[dict, str]] = {
     "no blocks to an id": (dict(layers=[layer(blocks_per_id=0)]), "not understood"),
     "more heads than the model's": (
         dict(layers=[layer(num_units=1)]),
-        r"heads \[0, 2\) of 1 of layer a, which it cannot",
+        r"of layer a \(units \[0, 2\) of 1 cannot be held\): run the same build",
     ),
     "no heads to a unit": (dict(layers=[layer(heads_per_unit=0)]), "not understood"),
     "too many heads to a unit": (
@@ -181,7 +181,7 @@ FAULTS: dict[str, tuple[dict, str]] = {
     ),
     "several heads that may be replicas": (
         dict(layers=[layer(may_repeat=True)]),
-        r"heads \[0, 2\) of 4 of layer a, which it cannot",
+        r"of layer a \(units \[0, 2\) of 4 cannot be held by a rank that holds one\)",
     ),
     "negative device": (dict(device_id=-1), "not understood"),
     "no layers": (dict(layers=[]), "not understood"),
@@ -190,8 +190,8 @@ FAULTS: dict[str, tuple[dict, str]] = {
     "nameless layer": (dict(layers=[layer(name="")]), "not understood"),
     "negative layer": (dict(layers=[layer(name=-1)]), "not understood"),
     "lines in a name": (dict(layers=[layer(name="a\nb", stop=3)]), "is not understood"),
-    "no heads": (dict(layers=[layer(start=2)]), r"heads \[2, 2\) of 4 of layer a"),
-    "heads out of order": (dict(layers=[layer(start=3)]), r"heads \[3, 2\) of 4 of layer a"),
+    "no heads": (dict(layers=[layer(start=2)]), r"of layer a \(units \[2, 2\) are no"),
+    "heads out of order": (dict(layers=[layer(start=3)]), r"of layer a \(units \[3, 2\) are no"),
     "negative head": (dict(layers=[layer(start=-1)]), "not understood"),
     "other heads in the cache": (
         dict(layers=[layer(heads=1)]),
@@ -204,6 +204,10 @@ FAULTS: dict[str, tuple[dict, str]] = {
     "address out of bounds": (dict(layers=[layer(address=1 << 62)]), "not understood"),
     "negative stride": (dict(layers=[layer(block=-1)]), "not understood"),
     "stride out of bounds": (dict(layers=[layer(token=1 << 40)]), "not understood"),
+    "blocks beyond all addresses": (
+        dict(num_block_ids=1 << 30, layers=[layer(block=1 << 30, blocks_per_id=4)]),
+        "keeps 4294967296 blocks of layer a 1073741824 bytes apart, which no memory holds: run",
+    ),
     "slots of no bytes": (dict(layers=[layer(slot=0)]), "not understood"),
     "blocks of no tokens": (dict(layers=[layer(tokens=0)]), "not understood"),
     "a number for a flag": (dict(layers=[layer(per_sequence=1)]), "not understood"),
@@ -230,14 +234,6 @@ def test_faults_in_a_description_are_named(changes, message):
     assert decode_worker(wire()) == describe()
     with pytest.raises(RemoteHandshakeError, match=message):
         decode_worker(wire(**changes))
-
-
-def test_shard_and_cache_must_hold_the_same_layers():
-    """A worker that contradicts itself fails at start-up."""
-    said = describe()
-    cache = dataclasses.replace(said.cache, layers={"layer 0": said.cache.layers["layer 0"]})
-    with pytest.raises(LocalLayoutError, match="they differ in layer 1"):
-        encode_worker(dataclasses.replace(said, cache=cache))
 
 
 def test_what_a_peer_would_refuse_is_not_said():

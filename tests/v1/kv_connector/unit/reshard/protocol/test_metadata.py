@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
 from tests.v1.kv_connector.unit.reshard.protocol.described import (
+    ANY_MESH,
+    BOUNDS,
     HOSTILE,
     describe,
     descriptions,
@@ -61,7 +63,7 @@ def handshakes(
 def test_engine_survives_the_wire(workers):
     """All workers arrive, in the order of ranks, whatever order they were given in."""
     workers = [dataclasses.replace(worker, engine_id="engine") for worker in workers]
-    decoded = decode_reply(encode_reply(handshakes(*workers)), FACTORS)
+    decoded = decode_reply(encode_reply(handshakes(*workers)), FACTORS, ANY_MESH)
     assert (decoded.version, decoded.release) == (SPOKEN.newest, None)
     assert decoded.workers == tuple(sorted(workers, key=lambda worker: worker.shard.rank))
 
@@ -70,23 +72,23 @@ def test_engine_survives_the_wire(workers):
 def test_hostile_bytes_are_refused(data):
     """What kills careless decoders ends as a typed error."""
     with pytest.raises(RemoteHandshakeError):
-        decode_reply([data], FACTORS)
+        decode_reply([data], FACTORS, BOUNDS)
 
 
 def test_hostile_fields_are_refused():
     """Nesting and broken text are errors also where a field is expected, or skipped."""
     for value in (b"\x91" * 6_000, b"\xa2\xff\xfe"):
         with pytest.raises(RemoteHandshakeError, match="not understood"):
-            decode_reply([b"\x81" + encode("connector") + value], FACTORS)
+            decode_reply([b"\x81" + encode("connector") + value], FACTORS, BOUNDS)
         with pytest.raises(RemoteHandshakeError):
-            decode_reply([b"\x81" + encode("unknown") + value], FACTORS)
+            decode_reply([b"\x81" + encode("unknown") + value], FACTORS, BOUNDS)
 
 
 @given(st.binary() | msgpack_values.map(encode))
 def test_random_bytes_are_refused(data):
     """Neither noise nor well-formed msgpack of other types is taken for a peer."""
     with pytest.raises(RemoteHandshakeError):
-        decode_reply([data], FACTORS)
+        decode_reply([data], FACTORS, BOUNDS)
 
 
 @given(
@@ -99,7 +101,7 @@ def test_random_bytes_are_refused(data):
 def test_random_replies_of_our_own_version_are_refused(greeting, workers):
     """Whoever knows our name still has to say something that makes sense."""
     with pytest.raises(RemoteHandshakeError):
-        decode_reply([encode(greeting), *workers], FACTORS)
+        decode_reply([encode(greeting), *workers], FACTORS, BOUNDS)
 
 
 class TestOwnEngine:
@@ -164,12 +166,12 @@ class TestPeer:
         """It is recognised by the beginning of its own handshake."""
         message = r"runs upstream's NixlConnector.*kv_connector_module_path"
         with pytest.raises(RemoteIncompatibleError, match=message):
-            decode_reply([encode(NixlHandshakePayload("5ca1ab1e", b""))], FACTORS)
+            decode_reply([encode(NixlHandshakePayload("5ca1ab1e", b""))], FACTORS, BOUNDS)
 
     def test_another_connector(self):
         """It is named."""
         with pytest.raises(RemoteIncompatibleError, match=r"connector other, but .* reshard/5"):
-            decode_reply([encode({"connector": "other"})], FACTORS)
+            decode_reply([encode({"connector": "other"})], FACTORS, BOUNDS)
 
     def test_another_version_is_not_read_further(self):
         """Both versions are named, however else that version writes what follows."""
@@ -179,7 +181,7 @@ class TestPeer:
                 with pytest.raises(
                     RemoteIncompatibleError, match=r"peer speaks reshard/6.* reshard/5"
                 ):
-                    decode_reply(reply, FACTORS)
+                    decode_reply(reply, FACTORS, BOUNDS)
 
     def test_version_before_frames_is_told_apart(self):
         """It answered in one frame, and refuses in one that is read as ever."""
@@ -188,46 +190,46 @@ class TestPeer:
             with pytest.raises(
                 RemoteIncompatibleError, match=r"peer speaks reshard/3, .* reshard/5"
             ):
-                decode_reply([encode(answer)], FACTORS)
+                decode_reply([encode(answer)], FACTORS, BOUNDS)
 
     def test_factors_are_checked_before_workers_are_read(self):
         """A description is only read where its meaning is agreed upon."""
         reply = [*with_greeting()[:1], b"\xc1"]
         with pytest.raises(RemoteIncompatibleError, match="num_kv_heads is 2 there and 4 here"):
-            decode_reply(reply, {**FACTORS, "num_kv_heads": "4"})
+            decode_reply(reply, {**FACTORS, "num_kv_heads": "4"}, BOUNDS)
         with pytest.raises(RemoteHandshakeError, match="worker's description of 1 bytes"):
-            decode_reply(reply, FACTORS)
+            decode_reply(reply, FACTORS, BOUNDS)
 
     def test_refusal(self):
         """The peer's reason is passed on."""
         with pytest.raises(RemoteRefusedError, match="the peer refuses: not today"):
-            decode_reply([encode_refusal("not today")], FACTORS)
+            decode_reply([encode_refusal("not today")], FACTORS, BOUNDS)
 
     def test_rank_described_twice(self):
         """A rank is in one place."""
         greeting, worker = with_greeting()
-        with pytest.raises(RemoteHandshakeError, match="rank pp0tp0 twice"):
-            decode_reply([greeting, worker, worker], FACTORS)
+        with pytest.raises(RemoteHandshakeError, match="2 ranks, the last of them pp0tp0"):
+            decode_reply([greeting, worker, worker], FACTORS, BOUNDS)
 
     def test_several_engines(self):
         """One side channel serves one engine."""
         other = encode_worker(describe((0, 1), "other"))
         with pytest.raises(RemoteHandshakeError, match="several engines, engine and other"):
-            decode_reply([*with_greeting(), other], FACTORS)
+            decode_reply([*with_greeting(), other], FACTORS, BOUNDS)
 
     def test_no_workers(self):
         """An engine has at least one worker."""
         with pytest.raises(RemoteHandshakeError, match="describes 0 ranks, but an engine has 1 to"):
-            decode_reply(with_greeting()[:1], FACTORS)
+            decode_reply(with_greeting()[:1], FACTORS, BOUNDS)
 
     def test_greeting_that_is_too_long(self):
         """It is not decoded, whatever it says."""
         with pytest.raises(RemoteHandshakeError, match=r"begins with 65537 bytes, .* 65536"):
-            decode_reply([bytes(MAX_GREETING_BYTES + 1)], FACTORS)
+            decode_reply([bytes(MAX_GREETING_BYTES + 1)], FACTORS, BOUNDS)
 
     def test_new_fields_are_no_harm(self):
         """What a later build adds to this version is passed over."""
-        assert decode_reply(with_greeting(more=1), FACTORS)
+        assert decode_reply(with_greeting(more=1), FACTORS, BOUNDS)
 
 
 def test_refusal_for_upstream_is_what_upstream_reads():

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.kv_connector.unit.reshard.protocol import golden
+from tests.v1.kv_connector.unit.reshard.protocol.described import ANY_MESH
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteIncompatibleError,
     RemoteRefusedError,
@@ -109,7 +110,7 @@ def test_request_is_understood(version):
 @every_version
 def test_reply_is_understood(version):
     """All that it says is believed."""
-    reply = decode_reply(golden.frames_of(version, "reply"), golden.FACTORS)
+    reply = decode_reply(golden.frames_of(version, "reply"), golden.FACTORS, ANY_MESH)
     assert (reply.version, reply.release) == (version, "the vllm_version")
     assert reply.workers == golden.WORKERS
 
@@ -118,7 +119,7 @@ def test_reply_is_understood(version):
 def test_refusal_is_understood(version):
     """Its words are passed on."""
     with pytest.raises(RemoteRefusedError, match="not today"):
-        decode_reply(golden.frames_of(version, "refusal"), golden.FACTORS)
+        decode_reply(golden.frames_of(version, "refusal"), golden.FACTORS, ANY_MESH)
 
 
 @every_version
@@ -163,7 +164,7 @@ def test_what_an_older_version_does_not_have_is_left_out(monkeypatch):
     }
     replies = encode_replies(said)
     assert replies[newer.oldest] == golden.frames_of(newer.oldest, "reply")
-    assert decode_reply(replies[newer.oldest], factors).version == newer.oldest
-    assert decode_reply(replies[newer.newest], factors).version == newer.newest
+    assert decode_reply(replies[newer.oldest], factors, ANY_MESH).version == newer.oldest
+    assert decode_reply(replies[newer.newest], factors, ANY_MESH).version == newer.newest
     with pytest.raises(RemoteIncompatibleError, match="colour is red there and blue here"):
-        decode_reply(replies[newer.newest], {**factors, "colour": "blue"})
+        decode_reply(replies[newer.newest], {**factors, "colour": "blue"}, ANY_MESH)

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Shard,
     UnitInterval,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.bounds import ReplyBounds
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
     encode_worker,
@@ -69,6 +70,7 @@ def describe(tp_rank: int, engine_id: str) -> WorkerDescription:
 
 
 WORKERS = tuple(describe(tp_rank, "engine") for tp_rank in range(2))
+BOUNDS = ReplyBounds.of([worker.shard for worker in WORKERS])
 
 
 def reply_of(*workers: WorkerDescription) -> list[bytes]:
@@ -164,7 +166,7 @@ def thread_named(name: str) -> threading.Thread:
 
 
 @contextlib.contextmanager
-def asking(bounds: Any = None, **options: Any) -> Iterator[HandshakeClient]:
+def asking(bounds: ReplyBounds = BOUNDS, **options: Any) -> Iterator[HandshakeClient]:
     """A client that is closed in the end."""
     options = {"numbers": REQUEST_NUMBERS, "timeout_s": DEADLINE_S} | options
     client = HandshakeClient(bounds, **options)
@@ -185,7 +187,7 @@ def fetch(
     host: str = HOST,
     engine_id: str = "engine",
     factors: Mapping[str, str] | None = FACTORS,
-    bounds: Any = None,
+    bounds: ReplyBounds = BOUNDS,
     **options: Any,
 ) -> tuple[WorkerDescription, ...]:
     """Ask one engine, and wait for it."""

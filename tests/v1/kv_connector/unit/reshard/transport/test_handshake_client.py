@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.v1.kv_connector.unit.reshard.transport.channels import (
+    BOUNDS,
     DEADLINE_S,
     FACTORS,
     HOST,
@@ -131,12 +132,10 @@ def test_nothing_is_unbounded(monkeypatch):
 class TestBounds:
     """Answers of those who say more than an engine like ours could."""
 
-    BOUNDS = ReplyBounds.of([worker.shard for worker in WORKERS])
-
     def test_honest_answer(self):
         """It is within them."""
         with serving() as server:
-            assert fetch(server.port, bounds=self.BOUNDS) == WORKERS
+            assert fetch(server.port, bounds=BOUNDS) == WORKERS
 
     def test_answer_beyond_them(self):
         """The error says who was asked, and what does not fit."""
@@ -145,7 +144,7 @@ class TestBounds:
             serving(reply_of(stranger)) as server,
             pytest.raises(RemoteHandshakeError, match=rf":{server.port}: .* last of them pp0tp3"),
         ):
-            fetch(server.port, bounds=self.BOUNDS)
+            fetch(server.port, bounds=BOUNDS)
 
     def test_answer_beyond_its_size_is_not_received(self, monkeypatch):
         """It ends with the connection, and at once."""
@@ -154,7 +153,7 @@ class TestBounds:
             serving([*REPLY, bytes(10_000)]) as server,
             pytest.raises(RemoteHandshakeError, match=r"goes on after \d frames, to"),
         ):
-            fetch(server.port, bounds=self.BOUNDS)
+            fetch(server.port, bounds=BOUNDS)
 
     @pytest.mark.parametrize("frame_bytes", [0, 1000, 1 << 20])
     def test_answer_that_never_ends(self, frame_bytes):
@@ -162,7 +161,7 @@ class TestBounds:
         with endless_answer(frame_bytes) as port:
             before_bytes = resident_bytes()
             with pytest.raises(RemoteHandshakeError, match=r"what comes goes on after \d+ frames"):
-                fetch(port, bounds=self.BOUNDS)
+                fetch(port, bounds=BOUNDS)
             # What is received is held by ZeroMQ once.
             assert resident_bytes() - before_bytes < MAX_REPLY_BYTES + (8 << 20)
 
@@ -364,7 +363,7 @@ class TestLife:
     def test_close_cancels_what_is_under_way(self, resolver):
         """In whichever stage; and nothing is asked any more."""
         with listening() as (_, port):
-            client = HandshakeClient(None)
+            client = HandshakeClient(BOUNDS)
             hosts = (HOST, "slow.example")
             asked = [client.request(engine_at(port, host), None) for host in hosts]
             wait_until(lambda: resolver.asked)
@@ -387,7 +386,8 @@ class TestLife:
             "    asked.set()\n"
             "    threading.Event().wait()\n"
             "resolver.addresses_of = hang\n"
-            "client = handshake_client.HandshakeClient(None)\n"
+            "bounds = handshake_client.ReplyBounds({'a': 1})\n"
+            "client = handshake_client.HandshakeClient(bounds)\n"
             "client.request(RemoteEngineAddress('e', 'slow.example', 1), None)\n"
             "assert asked.wait(20)\n"
             "client.close()\n"

@@ -8,6 +8,7 @@ import uuid
 
 import pytest
 
+from tests.v1.kv_connector.unit.reshard.transport.channels import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     InDoubtError,
     TransferError,
@@ -72,10 +73,15 @@ def verdicts(checker: LeaseChecker, count: int) -> list[Verdict]:
     return found
 
 
+def is_put_off(checker: LeaseChecker, key: str = "our a") -> bool:
+    """Whether a request is to be looked at again."""
+    return any(wanted.key == key for _, _, wanted in checker._again)
+
+
 def until_put_off(checker: LeaseChecker, key: str = "our a") -> None:
     """Advance until a request is to be looked at again, and none was judged."""
     deadline = time.monotonic() + DEADLINE_S
-    while not checker.waits_for_offer(key):
+    while not is_put_off(checker, key):
         assert not checker.advance()
         assert time.monotonic() < deadline
 
@@ -191,23 +197,47 @@ def test_producer_that_has_not_offered_yet_is_looked_at_again(reader):
     checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     until_put_off(checker)
-    assert checker.waits_for_offer("our a") and not checker.waits_for_offer("our b")
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
     assert verdicts(checker, 1) == [Verdict("our a")]
 
 
-def test_producer_that_never_offers_is_given_up(reader):
-    """It is looked up no longer than its request waits."""
+@pytest.mark.parametrize("offers", ["nothing", "something else"])
+def test_producer_that_does_not_offer_in_time_is_told_apart(reader, offers):
+    """It is looked up no longer than its request waits, and the connection is not to blame."""
     producer, now_s = Holder(), [0.0]
     producer.table.add("a")
+    if offers == "something else":
+        producer.table.publish("a", OfferFingerprint(48, 1, 9))
     checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), 30.0)
     until_put_off(checker)
     now_s[0] = 30.0
-    # Its request has a deadline of its own, and asks before.
-    assert checker.waits_for_offer("our a")
-    assert checker.advance() == [] and len(checker) == 0
+    (verdict,) = checker.advance()
+    assert (verdict.key, verdict.failure) == ("our a", LeaseCheckFailure.LEASE)
+    assert f"{producer.agent.name} did not say in time what it offers" in verdict.fault
+    assert len(checker) == 0
+
+
+def test_last_look_before_a_request_is_due_counts(reader):
+    """Also where what it has found is seen when the request is due."""
+    producer, now_s = Holder(), [0.0]
+    producer.table.add("a")
+    states = [TransferState.IN_FLIGHT]
+
+    class Slow:
+        read, release = reader.read, reader.release
+
+        def poll(self, transfer: Transfer) -> TransferState:
+            return states.pop() if states else reader.poll(transfer)
+
+    checker = LeaseChecker(lookup_buffer(reader), Slow(), clock=lambda: now_s[0])
+    checker.check_later("our a", "a", OFFER, producer.seen_by(reader), 30.0)
+    assert checker.advance() == [] and len(checker) == 1
+    wait_until(lambda: reader.poll(checker._lookups[0].read.transfer) is TransferState.DONE)
+    now_s[0] = 30.0
+    (verdict,) = checker.advance()
+    assert verdict.failure is LeaseCheckFailure.LEASE and len(checker) == 0
 
 
 def test_what_is_bound_to_something_else_is_told_apart(reader):
@@ -263,7 +293,7 @@ def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), DUE_S)
     deadline = time.monotonic() + DEADLINE_S
     while not (found := checker.advance()):
-        if checker.waits_for_offer("our a"):
+        if is_put_off(checker):
             now_s[0] += 0.001
         assert time.monotonic() < deadline
     (verdict,) = found

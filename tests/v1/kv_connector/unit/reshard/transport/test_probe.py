@@ -28,6 +28,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
 )
 from tests.v1.kv_connector.unit.reshard.transport import fake_nixl
 from tests.v1.kv_connector.unit.reshard.transport.channels import (
+    BOUNDS,
     FACTORS,
     asking,
     describe,
@@ -151,7 +152,7 @@ def has_ended(child: psutil.Process) -> bool:
 
 def test_child_is_ready_before_the_first_handshake(fake, tried, forked):
     """A client that is told to prepare has one, once, that has loaded what it was given."""
-    with closing(HandshakeClient(None, probe=fake)) as client:
+    with closing(HandshakeClient(BOUNDS, probe=fake)) as client:
         for _ in range(2):
             client.prepare(b"our own")
         wait_until(lambda: tried)
@@ -167,7 +168,7 @@ def test_child_is_ready_before_the_first_handshake(fake, tried, forked):
 def test_client_that_could_not_prepare_asks_all_the_same(fake, tried, monkeypatch, last_words):
     """What is wrong with our own metadata says nothing of others'."""
     monkeypatch.setattr(probe_module, "_LIMIT_S", 0.5)
-    with closing(HandshakeClient(None, probe=fake)) as client:
+    with closing(HandshakeClient(BOUNDS, probe=fake)) as client:
         client.prepare(last_words)
         wait_until(lambda: tried == [[last_words]])
     assert survives(fake, b"good")
@@ -182,7 +183,7 @@ def test_machine_without_processes_prepares_nothing(fake, monkeypatch):
         raise OSError(errno.EAGAIN, "no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    with closing(HandshakeClient(None, probe=fake)) as client:
+    with closing(HandshakeClient(BOUNDS, probe=fake)) as client:
         client.prepare(b"our own")
         assert refused.wait(DEADLINE_S)
     with pytest.raises(RemoteHandshakeError, match="raise this machine's limits of processes"):

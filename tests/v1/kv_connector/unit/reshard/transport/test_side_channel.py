@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnect
 
 from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.transport.channels import (
+    BOUNDS,
     DEADLINE_S,
     FACTORS,
     HOST,
@@ -143,7 +144,7 @@ class TestBetweenOurselves:
         answer = ask(server.port, encode([b"reshard/6", 0]))
         monkeypatch.setattr(metadata, "SPOKEN", VersionRange(6, 7))
         with pytest.raises(RemoteIncompatibleError, match=r"peer speaks reshard/5, .* reshard/6-7"):
-            metadata.decode_reply(answer, FACTORS)
+            metadata.decode_reply(answer, FACTORS, BOUNDS)
 
 
 class TestPeersThatDoNotServe:
@@ -270,7 +271,7 @@ class TestUpstream:
         with pytest.raises(
             RemoteRefusedError, match=f"reshard/{versions} is unknown, reshard/5 is"
         ):
-            metadata.decode_reply(answer, FACTORS)
+            metadata.decode_reply(answer, FACTORS, BOUNDS)
         assert f"request reshard/{versions} is unknown, reshard/5 is not: install" in warnings[0]
 
     @pytest.mark.parametrize("tp_rank", [0, 7])

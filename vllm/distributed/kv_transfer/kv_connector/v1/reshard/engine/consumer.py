@@ -23,14 +23,14 @@ from ..protocol.messages import Receive, RemoteEngineAddress
 from ..protocol.quoting import one_line, quote
 from ..protocol.states import ReadState
 from ..transport.budget import Budget
-from ..transport.connection import LookupKey, PeerConnection
+from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
 from ..transport.lease_check import Verdict
 from ..transport.remote import LocalCache, RequestBlocks
 from ..transport.transfers import PartDrained, PartEvent, PartFailed, Transfers
 from .completions import CompletionHandler
 from .doubt import BlocksInDoubt
-from .lease_checks import LeaseChecks, waits_for_offer
+from .lease_checks import LeaseChecks
 from .notifier import Notifier
 from .peers import Peer, PeerTable
 from .prefetcher import Prefetcher
@@ -40,8 +40,6 @@ from .stats import ReadFailure, ReshardStats
 from .watched_requests import Refusal
 
 logger = init_logger(__name__)
-
-_NO_OFFER = "check that the engine runs, and send the request through prefill again"
 
 
 class ConsumerSide:
@@ -242,6 +240,7 @@ class ConsumerSide:
         self._events += self._transfers.advance(now_s, budget)
         for event in taken_once_done(self._events):
             self._apply(event, now_s)
+        # Before what is overdue: a request that was not offered in time costs no connection.
         for verdict in self._lease_checks.advance(now_s):
             self._judge(verdict)
         for reading in self._readings.overdue(now_s):
@@ -377,7 +376,7 @@ class ConsumerSide:
             fault = "its connection was given up before its lease could be looked up"
             self._fail(reading, fault, ReadFailure.TRANSFER)
 
-    def _judge(self, verdict: Verdict[LookupKey]) -> None:
+    def _judge(self, verdict: Verdict) -> None:
         """Take note of what a lookup has found."""
         reading = self._readings.find(verdict.key)
         if reading is None:
@@ -416,10 +415,6 @@ class ConsumerSide:
         elif reading.connection is None:
             is_connected = reading.peer is not None and reading.peer.connection is not None
             waited_for = f"its turn at {where}" if is_connected else f"{where} to be connected"
-        elif waits_for_offer(reading):
-            fault = f"{where} did not say within {self._timeout_s:g} s what it offers: {_NO_OFFER}"
-            self._fail(reading, fault, ReadFailure.LEASE)
-            return
         else:
             waited_for = f"its lease to be looked up at {where}"
             self._break_off(reading, now_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from ..transport.connection import LookupKey, PeerConnection
+from ..transport.connection import PeerConnection
 from ..transport.lease_check import LeaseCheckFailure, Verdict
 from .peers import PeerTable
 from .queues import taken_once_done
@@ -28,7 +28,7 @@ class LeaseChecks:
         # The connections with which leases are being looked up.
         self._looking: dict[PeerConnection, None] = {}
         # Each with the connection that it is about; None where that has ended.
-        self._verdicts: deque[tuple[PeerConnection | None, Verdict[LookupKey]]] = deque()
+        self._verdicts: deque[tuple[PeerConnection | None, Verdict]] = deque()
 
     def __bool__(self) -> bool:
         """Whether something is being looked up."""
@@ -49,7 +49,7 @@ class LeaseChecks:
                 reading.due_at_s,
             )
 
-    def advance(self, now_s: float) -> Iterator[Verdict[LookupKey]]:
+    def advance(self, now_s: float) -> Iterator[Verdict]:
         """Look leases up, and say what was found: see `verdicts`."""
         for connection in list(self._looking):
             self._verdicts += ((connection, each) for each in connection.leases.advance())
@@ -62,16 +62,10 @@ class LeaseChecks:
         self._looking.pop(connection, None)
         self._verdicts += ((None, each) for each in connection.leases.give_up())
 
-    def verdicts(self, now_s: float) -> Iterator[Verdict[LookupKey]]:
+    def verdicts(self, now_s: float) -> Iterator[Verdict]:
         """What was found. A connection with which a lookup has failed is broken off."""
         for connection, verdict in taken_once_done(self._verdicts):
             if connection is not None and verdict.failure is LeaseCheckFailure.PEER:
                 # Also where its request has failed meanwhile: nothing else would tell.
                 self._peers.break_off(connection, now_s)
             yield verdict
-
-
-def waits_for_offer(reading: Reading) -> bool:
-    """Whether a request waits only because its producer has not said yet what it offers."""
-    connection = reading.connection
-    return connection is not None and connection.leases.waits_for_offer(reading.key)

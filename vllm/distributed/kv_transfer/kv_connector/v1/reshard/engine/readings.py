@@ -18,8 +18,8 @@ from ..protocol.ledgers import ConsumerLedger, Read
 from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
 from ..protocol.states import ReadState
-from ..transport.connection import LookupKey, PeerConnection
-from ..transport.lease_check import LeaseCheckFailure, PreparedTable
+from ..transport.connection import PeerConnection
+from ..transport.lease_check import LeaseCheckFailure, LookupKey, PreparedTable
 from ..transport.transfers import Transfers
 from .peers import Peer
 from .prefetch import Prefetched

@@ -93,18 +93,12 @@ class ReplyBounds:
         return max(MAX_GREETING_BYTES, self.max_rank_bytes)
 
     def check_sizes(self, ranks_bytes: Iterable[int]) -> None:
-        """See that ranks are not too many, and that none says too much.
+        """See that no rank says too much.
 
         Raises:
-            RemoteHandshakeError: They are, or one does.
+            RemoteHandshakeError: One does.
         """
-        sizes = list(ranks_bytes)
-        if len(sizes) > MAX_RANKS:
-            raise RemoteHandshakeError(
-                f"the answer describes {len(sizes)} ranks, but at most {MAX_RANKS} are read: "
-                f"{_REMEDY}"
-            )
-        if (largest := max(sizes, default=0)) > self.max_rank_bytes:
+        if (largest := max(ranks_bytes, default=0)) > self.max_rank_bytes:
             raise RemoteHandshakeError(
                 f"the answer describes a rank in {largest} bytes, but {self.max_rank_bytes} are "
                 f"enough for this engine's {len(self.units_by_layer)} layers: {_REMEDY}"

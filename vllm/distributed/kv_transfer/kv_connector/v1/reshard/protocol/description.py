@@ -17,13 +17,13 @@ from msgspec import Meta
 from ..errors import LocalLayoutError, RemoteHandshakeError, ReshardError
 from ..memory.cache import LayerCache, Plane, RankCache
 from ..plan.mesh import MeshRank
-from ..plan.shards import ALL_TOKENS, Holding, Layer, Shard, TokenShare, UnitInterval
+from ..plan.shards import Holding, Layer, Shard, TokenShare, UnitInterval
 from .bounds import MAX_AGENT_METADATA_BYTES, MAX_STAGE_RANKS
 from .leases import LeaseTableAddress
 from .quoting import one_line, quote
 
-# Bounds of what a peer may say. All are far above what exists, and together they keep every address
-# that is computed from a description within 64 bits.
+# Bounds of what a peer may say. All are far above what exists. With `_MAX_PLANE_BYTES` they keep
+# every address that is computed from a description within 64 bits.
 _Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 _Address: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Stride: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -47,6 +47,9 @@ _EngineId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1 << 10)]
 _AgentMetadata: TypeAlias = Annotated[bytes, Meta(max_length=MAX_AGENT_METADATA_BYTES)]
 
 _MAX_LAYERS = 1 << 12
+
+_MAX_PLANE_BYTES = 1 << 62
+"""A plane takes fewer bytes: the stride of its blocks times their number."""
 
 _Struct = TypeVar("_Struct")
 
@@ -104,8 +107,20 @@ class _WireLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     planes: Annotated[list[_WirePlane], Meta(min_length=1, max_length=4)]
 
 
+class _WireShare(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`TokenShare`."""
+
+    index: _Rank
+    num_shares: Annotated[int, Meta(ge=1, le=MAX_STAGE_RANKS)]
+    run_tokens: _Tokens
+
+
 class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`WorkerDescription`."""
+    """`WorkerDescription`, with the tokens that it holds of each layer; none if all of all.
+
+    A field with a default is left out where it, and each behind it, has that. A build that knows of
+    no shares, or of no boards, can then read the description; it refuses others.
+    """
 
     engine_id: _EngineId
     pp_rank: _Rank
@@ -117,55 +132,27 @@ class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     agent_metadata: _AgentMetadata
     meanings: _Meanings
     layers: Annotated[list[_WireLayer], Meta(min_length=1, max_length=_MAX_LAYERS)]
-
-
-class _WireShare(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`TokenShare`."""
-
-    index: _Rank
-    num_shares: Annotated[int, Meta(ge=1, le=MAX_STAGE_RANKS)]
-    run_tokens: _Tokens
-
-
-class _WireSharingWorker(_WireWorker, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The same, with the tokens that it holds of each layer; none where it holds all of all.
-
-    Then it is left out, and a build reads what is said that knows of no shares. It refuses others.
-    """
-
     shares: list[_WireShare] = []
-
-
-class _WireBoardWorker(
-    _WireSharingWorker, frozen=True, array_like=True, forbid_unknown_fields=True
-):
-    """The same, with its board; without one that is left out as well."""
-
     board_address: _Address = 0
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_WORKER_DECODER = msgspec.msgpack.Decoder(_WireBoardWorker)
+_WORKER_DECODER = msgspec.msgpack.Decoder(_WireWorker)
 
 
 def encode_worker(description: WorkerDescription) -> bytes:
     """Write a worker's description for the wire.
 
     Raises:
-        LocalLayoutError: Its shard and its cache do not agree, or a peer would refuse it.
+        LocalLayoutError: A peer would refuse it.
     """
     shard, cache = description.shard, description.cache
-    if shard.holdings.keys() != cache.layers.keys():
-        differing = shard.holdings.keys() ^ cache.layers.keys()
-        raise LocalLayoutError(
-            f"rank {shard.rank} does not hold the same layers as its cache; they differ in "
-            f"{', '.join(sorted(map(str, differing)))}: register the KV cache of every layer"
-        )
     meanings: list[dict[str, str]] = []
     for each in cache.layers.values():
         if each.meaning not in meanings:
             meanings.append(dict(each.meaning))
-    said = (
+    # A list: msgspec would write a struct with all of its fields, defaults or not.
+    said: list[object] = [
         description.engine_id,
         shard.rank.pp_rank,
         shard.rank.tp_rank,
@@ -179,18 +166,14 @@ def encode_worker(description: WorkerDescription) -> bytes:
             _wire_layer(layer, holding, cache.layers[layer], meanings)
             for layer, holding in shard.holdings.items()
         ],
-    )
+    ]
     shares = [holding.tokens for holding in shard.holdings.values()]
-    wire_shares: list[_WireShare] = []
-    if not all(share.is_all for share in shares):
-        wire_shares = [_WireShare(*dataclasses.astuple(share)) for share in shares]
+    holds_all = all(share.is_all for share in shares)
+    if description.board_address or not holds_all:
+        said.append([] if holds_all else [dataclasses.astuple(share) for share in shares])
     if description.board_address:
-        wire: _WireWorker = _WireBoardWorker(*said, wire_shares, description.board_address)
-    elif wire_shares:
-        wire = _WireSharingWorker(*said, wire_shares)
-    else:
-        wire = _WireWorker(*said)
-    data = _ENCODER.encode(wire)
+        said.append(description.board_address)
+    data = _ENCODER.encode(said)
     # One set of rules for both directions: what we say, we would accept.
     _read_worker(data, LocalLayoutError, "this worker's description")
     return data
@@ -243,27 +226,42 @@ def _read_worker(
         )
     holdings: dict[Layer, Holding] = {}
     layers: dict[Layer, LayerCache] = {}
-    for number, layer in enumerate(wire.layers):
-        share = ALL_TOKENS
-        if wire.shares:
-            share = _read_share(rank, layer, wire.shares[number], error)
+    shares = wire.shares or [_WireShare(0, 1, 1)] * len(wire.layers)
+    for layer, wire_share in zip(wire.layers, shares, strict=True):
         if layer.layer in layers:
             name = quote(str(layer.layer))
             raise error(f"rank {rank} describes layer {name} twice: describe every layer once")
-        num_held = layer.stop - layer.start
-        if not 0 < num_held <= layer.num_units - layer.start or (layer.may_repeat and num_held > 1):
+        try:
+            share = TokenShare(*msgspec.structs.astuple(wire_share))
+            interval = UnitInterval(layer.start, layer.stop)
+            holding = Holding(interval, layer.num_units, layer.may_repeat, share)
+        except ValueError as fault:
             raise error(
-                f"rank {rank} holds heads [{layer.start}, {layer.stop}) of {layer.num_units} of "
-                f"layer {quote(str(layer.layer))}, which it cannot: run the same build on both "
-                "engines"
-            )
+                f"rank {rank} cannot hold what it says of layer {quote(str(layer.layer))} "
+                f"({one_line(fault)}): run the same build on both engines"
+            ) from fault
+        num_held = len(interval)
         if layer.meaning >= len(wire.meanings):
             raise error(
                 f"rank {rank} says that layer {quote(str(layer.layer))} means what is not among "
                 f"the {len(wire.meanings)} meanings that it names: run the same build on both "
                 "engines"
             )
+        num_blocks = wire.num_block_ids * layer.blocks_per_id
         for plane in layer.planes:
+            if plane.block_stride_bytes * num_blocks >= _MAX_PLANE_BYTES:
+                raise error(
+                    f"rank {rank} keeps {num_blocks} blocks of layer {quote(str(layer.layer))} "
+                    f"{plane.block_stride_bytes} bytes apart, which no memory holds: run the same "
+                    "build on both engines"
+                )
+            if not share.is_all and (plane.per_sequence or plane.block_tokens % share.run_tokens):
+                kept = "state" if plane.per_sequence else f"blocks of {plane.block_tokens} tokens"
+                raise error(
+                    f"rank {rank} holds tokens of layer {quote(str(layer.layer))} in runs of "
+                    f"{share.run_tokens}, which do not fit its {kept}: set "
+                    "--cp-kv-cache-interleave-size to a divisor of the attention kernel's blocks"
+                )
             if plane.block_tokens % plane.slot_tokens:
                 raise error(
                     f"rank {rank} keeps {plane.slot_tokens} tokens in a slot of layer "
@@ -277,9 +275,7 @@ def _read_worker(
                     f"{quote(str(layer.layer))}, but its cache has {plane.num_heads}: run the same "
                     "build on both engines"
                 )
-        holdings[layer.layer] = Holding(
-            UnitInterval(layer.start, layer.stop), layer.num_units, layer.may_repeat, share
-        )
+        holdings[layer.layer] = holding
         layers[layer.layer] = LayerCache(
             tuple(Plane(*msgspec.structs.astuple(plane)) for plane in layer.planes),
             layer.group,
@@ -294,30 +290,6 @@ def _read_worker(
         wire.agent_metadata,
         wire.board_address,
     )
-
-
-def _read_share(
-    rank: MeshRank, layer: _WireLayer, wire: _WireShare, error: type[ReshardError]
-) -> TokenShare:
-    """Check the share of a layer's tokens that a rank says it holds."""
-    name = quote(str(layer.layer))
-    if wire.index >= wire.num_shares:
-        raise error(
-            f"rank {rank} holds share {wire.index} of {wire.num_shares} of the tokens of layer "
-            f"{name}, which is none: run the same build on both engines"
-        )
-    share = TokenShare(wire.index, wire.num_shares, wire.run_tokens)
-    if share.is_all:
-        return share
-    for plane in layer.planes:
-        if plane.per_sequence or plane.block_tokens % share.run_tokens:
-            kept = "state" if plane.per_sequence else f"blocks of {plane.block_tokens} tokens"
-            raise error(
-                f"rank {rank} holds tokens of layer {name} in runs of {share.run_tokens}, which do "
-                f"not fit its {kept}: set --cp-kv-cache-interleave-size to a divisor of the "
-                "attention kernel's blocks"
-            )
-    return share
 
 
 def decode(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -206,15 +205,14 @@ def encode_refusal_for_upstream() -> bytes:
 def decode_reply(
     frames: Sequence[bytes],
     local_factors: Mapping[str, str] | None,
-    bounds: ReplyBounds | None = None,
+    bounds: ReplyBounds,
 ) -> Reply:
     """Read the reply of an engine.
 
     Args:
         frames: The reply, at least one.
         local_factors: What must be equal at both engines, as it is here; None to take any.
-        bounds: What it may hold, where it may come from anybody; None to take whatever an engine of
-            any model could say.
+        bounds: What it may hold, as it may come from anybody.
 
     Raises:
         RemoteIncompatibleError: The peer runs another connector or version, or factors differ.
@@ -236,17 +234,7 @@ def decode_reply(
             f"the answer describes {len(bodies)} ranks, but an engine has 1 to {MAX_RANKS}: run "
             "the same build of the connector on both engines"
         )
-    workers = (
-        sorted(map(decode_worker, bodies), key=lambda worker: worker.shard.rank)
-        if bounds is None
-        else _decode_within(bounds, bodies)
-    )
-    ranks = [worker.shard.rank for worker in workers]
-    for rank, following in pairwise(ranks):
-        if rank == following:
-            raise RemoteHandshakeError(
-                f"the answer describes rank {rank} twice: run the same build on both engines"
-            )
+    workers = _decode_within(bounds, bodies)
     engine_ids = sorted({worker.engine_id for worker in workers})
     if len(engine_ids) > 1:
         named = " and ".join(engine_ids[:2])
@@ -258,7 +246,7 @@ def decode_reply(
 
 
 def _decode_within(bounds: ReplyBounds, bodies: Sequence[bytes]) -> list[WorkerDescription]:
-    """Decode workers, each only after those before it were found within bounds."""
+    """Decode workers, each only after those before it were found in their order and in bounds."""
     bounds.check_sizes(map(len, bodies))
     # The last one says how large the mesh is.
     last = decode_worker(bodies[-1], bounds.max_layers)

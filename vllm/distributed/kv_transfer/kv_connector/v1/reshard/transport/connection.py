@@ -18,9 +18,6 @@ from .lane import Lane
 from .lease_check import LeaseChecker
 from .remote import LoweredEngine, RemoteEngine
 
-LookupKey = tuple[str, int]
-"""A request, and which of those that had this name."""
-
 
 class PeerConnection:
     """A connection with another engine. It belongs to the connector's thread.
@@ -44,7 +41,7 @@ class PeerConnection:
         self.lane = lane
         self.engine = RemoteEngine(lane, lowered)
         self.lifetime = Lifetime(hung_grace_s)
-        self.leases: LeaseChecker[LookupKey] = LeaseChecker(lane.lookups, self, clock)
+        self.leases = LeaseChecker(lane.lookups, self, clock)
         self._clock = clock
         self._is_open = True
         lane.connections[self] = None

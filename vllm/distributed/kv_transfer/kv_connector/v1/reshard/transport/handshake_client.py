@@ -156,7 +156,7 @@ class HandshakeClient:
     client's own thread, which the first two start, and which completes the futures.
 
     Args:
-        bounds: What an answer may hold; None to take whatever an engine of any model could say.
+        bounds: What an answer may hold.
         numbers: What follows the verb, as many as upstream's listener of this release takes.
         key: What engines know one another by; None where they do not.
         trusted: Where hosts may be; None for anywhere.
@@ -167,7 +167,7 @@ class HandshakeClient:
 
     def __init__(
         self,
-        bounds: ReplyBounds | None,
+        bounds: ReplyBounds,
         *,
         numbers: Sequence[int] = (0, 0),
         key: ChannelKey | None = None,
@@ -181,7 +181,6 @@ class HandshakeClient:
         self._trusted = trusted
         self._probe = probe
         self._timeout_s = timeout_s
-        self._limits = bounds or ReplyBounds({})
         self._lock = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -282,7 +281,7 @@ class HandshakeClient:
         self._trials = asyncio.Semaphore(MAX_AT_ONCE)
         self._allowance = Allowance(
             MAX_RANKS + _OTHER_FRAMES,
-            self._limits.max_reply_bytes,
+            self._bounds.max_reply_bytes,
             asyncio.Semaphore(MAX_LARGE_ANSWERS),
             SMALL_ANSWER_BYTES,
         )
@@ -423,7 +422,7 @@ class HandshakeClient:
             await asyncio.get_running_loop().sock_connect(peer, place)
             with self._context.socket(zmq.REQ) as client:
                 client.linger = 0
-                client.maxmsgsize = self._limits.max_frame_bytes + FRAME_OVERHEAD_BYTES
+                client.maxmsgsize = self._bounds.max_frame_bytes + FRAME_OVERHEAD_BYTES
                 if self._key is not None:
                     self._key.configure_client(client)
                 passing = relay(peer, bind_privately(client), self._allowance)

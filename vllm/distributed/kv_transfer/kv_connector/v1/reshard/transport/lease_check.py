@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import TransferError
 from ..memory.leg import side_by_side
@@ -29,7 +29,10 @@ from ..protocol.leases import (
 )
 from ..protocol.quoting import one_line, quote
 from .agent import NixlAgent, Prepared, TransferState
-from .row_buffer import Reads, RowBuffer, RowRead
+from .row_buffer import RowBuffer, RowRead
+
+if TYPE_CHECKING:
+    from .connection import PeerConnection
 
 _NUM_LOOKUPS = 1 << 10
 """Requests that are looked up at the same time; more wait for their turn."""
@@ -42,7 +45,8 @@ _MOST_LOOKS = 9
 half a second in all. A producer's answer may be faster than its worker's thread, which enters a
 request when its step begins."""
 
-Key = TypeVar("Key", bound=Hashable)
+LookupKey: TypeAlias = tuple[RequestId, int]
+"""A request, and which of those that had this name."""
 
 
 class LeaseCheckFailure(Enum):
@@ -72,7 +76,7 @@ class PreparedTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict(Generic[Key]):
+class Verdict:
     """What became of one lookup.
 
     Attributes:
@@ -81,13 +85,13 @@ class Verdict(Generic[Key]):
         fault: Why its bytes cannot be trusted, in words; empty where they can.
     """
 
-    key: Key
+    key: LookupKey
     failure: LeaseCheckFailure | None = None
     fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted(Generic[Key]):
+class _Wanted:
     """One request to look up.
 
     Attributes:
@@ -98,7 +102,7 @@ class _Wanted(Generic[Key]):
         num_looks: How often something else stood there when it was looked at.
     """
 
-    key: Key
+    key: LookupKey
     remote_request_id: RequestId
     fingerprint: OfferFingerprint
     due_at_s: float
@@ -106,11 +110,11 @@ class _Wanted(Generic[Key]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Lookup(Generic[Key]):
+class _Lookup:
     """One read of some buckets of a peer's table, one bucket for each request."""
 
     table: PreparedTable
-    wanted: list[_Wanted[Key]]
+    wanted: list[_Wanted]
     names: list[int]
     read: RowRead
 
@@ -134,7 +138,7 @@ def lookup_buffer(agent: NixlAgent) -> RowBuffer:
     return RowBuffer(agent, _NUM_LOOKUPS, WORDS_PER_BUCKET)
 
 
-class LeaseChecker(Generic[Key]):
+class LeaseChecker:
     """Reads buckets of the tables of one engine's workers.
 
     Args:
@@ -144,35 +148,31 @@ class LeaseChecker(Generic[Key]):
     """
 
     def __init__(
-        self, buffer: RowBuffer, reads: Reads, clock: Callable[[], float] = time.monotonic
+        self, buffer: RowBuffer, reads: PeerConnection, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._buffer = buffer
         self._reads = reads
         self._clock = clock
-        self._wanted: dict[PreparedTable, list[_Wanted[Key]]] = defaultdict(list)
+        self._wanted: dict[PreparedTable, list[_Wanted]] = defaultdict(list)
         # Not offered yet, or not as wanted: when to look again, and where.
-        self._again: list[tuple[float, PreparedTable, _Wanted[Key]]] = []
-        self._lookups: list[_Lookup[Key]] = []
-        self._verdicts: list[Verdict[Key]] = []
+        self._again: list[tuple[float, PreparedTable, _Wanted]] = []
+        self._lookups: list[_Lookup] = []
+        self._verdicts: list[Verdict] = []
 
     def __len__(self) -> int:
         """Lookups without a verdict."""
         waiting = sum(map(len, self._wanted.values())) + len(self._again)
         return waiting + sum(len(lookup.wanted) for lookup in self._lookups)
 
-    def waits_for_offer(self, key: Key) -> bool:
-        """Whether a lookup has no verdict because its producer has not said what it offers."""
-        return any(wanted.key == key for _, _, wanted in self._again)
-
     def check_later(
         self,
-        key: Key,
+        key: LookupKey,
         remote_request_id: RequestId,
         fingerprint: OfferFingerprint,
         at: PreparedTable,
         due_at_s: float,
     ) -> None:
-        """Look a request up; there will be one verdict, unless it is not offered in time.
+        """Look a request up; there will be one verdict.
 
         Args:
             key: Names the lookup.
@@ -184,7 +184,7 @@ class LeaseChecker(Generic[Key]):
         wanted = _Wanted(key, remote_request_id, fingerprint, due_at_s)
         self._wanted[at].append(wanted)
 
-    def advance(self) -> list[Verdict[Key]]:
+    def advance(self) -> list[Verdict]:
         """Post what is wanted, and see what was found.
 
         What an unexpected exception comes up with is as it was, for the next call.
@@ -192,10 +192,10 @@ class LeaseChecker(Generic[Key]):
         now_s = self._clock()
         again, self._again = self._again, []
         for look_at_s, table, wanted in again:
-            if look_at_s > now_s:
-                self._again.append((look_at_s, table, wanted))
-            elif now_s < wanted.due_at_s:
+            if look_at_s <= now_s < wanted.due_at_s:
                 self._wanted[table].append(wanted)
+            else:
+                self._again.append((look_at_s, table, wanted))
         for table in list(self._wanted):
             self._post(table)
         for lookup in list(self._lookups):
@@ -210,9 +210,10 @@ class LeaseChecker(Generic[Key]):
             self._again += again
             if done:
                 self._buffer.free(self._reads, lookup.read)
+        self._fail_overdue(now_s)
         return self._take_verdicts()
 
-    def give_up(self) -> list[Verdict[Key]]:
+    def give_up(self) -> list[Verdict]:
         """Judge everything that has no verdict yet: no peer is to be heard any more."""
         fault = "its connection was given up before its lease could be looked up"
         unanswered = [each for wanted in self._wanted.values() for each in wanted]
@@ -224,7 +225,25 @@ class LeaseChecker(Generic[Key]):
         self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered]
         return self._take_verdicts()
 
-    def _take_verdicts(self) -> list[Verdict[Key]]:
+    def _fail_overdue(self, now_s: float) -> None:
+        """Fail what was not offered by the time that it is due.
+
+        The producer answers, so that its connection is sound. A request without a verdict would
+        run out of time, and have the connection broken off.
+        """
+        overdue = [each for each in self._again if each[2].due_at_s <= now_s]
+        self._again = [each for each in self._again if each[2].due_at_s > now_s]
+        for _, table, wanted in overdue:
+            self._verdicts.append(
+                Verdict(
+                    wanted.key,
+                    LeaseCheckFailure.LEASE,
+                    f"{quote(table.buckets.peer)} did not say in time what it offers: check that "
+                    "the engine runs, and send the request through prefill again",
+                )
+            )
+
+    def _take_verdicts(self) -> list[Verdict]:
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
@@ -249,8 +268,8 @@ class LeaseChecker(Generic[Key]):
             del self._wanted[table]
 
     def _judge(
-        self, lookup: _Lookup[Key], now_s: float, *, done: bool
-    ) -> tuple[list[Verdict[Key]], list[tuple[float, PreparedTable, _Wanted[Key]]]]:
+        self, lookup: _Lookup, now_s: float, *, done: bool
+    ) -> tuple[list[Verdict], list[tuple[float, PreparedTable, _Wanted]]]:
         """What was found, and when to look again for what."""
         peer = lookup.read.transfer.peer
         if not done:
@@ -276,7 +295,7 @@ class LeaseChecker(Generic[Key]):
         return verdicts, later
 
 
-def _verdict(wanted: _Wanted[Key], held: Held, peer: str) -> Verdict[Key]:
+def _verdict(wanted: _Wanted, held: Held, peer: str) -> Verdict:
     """What a producer's entry means for what was read from it."""
     if not held.entered:
         return Verdict(

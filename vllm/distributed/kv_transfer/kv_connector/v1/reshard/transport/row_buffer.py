@@ -13,35 +13,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import InDoubtError, TransferError
-from ..memory.leg import Indices, side_by_side
-from .agent import NixlAgent, Prepared, Transfer, TransferState
+from ..memory.leg import side_by_side
+from .agent import NixlAgent, Prepared, Transfer
+
+if TYPE_CHECKING:
+    from .connection import PeerConnection
 
 _WORD_BYTES = 8
-
-
-class Reads(Protocol):
-    """What rows are read with: the reads of a connection."""
-
-    def read(
-        self,
-        local: Prepared,
-        local_indices: Indices,
-        remote: Prepared,
-        remote_indices: Indices,
-    ) -> Transfer:
-        """Post a read."""
-
-    def poll(self, transfer: Transfer) -> TransferState:
-        """Look at it."""
-
-    def release(self, transfer: Transfer) -> None:
-        """Give it back once it is done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +68,7 @@ class RowBuffer:
         """How many rows can be read now."""
         return len(self._free)
 
-    def post(self, reads: Reads, table: Prepared, rows: Sequence[int]) -> RowRead:
+    def post(self, reads: PeerConnection, table: Prepared, rows: Sequence[int]) -> RowRead:
         """Read some rows of a table, no more than `num_free`.
 
         Raises:
@@ -105,7 +89,7 @@ class RowBuffer:
         """What a read that is done has brought; shape (rows, words_per_row), a copy."""
         return self.rows[read.landed_in]
 
-    def free(self, reads: Reads, read: RowRead) -> None:
+    def free(self, reads: PeerConnection, read: RowRead) -> None:
         """Give the rows of a read back that is done."""
         self._free.extend(read.landed_in.tolist())
         reads.release(read.transfer)

@@ -209,9 +209,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _copy(scatter: Scatter, arena: torch.Tensor, memories: Sequence[_Memory]) -> None:
     """Copy all chunks; those of one memory at once."""
     starts = np.array([memory.address for memory in memories])
-    producers = np.searchsorted(starts, scatter.dst_addresses, side="right") - 1
-    for producer in np.unique(producers).tolist():
-        memory, chosen = memories[producer], np.flatnonzero(producers == producer)
+    memory_indices = np.searchsorted(starts, scatter.dst_addresses, side="right") - 1
+    for memory_index in np.unique(memory_indices).tolist():
+        memory, chosen = memories[memory_index], np.flatnonzero(memory_indices == memory_index)
         sources = scatter.src_offsets[chosen]
         targets = scatter.dst_addresses[chosen] - memory.address
         word_bytes = _word_bytes(scatter, sources, targets)

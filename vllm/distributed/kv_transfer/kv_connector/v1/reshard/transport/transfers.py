@@ -30,12 +30,12 @@ from vllm.logger import init_logger
 
 from ..errors import InDoubtError, TransferError
 from ..memory.arena import Span
-from ..memory.leg import Indices, Selection
+from ..memory.leg import Selection
 from ..memory.staging import Window
 from ..memory.strategy import Strategy
 from ..protocol.ids import RequestId
 from ..protocol.quoting import quote
-from .agent import Prepared, Transfer, TransferState
+from .agent import Transfer, TransferState
 from .budget import UNLIMITED, Budget
 from .connection import PeerConnection
 from .lane import Lane
@@ -229,7 +229,7 @@ class Transfers:
     def post(self, now_s: float, budget: Budget) -> None:
         """Post what is queued, as far as there are spans and the budget goes."""
         while self._direct:
-            self._post_direct(self._direct[0], now_s, self._direct)
+            self._post(self._direct[0], now_s, self._direct)
             if budget.is_spent:
                 break
         self._serve_queue(now_s, budget)
@@ -238,7 +238,7 @@ class Transfers:
             self._queue_of(first.part).append(first)
             self._prefetched.popleft()
             if self._direct:
-                self._post_direct(first, now_s, self._direct)
+                self._post(first, now_s, self._direct)
             self._serve_queue(now_s, budget)
             if budget.is_spent:
                 return
@@ -310,50 +310,28 @@ class Transfers:
             moves = self._landed or now_s - self._moved_at_s < _SPAN_WAIT_S
             if span is None and moves and not too_large:
                 return
-            if span is None:
-                self._post_direct(first, now_s, self._queue)
-            else:
-                first.span = span
-                self._post_window(first, span, now_s)
+            first.span = span
+            self._post(first, now_s, self._queue)
             if budget.is_spent:
                 self._is_cut_short = bool(self._queue)
                 return
 
-    def _post_window(self, running: _Running, span: Span, now_s: float) -> None:
-        staging, window = running.part.leg.staging, running.part.window
-        assert staging is not None and window is not None
-        self._moved_at_s = now_s
-        running.staged = True
-        leg, arena, remote = staging.leg, staging.arena, staging.remote
-        self._post(running, now_s, self._queue, arena, remote, lambda: leg.indices(window, span))
+    def _post(self, running: _Running, now_s: float, queue: deque[_Running]) -> None:
+        """Post the first part of a queue: as a window where it has a span, direct where not.
 
-    def _post_direct(self, running: _Running, now_s: float, queue: deque[_Running]) -> None:
-        leg, selections = running.part.leg, running.part.selections
-        self._post(
-            running, now_s, queue, leg.local, leg.remote, lambda: leg.leg.indices(selections)
-        )
-
-    def _post(
-        self,
-        running: _Running,
-        now_s: float,
-        queue: deque[_Running],
-        local: Prepared,
-        remote: Prepared,
-        indices: Callable[[], tuple[Indices, Indices]],
-    ) -> None:
-        """Post a read. What has landed with that is not left for a later look.
-
-        Args:
-            running: The first part of a queue.
-            now_s: The time.
-            queue: The queue.
-            local: Where to.
-            remote: Where from.
-            indices: Computes where there, and where here.
+        What has landed with that is not left for a later look.
         """
+        part, span = running.part, running.span
+        leg, staging, window = part.leg, part.leg.staging, part.window
         try:
-            remote_indices, local_indices = indices()
+            if span is None:
+                local, remote = leg.local, leg.remote
+                remote_indices, local_indices = leg.leg.indices(part.selections)
+            else:
+                assert staging is not None and window is not None
+                self._moved_at_s, running.staged = now_s, True
+                local, remote = staging.arena, staging.remote
+                remote_indices, local_indices = staging.leg.indices(window, span)
             running.asked = True
             running.transfer = running.connection.read(local, local_indices, remote, remote_indices)
         except Exception as error:
