@@ -25,5 +25,4 @@ def check_kv_transfer(config: Any, side: str) -> None:
     """
     assert isinstance(config, KVTransferConfig)
     assert (config.kv_connector, config.kv_role) == ("NixlConnector", ROLES[side])
-    read_settings(config)
-    assert remarks(config) == []
+    assert remarks(config, read_settings(config)) == []

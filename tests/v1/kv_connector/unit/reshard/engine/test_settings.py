@@ -148,20 +148,25 @@ def test_any_value_is_read_or_refused(extra):
         assert "\n" not in str(error)
 
 
+def remarks_on(transfer: KVTransferConfig) -> list[str]:
+    """What is said of a configuration when it is read."""
+    return remarks(transfer, read_settings(transfer))
+
+
 def test_what_does_nothing_is_said():
     """Options that are unknown, or not needed here, get a line each; plain ones get none."""
     extra = {"kv_lease_duratoin": 9, "enable_cross_layers_blocks": True}
-    unknown, permute, cross_layers = remarks(config(extra, enable_permute_local_kv=True))
+    unknown, permute, cross_layers = remarks_on(config(extra, enable_permute_local_kv=True))
     assert "'kv_lease_duratoin', which this connector does not know" in unknown
     assert "enable_permute_local_kv is not needed" in permute
     assert "enable_cross_layers_blocks makes nothing faster" in cross_layers
-    assert remarks(config({"num_threads": 2})) == []
-    (unchecked,) = remarks(config({"enforce_handshake_compat": False}))
+    assert remarks_on(config({"num_threads": 2})) == []
+    (unchecked,) = remarks_on(config({"enforce_handshake_compat": False}))
     assert "are not refused" in unchecked
 
 
 @pytest.mark.parametrize(("policy", "told"), [("fail", True), ("recompute", False)])
 def test_turns_that_may_fail_are_told_of(policy, told):
     """What the last turn left is used for the same tokens only."""
-    found = remarks(config({"bidirectional_kv_xfer": True}, kv_load_failure_policy=policy))
+    found = remarks_on(config({"bidirectional_kv_xfer": True}, kv_load_failure_policy=policy))
     assert [("a turn that does not go on" in remark) for remark in found] == [True] * told

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`NixlConnector` for any two parallel layouts: a facade over scheduler and worker.
 
-Select it with
+The fork and the plugin register it under that name: select it with
 
-    --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_producer",
-      "kv_connector_module_path":
-        "vllm.distributed.kv_transfer.kv_connector.v1.reshard.connector"}'
+    --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'
 
 on the prefill engine, and with the role `kv_consumer` on the decode engine.
 """
@@ -113,8 +111,8 @@ class NixlConnector(UpstreamConnector):
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler = self.connector_worker = None
         refuse_impossible_drafts(vllm_config)
-        if not LAYERS_SAY_WHAT_IS_SHARED and (spread := _spread_tokens(vllm_config)):
-            raise LocalLayoutError(f"{spread}, which this connector cannot read: use 1")
+        if not LAYERS_SAY_WHAT_IS_SHARED and (reason := _context_parallel_reason(vllm_config)):
+            raise LocalLayoutError(f"{reason}, which this connector cannot read: use 1")
         settings = read_settings(self.kv_transfer_config)
         refuse_pcp_consumers(vllm_config.parallel_config, self.kv_transfer_config, settings)
         offers_answers = settings.bidirectional_kv_xfer
@@ -343,7 +341,7 @@ def _tell_what_is_lost(reason: str, config: KVTransferConfig) -> None:
         )
 
 
-def _spread_tokens(vllm_config: VllmConfig) -> str | None:
+def _context_parallel_reason(vllm_config: VllmConfig) -> str | None:
     """What spreads the tokens of a block over ranks, if anything does."""
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(vllm_config.parallel_config, name)) > 1:

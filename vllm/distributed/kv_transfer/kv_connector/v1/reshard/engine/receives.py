@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..protocol.fingerprint import OfferFingerprint, fingerprint
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 def receive_of(
     request: Request,
     local_block_ids: BlockIds,
-    num_prefilled: Callable[[int], int],
+    num_prefilled: int,
     refusal: str | None = None,
 ) -> Receive:
     """What to read for a request; with a fault where its parameters do not say so.
@@ -28,7 +27,7 @@ def receive_of(
     Args:
         request: The request.
         local_block_ids: The blocks to fill, of each KV-cache group.
-        num_prefilled: How many tokens of a prompt of so many a prefill engine computes.
+        num_prefilled: How many tokens of its prompt a prefill engine computes.
         refusal: Why it will not be offered, if that is known; then it fails in its blocks.
     """
     source = remote_blocks(request.kv_transfer_params or {})
@@ -36,7 +35,7 @@ def receive_of(
         nowhere = RemoteEngineAddress("unknown", "unknown", 0)
         return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
     # Where it was not said how many tokens are held, as many of the prompt as are computed there.
-    remote_tokens = source.remote_num_tokens or num_prefilled(request.num_prompt_tokens)
+    remote_tokens = source.remote_num_tokens or num_prefilled
     # Where nothing is read of a prompt that is shorter than what is held, that is another's: the
     # lease ends it. A request that was made up has no prompt, and shows the secret instead.
     made_up = is_made_up(request)

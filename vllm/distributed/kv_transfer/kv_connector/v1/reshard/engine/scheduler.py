@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side of the connector.
+"""The scheduler's half of the connector.
 
-The life of a request is upstream's, and so are the parameters that routers pass on. What differs is
-the handshake, which serves all stages, and what the workers are told.
+Upstream's scheduler is the base: requests have its states, and routers pass on its parameters. This
+one also serves the handshakes of all stages, and decides which requests wait for blocks, what is
+read, given up and offered, and how many tokens of it; other modules of this folder have the rules.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ logger = init_logger(__name__)
 
 
 class ReshardScheduler(NixlConnectorScheduler):
-    """Upstream's scheduler with a handshake for all stages. Belongs to the scheduler's thread.
+    """What vLLM's scheduler asks of the connector. Belongs to the scheduler's thread.
 
     Attributes:
         first_tokens: What prefill engines have sampled; answers are taken from there.
@@ -81,9 +82,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         self, vllm_config: VllmConfig, engine_id: EngineId, kv_cache_config: KVCacheConfig
     ) -> None:
         assert vllm_config.kv_transfer_config is not None
-        for remark in remarks(vllm_config.kv_transfer_config):
-            logger.warning("%s.", one_line(remark))
         settings = read_settings(vllm_config.kv_transfer_config)
+        for remark in remarks(vllm_config.kv_transfer_config, settings):
+            logger.warning("%s.", one_line(remark))
         self._key = settings.channel_key()
         self._trusted = settings.trusted()
         self._dispatches_early = settings.early_dispatch
@@ -249,7 +250,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 )
 
     def _believable(self, request: Request) -> tuple[Params | None, str | None]:
-        """A request's parameters, made sound; and why nothing is read back, if so.
+        """A request's parameters, sanitized; and why nothing is read back, if so.
 
         One that vLLM made up has no prompt, and its early parameters no secret: the engine that
         offers it is not told.
@@ -419,7 +420,9 @@ class ReshardScheduler(NixlConnectorScheduler):
     def _receive(self, request: Request, local_block_ids: BlockIds) -> Receive:
         """What to read for a request, which is not parked any more if it was."""
         refusal = self._parking.leave(request.request_id)
-        return receive_of(request, local_block_ids, self._num_prefilled, refusal)
+        return receive_of(
+            request, local_block_ids, self._num_prefilled(request.num_prompt_tokens), refusal
+        )
 
     def _num_prefilled(self, num_prompt_tokens: int) -> int:
         """How many tokens of a prompt a prefill engine computes."""

@@ -38,28 +38,6 @@ _Bytes = Annotated[int, Meta(ge=0, lt=1 << 36)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
-OWN_OPTIONS = frozenset(
-    {
-        "early_dispatch",
-        "kv_hung_peer_timeout_s",
-        "kv_read_timeout_s",
-        "missing_draft_layers",
-        "nixl_progress_delay_us",
-        "num_lanes",
-        "seed_first_token",
-        "side_channel_key_file",
-        "staging_arena_bytes",
-        "staging_max_descriptor_bytes",
-        "staging_min_descriptors",
-        "staging_min_merge_factor",
-        "transfer_strategy",
-        "trusted_peers",
-        "verify_plans",
-    }
-)
-"""Options that upstream's connector has not."""
-
-
 class Settings(
     msgspec.Struct,
     frozen=True,
@@ -173,6 +151,24 @@ class Settings(
         return PROGRESS_REST_US if on_cpu else 0
 
 
+_UPSTREAMS_OPTIONS = frozenset(
+    {
+        "backends",
+        "bidirectional_kv_xfer",
+        "decoder_kv_blocks_ttl",
+        "enable_cross_layers_blocks",
+        "enforce_handshake_compat",
+        "engine_ttl",
+        "kv_lease_duration",
+        "kv_recompute_threshold",
+        "num_threads",
+    }
+)
+
+OWN_OPTIONS = frozenset(Settings.__struct_encode_fields__) - _UPSTREAMS_OPTIONS
+"""Options that upstream's connector does not have."""
+
+
 def read_settings(config: KVTransferConfig) -> Settings:
     """Read and check the options.
 
@@ -191,7 +187,7 @@ def read_settings(config: KVTransferConfig) -> Settings:
     return settings
 
 
-def remarks(config: KVTransferConfig) -> list[str]:
+def remarks(config: KVTransferConfig, settings: Settings) -> list[str]:
     """What is configured and does nothing, or not what it does with upstream's connector."""
     known = set(Settings.__struct_encode_fields__)
     found = [
@@ -203,7 +199,6 @@ def remarks(config: KVTransferConfig) -> list[str]:
             "enable_permute_local_kv is not needed: blocks are read from and into both orders of "
             "heads and tokens"
         )
-    settings = read_settings(config)
     if settings.enable_cross_layers_blocks:
         found.append(
             "enable_cross_layers_blocks makes nothing faster: layers are read one by one, so that "

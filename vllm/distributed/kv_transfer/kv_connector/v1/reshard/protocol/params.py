@@ -2,7 +2,7 @@
 """The kv_transfer_params of a request: what a router passes on from one engine to the next.
 
 They come from outside, by way of a client, so nothing of them is used before it has been checked.
-Upstream's scheduler takes them as they are; what it gets to see is made `sound` first.
+Upstream's scheduler takes them as they are; `sanitize_params` checks them before it sees them.
 
     from a prefill engine, do_remote_prefill   where a prompt's blocks are, which have to be read
     from a decode engine, do_remote_decode     where blocks of the last turn are, if read at all
@@ -130,14 +130,14 @@ def is_disaggregated(params: Params | None) -> bool:
 
 
 def remote_request(params: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The engine and the request, as it is called there, whose blocks `sound` parameters name."""
+    """The engine and the request, as it is called there, whose blocks sanitized parameters name."""
     if _FAULT in params or not params.get("remote_block_ids"):
         return None
     return params["remote_engine_id"], params["remote_request_id"]
 
 
 def offered_tokens(params: Params | None) -> int | None:
-    """How many tokens another engine offers, out of `sound` parameters; None where they do not say.
+    """How many tokens another engine offers, out of sanitized parameters; None if not said.
 
     Without a word, they are the prompt's.
     """
@@ -146,18 +146,18 @@ def offered_tokens(params: Params | None) -> int | None:
 
 
 def first_token(params: Params | None) -> int | None:
-    """The token behind what is offered, out of `sound` parameters; None where it is not told."""
+    """The token behind what is offered, out of sanitized parameters; None without one."""
     token = (params or {}).get("remote_first_token")
     return token if isinstance(token, int) and not isinstance(token, bool) else None
 
 
 def is_early(params: Params | None) -> bool:
-    """Whether `sound` parameters name a producer, and no blocks yet."""
+    """Whether sanitized parameters name a producer, and no blocks yet."""
     return bool((params or {}).get(MARK_EARLY))
 
 
 def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:
-    """Where to read from, out of `sound` parameters, or why that is not known."""
+    """Where to read from, out of sanitized parameters, or why that is not known."""
     fault = params.get(_FAULT)
     return fault if isinstance(fault, str) else msgspec.convert(params, RemoteBlocks)
 
