@@ -31,7 +31,7 @@ from ..transport.lane import Lane
 from ..transport.transfers import Transfers
 from .consumer import ConsumerSide
 from .early import EarlyRequests
-from .metadata import ReshardConnectorMetadata
+from .metadata import ReshardConnectorMetadata, WorkerNews
 from .notifier import Notifier
 from .peers import Peer, PeerTable
 from .producer import ProducerSide
@@ -39,7 +39,6 @@ from .queues import taken_once_done
 from .readings import named
 from .renewals import Renewals
 from .stats import ReshardStats
-from .watched_requests import EarlyNews
 
 logger = init_logger(__name__)
 
@@ -87,7 +86,7 @@ class Report:
         failed: Requests that could not be read, each with its blocks. They may still be written
             until the request is received.
         stats: What was measured; None for nothing.
-        early: What was seen of requests that are not offered yet.
+        news: What was seen of requests that are not offered yet.
     """
 
     sent: set[RequestId] = field(default_factory=set)
@@ -95,7 +94,7 @@ class Report:
     offered_at_s: dict[RequestId, float] = field(default_factory=dict)
     failed: dict[RequestId, frozenset[int]] = field(default_factory=dict)
     stats: ReshardStats | None = None
-    early: EarlyNews = field(default_factory=EarlyNews)
+    news: WorkerNews = field(default_factory=WorkerNews)
 
     def __bool__(self) -> bool:
         return self.is_awaited or self.stats is not None
@@ -103,7 +102,7 @@ class Report:
     @property
     def is_awaited(self) -> bool:
         """True if it has request results, not only metrics."""
-        return bool(self.sent or self.received or self.failed or self.early)
+        return bool(self.sent or self.received or self.failed or self.news)
 
     def add(self, later: Report) -> None:
         """Take in what has ended since."""
@@ -111,7 +110,7 @@ class Report:
         self.received |= later.received
         self.offered_at_s |= later.offered_at_s
         self.failed |= later.failed
-        self.early.add(later.early)
+        self.news.add(later.news)
         if self.stats is None:
             self.stats = later.stats
         elif later.stats is not None:
@@ -372,7 +371,7 @@ class TransferEngine:
             self._advance_peers(now_s)
         for refusal in taken_once_done(early.refused):
             self.consumer.refuse(refusal, now_s)
-        self._report.early.add(early.take_news())
+        self._report.news.add(early.take_news())
 
     def _renew(
         self, address: RemoteEngineAddress, request_ids: set[RequestId], now_s: float
