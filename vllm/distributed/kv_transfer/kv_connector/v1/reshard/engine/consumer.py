@@ -67,6 +67,7 @@ class ConsumerSide:
     ) -> None:
         self._peers = peers
         self._transfers = transfers
+        self._notifier = notifier
         self._stats = stats
         self._timeout_s = timeout_s
         self._readings = Readings(transfers, timeout_s, name)
@@ -178,7 +179,7 @@ class ConsumerSide:
                 self._readings.add(request_id, receive, peer, now_s, offered_at_s=offered_at_s)
         elif peer.connection is not None:
             # It waits for no read of another request's.
-            self._completions.notify_producers(receive, peer.connection)
+            self._notifier.release(receive, peer.connection)
             return
         peer.waiting.append((request_id, receive))
 
@@ -283,7 +284,7 @@ class ConsumerSide:
     ) -> None:
         """Begin the request that has waited longest for a peer."""
         if not any(receive.local_block_ids):
-            self._completions.notify_producers(receive, connection)
+            self._notifier.release(receive, connection)
             return
         reading = self._readings.by_id.get(request_id)
         # It may have failed while it waited.
