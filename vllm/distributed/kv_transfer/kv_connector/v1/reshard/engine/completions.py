@@ -113,15 +113,12 @@ class CompletionHandler:
         # A failed handshake was told, with the requests that it cost.
         if failure is not ReadFailure.HANDSHAKE:
             state, for_s = reading.failed_in
-            still_s = reading.stood_still_s
-            still = f", after this worker stood still for {still_s:.1f} s" if still_s else ""
             logger.error(
-                "KV cache of request %s could not be read from engine %s (%s for %.1f s%s): %s%s",
+                "KV cache of request %s could not be read from engine %s (%s for %.1f s): %s%s",
                 quote(reading.request_id),
                 quote(receive.source.engine_id),
                 state.value,
                 for_s,
-                still,
                 one_line(reading.fault),
                 one_line(_REMEDIES.get(failure, "")),
             )

@@ -262,11 +262,6 @@ class ConsumerSide:
         lane.close()
         self._transfers.end(lane)
 
-    def stood_still(self, for_s: float) -> None:
-        """Nothing could be done for so many seconds; leases may have run out meanwhile."""
-        for reading in self._readings.by_id.values():
-            reading.stood_still_s += for_s
-
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
         """Requests that have failed since the last call, with their blocks."""
         return self._completions.take_failed()

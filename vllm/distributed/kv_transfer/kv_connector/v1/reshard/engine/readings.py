@@ -64,7 +64,6 @@ class Reading(Read):
         lease_tables: Where to see, after that, that it was still held.
         failure: What went wrong first here; None also where it did elsewhere.
         failed_in: The state in which it failed, and how many seconds it had been in it.
-        stood_still_s: For how long nothing was done for it, as its worker stood still.
         trace: Where what it goes through is exported; None where its client traces nothing.
         num_in_doubt: Its blocks, since it has failed and while they may be written.
         num_parts: How many parts of it were begun.
@@ -84,7 +83,6 @@ class Reading(Read):
     lease_tables: Sequence[PreparedTable] = ()
     failure: ReadFailure | None = None
     failed_in: tuple[ReadState, float] = (ReadState.WAITING, 0.0)
-    stood_still_s: float = 0.0
     trace: Trace | None = None
     num_in_doubt: int = 0
     num_parts: int = 0

@@ -224,7 +224,6 @@ class TransferEngine:
     def stood_still(self, for_s: float) -> None:
         """No poll was taken for so many seconds longer than was meant."""
         self.producer.stood_still(for_s)
-        self.consumer.stood_still(for_s)
         if self._early is not None:
             self._early.stood_still(for_s)
 
