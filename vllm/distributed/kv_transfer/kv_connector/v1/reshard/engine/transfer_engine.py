@@ -26,7 +26,6 @@ from ..protocol.messages import Announcement, RemoteEngineAddress
 from ..protocol.quoting import one_line, quote
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
-from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
 from ..transport.transfers import Transfers
 from .consumer import ConsumerSide
@@ -166,7 +165,6 @@ class TransferEngine:
         self._is_asked = False
         # What is to be taken note of.
         self._news: deque[tuple[Peer, Exception | None]] = deque()
-        self._broken: deque[PeerConnection] = deque()
         # Lanes that are to be closed.
         self._ending: deque[Lane] = deque()
         # What has ended in a poll that has failed is told by the next one.
@@ -205,8 +203,7 @@ class TransferEngine:
                 logger.exception("Leases at %s are not renewed this time", quote(address.engine_id))
         self.consumer.begin(now_s, self._budget())
         self.consumer.advance(now_s, self._budget())
-        self._broken += self.peers.take_broken()
-        for connection in taken_once_done(self._broken):
+        for connection in taken_once_done(self.peers.broken):
             self.transfers.retire(connection)
         report = self._report
         report.failed |= self.consumer.take_failed()
