@@ -31,9 +31,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
+    WorkerNews,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.watched_requests import EarlyNews
 
 ROUNDS = 2 if FAILED_READS_ARE_NAMED else 1
 """So many steps after a worker's read has failed, the scheduler knows."""
@@ -76,13 +76,9 @@ class Played:
         failed, self.failed = self.failed, {}
         return failed
 
-    def take_early_news(self) -> EarlyNews:
+    def take_news(self) -> WorkerNews:
         """Nothing is waited for."""
-        return EarlyNews()
-
-    def take_offered(self) -> dict[str, float]:
-        """Nothing was offered to it."""
-        return {}
+        return WorkerNews()
 
     def fail(self, request_id: str) -> None:
         """A read has failed."""

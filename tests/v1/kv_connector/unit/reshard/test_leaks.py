@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from tests.v1.kv_connector.unit.reshard.containers import largest, sizes
-from tests.v1.kv_connector.unit.reshard.engine.connections import RecordingConnection
+from tests.v1.kv_connector.unit.reshard.engine.connections import RecordingConnection, read_of
 from tests.v1.kv_connector.unit.reshard.engine.producers import LEASE_S, OFFER, Producer
 from tests.v1.kv_connector.unit.reshard.engine.schedulers import PARAMS, request, scheduler
 from tests.v1.kv_connector.unit.reshard.protocol.tables import entries
@@ -88,7 +88,7 @@ def test_notifier_forgets_what_it_has_told():
     for number in range(NUM_REQUESTS):
         peers = [(f"p{number % 2 * number}", 1), ("p0", 2)]
         producers = RecordingConnection("p0", engine=SimpleNamespace(releases=peers))
-        notifier.release(str(number), OFFER, producers, known_as_broken=True)
+        notifier.release(read_of(str(number)), producers)
         notifier.renew([str(number)], producers)
         notifier.flush()
         notifier.advance(float(number))

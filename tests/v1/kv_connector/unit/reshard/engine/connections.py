@@ -9,12 +9,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import Transfer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Receive,
+    RemoteEngineAddress,
     decode_notification,
 )
 
 OFFER = OfferFingerprint(48, 1, 2)
 ENGINE = SimpleNamespace(releases=[("p0", 1), ("p1", 3)])
+
+
+def read_of(request_id: str) -> Receive:
+    """A request whose producers are told that it was read."""
+    source = RemoteEngineAddress("p", "p.example", 5600)
+    return Receive(source, request_id, [[1]], [[1]], 0, 48, fingerprint=OFFER)
 
 
 class RecordingConnection:
@@ -24,7 +33,7 @@ class RecordingConnection:
         self.engine = engine
         self.unreachable = unreachable
         self.sent: list[tuple[str, object]] = []
-        self.lane = self
+        self.lane, self.lifetime = self, Lifetime(60.0)
         self.agent = SimpleNamespace(is_open=True)
         self.talks_until_s, self.looks = 0.0, 0
 

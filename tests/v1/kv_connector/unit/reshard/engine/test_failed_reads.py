@@ -92,7 +92,7 @@ def test_every_order_of_reports_ends_every_request_once(schedule, has_manager):
             output = KVConnectorOutput(
                 finished_recving=received,
                 failed_recving=failed,
-                kv_connector_worker_meta=WorkerNews(frozenset(news)) if news else None,
+                kv_connector_worker_meta=WorkerNews(news) if news else None,
             )
             outputs.append(ModelRunnerOutput([], {}, kv_connector_output=output))
         heard = aggregator.aggregate(outputs).kv_connector_output
@@ -138,8 +138,8 @@ def test_blocks_at_the_end_of_a_sequence_are_reused_first():
 
 def test_what_workers_say_in_one_step_comes_together():
     """Each is heard."""
-    both = WorkerNews(frozenset({"a", "b"})).aggregate(WorkerNews(frozenset({"b", "c"})))
-    assert both == WorkerNews(frozenset({"a", "b", "c"}))
+    both = WorkerNews({"a", "b"}).aggregate(WorkerNews({"b", "c"}))
+    assert both == WorkerNews({"a", "b", "c"})
 
 
 def test_offer_is_known_since_the_first_worker_saw_it():

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from tests.v1.kv_connector.unit.reshard.engine.connections import OFFER, RecordingConnection
+from tests.v1.kv_connector.unit.reshard.engine.connections import (
+    OFFER,
+    RecordingConnection,
+    read_of,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
@@ -26,7 +31,7 @@ def test_every_producer_is_told_how_many_it_must_hear():
     """The number is the plan's for each producer, and the name is this worker's."""
     producers, stats = RecordingConnection(), ReshardStats()
     notifier = Notifier("d0", stats)
-    notifier.release("p-a", OFFER, producers)
+    notifier.release(read_of("p-a"), producers)
     assert producers.sent == []
     notifier.flush()
     assert producers.sent == [
@@ -37,11 +42,11 @@ def test_every_producer_is_told_how_many_it_must_hear():
 
 
 def test_every_producer_is_told_what_is_given_up():
-    """Beside what was read, with the secret; one that cannot be told is news."""
+    """Beside what was read, with the secret."""
     producers, stats = RecordingConnection(), ReshardStats()
     notifier = Notifier("d0", stats)
-    notifier.release("p-a", OFFER, producers)
-    notifier.give_up("p-b", 7, producers)
+    notifier.release(read_of("p-a"), producers)
+    notifier.release(replace(read_of("p-b"), secret=7), producers)
     notifier.flush()
     assert producers.sent == [
         ("p0", Done("d0", [DoneEntry.of("p-a", 1, OFFER)])),
@@ -52,21 +57,19 @@ def test_every_producer_is_told_what_is_given_up():
     assert stats.data["notifications_sent"] == [4]
 
 
-def test_producer_that_cannot_be_told_of_what_is_given_up_is_told_in_the_log(caplog_vllm):
-    """Also where it was known that it cannot be told of what failed."""
-    producers = RecordingConnection("p0")
-    notifier = Notifier("d0", ReshardStats())
-    notifier.release("p-a", OFFER, producers, known_as_broken=True)
-    notifier.give_up("p-b", 7, producers)
+def test_producer_is_told_nothing_of_what_cannot_be_named():
+    """Without a secret or a fingerprint, what is held under a name may be another's."""
+    producers, notifier = RecordingConnection(), Notifier("d0", ReshardStats())
+    notifier.release(replace(read_of("p-a"), fingerprint=None), producers)
     notifier.flush()
-    assert caplog_vllm.text.count("p0 cannot be told") == 1
+    assert producers.sent == []
 
 
 def test_what_was_sent_is_not_sent_again():
     """A poll in which nothing ends costs nothing."""
     producers = RecordingConnection()
     notifier = Notifier("d0", ReshardStats())
-    notifier.release("p-a", OFFER, producers)
+    notifier.release(read_of("p-a"), producers)
     notifier.flush()
     producers.sent.clear()
     notifier.flush()
@@ -81,7 +84,7 @@ def test_requests_of_one_turn_share_a_notification():
     producers = RecordingConnection(engine=SimpleNamespace(releases=counts))
     notifier = Notifier("d0", ReshardStats())
     for number in range(10):
-        notifier.release(f"p-{number}", OFFER, producers)
+        notifier.release(read_of(f"p-{number}"), producers)
     notifier.flush()
     assert len(producers.sent) == len({peer for peer, _ in producers.sent}) == 128
     for _, done in producers.sent:
@@ -95,17 +98,20 @@ def test_every_producer_is_asked_to_hold_on():
     assert producers.sent == [("p0", Renew(["a", "b"])), ("p1", Renew(["a", "b"]))]
 
 
-@pytest.mark.parametrize("known", [(True, True), (True, False), (False, False)])
-def test_producer_that_cannot_be_told_costs_the_others_nothing(known, caplog_vllm):
-    """It is counted, and told in the log once, unless it is no news for any of the requests."""
+@pytest.mark.parametrize("is_retired", [False, True])
+def test_producer_that_cannot_be_told_costs_the_others_nothing(is_retired, caplog_vllm):
+    """It is counted, and told in the log once, unless its connection is known to be broken."""
     producers, stats = RecordingConnection("p0"), ReshardStats()
     notifier = Notifier("d0", stats)
-    for number, known_as_broken in enumerate(known):
-        notifier.release(f"p-{number}", OFFER, producers, known_as_broken=known_as_broken)
+    notifier.release(read_of("p-a"), producers)
+    notifier.release(replace(read_of("p-b"), secret=7), producers)
+    if is_retired:
+        producers.lifetime.retire(0.0)
     notifier.flush()
-    assert [peer for peer, _ in producers.sent] == ["p1"]
+    assert {peer for peer, _ in producers.sent} == {"p1"}
     assert stats.data["num_failed_notifications"] == [1.0]
-    assert caplog_vllm.text.count("p0 cannot be told") == (not all(known))
+    warnings = [each for each in caplog_vllm.records if each.levelname == "WARNING"]
+    assert sum("p0 cannot be told" in each.getMessage() for each in warnings) == (not is_retired)
 
 
 def test_producer_that_cannot_be_told_is_tried_once_a_turn():
@@ -113,7 +119,7 @@ def test_producer_that_cannot_be_told_is_tried_once_a_turn():
     producers, stats = RecordingConnection("p0", "p1"), ReshardStats()
     notifier = Notifier("d0", stats)
     for number in range(1000):
-        notifier.release(f"p-{number}", OFFER, producers)
+        notifier.release(read_of(f"p-{number}"), producers)
     notifier.flush()
     assert stats.data["num_failed_notifications"] == [1.0, 1.0]
 

@@ -224,9 +224,9 @@ class DecodeEngine(Engine):
     def hear(self, worker: Worker, report: Report) -> None:
         """A request fails at once, and is given back once it is quiet; both once each."""
         check(not report.sent, f"{worker.name} was never offered {report.sent}")
-        self.admissible |= report.early.admissible & self.parked.keys()
-        self.begun |= report.early.begun & self.parked.keys()
-        for request_id, reason in report.early.faults.items():
+        self.admissible |= report.news.admissible & self.parked.keys()
+        self.begun |= report.news.begun & self.parked.keys()
+        for request_id, reason in report.news.faults.items():
             if request_id in self.parked:
                 self.faults[request_id] = reason
         failed = sorted(report.failed)

@@ -232,6 +232,20 @@ def test_log_tells_of_a_lane_that_is_retired_and_closed(making, reader, caplog_v
     assert f"A lane is closed. {told}" in caplog_vllm.text
 
 
+def test_log_warns_of_a_lane_that_is_closed_over_a_hung_peer(making, reader, caplog_vllm):
+    """While reads are in flight; not of reads that have failed, which were told of."""
+    lanes = ready_lanes(making, 2)
+    hung, lost = (reader.connected(lane, RemoteEngineStub()) for lane in lanes.ready)
+    hung.lifetime.begin()
+    lost.lifetime.refuse(10.0)
+    lane, other = retired(lanes, hung), retired(lanes, lost)
+    closed = lanes.take_due(10.0 + HUNG_GRACE_S)
+    assert set(closed) == {lane, other}
+    (record,) = [each for each in caplog_vllm.records if each.levelno == logging.WARNING]
+    assert "reads have not ended in time. The lane of 1 peers was retired" in record.getMessage()
+    assert "with 1 reads under way. Check that the engines" in record.getMessage()
+
+
 def test_what_was_sent_last_may_leave(making, reader):
     """A lane is kept for the moment that a message takes to be on its way."""
     lanes = ready_lanes(making, 1)

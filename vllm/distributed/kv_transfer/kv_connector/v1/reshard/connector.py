@@ -232,14 +232,9 @@ class NixlConnector(UpstreamConnector):
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
         """What the scheduler should know, and vLLM would not tell it at once."""
-        early = self._worker.take_early_news()
-        failed = frozenset(self._reports.take_news())
-        begun, admissible = frozenset(early.begun), frozenset(early.admissible)
-        offered_s = self._worker.take_offered()
-        return (
-            WorkerNews(failed, begun, admissible, early.faults, early.first_tokens, offered_s)
-            or None
-        )
+        news = self._worker.take_news()
+        news.failed |= self._reports.take_news()
+        return news or None
 
     def take_first_outputs(self) -> Iterable[tuple[int, EngineCoreOutput]]:
         """What clients are sent of requests that were received with a first token."""

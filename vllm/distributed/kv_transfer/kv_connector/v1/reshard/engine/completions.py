@@ -11,9 +11,7 @@ from collections import deque
 from vllm.logger import init_logger
 
 from ..protocol.ids import RequestId
-from ..protocol.messages import Receive
 from ..protocol.quoting import one_line, quote
-from ..transport.connection import PeerConnection
 from .doubt import BlocksInDoubt
 from .notifier import Notifier
 from .readings import Reading, Readings
@@ -115,15 +113,12 @@ class CompletionHandler:
         # A failed handshake was told, with the requests that it cost.
         if failure is not ReadFailure.HANDSHAKE:
             state, for_s = reading.failed_in
-            still_s = reading.stood_still_s
-            still = f", after this worker stood still for {still_s:.1f} s" if still_s else ""
             logger.error(
-                "KV cache of request %s could not be read from engine %s (%s for %.1f s%s): %s%s",
+                "KV cache of request %s could not be read from engine %s (%s for %.1f s): %s%s",
                 quote(reading.request_id),
                 quote(receive.source.engine_id),
                 state.value,
                 for_s,
-                still,
                 one_line(reading.fault),
                 one_line(_REMEDIES.get(failure, "")),
             )
@@ -142,35 +137,13 @@ class CompletionHandler:
                 reading.peer.is_proven = True
             self._release(reading)
 
-    def notify_producers(
-        self, receive: Receive, producers: PeerConnection, *, known_as_broken: bool = False
-    ) -> None:
-        """Have the producers of a request's blocks told, if this engine can say what they hold.
-
-        Args:
-            receive: The request.
-            producers: The connection over which they are told.
-            known_as_broken: Whether it is no news that they cannot be.
-        """
-        if receive.secret is not None:
-            self._notifier.give_up(receive.remote_request_id, receive.secret, producers)
-        elif receive.fingerprint is not None:
-            self._notifier.release(
-                receive.remote_request_id,
-                receive.fingerprint,
-                producers,
-                known_as_broken=known_as_broken,
-            )
-
     def _release(self, reading: Reading) -> None:
         """Tell the producers of a request's blocks that this worker is through with them."""
         peer = reading.peer
         producers = (peer and peer.connection) or reading.connection
         if producers is None or (producers is reading.connection and not producers.is_connected):
             return
-        # A peer that cannot be read from may be gone; that it cannot be notified is no news then.
-        known = reading.failure in (ReadFailure.TRANSFER, ReadFailure.DEADLINE)
-        self.notify_producers(reading.receive, producers, known_as_broken=known)
+        self._notifier.release(reading.receive, producers)
 
 
 def _tell_cut_short(reading: Reading) -> None:

@@ -65,6 +65,7 @@ class ConsumerSide:
     ) -> None:
         self._peers = peers
         self._transfers = transfers
+        self._notifier = notifier
         self._stats = stats
         self._timeout_s = timeout_s
         self._readings = Readings(transfers, timeout_s, name)
@@ -176,7 +177,7 @@ class ConsumerSide:
                 self._readings.add(request_id, receive, peer, now_s, offered_at_s=offered_at_s)
         elif peer.connection is not None:
             # It waits for no read of another request's.
-            self._completions.notify_producers(receive, peer.connection)
+            self._notifier.release(receive, peer.connection)
             return
         peer.waiting.append((request_id, receive))
 
@@ -260,11 +261,6 @@ class ConsumerSide:
         lane.close()
         self._transfers.end(lane)
 
-    def stood_still(self, for_s: float) -> None:
-        """Nothing could be done for so many seconds; leases may have run out meanwhile."""
-        for reading in self._readings.by_id.values():
-            reading.stood_still_s += for_s
-
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
         """Requests that have failed since the last call, with their blocks."""
         return self._completions.take_failed()
@@ -282,7 +278,7 @@ class ConsumerSide:
     ) -> None:
         """Begin the request that has waited longest for a peer."""
         if not any(receive.local_block_ids):
-            self._completions.notify_producers(receive, connection)
+            self._notifier.release(receive, connection)
             return
         reading = self._readings.by_id.get(request_id)
         # It may have failed while it waited.

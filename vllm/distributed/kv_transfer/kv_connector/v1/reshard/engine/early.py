@@ -32,12 +32,12 @@ from ..protocol.quoting import one_line, quote
 from ..protocol.states import ReadState
 from ..protocol.watch import Watch
 from .abandoned_reads import AbandonedReads
+from .metadata import WorkerNews
 from .peers import Peer, PeerTable
 from .stats import ReadFailure
 from .watched_engine import WatchedEngine
 from .watched_requests import (
     Computed,
-    EarlyNews,
     Offered,
     Refusal,
     WantedRecord,
@@ -73,7 +73,7 @@ class EarlyRequests:
         self._faults: dict[RequestId, tuple[WatchedRequest, str]] = {}
         # The time of the poll that is under way.
         self._now_s = 0.0
-        self._news = EarlyNews()
+        self._news = WorkerNews()
         self._abandoned = AbandonedReads(peers)
         self._renewed: dict[RequestId, RemoteRequest] = {}
         self.ready: deque[Offered] = deque()
@@ -182,9 +182,9 @@ class EarlyRequests:
         renewed, self._renewed = self._renewed, {}
         return renewed
 
-    def take_news(self) -> EarlyNews:
+    def take_news(self) -> WorkerNews:
         """What the scheduler should hear since the last call."""
-        news, self._news = self._news, EarlyNews()
+        news, self._news = self._news, WorkerNews()
         return news
 
     def _advance(self, engine: WatchedEngine, now_s: float) -> None:

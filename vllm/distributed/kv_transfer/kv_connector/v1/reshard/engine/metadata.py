@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -93,7 +93,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkerNews(KVConnectorWorkerMetadata):
     """What workers tell their scheduler in one step, as soon as they know.
 
@@ -106,37 +106,31 @@ class WorkerNews(KVConnectorWorkerMetadata):
         offered_s: For how many seconds requests were offered that were received.
     """
 
-    failed: frozenset[RequestId] = frozenset()
-    begun: frozenset[RequestId] = frozenset()
-    admissible: frozenset[RequestId] = frozenset()
-    faults: Mapping[RequestId, str] = field(default_factory=dict)
-    first_tokens: Mapping[RequestId, int] = field(default_factory=dict)
-    offered_s: Mapping[RequestId, float] = field(default_factory=dict)
+    failed: set[RequestId] = field(default_factory=set)
+    begun: set[RequestId] = field(default_factory=set)
+    admissible: set[RequestId] = field(default_factory=set)
+    faults: dict[RequestId, str] = field(default_factory=dict)
+    first_tokens: dict[RequestId, int] = field(default_factory=dict)
+    offered_s: dict[RequestId, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(
-            self.failed
-            or self.begun
-            or self.admissible
-            or self.faults
-            or self.first_tokens
-            or self.offered_s
-        )
+        return any(getattr(self, each.name) for each in fields(self))
+
+    def add(self, other: WorkerNews) -> None:
+        """Take in what was seen later, or by another worker."""
+        self.failed |= other.failed
+        self.begun |= other.begun
+        self.admissible |= other.admissible
+        self.faults |= other.faults
+        self.first_tokens |= other.first_tokens
+        # Each worker has seen the offer by itself: the first of them counts.
+        for request_id, offered_s in other.offered_s.items():
+            self.offered_s[request_id] = max(offered_s, self.offered_s.get(request_id, 0.0))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """What two workers say."""
         assert isinstance(other, WorkerNews)
-        return WorkerNews(
-            self.failed | other.failed,
-            self.begun | other.begun,
-            self.admissible | other.admissible,
-            {**self.faults, **other.faults},
-            {**self.first_tokens, **other.first_tokens},
-            # Each worker has seen the offer by itself: the first of them counts.
-            {
-                request_id: max(
-                    each.get(request_id, 0.0) for each in (self.offered_s, other.offered_s)
-                )
-                for request_id in self.offered_s.keys() | other.offered_s.keys()
-            },
-        )
+        both = WorkerNews()
+        both.add(self)
+        both.add(other)
+        return both

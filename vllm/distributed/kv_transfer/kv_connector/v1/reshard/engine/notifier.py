@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from vllm.logger import init_logger
 
 from ..errors import TransferError
-from ..protocol.fingerprint import OfferFingerprint, OfferSecret
 from ..protocol.ids import RequestId
 from ..protocol.messages import (
     DoneEntry,
     GaveUpEntry,
+    Receive,
     encode_done,
     encode_gave_up,
     encode_renewals,
@@ -24,21 +23,6 @@ from ..transport.lane import Lane
 from .stats import ReshardStats
 
 logger = init_logger(__name__)
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """What one producer is told at the end of a poll.
-
-    Attributes:
-        releases: The requests that this worker is through with.
-        given_up: Those that it gives up.
-        known_as_broken: That it cannot be told is no news, for any of them.
-    """
-
-    releases: list[DoneEntry] = field(default_factory=list)
-    given_up: list[GaveUpEntry] = field(default_factory=list)
-    known_as_broken: bool = True
 
 
 class Notifier:
@@ -55,7 +39,8 @@ class Notifier:
     def __init__(self, name: str, stats: ReshardStats) -> None:
         self._name = name
         self._stats = stats
-        self._outgoing: dict[tuple[PeerConnection, str], _Outgoing] = {}
+        # What each producer is told at the end of a poll.
+        self._outgoing: dict[tuple[PeerConnection, str], list[DoneEntry | GaveUpEntry]] = {}
         # Those over which something was sent that may be on its way.
         self._talking: dict[Lane, None] = {}
 
@@ -64,41 +49,26 @@ class Notifier:
         """Whether something that was sent may be on its way."""
         return bool(self._talking)
 
-    def release(
-        self,
-        request_id: RequestId,
-        fingerprint: OfferFingerprint,
-        producers: PeerConnection,
-        *,
-        known_as_broken: bool = False,
-    ) -> None:
-        """Tell the producers of a request's blocks, by `flush`, that this worker is through.
+    def release(self, receive: Receive, producers: PeerConnection) -> None:
+        """Have the producers of a request's blocks told, by `flush`, that they need not hold them.
+
+        They are told nothing if this worker can show neither the secret nor the fingerprint of what
+        they hold.
 
         Args:
-            request_id: The request, as its producers call it.
-            fingerprint: What they should offer under that name; they release nothing without it.
-            producers: The connection with their engine.
-            known_as_broken: That they cannot be told is no news.
-        """
-        for peer, num_notifiers in producers.engine.releases:
-            outgoing = self._outgoing.setdefault((producers, peer), _Outgoing())
-            outgoing.releases.append(DoneEntry.of(request_id, num_notifiers, fingerprint))
-            outgoing.known_as_broken &= known_as_broken
-
-    def give_up(
-        self, request_id: RequestId, secret: OfferSecret, producers: PeerConnection
-    ) -> None:
-        """Tell the producers of a request's blocks, by `flush`, that this worker wants none.
-
-        Args:
-            request_id: The request, as its producers call it.
-            secret: What their offer went with.
+            receive: The request.
             producers: The connection with their engine.
         """
+        request_id = receive.remote_request_id
         for peer, num_notifiers in producers.engine.releases:
-            outgoing = self._outgoing.setdefault((producers, peer), _Outgoing())
-            outgoing.given_up.append(GaveUpEntry(request_id, num_notifiers, secret))
-            outgoing.known_as_broken = False
+            entry: DoneEntry | GaveUpEntry
+            if receive.secret is not None:
+                entry = GaveUpEntry(request_id, num_notifiers, receive.secret)
+            elif receive.fingerprint is not None:
+                entry = DoneEntry.of(request_id, num_notifiers, receive.fingerprint)
+            else:
+                return
+            self._outgoing.setdefault((producers, peer), []).append(entry)
 
     def renew(self, request_ids: Iterable[RequestId], producers: PeerConnection) -> bool:
         """Ask the producers of some requests' blocks to hold them for longer.
@@ -106,22 +76,23 @@ class Notifier:
         Returns:
             Whether each of them could be asked.
         """
-        messages = list(encode_renewals(request_ids))
-        asked = [
-            self._notify(producers, peer, messages, known_as_broken=True)
-            for peer, _ in producers.engine.releases
-        ]
-        return all(asked)
+        messages = encode_renewals(request_ids)
+        errors = [self._notify(producers, peer, messages) for peer, _ in producers.engine.releases]
+        return not any(errors)
 
     def flush(self) -> None:
         """Send what was collected: one notification to each producer, or a few long ones."""
         while self._outgoing:
             producers, peer = to = next(iter(self._outgoing))
-            outgoing = self._outgoing.pop(to)
+            entries = self._outgoing.pop(to)
             try:
-                messages = encode_done(self._name, outgoing.releases)
-                messages += encode_gave_up(self._name, outgoing.given_up)
-                self._notify(producers, peer, messages, known_as_broken=outgoing.known_as_broken)
+                done = [entry for entry in entries if isinstance(entry, DoneEntry)]
+                gave_up = [entry for entry in entries if isinstance(entry, GaveUpEntry)]
+                messages = encode_done(self._name, done) + encode_gave_up(self._name, gave_up)
+                if error := self._notify(producers, peer, messages):
+                    # That a producer which cannot be read from cannot be told either is no news.
+                    log = logger.warning if producers.lifetime.is_open else logger.debug
+                    log("%s: its blocks are freed when their lease runs out", one_line(error))
             except Exception:
                 logger.exception(
                     "%s is not told: blocks are freed when their lease runs out", quote(peer)
@@ -136,14 +107,9 @@ class Notifier:
                 del self._talking[lane]
 
     def _notify(
-        self,
-        producers: PeerConnection,
-        peer: str,
-        messages: Iterable[bytes],
-        *,
-        known_as_broken: bool = False,
-    ) -> bool:
-        """Send messages to one worker; returns whether all were taken."""
+        self, producers: PeerConnection, peer: str, messages: Iterable[bytes]
+    ) -> TransferError | None:
+        """Send messages to one worker; returns why one could not be sent, or None."""
         for message in messages:
             try:
                 producers.notify(peer, message)
@@ -152,9 +118,5 @@ class Notifier:
             except TransferError as error:
                 # The producer frees the blocks when their lease runs out.
                 self._stats.record_failed_notification()
-                if not known_as_broken:
-                    logger.warning(
-                        "%s: its blocks are freed when their lease runs out", one_line(error)
-                    )
-                return False
-        return True
+                return error
+        return None

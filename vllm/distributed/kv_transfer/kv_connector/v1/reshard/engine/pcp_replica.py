@@ -16,10 +16,9 @@ from vllm.distributed.parallel_state import get_pcp_group
 from ..errors import LocalLayoutError
 from ..protocol.ids import RequestId
 from ..protocol.quoting import quote
-from .metadata import ReshardConnectorMetadata
+from .metadata import ReshardConnectorMetadata, WorkerNews
 from .ranks import shares_over_pcp
 from .settings import Settings
-from .watched_requests import EarlyNews
 
 if TYPE_CHECKING:
     import torch
@@ -109,13 +108,9 @@ class PcpReplicaWorker:
         """Nothing, as nothing is read."""
         return {}
 
-    def take_early_news(self) -> EarlyNews:
-        """Nothing, as nothing is watched."""
-        return EarlyNews()
-
-    def take_offered(self) -> dict[RequestId, float]:
-        """Nothing, as nothing is received."""
-        return {}
+    def take_news(self) -> WorkerNews:
+        """Nothing, as nothing is watched or received."""
+        return WorkerNews()
 
     def take_stats(self) -> ReshardStats | None:
         """Nothing, as nothing is moved; what is held is counted where it is served."""

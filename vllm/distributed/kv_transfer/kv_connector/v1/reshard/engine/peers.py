@@ -144,6 +144,10 @@ class PeerTable:
         idle_limit_s: An engine that was not wanted for this long is forgotten; none ever is if this
             is not above 0.
         awaited: The engines that hold what requests wait for: they are not forgotten.
+
+    Attributes:
+        broken: The connections that broke, over which nothing more is to be posted. Whoever sees to
+            that takes them out.
     """
 
     def __init__(
@@ -166,7 +170,7 @@ class PeerTable:
         self._sweep_at_s = math.inf
         # Those of open lanes that drain.
         self._retired: list[PeerConnection] = []
-        self._broken: list[PeerConnection] = []
+        self.broken: deque[PeerConnection] = deque()
         self._handshakes: list[tuple[RemoteEngineAddress, LoweredEngine, float]] = []
         self._news: list[tuple[Peer, Exception | None]] = []
 
@@ -266,14 +270,9 @@ class PeerTable:
         # Each request of a broken one comes by here.
         if peer is not None and not peer.broken:
             self._note_break(peer, now_s)
-        if connection not in self._broken:
-            self._broken.append(connection)
+        if connection not in self.broken:
+            self.broken.append(connection)
         self._retire_lane(connection.lane, now_s)
-
-    def take_broken(self) -> list[PeerConnection]:
-        """The connections that broke since the last call, over which nothing more is posted."""
-        broken, self._broken = self._broken, []
-        return broken
 
     def take_handshakes(self) -> list[tuple[RemoteEngineAddress, LoweredEngine, float]]:
         """What was connected since the last call, and how many seconds each took."""
@@ -342,7 +341,7 @@ class PeerTable:
                 other.broken, other.lowered = True, None
                 self._stop_connecting(other, now_s)
                 if other.connection is not None:
-                    self._broken.append(other.connection)
+                    self.broken.append(other.connection)
                 self._retire(other, now_s)
                 self._sweep_by(now_s)
 

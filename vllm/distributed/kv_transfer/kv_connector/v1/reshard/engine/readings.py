@@ -64,7 +64,6 @@ class Reading(Read):
         lease_tables: Lease table rows to check once the blocks have been read.
         failure: Kind of its first failure here; None without one, or if it failed elsewhere.
         failed_in: The state in which it failed, and for how many seconds it had been in it.
-        stood_still_s: For how long its worker was stalled, in seconds.
         trace: Its trace; None where its client traces nothing.
         num_in_doubt: Number of its blocks that may still be written although it has failed.
         num_parts: Number of its parts that were begun.
@@ -84,7 +83,6 @@ class Reading(Read):
     lease_tables: Sequence[PreparedTable] = ()
     failure: ReadFailure | None = None
     failed_in: tuple[ReadState, float] = (ReadState.WAITING, 0.0)
-    stood_still_s: float = 0.0
     trace: Trace | None = None
     num_in_doubt: int = 0
     num_parts: int = 0

@@ -26,12 +26,11 @@ from ..protocol.messages import Announcement, RemoteEngineAddress
 from ..protocol.quoting import one_line, quote
 from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
-from ..transport.connection import PeerConnection
 from ..transport.lane import Lane
 from ..transport.transfers import Transfers
 from .consumer import ConsumerSide
 from .early import EarlyRequests
-from .metadata import ReshardConnectorMetadata
+from .metadata import ReshardConnectorMetadata, WorkerNews
 from .notifier import Notifier
 from .peers import Peer, PeerTable
 from .producer import ProducerSide
@@ -39,7 +38,6 @@ from .queues import taken_once_done
 from .readings import named
 from .renewals import Renewals
 from .stats import ReshardStats
-from .watched_requests import EarlyNews
 
 logger = init_logger(__name__)
 
@@ -87,7 +85,7 @@ class Report:
         failed: Requests that could not be read, each with its blocks. They may still be written
             until the request is received.
         stats: What was measured; None for nothing.
-        early: What was seen of requests that are not offered yet.
+        news: What was seen of requests that are not offered yet.
     """
 
     sent: set[RequestId] = field(default_factory=set)
@@ -95,7 +93,7 @@ class Report:
     offered_at_s: dict[RequestId, float] = field(default_factory=dict)
     failed: dict[RequestId, frozenset[int]] = field(default_factory=dict)
     stats: ReshardStats | None = None
-    early: EarlyNews = field(default_factory=EarlyNews)
+    news: WorkerNews = field(default_factory=WorkerNews)
 
     def __bool__(self) -> bool:
         return self.is_awaited or self.stats is not None
@@ -103,7 +101,7 @@ class Report:
     @property
     def is_awaited(self) -> bool:
         """True if it has request results, not only metrics."""
-        return bool(self.sent or self.received or self.failed or self.early)
+        return bool(self.sent or self.received or self.failed or self.news)
 
     def add(self, later: Report) -> None:
         """Take in what has ended since."""
@@ -111,7 +109,7 @@ class Report:
         self.received |= later.received
         self.offered_at_s |= later.offered_at_s
         self.failed |= later.failed
-        self.early.add(later.early)
+        self.news.add(later.news)
         if self.stats is None:
             self.stats = later.stats
         elif later.stats is not None:
@@ -167,7 +165,6 @@ class TransferEngine:
         self._is_asked = False
         # What is to be taken note of.
         self._news: deque[tuple[Peer, Exception | None]] = deque()
-        self._broken: deque[PeerConnection] = deque()
         # Lanes that are to be closed.
         self._ending: deque[Lane] = deque()
         # What has ended in a poll that has failed is told by the next one.
@@ -206,8 +203,7 @@ class TransferEngine:
                 logger.exception("Leases at %s are not renewed this time", quote(address.engine_id))
         self.consumer.begin(now_s, self._budget())
         self.consumer.advance(now_s, self._budget())
-        self._broken += self.peers.take_broken()
-        for connection in taken_once_done(self._broken):
+        for connection in taken_once_done(self.peers.broken):
             self.transfers.retire(connection)
         report = self._report
         report.failed |= self.consumer.take_failed()
@@ -225,7 +221,6 @@ class TransferEngine:
     def stood_still(self, for_s: float) -> None:
         """No poll was taken for so many seconds longer than was meant."""
         self.producer.stood_still(for_s)
-        self.consumer.stood_still(for_s)
         if self._early is not None:
             self._early.stood_still(for_s)
 
@@ -372,7 +367,7 @@ class TransferEngine:
             self._advance_peers(now_s)
         for refusal in taken_once_done(early.refused):
             self.consumer.refuse(refusal, now_s)
-        self._report.early.add(early.take_news())
+        self._report.news.add(early.take_news())
 
     def _renew(
         self, address: RemoteEngineAddress, request_ids: set[RequestId], now_s: float

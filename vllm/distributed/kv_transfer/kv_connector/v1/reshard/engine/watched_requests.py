@@ -147,33 +147,6 @@ class Refusal(NamedTuple):
     since_s: float
 
 
-@dataclass(slots=True)
-class EarlyNews:
-    """What the scheduler should hear.
-
-    Attributes:
-        begun: Requests of whose prompts something is computed.
-        admissible: Requests that are to have blocks now.
-        faults: Requests that will not be read, each with the reason.
-        first_tokens: The token that is told with the offer of some requests.
-    """
-
-    begun: set[RequestId] = field(default_factory=set)
-    admissible: set[RequestId] = field(default_factory=set)
-    faults: dict[RequestId, str] = field(default_factory=dict)
-    first_tokens: dict[RequestId, int] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.begun or self.admissible or self.faults or self.first_tokens)
-
-    def add(self, later: EarlyNews) -> None:
-        """Take in what was seen since."""
-        self.begun |= later.begun
-        self.admissible |= later.admissible
-        self.faults |= later.faults
-        self.first_tokens |= later.first_tokens
-
-
 def with_record(receive: Receive, address: RemoteEngineAddress, record: Record) -> Receive:
     """A request, with what its source says of it."""
     blocks = record.blocks()

@@ -54,7 +54,7 @@ from .geometry import (
     uncut_layers,
     window_groups,
 )
-from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata
+from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
 from .notifier import Notifier
 from .ownership import refuse_shared_names, shard_of_worker
 from .peers import PeerTable
@@ -64,7 +64,6 @@ from .renewals import Renewals
 from .settings import read_settings
 from .stats import ReshardStats
 from .transfer_engine import Report, SchedulerStep, TransferEngine
-from .watched_requests import EarlyNews
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -152,10 +151,8 @@ class ReshardWorker:
         )
         self._handshake_client: HandshakeClient | None = None
         self._listener: Listener | None = None
-        self._failed: dict[RequestId, frozenset[int]] = {}
-        self._early_news = EarlyNews()
-        self._offered_at_s: dict[RequestId, float] = {}
-        self._stats: ReshardStats | None = None
+        # What was collected of the thread, and not taken yet.
+        self._report = Report()
         # Known once the caches are registered.
         self._factors: dict[str, str] = {}
         self.handshake: ReshardHandshakeMetadata | None = None
@@ -236,35 +233,28 @@ class ReshardWorker:
         One that could not be read is told by `take_failed` first, and is among the received ones
         once nothing can write into its blocks any more: in the same call, or in a later one.
         """
-        report: Report = self._thread.collect()
-        self._failed |= report.failed
-        self._early_news.add(report.early)
-        self._offered_at_s |= report.offered_at_s
-        if self._stats is None:
-            self._stats = report.stats
-        elif report.stats is not None:
-            self._stats.aggregate(report.stats)
-        return report.sent, report.received
+        report = self._report
+        report.add(self._thread.collect())
+        sent, report.sent = report.sent, set()
+        received, report.received = report.received, set()
+        return sent, received
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
         """Requests that could not be read, collected since the last call, with their blocks."""
-        failed, self._failed = self._failed, {}
+        failed, self._report.failed = self._report.failed, {}
         return failed
 
-    def take_early_news(self) -> EarlyNews:
-        """What was seen of requests that are not offered yet, collected since the last call."""
-        news, self._early_news = self._early_news, EarlyNews()
-        return news
-
-    def take_offered(self) -> dict[RequestId, float]:
-        """For how many seconds requests were offered that were received since the last call."""
-        offered_at_s, self._offered_at_s = self._offered_at_s, {}
+    def take_news(self) -> WorkerNews:
+        """What the scheduler should hear beside that, collected since the last call."""
+        news, self._report.news = self._report.news, WorkerNews()
+        offered_at_s, self._report.offered_at_s = self._report.offered_at_s, {}
         now_s = self._clock()
-        return {request_id: now_s - at_s for request_id, at_s in offered_at_s.items()}
+        news.offered_s = {request_id: now_s - at_s for request_id, at_s in offered_at_s.items()}
+        return news
 
     def take_stats(self) -> ReshardStats | None:
         """What was measured since the last call."""
-        stats, self._stats = self._stats, None
+        stats, self._report.stats = self._report.stats, None
         return stats
 
     def close(self) -> None:

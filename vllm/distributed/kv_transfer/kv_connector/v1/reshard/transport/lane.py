@@ -289,7 +289,16 @@ class Lanes:
             and now_s >= at_s
         ]
         for lane in due:
-            logger.debug("A lane is closed. %s", one_line(lane.summary(now_s)))
+            summary = one_line(lane.summary(now_s))
+            # Reads that have failed were told of, and so was a lane that is cut.
+            if any(each.lifetime.in_flight for each in lane.connections) and not lane.is_forced:
+                logger.warning(
+                    "Closing a lane whose reads have not ended in time. %s Check that the engines "
+                    "it reads from run and can be reached; one that runs may have to be restarted.",
+                    summary,
+                )
+            else:
+                logger.debug("A lane is closed. %s", summary)
         self._draining = [lane for lane in self._draining if lane not in due]
         return due
 
