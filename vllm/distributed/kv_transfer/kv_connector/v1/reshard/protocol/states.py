@@ -22,7 +22,7 @@ class HeldState(Enum):
     """All readers have notified this worker."""
 
     EXPIRED = "expired"
-    """Its lease expired before that."""
+    """Its lease expired before all readers had notified this worker."""
 
     WITHDRAWN = "withdrawn"
     """It will not be offered after all."""
