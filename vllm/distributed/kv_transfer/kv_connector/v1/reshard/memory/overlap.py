@@ -153,7 +153,7 @@ def overlap(
         chunk_starts, src_ids, dst_ids = chunk_starts[order], src_ids[order], dst_ids[order]
         least_step = int(_steps(src_ids).min())
     if least_step > 0:
-        # No two chunks share a block.
+        # No two chunks share a source block.
         first_chunks = np.arange(len(src_ids))
         return Overlap(src, dst, chunk_starts, src_ids, dst_ids, src_ids, first_chunks)
     first_chunks = np.flatnonzero(np.concatenate(([1], _steps(src_ids))))
