@@ -38,7 +38,7 @@ _MAX_ROWS = 1 << 20
 
 
 def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
-    """Lower a planned read to legs: one for each shape of block among its layers.
+    """Lower a planned read to legs: one for each shape that its planes have.
 
     Args:
         read: The read.
