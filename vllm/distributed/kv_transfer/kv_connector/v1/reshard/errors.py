@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of resharding, told apart by their side: ours or the peer's."""
+"""Errors of resharding, named by the side at fault: this engine or the peer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ ASK_FOR_UPSTREAMS = (
     f"with one pipeline stage, set kv_connector_module_path to {_UPSTREAMS_MODULE} on both "
     "engines, for upstream's"
 )
-"""The remedy where upstream's connector may serve what this one cannot, which is known too late to
-leave it to that one: when workers have their caches."""
+"""Remedy where upstream's connector may serve what this one cannot. That is known only when workers
+have their caches, too late to fall back to upstream's automatically."""
 
 MEET_UPSTREAMS = (
     "see why in that engine's log, where it was left to upstream's ('Using upstream's "
     "NixlConnector'), and leave out what the line names, or set kv_connector_module_path to "
     f"{_UPSTREAMS_MODULE} on the other one, too"
 )
-"""The remedy where one of two engines runs upstream's connector. Said at both of them."""
+"""Remedy where one of two engines runs upstream's connector. Both engines report it."""
 
 
 class LocalLayoutError(ReshardError):
@@ -30,23 +30,23 @@ class LocalLayoutError(ReshardError):
 
 
 class RemoteLayoutError(ReshardError):
-    """What the peer says of itself does not cover what this engine needs."""
+    """The peer's description of itself does not cover this engine's needs."""
 
 
 class RemoteHandshakeError(ReshardError):
-    """The peer's side channel said nothing that this engine can use."""
+    """The peer's side channel gave no answer that this engine can use."""
 
 
 class RemoteUnreachableError(RemoteHandshakeError):
-    """The peer could not be connected to, or did not answer in time."""
+    """No connection to the peer was possible, or it did not answer in time."""
 
 
 class RemoteUntrustedError(RemoteHandshakeError):
-    """The peer's address is in none of the networks that this engine may ask in."""
+    """The peer's address is in none of the networks that this engine may contact."""
 
 
 class RemoteRefusedError(RemoteHandshakeError):
-    """The peer understood that it was asked, and declined."""
+    """The peer understood the handshake and declined it."""
 
 
 class RemoteIncompatibleError(RemoteHandshakeError):
@@ -54,11 +54,11 @@ class RemoteIncompatibleError(RemoteHandshakeError):
 
 
 class RemoteEngineChangedError(RemoteHandshakeError):
-    """Another engine than the expected one answers at the peer's address.
+    """An engine other than the expected one answers at the peer's address.
 
     Args:
-        message: What there is to say.
-        found: The engine that answers; empty where it has not said.
+        message: The error's text.
+        found: Id of the engine that answers; empty if it gave none.
     """
 
     def __init__(self, message: str, found: str = "") -> None:
@@ -75,8 +75,8 @@ class ConnectorThreadError(RuntimeError):
 
 
 class TransferError(RuntimeError):
-    """NIXL could not do what it was asked to; the message names the peer and the operation."""
+    """A NIXL operation failed; the message names the peer and the operation."""
 
 
 class InDoubtError(TransferError):
-    """NIXL refused a read that it had begun: what it has read of it may still arrive."""
+    """NIXL refused a read that it had begun, so some of its bytes may still arrive."""

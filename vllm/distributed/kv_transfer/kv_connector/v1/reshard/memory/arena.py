@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which bytes of an arena are in use: first fit, with free neighbours joined."""
+"""Allocator for the bytes of an arena: first fit, with free neighbours joined."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Span:
     """A stretch of an arena, half-open.
 
     Attributes:
-        start_bytes: Where it begins, counted from the arena's beginning.
-        stop_bytes: Where it ends.
+        start_bytes: Offset of its start in the arena.
+        stop_bytes: Offset of its end in the arena.
     """
 
     start_bytes: int
@@ -28,8 +28,8 @@ class Span:
 class ArenaAllocator:
     """Hands out spans of an arena.
 
-    It knows numbers only, not the memory. A span stays in use until it is freed, so that one into
-    which something may still write is never handed out again.
+    It handles offsets only, not the memory. A span stays in use until it is freed, so a span that
+    may still be written to is never handed out again.
 
     Args:
         size_bytes: Size of the arena.
@@ -38,23 +38,23 @@ class ArenaAllocator:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._in_use: set[Span] = set()
-        # Start and stop of every free stretch, ordered; no two of them adjoin.
+        # Start and stop of every free stretch, in order; no two of them adjoin.
         self._free: list[tuple[int, int]] = [(0, size_bytes)] if size_bytes else []
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that no span holds; not necessarily in one stretch."""
+        """Number of bytes in no span, not necessarily in one stretch."""
         return sum(stop - start for start, stop in self._free)
 
     def allocate(self, size_bytes: int, alignment_bytes: int = 1) -> Span | None:
-        """Take a span.
+        """Allocate a span.
 
         Args:
-            size_bytes: Its size; at least 1.
-            alignment_bytes: Its start is a multiple of this, which may be any number.
+            size_bytes: Size of the span; at least 1.
+            alignment_bytes: Divisor of the span's start; not necessarily a power of two.
 
         Returns:
-            The span, or None where no free stretch can hold it.
+            The span, or None if no free stretch can hold it.
         """
         assert size_bytes > 0, f"a span of {size_bytes} bytes"
         for position, (start, stop) in enumerate(self._free):
@@ -68,7 +68,7 @@ class ArenaAllocator:
         return None
 
     def free(self, span: Span) -> None:
-        """Give a span back that is in use."""
+        """Return a span that is in use."""
         self._in_use.remove(span)
         start, stop = span.start_bytes, span.stop_bytes
         position = bisect_left(self._free, (start, stop))

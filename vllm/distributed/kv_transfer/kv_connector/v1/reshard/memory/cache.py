@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the bytes of a rank's KV cache lie in memory.
+"""Memory layout of a rank's KV cache.
 
-A layer's cache is some *planes*: keys and values, or both where they lie side by side, or the
-latent of MLA. A plane is a row of blocks, and a block's *page* holds some heads of some tokens.
-However the tensor looks, a plane is an address and three strides:
+A layer's cache consists of *planes*: one of keys and one of values, or a single one that holds both
+side by side or the MLA latent. A plane is a row of blocks, and a block's *page* holds some heads of
+some tokens. Whatever the tensor's shape, a plane is an address and three strides:
 
     tensor shape                                     block stride    head stride    slot stride
     [blocks, heads, tokens, key and value]  HND      H*T*S           T*S            S
@@ -16,20 +16,20 @@ However the tensor looks, a plane is an address and three strides:
     [blocks, layers, 2, heads, tokens, size]         L*2*H*T*S       T*S            S
     [blocks, tokens, size]                  MLA      T*S             T*S            S
 
-with `S` the bytes of one head of one token in a plane, its *slot*.
+with `S` the bytes of a *slot*: one head of one token in a plane.
 
-A slot may stand for several tokens: caches that are compressed keep one state of so many. Where a
-backend arranges the tokens of a block as it likes, the slot is all of them: it is moved as a whole,
-and what is inside need not be known.
+A slot may stand for several tokens: compressed caches keep one state for several tokens. If a
+backend arranges the tokens of a block in its own way, one slot holds all of them and moves as a
+whole, so that its inside need not be known.
 
-Recurrent state is kept in planes, too, each of them a component that is split by a rule of its own.
-Its block holds a whole sequence, and what is written as heads and tokens is then
+Recurrent state is kept in planes, too: one for each component, because each is split by its own
+rule. Its block holds the state of a whole sequence, and heads and tokens then mean
 
     component                                          heads         tokens
     state of Mamba, or of linear attention             heads         1
     last inputs of a convolution, `R` of each channel  channels      `R` rows
 
-with several channels to a unit where the convolution feeds heads or groups:
+with several channels in a unit if the convolution feeds heads or groups:
 
     tensor shape                  block stride    head stride    slot stride
     [blocks, channels, rows]  DS  page            R*S            S
@@ -47,7 +47,7 @@ from ..plan.shards import Layer
 
 
 class Order(Enum):
-    """Which axis of a contiguous run of heads and tokens varies slowest."""
+    """The axis of a contiguous run of heads and tokens that varies slowest."""
 
     HEAD_MAJOR = "head-major"
     TOKEN_MAJOR = "token-major"
@@ -58,17 +58,17 @@ class Plane:
     """One plane of one layer on one rank.
 
     Attributes:
-        address: Where block 0 begins.
-        block_stride_bytes: From one block to the next.
-        head_stride_bytes: From one head to the next, within a block.
-        slot_stride_bytes: From one slot to the next of a head, within a block.
+        address: Address of block 0.
+        block_stride_bytes: Distance from one block to the next.
+        head_stride_bytes: Distance from one head to the next, within a block.
+        slot_stride_bytes: Distance from one slot of a head to the next, within a block.
         slot_bytes: Size of a slot, which is contiguous.
-        num_heads: Heads that the rank holds.
-        block_tokens: Tokens in a block.
-        slot_tokens: Tokens that have a slot of a head in common; a divisor of `block_tokens`.
-        heads_per_unit: Heads that are one unit of the plan, and always move together.
-        per_sequence: A block holds the state of a whole sequence, of whatever length. What counts
-            as its tokens are rows of that state.
+        num_heads: Number of heads that the rank holds.
+        block_tokens: Number of tokens in a block.
+        slot_tokens: Number of tokens that share a slot of a head; a divisor of `block_tokens`.
+        heads_per_unit: Number of heads in one unit of the plan; they always move together.
+        per_sequence: True if a block holds the state of a whole sequence, of any length. Its
+            tokens are then rows of that state.
     """
 
     address: int
@@ -83,7 +83,7 @@ class Plane:
     per_sequence: bool = False
 
     def orders(self, num_heads: int, num_tokens: int) -> frozenset[Order]:
-        """In which orders a run of heads and tokens, aligned within a block, is contiguous.
+        """Return the orders in which an aligned run of heads and tokens is contiguous in a block.
 
         A run of one head or one slot is the same in both orders.
         """
@@ -106,11 +106,11 @@ class Plane:
         return frozenset(orders)
 
     def offset_bytes(self, head: int, token: int) -> int:
-        """Where a head's run that begins at a token begins, within a block.
+        """Return the offset within a block of a head's slot.
 
         Args:
             head: Position within the rank's heads.
-            token: Position within the block, of the first token of a slot.
+            token: Position within the block of the slot's first token.
         """
         return head * self.head_stride_bytes + token // self.slot_tokens * self.slot_stride_bytes
 
@@ -121,14 +121,14 @@ class LayerCache:
 
     Attributes:
         planes: Keys and values, or both in one, or the latent, in this order on both sides.
-        group: The KV-cache group that the layer belongs to on this engine. Block ids are per group.
-        blocks_per_id: Blocks that one block id of the scheduler stands for, one after another. More
-            than 1 where the attention kernel wants smaller blocks than the scheduler allocates.
-        meaning: What must be equal at both ends for the bytes of a slot to mean the same, by name;
-            strides need not be.
-        keys_lead: A slot begins with a key or is one, and a value follows or has a plane of its
-            own. Engines do not tell it each other: where one knows it, and what the bytes mean is
-            the same at the other, it is so there.
+        group: The layer's KV-cache group on this engine. Block ids are per group.
+        blocks_per_id: Number of consecutive blocks that one block id of the scheduler stands for.
+            More than 1 if the attention kernel uses smaller blocks than the scheduler allocates.
+        meaning: Named values that must be equal at both ends for the bytes of a slot to mean the
+            same; strides need not be.
+        keys_lead: True if a slot is a key or begins with one, and the value follows it or has its
+            own plane. Engines do not exchange this: if it holds at one engine, and `meaning` is
+            equal at the other, it holds there too.
     """
 
     planes: tuple[Plane, ...]
@@ -143,10 +143,10 @@ class RankCache:
     """The KV cache of one rank.
 
     Attributes:
-        num_block_ids: Block ids of the scheduler, each of which stands for `blocks_per_id` blocks
+        num_block_ids: Number of the scheduler's block ids; each stands for `blocks_per_id` blocks
             in every plane of a layer.
-        device_id: The memory's device, as NIXL numbers it.
-        layers: The cache of each layer that the rank holds.
+        device_id: NIXL's number of the memory's device.
+        layers: Cache of each layer that the rank holds.
     """
 
     num_block_ids: int

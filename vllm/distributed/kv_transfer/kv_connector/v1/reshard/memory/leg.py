@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Legs: reads made ready, and from a request's block ids to indices of their descriptors.
+"""Legs: reads lowered to descriptors, and the way from block ids to descriptor indices.
 
-A read becomes a *leg*: two lists of descriptors, one at each end, with the same meaning at the same
-index. Each list has strided rows, each of which stands for a piece of a block in all blocks:
+A read becomes a *leg*: two lists of descriptors, one at each end, where equal indices belong
+together. A list has strided rows; each row stands for one piece of a block, in all blocks:
 
     index = row * num_blocks + block id
 
-Blocks of the two ends are matched by the position of their tokens in the sequence, not one by one.
-Where ranks share tokens out, those of a run take the place of those of a block at that end, unless
-the other has the very same share: rows stand for tokens of the sequence that adjoin at both ends.
+Blocks of the two ends are matched by the positions of their tokens in the sequence, not one by one.
+If ranks share tokens out, a run of a share counts instead of a block at that end, unless the other
+end has the same share: a row stands for tokens that adjoin in the sequence at both ends.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Indices: TypeAlias = npt.NDArray[np.int32]
 """Descriptor indices of one end, shape (descriptors,)."""
 
 MAX_DESCRIPTORS = int(np.iinfo(np.int32).max)
-"""Descriptors of one list: NIXL's indices are signed numbers of 32 bits."""
+"""Most descriptors of one list: NIXL's indices are signed 32-bit numbers."""
 
 
 def side_by_side(address: int, size_bytes: int, device_id: int, count: int) -> Rows:
-    """One row: so many descriptors of one size, each where the one before it ends."""
+    """Return one row of `count` descriptors of one size, each starting where the last ends."""
     return np.array([(address, size_bytes, device_id, size_bytes, count)], dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Heads and tokens that one descriptor moves."""
+    """The heads and tokens that one descriptor moves."""
 
     num_heads: int
     num_tokens: int
@@ -53,12 +53,11 @@ class LegEnd:
     """One end of a leg.
 
     Attributes:
-        rows: The strided descriptors; the rows of one plane stand together, those of one head run
-            within a plane too, ordered by token.
-        num_blocks: Blocks that each row stands for.
-        block_tokens: Tokens in a block.
-        runs_per_block: Rows of one head run: runs of tokens in a block.
-        blocks_per_id: Blocks that one block id of the scheduler stands for.
+        rows: Strided descriptors, grouped by plane, then by head run, and ordered by token.
+        num_blocks: Number of blocks that each row stands for.
+        block_tokens: Number of tokens in a block.
+        runs_per_block: Number of token runs in a block, which are the rows of one head run.
+        blocks_per_id: Number of blocks that one block id of the scheduler stands for.
     """
 
     rows: Rows
@@ -69,28 +68,28 @@ class LegEnd:
 
     @property
     def tokens_per_id(self) -> int:
-        """Tokens in a block of the scheduler's, as many as one rank has."""
+        """Tokens that one rank holds of a block of the scheduler."""
         return self.block_tokens * self.blocks_per_id
 
     @property
     def num_descriptors(self) -> int:
-        """Descriptors that the rows stand for."""
+        """Number of descriptors that the rows stand for."""
         return len(self.rows) * self.num_blocks
 
     @property
     def may_adjoin(self) -> bool:
-        """Whether runs of a block, or of two blocks, may adjoin."""
+        """True if runs of one block or of two blocks may adjoin."""
         return self.runs_per_block > 1 or bool(self.rows[0, 3] == self.rows[0, 1])
 
     @property
     def shape(self) -> Hashable:
-        """How one run of heads lies in the blocks, wherever these are."""
+        """Layout of one head run in the blocks, independent of their address."""
         rows = self.rows[: self.runs_per_block].copy()
         rows[:, 0] -= rows[0, 0]
         return self.block_tokens, rows.tobytes()
 
     def addresses(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where descriptors begin, by their indices; of the same shape."""
+        """Return the addresses of descriptors by their indices; same shape."""
         row, block = np.divmod(indices, self.num_blocks)
         address, stride = self.rows[row, 0].astype(np.int64), self.rows[row, 3].astype(np.int64)
         found: npt.NDArray[np.int64] = address + block * stride
@@ -99,13 +98,13 @@ class LegEnd:
 
 @dataclass(frozen=True, slots=True)
 class PlanePair:
-    """One plane of a layer at both ends, with what is the layer's there.
+    """One plane of a layer at both ends.
 
     Attributes:
         src: The plane at the source.
-        dst: The same at the destination.
-        groups: The layer's KV-cache groups, at the source and at the destination.
-        blocks_per_id: Blocks of the layer that one block id stands for, at both.
+        dst: The plane at the destination.
+        groups: The layer's KV-cache groups at the source and at the destination.
+        blocks_per_id: Number of the layer's blocks that one block id stands for, at each end.
     """
 
     src: Plane
@@ -116,10 +115,10 @@ class PlanePair:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a request moves of the planes of one pair of KV-cache groups.
+    """The planes and chunks that a request moves for one pair of KV-cache groups.
 
     Attributes:
-        overlap: What its blocks have in common there.
+        overlap: Overlap of the request's blocks in the two groups.
         planes: Positions of the planes in the leg; shape (planes,), int64.
     """
 
@@ -129,17 +128,17 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A read made ready for transfer.
+    """A read, or some of its layers, lowered to descriptors.
 
     Attributes:
         read: The read.
-        pairs: Its planes, all alike in their shapes.
-        run: What one descriptor moves.
+        pairs: Its planes, all of the same shape.
+        run: Heads and tokens that one descriptor moves.
         src: The source's end.
         dst: The destination's end.
         planes_by_groups: For each pair of a source and a destination KV-cache group, the positions
             of the planes of its layers; shape (planes,), int64.
-        shape: Equal for legs whose runs of heads lie alike: what is counted of one is true of all.
+        shape: Key for cached counts; equal for legs with the same layout of head runs.
     """
 
     read: Read
@@ -162,31 +161,31 @@ class Leg:
 
     @property
     def per_sequence(self) -> bool:
-        """Whether a block holds a whole sequence's state."""
+        """True if a block holds the state of a whole sequence."""
         return self.pairs[0].dst.per_sequence
 
     @property
     def num_heads(self) -> int:
-        """Heads that are read of each plane."""
+        """Number of heads to read of each plane."""
         return self.read.num_units * self.pairs[0].dst.heads_per_unit
 
     @property
     def src_head_offset(self) -> int:
-        """Position of the first of them within the source's planes."""
+        """Position of the first head to read within the source's planes."""
         return self.read.src_unit_offset * self.pairs[0].dst.heads_per_unit
 
     @property
     def dst_head_offset(self) -> int:
-        """Position of the first of them within the destination's planes."""
+        """Position of the first head to read within the destination's planes."""
         return self.read.dst_unit_offset * self.pairs[0].dst.heads_per_unit
 
     def select(
         self, src_blocks: Sequence[BlockSpan], dst_blocks: Sequence[BlockSpan]
     ) -> list[Selection]:
-        """What a request's blocks have in common; nothing of groups where that is nothing.
+        """Return what a request moves; pairs of groups without an overlap are left out.
 
         Args:
-            src_blocks: The request's blocks at the source, one span for each of its groups.
+            src_blocks: The request's blocks at the source, one span for each KV-cache group.
             dst_blocks: The same at the destination.
         """
         return self.selections(
@@ -201,10 +200,11 @@ class Leg:
     def selections(
         self, overlap_of: Callable[[tuple[int, int]], Overlap | None]
     ) -> list[Selection]:
-        """As `select`, where others tell what the blocks of two groups have in common.
+        """Return the same as `select`, with overlaps from the caller.
 
         Args:
-            overlap_of: Takes a group at the source and one at the destination.
+            overlap_of: Function from a source and a destination group to the overlap of their
+                blocks, or to None.
         """
         return [
             Selection(common, planes)
@@ -213,7 +213,7 @@ class Leg:
         ]
 
     def indices(self, selections: Sequence[Selection]) -> tuple[Indices, Indices]:
-        """The descriptors that move what was selected.
+        """Return the descriptor indices of selections.
 
         Returns:
             Indices at the source and at the destination, of equal length.
@@ -229,14 +229,14 @@ class Leg:
         return _as_indices(src_parts), _as_indices(dst_parts)
 
     def num_descriptors(self, selections: Sequence[Selection]) -> int:
-        """Descriptors that move what was selected, before any are merged."""
+        """Count the descriptors of selections, before merging."""
         return self._runs_per_chunk * self._head_runs_per_plane * count_chunks(selections)
 
     def num_merged(self, selections: Sequence[Selection]) -> int:
-        """Descriptors that are left once those are merged that adjoin at both ends.
+        """Count the descriptors that are left after merging those that adjoin at both ends.
 
-        NIXL merges those that follow one another. That is done here for the first run of heads
-        only: the others lie in memory as it does.
+        NIXL merges consecutive ones. Only the first head run is counted here: the others have the
+        same layout.
         """
         if not (self.src.may_adjoin and self.dst.may_adjoin):
             return self.num_descriptors(selections)
@@ -247,16 +247,16 @@ class Leg:
 
     @property
     def _runs_per_chunk(self) -> int:
-        """Runs of tokens in a chunk."""
+        """Number of token runs in a chunk."""
         return self.chunk_tokens // self.run.num_tokens
 
     @property
     def _head_runs_per_plane(self) -> int:
-        """Runs of heads that are read of each plane."""
+        """Number of head runs to read of each plane."""
         return self.num_heads // self.run.num_heads
 
     def _num_merged(self, selection: Selection) -> int:
-        """The same of the first run of heads."""
+        """Count the merged descriptors of the first head run."""
         ends = self._descriptors(selection, np.zeros(1, dtype=np.int64))
         addresses = self.src.addresses(ends[0]), self.dst.addresses(ends[1])
         return count_merged(addresses, int(self.src.rows[0, 1]))
@@ -264,7 +264,7 @@ class Leg:
     def _descriptors(
         self, selection: Selection, head_runs: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The descriptors of both ends for some runs of heads, by run of heads."""
+        """Return the descriptors of some head runs at both ends, ordered by head run."""
         common = selection.overlap
         return (
             self._descriptors_at(self.src, common.src, common.src_block_ids, common, head_runs),
@@ -279,9 +279,9 @@ class Leg:
         common: Overlap,
         head_runs: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.int64]:
-        """The descriptors of one end; `block_ids` are those of the chunks there."""
+        """Return the descriptors of one end; `block_ids` has the block of each chunk there."""
         rows = head_runs[:, np.newaxis] * end.runs_per_block
-        # Where a block is a single run, so is a chunk.
+        # If a block is a single run, so is a chunk.
         if end.runs_per_block > 1:
             tokens = span.places(common.chunk_starts) % end.block_tokens
             rows = rows + _expand(tokens // self.run.num_tokens, self._runs_per_chunk)
@@ -291,16 +291,16 @@ class Leg:
 
 
 def count_chunks(selections: Sequence[Selection]) -> int:
-    """How many chunks were selected, in all planes."""
+    """Count the selected chunks in all planes."""
     return sum(len(each.planes) * len(each.overlap.chunk_starts) for each in selections)
 
 
 def count_merged(addresses: Sequence[npt.NDArray[np.int64]], length_bytes: int) -> int:
-    """How many are left of equally long descriptors when those that adjoin are merged.
+    """Count the descriptors that are left after merging equally long ones that adjoin.
 
     Args:
-        addresses: Where they begin, at each end; shape (descriptors,) each.
-        length_bytes: Of each.
+        addresses: Addresses of the descriptors at each end; shape (descriptors,) each.
+        length_bytes: Length of every descriptor.
     """
     if not len(addresses[0]):
         return 0
@@ -309,7 +309,7 @@ def count_merged(addresses: Sequence[npt.NDArray[np.int64]], length_bytes: int) 
 
 
 def _expand(starts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """For each start so many numbers in a row that begin there."""
+    """Replace each start by `count` consecutive numbers that begin with it."""
     if count == 1:
         return starts
     expanded: npt.NDArray[np.int64] = (starts[:, np.newaxis] + np.arange(count)).ravel()

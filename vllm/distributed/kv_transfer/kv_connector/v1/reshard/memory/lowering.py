@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a planned read to the descriptors of a leg, once for each peer.
+"""Lowering: from a planned read to the descriptors of a leg, once for each peer.
 
-A descriptor of a leg (`leg`) is a *run* of heads and tokens that is contiguous at both ends, the
-largest that is. Each list has one strided row for each run of a block, so that preparing it costs
-the same for any number of blocks. What a row is depends on how the two ends differ (`T` tokens in a
-block, `n` heads to read):
+A descriptor of a leg (`leg`) is a *run* of heads and tokens: the largest that is contiguous at both
+ends. Each list has one strided row for each run of a block, so preparing it costs the same for any
+number of blocks. The run depends on how the two ends differ (`T` tokens in a block, `n` heads to
+read):
 
     both ends                            run                    rows of a plane
     HND, same T                          n heads x T tokens     1
@@ -13,9 +13,9 @@ block, `n` heads to read):
     NHD, some heads                      n heads x 1 token      T
     HND and NHD                          1 head x 1 token       n * T
 
-Where a slot stands for several tokens, a run has that many at least, and `T` counts slots. Where
-keys and values lie side by side at one end, and are planes of their own at the other, they are two
-planes at both, whose slots do not adjoin: a run is one slot.
+If a slot stands for several tokens, a run has at least that many, and `T` counts slots. If keys and
+values lie side by side at one end and in separate planes at the other, they count as two planes at
+both. Slots of the first end then do not adjoin, so a run is one slot.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from .leg import MAX_DESCRIPTORS, Leg, LegEnd, PlanePair, Run
 from .overlap import tokens_of_chunk
 
 _MAX_ROWS = 1 << 20
-"""Rows of one list: more than any model has runs in a block, and few enough to be written down."""
+"""Most rows of one list: more than the runs of any model's block, and few enough to build."""
 
 
 def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
-    """Turn a planned read into legs: one, unless its layers differ in the shape of their blocks.
+    """Lower a planned read to legs: one for each shape that its planes have.
 
     Args:
         read: The read.
-        src: The cache of `read.src_rank`.
-        dst: The cache of `read.dst_rank`.
+        src: Cache of `read.src_rank`.
+        dst: Cache of `read.dst_rank`.
 
     Raises:
-        RemoteLayoutError: The two caches differ in their planes, or in what makes a slot.
+        RemoteLayoutError: The planes or slots of the two caches do not match.
         LocalLayoutError: A list would have more descriptors than NIXL's indices can count.
     """
     pairs_by_shape: dict[tuple[Run, tuple[int, int], Plane, Plane], list[PlanePair]] = defaultdict(
@@ -61,10 +61,10 @@ def lower_read(read: Read, src: RankCache, dst: RankCache) -> tuple[Leg, ...]:
 
 
 def _leg(read: Read, run: Run, pairs: Sequence[PlanePair], src: RankCache, dst: RankCache) -> Leg:
-    """Write both lists for planes that are alike."""
+    """Build the leg of planes that have one shape."""
     planes: dict[tuple[int, int], list[int]] = defaultdict(list)
     src_blocks_per_id, dst_blocks_per_id = pairs[0].blocks_per_id
-    # The same at both ends.
+    # Equal at both ends.
     heads_per_unit = pairs[0].dst.heads_per_unit
     slice_ = read.num_units * heads_per_unit, run
     for position, pair in enumerate(pairs):
@@ -98,7 +98,7 @@ def _leg(read: Read, run: Run, pairs: Sequence[PlanePair], src: RankCache, dst: 
 
 
 def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[PlanePair]:
-    """Match a layer's planes by position, where one end has them apart at both."""
+    """Match a layer's planes by position, splitting keys and values if one end has them apart."""
     src_layer, dst_layer = src.layers[layer], dst.layers[layer]
     groups = src_layer.group, dst_layer.group
     blocks_per_id = src_layer.blocks_per_id, dst_layer.blocks_per_id
@@ -129,11 +129,11 @@ def _paired_planes(layer: Layer, src: RankCache, dst: RankCache) -> Iterator[Pla
 
 
 def _apart(planes: tuple[Plane, ...], others: tuple[Plane, ...]) -> tuple[Plane, ...]:
-    """Keys and values that lie side by side as two planes, where the other end has them so.
+    """Split a plane of keys and values into two if the other end has two.
 
     Args:
-        planes: Of a layer at one end; a slot of theirs begins with a key.
-        others: The same layer's at the other end.
+        planes: A layer's planes at one end; their slots begin with a key.
+        others: The layer's planes at the other end.
     """
     if len(planes) != 1 or len(others) != 2:
         return planes
@@ -147,7 +147,7 @@ def _apart(planes: tuple[Plane, ...], others: tuple[Plane, ...]) -> tuple[Plane,
 
 
 def _page_kind(plane: Plane) -> tuple[object, ...]:
-    """What must be equal at both ends for a plane's blocks to be matched."""
+    """Return the properties of a plane that must be equal at both ends."""
     return (
         plane.slot_tokens,
         plane.per_sequence,
@@ -166,7 +166,7 @@ def _page_text(plane: Plane) -> str:
 
 
 def _common_run(read: Read, layer: Layer, pair: PlanePair) -> Run:
-    """The largest run that is contiguous, in one order, at both ends."""
+    """Return the largest run that is contiguous at both ends in the same order."""
     num_heads, slot_tokens = read.num_units * pair.dst.heads_per_unit, pair.dst.slot_tokens
     num_tokens = tokens_of_chunk(
         read.src_tokens, read.dst_tokens, pair.src.block_tokens, pair.dst.block_tokens
@@ -182,7 +182,7 @@ def _common_run(read: Read, layer: Layer, pair: PlanePair) -> Run:
         Run(heads, tokens) for heads in (num_heads, 1) for tokens in (num_tokens, slot_tokens)
     ]
     candidates.sort(key=lambda run: run.num_heads * run.num_tokens, reverse=True)
-    # There always is one: a slot.
+    # There is always one: a single slot.
     return next(
         run
         for run in candidates
@@ -203,11 +203,11 @@ def write_end(
 
     Args:
         planes: The planes, all of one shape.
-        cache: Whose they are.
-        blocks_per_id: Blocks of theirs that one block id stands for.
-        head_offset: The first head, within the planes.
-        num_heads: How many heads.
-        run: What one descriptor is to move; it must be contiguous.
+        cache: The rank's cache that has these planes.
+        blocks_per_id: Number of their blocks that one block id stands for.
+        head_offset: Position of the first head within the planes.
+        num_heads: Number of heads.
+        run: Heads and tokens that one descriptor moves; must be contiguous.
 
     Raises:
         LocalLayoutError: There would be more descriptors than NIXL's indices can count.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's blocks at two ends have in common.
+"""Overlaps: the tokens that a request's blocks have at both ends.
 
-It depends on the sizes of blocks, on the request and on the tokens that each end holds, and on
-nothing else of a read: however many ranks a request is read from, and whether directly or by way of
-an arena, it is computed once.
+An overlap depends only on the block sizes, on the request and on the tokens that each end holds. So
+it is computed once, however many ranks the request is read from, and both for direct and for staged
+reads.
 
-A rank that is dealt a share of a sequence has its own tokens in its blocks one after another. Its
-*position* counts these, and where they are in the sequence is another matter:
+A rank that holds a share of a sequence has its own tokens in its blocks one after another. A
+token's *position* counts these, which differs from its place in the sequence:
 
     token of the sequence        0   1   2   3   4   5   6   7   8   9   10  11
     position, share 1 of 3 by 2          0   1                   2   3
@@ -29,9 +29,9 @@ class BlockSpan:
     """The blocks that hold a stretch of a sequence at one end, in one KV-cache group.
 
     Attributes:
-        block_ids: Shape (blocks,), int64, in the order of the sequence.
-        start_token: Position of the first token of the first block, among those of the share.
-        tokens: Which tokens of the sequence the blocks have. A block has whole runs of them.
+        block_ids: Ids of the blocks, in the order of the sequence; shape (blocks,), int64.
+        start_token: Position within the share of the first block's first token.
+        tokens: Share of the sequence's tokens that the blocks hold, in whole runs for each block.
     """
 
     block_ids: npt.NDArray[np.int64]
@@ -39,10 +39,10 @@ class BlockSpan:
     tokens: TokenShare = ALL_TOKENS
 
     def places(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """How far tokens of the share are behind the first one of the first block.
+        """Return the positions of tokens of the share, counted from the first block's first token.
 
         Args:
-            tokens: By their places in the sequence; shape (tokens,).
+            tokens: Places of the tokens in the sequence; shape (tokens,).
         """
         if not self.tokens.is_all:
             run_tokens = self.tokens.run_tokens
@@ -51,7 +51,7 @@ class BlockSpan:
         return places
 
     def stretch(self, block_tokens: int) -> tuple[int, int]:
-        """Where in the sequence the blocks begin and end, with so many tokens of the share each."""
+        """Return where in the sequence the blocks start and stop, given their size in tokens."""
         start, stop = self.start_token, self.start_token + len(self.block_ids) * block_tokens
         return start * self.tokens.num_shares, stop * self.tokens.num_shares
 
@@ -60,19 +60,20 @@ class BlockSpan:
 class Overlap:
     """The tokens that a request has at both ends, in one pair of KV-cache groups.
 
-    They are cut into *chunks*: tokens that follow one another in the sequence, and in one block at
-    both ends.
+    They are cut into *chunks*: consecutive tokens of the sequence that lie in one block at each
+    end.
 
     Attributes:
         src: The request's blocks at the source.
         dst: The same at the destination.
-        chunk_starts: Where in the sequence the chunks begin, at least one; shape (chunks,), int64.
-            They are in the order of the source's memory, so that adjoining blocks are adjoining
-            chunks. Where both ends have the same share, that is their sequence.
+        chunk_starts: Places in the sequence where the chunks begin, at least one; shape (chunks,),
+            int64. They are in the order of the source's memory, so that adjoining blocks are
+            adjoining chunks. If both ends have the same share, they are positions within it.
         src_block_ids: The source's block of each chunk, ascending; shape (chunks,), int64.
         dst_block_ids: The destination's block of each chunk; shape (chunks,), int64.
-        src_blocks: The same blocks, each once; shape (blocks,), int64.
-        first_chunks: Which chunk is the first of each of them; shape (blocks,), int64.
+        src_blocks: The source's blocks without repetition; shape (blocks,), int64.
+        first_chunks: Index of the first chunk of each block in `src_blocks`; shape (blocks,),
+            int64.
     """
 
     src: BlockSpan
@@ -85,24 +86,24 @@ class Overlap:
     _counts: dict[Hashable, int] = field(default_factory=dict, repr=False)
 
     def count(self, key: Hashable, count: Callable[[], int]) -> int:
-        """A number that depends on the overlap and on a key, computed once for equal keys."""
+        """Return a number that depends on the overlap and a key, computed once for each key."""
         if key not in self._counts:
             self._counts[key] = count()
         return self._counts[key]
 
     @property
     def num_src_runs(self) -> int:
-        """Runs of blocks that adjoin at the source."""
+        """Number of runs of blocks that adjoin at the source."""
         return self.count(
             "source's runs", lambda: 1 + int(np.count_nonzero(_steps(self.src_blocks) != 1))
         )
 
     def part(self, first: int, stop: int) -> Overlap:
-        """What some of the source's blocks hold of it.
+        """Return the part of the overlap that lies in some of the source's blocks.
 
         Args:
-            first: Position of the first one in `src_blocks`.
-            stop: Position behind the last one; beyond the end for all that are left.
+            first: Index of the first block in `src_blocks`.
+            stop: Index after the last block; past the end for all remaining blocks.
         """
         edges = self.first_chunks[first : stop + 1]
         end = int(edges[-1]) if stop < len(self.src_blocks) else len(self.chunk_starts)
@@ -121,13 +122,13 @@ class Overlap:
 def overlap(
     src: BlockSpan, dst: BlockSpan, src_block_tokens: int, dst_block_tokens: int
 ) -> Overlap | None:
-    """What two ends have in common; None where that is nothing.
+    """Return the overlap of two ends; None if they have no token in common.
 
     Args:
         src: The request's blocks at the source.
         dst: The same at the destination.
-        src_block_tokens: Tokens in a block at the source.
-        dst_block_tokens: The same at the destination.
+        src_block_tokens: Number of tokens in a block at the source.
+        dst_block_tokens: Number of tokens in a block at the destination.
     """
     chunk_tokens = tokens_of_chunk(src.tokens, dst.tokens, src_block_tokens, dst_block_tokens)
     if src.tokens == dst.tokens and not src.tokens.is_all:
@@ -152,7 +153,7 @@ def overlap(
         chunk_starts, src_ids, dst_ids = chunk_starts[order], src_ids[order], dst_ids[order]
         least_step = int(_steps(src_ids).min())
     if least_step > 0:
-        # Each chunk has a block of its own.
+        # No two chunks share a source block.
         first_chunks = np.arange(len(src_ids))
         return Overlap(src, dst, chunk_starts, src_ids, dst_ids, src_ids, first_chunks)
     first_chunks = np.flatnonzero(np.concatenate(([1], _steps(src_ids))))
@@ -163,7 +164,7 @@ def overlap(
 def tokens_of_chunk(
     src: TokenShare, dst: TokenShare, src_block_tokens: int, dst_block_tokens: int
 ) -> int:
-    """Tokens of a chunk, where two ends have these shares of a sequence in blocks of such sizes."""
+    """Return the tokens of a chunk, given the two ends' shares and block sizes."""
     if src == dst:
         return math.gcd(src_block_tokens, dst_block_tokens)
     return math.gcd(
@@ -180,7 +181,7 @@ def _blocks_of(
     *,
     adjoin: bool,
 ) -> npt.NDArray[np.int64]:
-    """The block of each chunk, which are in the order of the sequence, and may adjoin there."""
+    """Return the block of each chunk; `adjoin`: the chunks adjoin in the sequence."""
     if block_tokens == chunk_tokens and adjoin:
         first = (int(chunk_starts[0]) - span.start_token) // block_tokens
         return span.block_ids[first : first + len(chunk_starts)]
@@ -189,6 +190,6 @@ def _blocks_of(
 
 
 def _steps(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """From each to the next; shape (ids - 1,)."""
+    """Return the differences between neighbours; shape (ids - 1,)."""
     steps: npt.NDArray[np.int64] = ids[1:] - ids[:-1]
     return steps

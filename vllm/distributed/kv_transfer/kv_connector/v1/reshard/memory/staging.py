@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads that stop over in an arena: there in the source's order, from there to where they belong.
+"""Staged reads: into an arena in the source's order, and from there into our blocks.
 
-A descriptor of a direct read is as long as both ends are contiguous. Where they differ, it is
-short: TP2 to TP1, a page at the source is half a page here, and no two halves adjoin. A staged read
-has two steps instead:
+A descriptor of a direct read is only as long as the bytes are contiguous at both ends. If the ends
+differ, it is short: from TP2 to TP1, a page at the source is half a page here, and no two halves
+adjoin. A staged read has two steps instead:
 
     source's blocks  ---- NIXL, long runs ---->  arena  ---- scatter, local ---->  our blocks
 
-In the arena, the slices of a plane's blocks lie one after the other, each with the heads and tokens
-in the order of the source, and the blocks in the order of the source's memory. So blocks that
-adjoin there adjoin here, and NIXL merges them. The scatter then moves *chunks*: the tokens that
-share a block with each other both at the source and here. Neither block sizes nor the order of
-heads and tokens need be the same.
+In the arena, the slices of a plane's blocks lie one after the other. Each has its heads and tokens
+in the source's order, and the blocks are in the order of the source's memory. So blocks that adjoin
+at the source adjoin in the arena, and NIXL merges them. The scatter then moves *chunks*: tokens
+that share a block both at the source and here. Block sizes and the order of heads and tokens may
+differ.
 
-A read is cut into *windows*, each of which is one span of the arena: some planes with all of their
-blocks, or, where a single plane is too large for that, some blocks of one plane.
+A read is cut into *windows*. Each takes one span of the arena, and has some planes with all of
+their blocks or, if a single plane is too large, some blocks of one plane.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Scatter:
     """A copy of chunks from the arena to our blocks, all chunks of one shape.
 
     Attributes:
-        src_offsets: Where each chunk begins in the arena; shape (chunks,), int64, in bytes.
-        dst_addresses: Where it goes; of the same shape.
-        num_heads: Heads of a chunk.
-        num_slots: Slots of a head of a chunk.
+        src_offsets: Offset of each chunk in the arena, in bytes; shape (chunks,), int64.
+        dst_addresses: Address of each chunk in our blocks; same shape.
+        num_heads: Number of heads in a chunk.
+        num_slots: Number of slots of each head in a chunk.
         slot_bytes: Size of a slot, which is contiguous at both ends.
-        src_strides_bytes: From one head to the next in the arena, and from one slot to the next.
-        dst_strides_bytes: The same in our blocks.
+        src_strides_bytes: Distances in the arena from one head, and from one slot, to the next.
+        dst_strides_bytes: The same distances in our blocks.
     """
 
     src_offsets: npt.NDArray[np.int64]
@@ -60,8 +60,8 @@ class Window:
     """A part of a staged read that is in the arena as a whole.
 
     Attributes:
-        selection: What it moves: some of the planes and chunks that its request selected.
-        size_bytes: What it takes of the arena.
+        selection: The planes and chunks that it moves, a part of the request's selection.
+        size_bytes: Bytes that it takes in the arena.
     """
 
     selection: Selection
@@ -70,14 +70,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class StagedLeg:
-    """A leg as it is read by way of the arena.
+    """A leg that is read through the arena.
 
     Attributes:
         leg: The leg.
-        src: The source's end, with one descriptor for what is contiguous there; the rows of a
-            plane are in the order in which they lie in the arena.
-        rows_per_block: Rows of one plane.
-        slice: How the slice of a block lies in the arena; its address means nothing.
+        src: The source's end, with one descriptor for each run that is contiguous there. The rows
+            of a plane are in the order of the arena.
+        rows_per_block: Number of rows of one plane.
+        slice: Layout of a block's slice in the arena; its address is unused.
     """
 
     leg: Leg
@@ -92,20 +92,20 @@ class StagedLeg:
 
     @property
     def slice_bytes(self) -> int:
-        """What a block takes of the arena in each plane."""
+        """Bytes that a block takes in the arena for each plane."""
         return self.slice.block_stride_bytes
 
     def windows(self, selections: Sequence[Selection], limit_bytes: int) -> Iterator[Window]:
-        """Cut what is to be moved into windows.
+        """Cut selections into windows.
 
         Args:
-            selections: From the leg's `select`.
-            limit_bytes: No window is larger, unless that is less than one block of one plane.
+            selections: Result of the leg's `select`.
+            limit_bytes: Largest size of a window; one block of one plane may exceed it.
         """
         for selection in selections:
             num_blocks = len(selection.overlap.src_blocks)
             blocks_at_once = min(max(limit_bytes // self.slice_bytes, 1), num_blocks)
-            # Where a plane is cut, each window has a part of a single one.
+            # A window of a plane that is cut has a part of that plane only.
             whole = blocks_at_once == num_blocks
             plane_bytes = blocks_at_once * self.slice_bytes
             planes_at_once = max(limit_bytes // plane_bytes, 1) if whole else 1
@@ -119,15 +119,15 @@ class StagedLeg:
                     yield Window(Selection(common, planes), size_bytes)
 
     def indices(self, window: Window, span: Span) -> tuple[Indices, Indices]:
-        """The descriptors to read for a window: at the source, and in the arena.
+        """Return the indices of a window's descriptors at the source and in the arena.
 
         Args:
             window: The window.
-            span: Where it lands: of its size, and aligned to `descriptor_bytes`.
+            span: Its span of the arena, of its size and aligned to `descriptor_bytes`.
         """
         rows = window.selection.planes[:, np.newaxis] * self.rows_per_block
         rows = rows + np.arange(self.rows_per_block)
-        # By plane, block and row of the block, which is the order of the arena.
+        # In the order of the arena: by plane, then block, then row of the block.
         at_source = (
             rows[:, np.newaxis, :] * self.src.num_blocks
             + window.selection.overlap.src_blocks[:, np.newaxis]
@@ -137,17 +137,17 @@ class StagedLeg:
         return at_source.astype(np.int32), in_arena
 
     def scatter(self, window: Window, span: Span) -> Scatter:
-        """The copy that brings a window to where it belongs."""
+        """Return the copy of a window from its span into our blocks."""
         selection, leg, src, dst = window.selection, self.leg, self.slice, self.leg.pairs[0].dst
         common = selection.overlap
         src_block = np.searchsorted(common.src_blocks, common.src_block_ids)
         src_token = common.src.places(common.chunk_starts) % leg.src.block_tokens
         dst_token = common.dst.places(common.chunk_starts) % leg.dst.block_tokens
-        # The same at both ends.
+        # Equal at both ends.
         slot_tokens = dst.slot_tokens
         src_planes = np.arange(len(selection.planes)) * (len(common.src_blocks) * self.slice_bytes)
         dst_planes = np.array([leg.pairs[plane].dst.address for plane in selection.planes.tolist()])
-        # Addresses are below 2**63 wherever there is memory.
+        # Addresses of memory are below 2**63.
         return Scatter(
             (
                 span.start_bytes
@@ -169,9 +169,9 @@ class StagedLeg:
         )
 
     def num_merged(self, selections: Sequence[Selection]) -> int:
-        """Descriptors that are left once those are merged that adjoin at the source."""
-        # A slice of one row is the whole page where pages are as far apart as it is long; and rows
-        # of one slice do not adjoin, or they were one.
+        """Count the descriptors that are left after merging those that adjoin at the source."""
+        # If a slice is one row, as long as pages are apart, it is the whole page. Several rows of
+        # one slice never adjoin, or they would be one row.
         pages_adjoin = int(self.src.rows[0, 3]) == self.descriptor_bytes
         one_row = self.rows_per_block == 1 and pages_adjoin
         return sum(
@@ -185,17 +185,17 @@ class StagedLeg:
         )
 
     def choose(self, selections: Sequence[Selection], policy: StagingPolicy) -> Strategy:
-        """Return how to read what was selected.
+        """Return how to read selections.
 
         Args:
-            selections: From the leg's `select`.
-            policy: Which reads are staged.
+            selections: Result of the leg's `select`.
+            policy: Thresholds for staging.
         """
         chunk_bytes = self.slice_bytes * self.leg.chunk_tokens // self.leg.src.block_tokens
         num_bytes = count_chunks(selections) * chunk_bytes
         num_planes = sum(len(each.planes) for each in selections)
         num_direct = self.leg.num_descriptors(selections)
-        # Even if nothing merged direct, and each plane were one descriptor staged.
+        # The best case for staging: nothing merges direct, and each plane is one descriptor staged.
         if policy.choose(num_bytes, num_direct, num_planes) is Strategy.DIRECT:
             return Strategy.DIRECT
         num_merged, num_staged = self.leg.num_merged(selections), self.num_merged(selections)
@@ -203,11 +203,11 @@ class StagedLeg:
 
 
 def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
-    """Lower a leg for reading by way of an arena.
+    """Lower a leg for reading through an arena.
 
     Args:
         leg: The leg.
-        src: The cache of the rank that it reads from.
+        src: Cache of the rank that it reads from.
 
     Raises:
         LocalLayoutError: A list would have more descriptors than NIXL's indices can count.
@@ -235,7 +235,7 @@ def stage_leg(leg: Leg, src: RankCache) -> StagedLeg:
 
 
 def _source_run(plane: Plane, num_heads: int) -> tuple[Run, bool]:
-    """The largest run that is contiguous at the source, and whether tokens vary slowest there."""
+    """Return the largest run contiguous at the source, and True if its tokens vary slowest."""
     tokens = plane.block_tokens
     for run, token_major in (
         (Run(num_heads, tokens), False),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct or staged: which way a read goes."""
+"""The choice between a direct and a staged read."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass
 from enum import Enum
 
 LARGEST_ARENA_BYTES = 256 << 20
-"""Size of the arena where memory is plenty and nothing else is configured."""
+"""Arena size if memory is plentiful and no size is configured."""
 
 
 class Strategy(str, Enum):
-    """How a read goes."""
+    """The way a read takes."""
 
     DIRECT = "direct"
-    """From the peer's blocks into ours, without a stop."""
+    """From the peer's blocks straight into ours."""
 
     STAGED = "staged"
-    """By way of an arena, from where its bytes are scattered into our blocks."""
+    """Into an arena, from which the bytes are scattered into our blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagingPolicy:
-    """Which reads are staged: those of many small descriptors that the arena merges.
+    """Thresholds for staging: it pays for many small descriptors that merge in the arena.
 
-    The defaults are from two machines without an accelerator, over shared memory: reads of 64 MiB
-    in pieces of 4 KiB took 0.7 to 0.9 of the time of direct ones, in pieces of 8 KiB up to 1.4 of
-    it, and reads of 4 MiB 0.8 ms more (decision 10).
+    The defaults come from two machines without an accelerator, over shared memory. Staged reads of
+    64 MiB took 0.7 to 0.9 of the time of direct ones in pieces of 4 KiB, and up to 1.4 of it in
+    pieces of 8 KiB; staged reads of 4 MiB took 0.8 ms longer (decision 10).
 
     Attributes:
         max_descriptor_bytes: Largest average size of direct descriptors, once merged.
-        min_merge_factor: Direct descriptors for each staged one, at least.
-        min_descriptors: Direct descriptors of the read, at least.
+        min_merge_factor: Least number of direct descriptors for each staged one.
+        min_descriptors: Least number of direct descriptors in the read.
     """
 
     max_descriptor_bytes: int = 4 << 10
@@ -39,12 +39,12 @@ class StagingPolicy:
     min_descriptors: int = 2048
 
     def choose(self, num_bytes: int, num_direct: int, num_staged: int) -> Strategy:
-        """Return how a read goes.
+        """Return which way a read takes.
 
         Args:
             num_bytes: Size of the read.
-            num_direct: Descriptors of a direct read, once those that adjoin are merged.
-            num_staged: Descriptors of a staged read, once those that adjoin are merged.
+            num_direct: Number of descriptors of a direct read, once adjoining ones are merged.
+            num_staged: Number of descriptors of a staged read, once adjoining ones are merged.
         """
         gains = (
             num_direct >= self.min_descriptors

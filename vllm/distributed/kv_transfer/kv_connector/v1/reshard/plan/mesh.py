@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid of workers that one engine spreads a model over."""
+"""The grid of workers over which one engine spreads a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import LocalLayoutError
 
 @dataclass(frozen=True, order=True, slots=True)
 class MeshRank:
-    """The place of one worker: its pipeline stage, and its rank within the stage."""
+    """One worker's pipeline stage, and its rank within the stage."""
 
     pp_rank: int
     tp_rank: int
@@ -22,7 +22,7 @@ class MeshRank:
 
 @dataclass(frozen=True, slots=True)
 class ParallelMesh:
-    """The worker grid of one engine (of one data-parallel replica).
+    """The worker grid of one engine, which is one data-parallel replica.
 
     Attributes:
         pp_size: Number of pipeline stages.
@@ -52,9 +52,9 @@ class ParallelMesh:
         return self.pp_size * self.tp_size
 
     def ranks(self) -> Iterator[MeshRank]:
-        """All workers in the order of their global rank, which is pp_rank * tp_size + tp_rank.
+        """Yield all workers by their global rank, which is pp_rank * tp_size + tp_rank.
 
-        That order is vLLM's own (`initialize_model_parallel`): tensor-parallel ranks are adjacent.
+        This is vLLM's order (`initialize_model_parallel`): tensor-parallel ranks are adjacent.
         """
         for pp_rank in range(self.pp_size):
             for tp_rank in range(self.tp_size):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank reads what from which, and tells which that it has done so.
+"""The plan: which rank reads what from which rank, and which ranks it notifies afterwards.
 
 `plan_reshard` intersects what every destination rank needs with what the source ranks hold. It is a
-function of values: the order in which ranks are given does not matter, and both engines compute the
-same plan from the same shards.
+pure function: the order in which ranks are given does not matter, and both engines compute the same
+plan from the same shards.
 
 Example, 6 KV heads and one layer, source TP3 to destination TP2:
 
@@ -15,12 +15,12 @@ Example, 6 KV heads and one layer, source TP3 to destination TP2:
 
 Source rank tp1 is released by tp0 and tp1, the others by one destination rank each.
 
-Nothing here asks how many heads a model has: units are each layer's own, and so may be layers of
-one engine that the other has not, as long as the destination needs none of those.
+The plan needs no number of heads for the model: each layer has its own units. The source may also
+have layers that the destination does not need.
 
-Where ranks share out the tokens of their units, a read is of those tokens that are in the shares of
-both of its ranks. One latent, source TP4 of which 2 share it out, to destination TP4 of which 4 do,
-all of them in runs of as many tokens:
+If ranks share out the tokens of their units, a read covers the tokens that are in the shares of
+both ranks. One latent, source TP4 with 2 shares, destination TP4 with 4 shares, all in runs of the
+same length:
 
     destination    needs     reads from    which holds    together
     tp0            0 of 4    tp0           0 of 2         0 of 4
@@ -46,14 +46,14 @@ class Read:
     """One destination rank's read of a slice of units of some layers from one source rank.
 
     Attributes:
-        dst_rank: The rank that reads.
-        src_rank: The rank that is read from.
-        layers: The layers to read, in the order of the destination's cache.
-        units: The units to read of each layer, of those of the whole model.
+        dst_rank: Rank that reads.
+        src_rank: Rank that it reads from.
+        layers: Layers to read, in the order of the destination's cache.
+        units: Units to read of each layer, numbered over the whole model.
         src_unit_offset: Position of the first unit within the source's shard of each layer.
         dst_unit_offset: Position of the first unit within the destination's shard of each layer.
-        src_tokens: The tokens that the source holds of them. Those are read that both hold.
-        dst_tokens: The tokens that the destination holds.
+        src_tokens: Tokens of these units that the source holds. Tokens in both shares are read.
+        dst_tokens: Tokens of these units that the destination holds.
     """
 
     dst_rank: MeshRank
@@ -67,18 +67,18 @@ class Read:
 
     @property
     def num_units(self) -> int:
-        """Units read of each layer."""
+        """Number of units to read of each layer."""
         return len(self.units)
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseQuorum:
-    """The destination ranks that a source rank must hear from before it may free a request.
+    """The destination ranks that must notify a source rank before it may free a request.
 
     Attributes:
-        src_rank: The rank that holds the blocks.
-        notifiers: The ranks that notify it, in their order: all that read from it, or one
-            destination rank where none does.
+        src_rank: Rank that holds the blocks.
+        notifiers: Ranks that notify it, in order: all its readers, or one destination rank if it
+            has none.
     """
 
     src_rank: MeshRank
@@ -90,19 +90,19 @@ class ReshardPlan:
     """All reads between two engines, and which ranks release which.
 
     Attributes:
-        reads: Ordered by destination rank, then source rank, then heads.
-        releases: One a source rank, in the order of ranks.
+        reads: Reads, ordered by destination rank, then source rank, then heads.
+        releases: One quorum for each source rank, in the order of ranks.
     """
 
     reads: tuple[Read, ...]
     releases: tuple[ReleaseQuorum, ...]
 
     def reads_of(self, dst_rank: MeshRank) -> tuple[Read, ...]:
-        """The reads that one destination rank makes."""
+        """Return the reads of one destination rank."""
         return tuple(read for read in self.reads if read.dst_rank == dst_rank)
 
     def notified_by(self, dst_rank: MeshRank) -> tuple[ReleaseQuorum, ...]:
-        """The releases that one destination rank takes part in."""
+        """Return the quorums that include one destination rank."""
         return tuple(release for release in self.releases if dst_rank in release.notifiers)
 
 
@@ -111,23 +111,22 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plan the reads that fill every destination rank from the source ranks.
 
-    Where several source ranks hold the same units, their readers take turns among them, both in the
-    order of ranks. A reader keeps to the same holder for everything that the same ranks hold.
+    If several source ranks hold the same units, their readers are assigned to them in turn, both in
+    the order of ranks. A reader uses the same holder for everything that the same ranks hold.
 
     Args:
-        src: What each source rank holds.
-        dst: What each destination rank needs; at least one rank.
-        replica_offset: Where the turn starts. Engines that read from the same source at the same
-            time, such as data-parallel replicas, pass different values so that they burden
-            different holders.
+        src: Shard of each source rank.
+        dst: Shard that each destination rank needs; at least one.
+        replica_offset: Offset of the first turn. Engines that read from the same source at the same
+            time, such as data-parallel replicas, pass different values to load different holders.
 
     Returns:
-        A plan in which every unit of every destination layer is read exactly once, of every token.
+        A plan that reads every unit of every destination layer exactly once for every token.
 
     Raises:
         LocalLayoutError: `dst` is empty or names a rank twice.
-        RemoteLayoutError: `src` names a rank twice, or a layer has other units there, or no source
-            rank holds a unit that a destination rank needs, or tokens are shared out there in
+        RemoteLayoutError: `src` names a rank twice, or the unit counts of a layer contradict each
+            other, or no source rank holds a needed unit, or source ranks share tokens out in
             several ways.
     """
     src_by_rank = _by_rank(src, "source", RemoteLayoutError)
@@ -147,7 +146,7 @@ def plan_reshard(
 def _by_rank(
     shards: Iterable[Shard], side: str, error: type[ReshardError]
 ) -> dict[MeshRank, Shard]:
-    """Index shards by their rank, in the order of ranks."""
+    """Index shards by rank, in the order of ranks."""
     by_rank: dict[MeshRank, Shard] = {}
     for shard in sorted(shards, key=lambda shard: shard.rank):
         if shard.rank in by_rank:
@@ -157,20 +156,20 @@ def _by_rank(
 
 
 class _Box(NamedTuple):
-    """What one rank holds of one layer: some units, of some tokens."""
+    """The part of one layer that one rank holds: some units, for some tokens."""
 
     units: UnitInterval
     tokens: TokenShare
 
 
 _Boxes: TypeAlias = dict[MeshRank, dict[Layer, _Box]]
-"""What each rank holds of each layer, in the order of ranks and of their caches."""
+"""Each rank's part of each layer, in the order of ranks and of their caches."""
 
 
 def _on_common_units(
     src: dict[MeshRank, Shard], dst: dict[MeshRank, Shard]
 ) -> tuple[_Boxes, _Boxes]:
-    """What the ranks of both ends hold of the layers that the destination needs."""
+    """Count the needed layers of both ends in common units."""
     by_layer: dict[Layer, tuple[list[Holding], list[Holding]]] = {
         layer: ([], []) for shard in dst.values() for layer in shard.holdings
     }
@@ -210,7 +209,7 @@ def _count_text(holding: Holding) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Units of one layer that one destination rank reads from one source rank."""
+    """The units of one layer that one destination rank reads from one source rank."""
 
     dst_rank: MeshRank
     src_rank: MeshRank
@@ -219,17 +218,17 @@ class _Piece:
 
 
 _Held: TypeAlias = dict[TokenShare, list[tuple[MeshRank, UnitInterval]]]
-"""Ranks that hold units of a layer, and which, by the tokens of these, in the order of ranks."""
+"""Ranks that hold a layer and their units, in the order of ranks, for each share of tokens."""
 
 
 def _elect(src: _Boxes, dst: _Boxes, replica_offset: int) -> Iterator[_Piece]:
-    """Choose a holder for every unit of every destination layer, of each share of its tokens."""
+    """Choose a holder for every unit and share of tokens of every destination layer."""
     held_by_layer: dict[Layer, _Held] = defaultdict(dict)
     for src_rank, boxes in src.items():
         for layer, box in boxes.items():
             held_by_layer[layer].setdefault(box.tokens, []).append((src_rank, box.units))
 
-    # The readers of each set of replicas, in the order of ranks, which is the order of their turns.
+    # The readers of each set of replicas, in the order of ranks, which is their turn.
     readers: dict[tuple[MeshRank, ...], list[MeshRank]] = defaultdict(list)
     for dst_rank, boxes in dst.items():
         for layer, needed in boxes.items():
@@ -257,10 +256,7 @@ def _elect(src: _Boxes, dst: _Boxes, replica_offset: int) -> Iterator[_Piece]:
 def _held_of(
     layer: Layer, needed: TokenShare, held: _Held
 ) -> Iterable[tuple[TokenShare, list[tuple[MeshRank, UnitInterval]]]]:
-    """Ranks that hold a layer's units at the source, by the shares that have some needed tokens.
-
-    Those are among them that no rank holds.
-    """
+    """Return each source share with needed tokens and its ranks; a share may have none."""
     if not held:
         return [(ALL_TOKENS, [])]
     ways = {(share.num_shares, share.run_tokens) for share in held}
@@ -278,7 +274,7 @@ def _held_of(
 
 
 def _cut(needed: UnitInterval, held: list[UnitInterval]) -> Iterator[UnitInterval]:
-    """Cut an interval wherever a held one begins or ends: each piece is held as a whole or not."""
+    """Cut an interval wherever a held one begins or ends: no piece is held in part."""
     edges = {edge for units in held for edge in (units.start, units.stop)}
     inner = sorted(edge for edge in edges if needed.start < edge < needed.stop)
     starts, stops = [needed.start, *inner], [*inner, needed.stop]
@@ -286,8 +282,8 @@ def _cut(needed: UnitInterval, held: list[UnitInterval]) -> Iterator[UnitInterva
 
 
 def _merge_layers(pieces: Iterable[_Piece], src: _Boxes, dst: _Boxes) -> Iterator[Read]:
-    """Join the pieces that are alike in everything but the layer."""
-    # Pairs of shares where there are any; they take longer to be looked up.
+    """Join the pieces that differ only in the layer."""
+    # The pair of shares is None without any: pairs take longer to look up.
     layers_by_slice: dict[
         tuple[MeshRank, MeshRank, UnitInterval, int, int, tuple[TokenShare, TokenShare] | None],
         list[Layer],
@@ -322,7 +318,7 @@ def _releases(
     dst: dict[MeshRank, Shard],
     replica_offset: int,
 ) -> Iterator[ReleaseQuorum]:
-    """Name the notifiers of every source rank, also of those that are not read from."""
+    """Name the notifiers of every source rank, also of ranks without a reader."""
     readers: dict[MeshRank, set[MeshRank]] = defaultdict(set)
     for read in reads:
         readers[read.src_rank].add(read.dst_rank)

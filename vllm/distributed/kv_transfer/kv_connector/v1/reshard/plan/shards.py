@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank holds which layers, and which of each layer's units.
 
-*Units* are what tensor parallelism splits of a layer: KV heads, or the one latent of MLA. They are
-each layer's own, numbered over the whole model, and held in half-open intervals. With `U` units in
-a layer, and `T` tensor-parallel ranks:
+*Units* are the parts of a layer that tensor parallelism splits: KV heads, or the one latent of MLA.
+Each layer numbers its own units over the whole model, and a rank holds a half-open interval of
+them. With `U` units in a layer, and `T` tensor-parallel ranks:
 
     T <= U    T must divide U    rank t holds [t*U/T, (t+1)*U/T)
     T >  U    U must divide T    rank t holds the one unit t*U//T: T/U ranks are its replicas
@@ -15,15 +15,15 @@ For U = 6:
     T=12  [0,1) [0,1) [1,2) [1,2) ... [5,6) [5,6)
 
 These are vLLM's rules for splitting attention (`QKVParallelLinear`, `get_num_kv_heads`) and layers
-(`get_pp_indices`), so what they compute here is what the engine's workers hold.
+(`get_pp_indices`), so the result matches the engine's workers.
 
-A worker that has several units of a layer knows `U`, which is T times as many. One that has a
-single unit of many ranks does not: it is one of T units, or a replica, and no module of vLLM says
-which. Its holding says so, and `common_units` finds a number to plan with.
+A worker that has several units of a layer can compute `U`: T times as many. With several ranks and
+one unit on each, a worker cannot: its unit is one of T, or a replica, and no module of vLLM tells
+which. Its holding says so (`may_repeat`), and `common_units` finds a number to plan with.
 
-*Tokens* are what decode context parallelism splits. Ranks that would be replicas of each other deal
-a sequence out in runs of so many tokens, as players are dealt cards: with `n` of them, and runs of
-`I` tokens, the run of token p is rank p//I % n's. What each of them has of it is its `TokenShare`.
+*Tokens* are split by decode context parallelism. Ranks that would be replicas of each other share a
+sequence out in runs, like players who are dealt cards: with `n` ranks, and runs of `I` tokens,
+token p goes to rank p//I % n. The tokens of one rank are its `TokenShare`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .mesh import MeshRank, ParallelMesh
 Layer: TypeAlias = int | str
 """A layer's identity, equal on both sides: its name or its global index, one kind in one plan.
 
-Where one layer keeps things that are split by rules of their own, each of them is a layer here.
+If a layer has several components that are split by different rules, each is a layer here.
 """
 
 
@@ -68,21 +68,21 @@ class UnitInterval:
         return f"[{self.start}, {self.stop})"
 
     def contains(self, other: UnitInterval) -> bool:
-        """Whether every unit of `other` is in this interval."""
+        """True if every unit of `other` is in this interval."""
         return self.start <= other.start and other.stop <= self.stop
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class TokenShare:
-    """The tokens of a sequence that one rank is dealt; all of them, unless it is said otherwise.
+    """The tokens of a sequence that one rank holds; by default all of them.
 
     Attributes:
-        index: Its place among those that are dealt to, which is the number of its first run.
-        num_shares: How many are dealt to, one run each in turn.
-        run_tokens: Tokens in a run; 1 where all runs are one rank's.
+        index: Position of the share, which is the index of its first run.
+        num_shares: Number of shares; runs go to them in turn.
+        run_tokens: Number of tokens in a run; 1 if there is a single share.
 
     Raises:
-        ValueError: There is no such place.
+        ValueError: There is no such share.
     """
 
     index: int = 0
@@ -105,20 +105,20 @@ class TokenShare:
 
     @property
     def is_all(self) -> bool:
-        """Whether these are all tokens."""
+        """True if the share has all tokens."""
         return self.num_shares == 1
 
     @property
     def period_tokens(self) -> int:
-        """After how many tokens it is dealt to again."""
+        """Number of tokens from one run of the share to its next."""
         return self.num_shares * self.run_tokens
 
     def meets(self, other: TokenShare) -> bool:
-        """Whether some tokens are in both shares.
+        """Return whether some tokens are in both shares.
 
-        A token is in both if it is as far behind the beginnings of two runs. Those of one share are
-        apart by its period, so that all distances between the two are equal modulo what the periods
-        have in common.
+        A token is in both if a run of one overlaps a run of the other. Runs of a share start one
+        period apart, so all distances between starts of the two shares are equal modulo the gcd of
+        their periods.
         """
         common = math.gcd(self.period_tokens, other.period_tokens)
         ahead = (other.index * other.run_tokens - self.index * self.run_tokens) % common
@@ -130,18 +130,18 @@ ALL_TOKENS = TokenShare()
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank holds of one layer.
+    """The units and tokens that one rank holds of one layer.
 
     Attributes:
-        units: The units that it holds.
-        num_units: Units of the layer over the whole model.
-        may_repeat: `num_units` counts ranks, each of which holds one unit, and adjoining ones may
-            hold the same: the layer has that many units or any divisor of it, each of them on
-            equally many adjoining ranks. Ranks that share tokens out among them count as one.
-        tokens: The tokens that it holds of these units.
+        units: Units that the rank holds.
+        num_units: Number of the layer's units over the whole model.
+        may_repeat: True if `num_units` counts ranks with one unit each, and adjoining ranks may
+            hold the same unit: the layer has that many units or any divisor of it, each on equally
+            many adjoining ranks. Ranks that share tokens out among them count as one.
+        tokens: Tokens of these units that the rank holds.
 
     Raises:
-        ValueError: The interval lies beyond the layer's units, or is not one rank's.
+        ValueError: The interval exceeds the layer's units, or has several although they may repeat.
     """
 
     units: UnitInterval
@@ -157,9 +157,10 @@ class Holding:
             )
 
     def among(self, num_units: int) -> UnitInterval:
-        """The units that are held of so many: of `num_units`, or of a divisor if they may repeat.
+        """Return the interval held if the layer is counted in `num_units` units.
 
-        With a divisor that only divides what the layer has, each unit stands for several.
+        The number is the holding's own or, if units may repeat, a divisor of it. If it is smaller
+        than the layer's real number of units, each unit stands for several.
         """
         if num_units == self.num_units:
             return self.units
@@ -169,11 +170,11 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank holds.
+    """All layers that one rank holds.
 
     Attributes:
-        rank: The holder.
-        holdings: The layers that it holds, in the order of its own cache, with its units of each.
+        rank: The rank.
+        holdings: Holding of each of its layers, in the order of its cache.
     """
 
     rank: MeshRank
@@ -184,15 +185,15 @@ class Shard:
 
 
 def units_of_rank(tp_rank: int, tp_size: int, num_units: int) -> UnitInterval:
-    """The units of a layer that one tensor-parallel rank holds.
+    """Return the units of a layer that one tensor-parallel rank holds.
 
     Args:
         tp_rank: The rank, `0 <= tp_rank < tp_size`.
         tp_size: Number of ranks.
-        num_units: Units of the layer over all ranks; 1 for MLA.
+        num_units: Number of the layer's units over all ranks; 1 for MLA.
 
     Raises:
-        LocalLayoutError: Neither of `tp_size` and `num_units` divides the other as it must.
+        LocalLayoutError: `num_units` is below 1, or neither number divides the other.
     """
     if num_units < 1:
         raise LocalLayoutError(f"num_kv_heads is {num_units} but must be at least 1")
@@ -213,13 +214,13 @@ def units_of_rank(tp_rank: int, tp_size: int, num_units: int) -> UnitInterval:
 def holding_of_rank(
     tp_rank: int, tp_size: int, units_per_rank: int, tokens: TokenShare = ALL_TOKENS
 ) -> Holding:
-    """What one rank holds of a layer of which every rank holds equally many units.
+    """Return one rank's holding of a layer, if all ranks hold equally many units of it.
 
     Args:
         tp_rank: The rank, `0 <= tp_rank < tp_size`.
         tp_size: Number of ranks.
-        units_per_rank: Units that each rank holds, at least 1.
-        tokens: Which tokens it holds of them. As many ranks as share them out adjoin, and hold the
+        units_per_rank: Number of units that each rank holds; at least 1.
+        tokens: Tokens of these units that it holds. Ranks that share tokens out adjoin and hold the
             same units.
     """
     first, num_ranks = (each // tokens.num_shares for each in (tp_rank, tp_size))
@@ -229,23 +230,23 @@ def holding_of_rank(
 
 
 def share_of_rank(tp_rank: int, num_shares: int, run_tokens: int) -> TokenShare:
-    """The tokens of a rank, where so many adjoining ranks share them out in runs of so many."""
+    """Return a rank's tokens, if `num_shares` adjoining ranks share them out in runs."""
     return TokenShare(tp_rank % num_shares, num_shares, run_tokens)
 
 
 def common_units(holdings: Iterable[Holding]) -> int | None:
-    """With how many units a layer is planned, of which these holdings are all that is known.
+    """Return the number of units to plan a layer with, given its holdings.
 
-    Where it is not known, it is the largest number that fits: a divisor of what every engine
-    counts, and so a multiple of what the layer has. Ranks that share one of these units share one
-    of the layer's, whatever that is: with `U` units on `T` ranks, and `G` a multiple of `U` that
-    divides `T`, the unit of rank t is `t*U//T`, which is `(t*G//T) // (G/U)`.
+    If no holding has the real number, this is the largest that fits: a divisor of every engine's
+    count, and so a multiple of the layer's real number. Ranks that share one of these units also
+    share one of the layer's, whatever the real number is: with `U` units on `T` ranks, and `G` a
+    multiple of `U` that divides `T`, the unit of rank t is `t*U//T`, which is `(t*G//T) // (G/U)`.
 
     Args:
-        holdings: Of one layer, at both engines; at least one.
+        holdings: Holdings of the layer at both engines; at least one.
 
     Returns:
-        The number; None where the holdings contradict each other.
+        The number; None if the holdings contradict each other.
     """
     known = {each.num_units for each in holdings if not each.may_repeat}
     counted = {each.num_units for each in holdings if each.may_repeat}
@@ -258,16 +259,16 @@ def common_units(holdings: Iterable[Holding]) -> int | None:
 def partition_layers(
     num_layers: int, pp_size: int, layers_per_stage: Sequence[int] | None = None
 ) -> list[range]:
-    """The global layer indices of each pipeline stage.
+    """Return the global layer indices of each pipeline stage.
 
-    By default every stage gets the same number of layers. What remains goes, one layer each, to the
-    stages before the last one, counted backwards, because the last stage has the output head to
-    compute (vLLM's `get_pp_indices`).
+    By default every stage gets the same number of layers. The remaining ones go, one layer each, to
+    the stages just before the last, because the last stage also computes the output head (vLLM's
+    `get_pp_indices`).
 
     Args:
-        num_layers: Layers of the model.
+        num_layers: Number of layers of the model.
         pp_size: Number of stages.
-        layers_per_stage: Explicit sizes, as in `VLLM_PP_LAYER_PARTITION`.
+        layers_per_stage: Explicit sizes, as in `VLLM_PP_LAYER_PARTITION`; None for the default.
 
     Raises:
         LocalLayoutError: The sizes do not add up, are not one a stage, or leave a stage empty.
@@ -306,20 +307,20 @@ def shard_model(
     num_shares: int = 1,
     run_tokens: int = 1,
 ) -> tuple[Shard, ...]:
-    """What every rank of an engine holds of a model, by layer index.
+    """Return the shard of every rank of an engine, by layer index.
 
     Args:
         mesh: The engine's workers.
-        num_layers: Layers of the model.
-        num_kv_heads: KV heads of each layer; 1 for MLA. Where layers differ, those of each that has
-            a KV cache of its own.
+        num_layers: Number of layers of the model.
+        num_kv_heads: Number of KV heads of every layer; 1 for MLA. If layers differ, a mapping with
+            the number of each layer that has its own KV cache.
         layers_per_stage: As in `partition_layers`.
-        num_shares: Ranks that share the tokens of their heads out, which is the size of decode
+        num_shares: Number of ranks that share the tokens of their heads out: the size of decode
             context parallelism.
-        run_tokens: Tokens in a run of those.
+        run_tokens: Number of tokens in a run of a share.
 
     Returns:
-        One shard a rank, in the mesh's order of ranks.
+        One shard a rank, in the mesh's order.
 
     Raises:
         LocalLayoutError: vLLM could not run the model on this mesh.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An independent check of a plan, unit by unit.
 
-It shares no arithmetic with `plan`: every unit of every layer is written out as a cell, and the
-reads are carried out on cells. Where ranks do not know how many units a layer has, that is done for
-every number that it may be. Where they share out tokens, a cell is a unit at one stretch of tokens,
-of as many as come before all ranks are dealt to as in the beginning. It is slower than planning and
-depends on nothing but the meaning of a plan, which makes it fit to judge one.
+It shares no arithmetic with the planner: it writes every unit of every layer out as a cell, and
+carries the reads out on cells. If ranks do not know how many units a layer has, it tries every
+possible number. If they share out tokens, a cell is a unit at one stretch of tokens; stretches are
+written out until the deal of tokens to ranks repeats. The check is slower than planning, but
+depends only on the meaning of a plan, and so can judge one.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .reshard import Read, ReshardPlan
 from .shards import Holding, Layer, Shard, TokenShare
 
 _Cells: TypeAlias = dict[MeshRank, dict[Layer, list[int]]]
-"""The units of each layer on each rank, in the order in which the rank stores them."""
+"""The units of each layer on each rank, in the rank's order of storage."""
 
 _MOST_STRETCHES = 1 << 12
-"""Stretches of tokens that are written out, from the beginning of a sequence. With sizes as engines
-have them these are all until the deal begins anew."""
+"""Most stretches of tokens to write out, from the start of a sequence. With the sizes of real
+engines the deal repeats before that."""
 
 
 def verify_plan(src: Iterable[Shard], dst: Iterable[Shard], plan: ReshardPlan) -> list[str]:
     """Check that a plan fills every destination rank from units that the source ranks hold.
 
     Args:
-        src: What each source rank holds.
-        dst: What each destination rank needs.
-        plan: The plan to check.
+        src: Shard of each source rank.
+        dst: Shard that each destination rank needs.
+        plan: Plan to check.
 
     Returns:
-        One readable line for each fault; none when the plan is right.
+        One readable line for each fault; empty if the plan is right.
     """
     src, dst = list(src), list(dst)
     possible = _possible_counts(src, dst)
@@ -47,7 +47,7 @@ def verify_plan(src: Iterable[Shard], dst: Iterable[Shard], plan: ReshardPlan) -
         if not counts
     ]
     for turn in range(max(map(len, possible.values()), default=0)):
-        # The last one stands in where a layer has fewer.
+        # A layer with fewer numbers repeats its last one.
         counts = {
             layer: numbers[min(turn, len(numbers) - 1)]
             for layer, numbers in possible.items()
@@ -65,7 +65,7 @@ def _ranks(shards: Iterable[Shard]) -> list[MeshRank]:
 
 
 def _possible_counts(src: Iterable[Shard], dst: Iterable[Shard]) -> dict[Layer, list[int]]:
-    """For each layer of the destination, how many units it may have over the whole model."""
+    """Return the possible numbers of units of each destination layer, over the whole model."""
     said: dict[Layer, set[tuple[int, bool]]] = {
         layer: set() for shard in dst for layer in shard.holdings
     }
@@ -87,7 +87,7 @@ def _possible_counts(src: Iterable[Shard], dst: Iterable[Shard]) -> dict[Layer, 
 
 
 def _cells(shards: Iterable[Shard], counts: dict[Layer, int]) -> _Cells:
-    """What ranks hold if layers have so many units."""
+    """Write out the units of each rank if layers have these numbers of units."""
     return {
         shard.rank: {
             layer: _units(holding, counts[layer])
@@ -126,9 +126,9 @@ def _slice(
 
 
 class _Deal:
-    """Which rank is dealt which stretches of tokens, for all shares that some shards have.
+    """The stretches of tokens in each share that some shards have.
 
-    A stretch is as many tokens as no run of theirs is cut by.
+    A stretch is the largest number of tokens that divides every run.
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:
@@ -140,7 +140,7 @@ class _Deal:
         self.of = cache(self._of)
 
     def _of(self, share: TokenShare) -> frozenset[int]:
-        """The stretches of a share."""
+        """Return the stretches of a share."""
         if share.is_all:
             return frozenset(range(self._num_stretches))
         dealt: set[int] = set()
@@ -157,7 +157,7 @@ class _Deal:
 def _check_shares(
     reads: Iterable[Read], src: Iterable[Shard], dst: Iterable[Shard]
 ) -> Iterator[str]:
-    """See that each read takes both of its ranks' shares for what they are."""
+    """Check that each read states the shares that its two ranks have."""
     held, needed = ({shard.rank: shard.holdings for shard in end} for end in (src, dst))
     for read in reads:
         for layer in read.layers:
@@ -175,7 +175,7 @@ def _check_shares(
 
 
 def _check_coverage(reads: Iterable[Read], dst: Iterable[Shard], deal: _Deal) -> Iterator[str]:
-    """Count how often every place of the destination is written."""
+    """Check that every place of the destination is written once."""
     writes = Counter(
         (read.dst_rank, layer, read.dst_unit_offset + position, stretch)
         for read in reads
@@ -199,7 +199,7 @@ def _check_coverage(reads: Iterable[Read], dst: Iterable[Shard], deal: _Deal) ->
 def _check_releases(
     plan: ReshardPlan, held: Iterable[MeshRank], needed: Iterable[MeshRank]
 ) -> Iterator[str]:
-    """Every source rank hears from its readers, from one rank in any case, and from each once."""
+    """Check that each source rank is notified once by each reader, and by at least one rank."""
     known = set(needed)
     readers: dict[MeshRank, set[MeshRank]] = {rank: set() for rank in held}
     for read in plan.reads:

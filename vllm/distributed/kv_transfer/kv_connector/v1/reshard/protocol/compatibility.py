@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be equal at two engines for the KV cache of one to mean the same to the other.
+"""Factors that must be equal at two engines for KV bytes to mean the same at both.
 
-These are named values rather than one hash, so that an error can say which of them differ, and how
-to make them equal.
+They are named values rather than one hash, so that an error can say which of them differ and how to
+make them equal.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ DRAFT_FACTORS = (
     "draft_lookahead",
     "parallel_drafting",
 )
-"""What must be equal of drafts."""
+"""Factors of speculative decoding's draft."""
 
 RELEASE_FACTOR = "vllm_version"
-"""What is said beside these of the release that an engine runs. It may differ."""
+"""Name under which an engine sends its vLLM release along with the factors. It may differ."""
 
 _OTHER_RELEASE = "install releases of vLLM between which that has not changed"
 
 FACTORS_SINCE: Mapping[str, int] = {}
-"""In which version of the protocol a factor came, where that is none of all that are spoken."""
+"""Protocol version that added a factor; absent if all supported versions have the factor."""
 
 _REMEDIES = {
     "model": "serve the same model, with the same --hf-overrides",
@@ -44,7 +44,7 @@ _REMEDIES = {
     "multimodal_items_named_by": "give --model the same name or path",
     **dict.fromkeys(("multimodal_items_hashed_as", "values"), _OTHER_RELEASE),
     "release": "install the same release of vLLM",
-    # A model may choose its backend, by the device, and take no other.
+    # A model may choose its backend by the device and accept no other.
     "written by": "give the same --attention-backend, or, where the model chooses by the device, "
     "use devices of one kind and generation",
     "specification": "serve the same model with the same --tensor-parallel-size",
@@ -62,14 +62,14 @@ _REMEDIES = {
 }
 
 _NAMED_FACTORS = 16
-"""As many are named in one line of the log; a peer may make up any number."""
+"""Most factors named in one log line; a peer may send any number of them."""
 
 ANY = "any"
-"""The value of a factor that is not compared, at the engine that compares."""
+"""Local value of a factor that is not to be compared."""
 
 
 def known_factors(factors: Mapping[str, str], version: int) -> dict[str, str]:
-    """Those factors that peers know which speak a version of the protocol."""
+    """Return the factors that exist in a version of the protocol."""
     return {name: value for name, value in factors.items() if FACTORS_SINCE.get(name, 0) <= version}
 
 
@@ -86,7 +86,7 @@ def check_compatibility(local: Mapping[str, str], remote: Mapping[str, str]) -> 
 
 
 def describe_differences(local: Mapping[str, str], remote: Mapping[str, str]) -> str:
-    """What differs, with both values, and what makes it equal; empty where nothing does."""
+    """Name what differs, with both values and the remedy; empty if nothing does."""
     names = [*local, *sorted(remote.keys() - local.keys())]
     differing = [name for name in names if local.get(name) not in (ANY, remote.get(name))]
     if not differing:
@@ -102,14 +102,14 @@ def describe_differences(local: Mapping[str, str], remote: Mapping[str, str]) ->
 
 
 def check_meanings(remote: Iterable[RankCache], local: RankCache) -> None:
-    """See that the layers which this worker reads mean the same at the other engine.
+    """Check that the layers that this worker reads mean the same at the other engine.
 
     Args:
-        remote: What that one's workers keep.
-        local: What this worker keeps.
+        remote: Caches of the other engine's workers.
+        local: Cache of this worker.
 
     Raises:
-        RemoteIncompatibleError: Some do not; the message names the first, with both values.
+        RemoteIncompatibleError: A layer differs; the message names the first, with both values.
     """
     for cache in remote:
         for layer, theirs in cache.layers.items():
@@ -124,5 +124,5 @@ def check_meanings(remote: Iterable[RankCache], local: RankCache) -> None:
 
 
 def remedy(name: str) -> str:
-    """What makes a factor equal."""
+    """Return how to make a factor equal."""
     return _REMEDIES.get(name, "run the same build")

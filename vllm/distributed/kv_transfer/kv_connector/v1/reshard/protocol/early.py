@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that a router sends to both engines at once: their names, and their parameters.
+"""Requests that a router sends to both engines at once: their names and their parameters.
 
-What such a router knows is where the producer is, and not what that will call the request or which
-blocks it will have. So both engines derive one name for it:
+Such a router knows the producer's address, but neither the producer's id for the request nor its
+blocks. So both engines derive the same name for it:
 
-    transfer_id, or kv_request_id   where the router gives one to both
-    the request's id without the random characters that vLLM has added   where it does not
+    transfer_id, or kv_request_id   if the router sends one to both
+    the request's id without vLLM's random suffix   otherwise
 
-A prompt may have several answers (`n`), and a request several prompts. The ids of such children
-differ, in the same way on both engines; to a router's name, which they share, their places are
-added.
+A prompt may have several answers (`n`), and a request several prompts. The ids of these children
+differ in the same way on both engines. They share the router's name, so their positions are
+appended to it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ _Name = Annotated[str, Meta(min_length=1, max_length=1 << 9, pattern=r"\A[^\ud80
 
 
 class EarlySource(msgspec.Struct, frozen=True):
-    """Where a request is being prefilled.
+    """The engine that prefills a request.
 
     Attributes:
         remote_host: Host of the engine's side channel.
         remote_port: TCP port of its side channel.
-        remote_engine_id: The engine, as far as the router knows; another one may answer.
-        remote_request_id: What the router calls the request, with which both engines' ids are made.
-        transfer_id: A name that the router has given the request.
+        remote_engine_id: Engine id that the router expects there; another engine may answer. None
+            if the router gave none.
+        remote_request_id: The router's id for the request, contained in both engines' ids; None if
+            the router gave none.
+        transfer_id: Name that the router gave the request; None if it gave none.
     """
 
     remote_host: Text
@@ -53,7 +55,7 @@ class EarlySource(msgspec.Struct, frozen=True):
 
 
 class _RemotePrefiller(msgspec.Struct, frozen=True):
-    """The same, as llm-d's routers write it for transfers between peers."""
+    """The same in the format of llm-d's routers for transfers between peers."""
 
     kv_request_id: _Name
     remote_host: Text
@@ -61,17 +63,17 @@ class _RemotePrefiller(msgspec.Struct, frozen=True):
 
 
 class _RemoteDecoder(msgspec.Struct, frozen=True):
-    """What they tell the producer."""
+    """The parameters that llm-d's routers send to the producer."""
 
     kv_request_id: _Name
 
 
 def shared_name(request_id: RequestId, given: str | None) -> str:
-    """What both engines call a request.
+    """Return the name that both engines derive for a request.
 
     Args:
-        request_id: What this one calls it.
-        given: What the router does; None where it has not told both.
+        request_id: This engine's id for it.
+        given: Name that the router sent to both engines; None if it sent none.
     """
     base = _RANDOM_SUFFIX.sub("", request_id)
     if given is None:
@@ -81,7 +83,7 @@ def shared_name(request_id: RequestId, given: str | None) -> str:
 
 
 def prefill_params(params: Any) -> Any:
-    """What a producer is asked, in the words that schedulers know."""
+    """Translate a producer's request parameters to those that schedulers understand."""
     if not isinstance(params, dict) or "remote_decoder" not in params:
         return params
     try:
@@ -93,7 +95,7 @@ def prefill_params(params: Any) -> Any:
 
 
 def prefill_name(request_id: RequestId, params: Params) -> str:
-    """The shared name of a request that a producer is asked for."""
+    """Return the shared name of a request at its producer."""
     try:
         given = msgspec.convert(params.get("transfer_id"), _Name | None)
     except _NOT_UNDERSTOOD:
@@ -104,16 +106,16 @@ def prefill_name(request_id: RequestId, params: Params) -> str:
 def decode_params(
     params: Any, request_id: RequestId, trusted: TrustedPeers | None
 ) -> Params | str | None:
-    """What a decode engine is asked, in the words that schedulers know.
+    """Translate a decode engine's request parameters to those that schedulers understand.
 
     Args:
-        params: What came with the request.
-        request_id: What this engine calls it.
-        trusted: Where other engines may be; None for anywhere.
+        params: Parameters that came with the request.
+        request_id: This engine's id for it.
+        trusted: Networks that other engines may be in; None for any.
 
     Returns:
-        Parameters that name the producer, and the request by its shared name; what is wrong with
-        them; or None where they are no early request's.
+        Parameters that name the producer and the request's shared name; a text that says what is
+        wrong with the given ones; or None if they are not an early request's.
     """
     if not isinstance(params, dict) or params.get("remote_block_ids"):
         return None
@@ -141,17 +143,17 @@ def decode_params(
         "remote_request_id": name,
         "remote_host": source.remote_host,
         "remote_port": source.remote_port,
-        # Upstream's scheduler asks for a read where blocks are named.
+        # Upstream's scheduler requests a read only if blocks are named.
         "remote_block_ids": [[0]],
         MARK_EARLY: True,
     }
 
 
 def _source(params: Params) -> EarlySource:
-    """Where parameters say that a request is being prefilled.
+    """Read from a request's parameters which engine prefills it.
 
     Raises:
-        ValidationError: They do not.
+        ValidationError: The parameters do not say so.
     """
     if "remote_prefiller" not in params:
         return msgspec.convert(params, EarlySource)

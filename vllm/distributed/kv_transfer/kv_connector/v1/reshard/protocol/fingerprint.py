@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a read is bound to: the tokens that the KV was computed for, and the blocks it lies in.
+"""Fingerprints that bind a read to the tokens of its KV and to the blocks that hold it.
 
-A request's parameters come by way of a router and a client. They may belong to another request, the
-prompt may have been cut or tokenized anew on the way, and a client may name blocks that are not
-its own. So the producer says in its table of leases what it offered, the reader computes the same
-from its *own* prompt and from what it was told, and believes what it has read only if both agree.
+A request's parameters arrive through a router and a client. They may belong to another request, the
+prompt may have been truncated or tokenized again on the way, and a client may name another
+request's blocks. So the producer publishes a fingerprint of its offer in its lease table. The
+reader computes one from its *own* prompt and from the request's parameters, and accepts the bytes
+only if both are equal.
 
     producer   tokens it computed, blocks it offers   ->  fingerprint, in its table
     reader     tokens of its prompt, blocks it read   ->  the same one, or the read fails
 
-Digests are cut to one word each. A digest of something unknown can only be guessed, and each guess
-costs a request: 64 bits are enough.
+Each digest is cut to one word. An attacker who does not know the content can only guess its digest,
+and each guess costs a request: 64 bits are enough.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import msgspec
 from .ids import BlockIds
 
 OfferSecret: TypeAlias = int
-"""64 random bits that go with an offer, by way of the router, to whom it is for.
+"""64 random bits that the router passes with an offer to its reader.
 
-A reader that knows no tokens gives the offer up with it. Holders keep it out of their tables of
-leases: a process that can read these need not be the one that was sent the request.
+A reader that has no tokens presents it to give the offer up. Producers keep it out of their lease
+tables, because processes other than the intended reader can read these.
 """
 
 _TOKENS_AT_ONCE = 4096
@@ -41,9 +42,9 @@ class OfferFingerprint:
     """Token count, and 64-bit digests of token ids and of block ids.
 
     Attributes:
-        num_tokens: Tokens in the blocks; from 1.
-        content: Digest of these tokens, and of what else their KV depends on.
-        blocks: Digest of the blocks' ids, in the order of the sequence, for each KV-cache group.
+        num_tokens: Number of tokens in the blocks; at least 1.
+        content: Digest of these tokens and of everything else that their KV depends on.
+        blocks: Digest of the block ids of every KV-cache group, in the order of the sequence.
     """
 
     num_tokens: int
@@ -51,13 +52,13 @@ class OfferFingerprint:
     blocks: int
 
     def difference(self, wanted: OfferFingerprint) -> str | None:
-        """Why a reader that wanted something else must not use what it has read.
+        """Describe how this fingerprint differs from the one that the reader expects.
 
         Args:
-            wanted: What the reader computed from its own prompt and from what it was told.
+            wanted: Fingerprint of the reader's own prompt and of the blocks that it read.
 
         Returns:
-            What differs, as the end of a sentence on "what is held there"; None where nothing does.
+            The end of a sentence that begins "what is held there"; None if both are equal.
         """
         if self.num_tokens != wanted.num_tokens:
             return f"is of {self.num_tokens} tokens, and {wanted.num_tokens} are wanted here"
@@ -71,35 +72,35 @@ class OfferFingerprint:
 def fingerprint(
     token_ids: Sequence[int], num_tokens: int, extra_keys: object, block_ids: BlockIds
 ) -> OfferFingerprint:
-    """The fingerprint of some tokens in some blocks, the same in every process.
+    """Return the fingerprint of some tokens in some blocks; it is the same in every process.
 
-    It takes 9 us for a thousand tokens (two cores, Python 3.11): 0.3 ms for a prompt of 32k, which
-    vLLM's own block hashes take longer for on the same thread.
+    It takes 9 us for a thousand tokens (two cores, Python 3.11): 0.3 ms for a prompt of 32k, less
+    than vLLM's own block hashes take on the same thread.
 
     Args:
-        token_ids: The request's tokens. Where they are fewer than `num_tokens`, the result is that
-            of no producer.
-        num_tokens: How many of them the blocks hold; from 1.
-        extra_keys: What else the KV of these tokens depends on, as vLLM's own block hashes take it
-            in: multimodal items, LoRA, the cache's salt.
-        block_ids: The blocks as they are offered, for each KV-cache group.
+        token_ids: The request's tokens. If they are fewer than `num_tokens`, the result matches no
+            producer's.
+        num_tokens: Number of them that the blocks hold; at least 1.
+        extra_keys: Everything else that the KV depends on, in the form that vLLM's block hashes
+            use: multimodal items, LoRA, the cache salt.
+        block_ids: Ids of the offered blocks, for each KV-cache group.
     """
     content = sha256()
-    # A client may have said any number.
+    # The number comes from a client and may be anything.
     stop = min(num_tokens, len(token_ids))
     for start in range(0, stop, _TOKENS_AT_ONCE):
-        # The interpreter is let go of in between: no other thread waits for all of a long prompt.
+        # In chunks, so that other threads get the GIL in between and do not wait for a long prompt.
         content.update(_words(token_ids[start : min(start + _TOKENS_AT_ONCE, stop)]))
     content.update(msgspec.msgpack.encode(extra_keys, enc_hook=repr))
     return with_blocks(OfferFingerprint(num_tokens, _word(content.digest()), 0), block_ids)
 
 
 def with_blocks(tokens: OfferFingerprint, block_ids: BlockIds) -> OfferFingerprint:
-    """The fingerprint of the same tokens in some blocks, which were not known before.
+    """Return a fingerprint with its digest of blocks replaced.
 
     Args:
-        tokens: Their fingerprint in any blocks.
-        block_ids: The blocks as they are offered, for each KV-cache group.
+        tokens: Fingerprint of the tokens, in any blocks.
+        block_ids: Ids of the offered blocks, for each KV-cache group.
     """
     blocks = sha256()
     for group in block_ids:
@@ -110,10 +111,10 @@ def with_blocks(tokens: OfferFingerprint, block_ids: BlockIds) -> OfferFingerpri
 
 
 def _words(ids: Sequence[int]) -> array[int]:
-    """Ids of tokens or blocks, 32 bits each, in one pass in C.
+    """Pack ids of tokens or blocks, 32 bits each, in one pass in C.
 
-    Of what Python offers, this is the fastest: 5 ns each, where signed words take 15, numpy 18 and
-    struct 12. Ids that do not fit are none of any vocabulary or cache, and all the same.
+    This is the fastest way in Python: 5 ns an id; signed words take 15, numpy 18, struct 12. An id
+    that does not fit is in no vocabulary or cache; all of these get the same value.
     """
     try:
         return array("I", ids)

@@ -1,31 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases that a reader can check by itself, after it has read.
+"""Leases that a reader can check by itself, after it has read the blocks.
 
-An engine holds a request's blocks until all readers were heard or a lease has run out, and then
-uses them for something else. A reader whose bytes were under way at that moment cannot tell from
-the bytes. So each worker of the producer keeps a table of the requests that it holds, in host
-memory that peers can read as they read the cache:
+An engine holds a request's blocks until all readers have notified it or a lease expires, and then
+reuses them. A reader whose read was in flight at that moment cannot see this from the bytes. So
+each worker of the producer keeps a table of the requests that it holds, in host memory that peers
+can read like the cache:
 
-    producer   enters a request before its first block is computed, binds it to what it offers once
-             that is known, and strikes it out *before* it says that the blocks may be freed; one
-             that was aborted was never offered to readers
-    reader   reads the blocks, and *then* the table: the request still stands in it, bound to what
-             was read, or the bytes may be another request's
+    producer   adds a request before its first block is computed, binds it to its offer once that
+             is known, and removes it *before* it reports that the blocks may be freed; an aborted
+             request was never offered to readers
+    reader   reads the blocks, and *then* the table: if the request is no longer in it, or is bound
+             to something else, the bytes may be another request's
 
-which is a seqlock with a NIXL read in place of a load. It takes no time of the producer's, no
-clocks that agree, and nothing that a router would have to pass on.
+This is a seqlock with a NIXL read in place of a load. It costs the producer no time, and needs
+neither synchronized clocks nor anything that a router would have to pass on.
 
-The table is a hash table of small buckets. A reader knows from the request's id which bucket to
-read and which word to find there. An entry is four words and never crosses a cache line:
+The table is a hash table of small buckets. The request's id tells a reader which bucket to read and
+which word to find there. An entry is four words and never crosses a cache line:
 
-    name      what stands for the request's id; 0 where the place is free
-    tokens    how many tokens were offered; 0 until they were
+    name      digest of the request's id; 0 in a free entry
+    tokens    number of tokens offered; 0 before the offer
     content   digest of these tokens
     blocks    digest of their blocks' ids
 
-The producer writes `tokens` last and takes `name` away first. A read of the line
-in one piece finds all four as they belong together; one that was torn finds something else than is
-wanted, and is repeated.
+The producer writes `tokens` last and clears `name` first. A read that gets the cache line in one
+piece finds a consistent entry; a torn read finds a mismatch, and is repeated.
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ BUCKET_BYTES = WORDS_PER_BUCKET * WORD_BYTES
 _LINE_BYTES = 64
 
 _NUM_BUCKETS = 1 << 15
-"""4 MiB. With 16384 requests held at once, a request finds its bucket full once in five hundred
-times; with a thousand, once in tens of millions."""
+"""4 MiB. With 16384 requests held at once, a request finds its bucket full one time in 500; with a
+thousand, one time in tens of millions."""
 
 _FREE = 0
 _NAME, _TOKENS, _CONTENT, _BLOCKS = range(WORDS_PER_ENTRY)
 
 
 class Entry(NamedTuple):
-    """What stands for a request in a table.
+    """A request's key in a table.
 
     Attributes:
-        bucket: Where.
-        name: What; not 0.
+        bucket: Index of its bucket.
+        name: Digest of its id; not 0.
     """
 
     bucket: int
@@ -69,11 +68,11 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeaseTableAddress:
-    """Where a worker's table lies.
+    """Location and size of a worker's table.
 
     Attributes:
-        address: Of its first word, in host memory.
-        num_buckets: How many buckets there are.
+        address: Address of its first word, in host memory.
+        num_buckets: Number of buckets.
     """
 
     address: int
@@ -86,11 +85,11 @@ class LeaseTableAddress:
 
 
 class Held(NamedTuple):
-    """What a reader finds under a request's name.
+    """A reader's view of a request in the table.
 
     Attributes:
-        entered: The producer still holds it.
-        fingerprint: What it offers under that name; None as long as it has not said so.
+        entered: True while the producer holds the request.
+        fingerprint: Fingerprint of the offer; None until the producer publishes it.
     """
 
     entered: bool
@@ -98,18 +97,18 @@ class Held(NamedTuple):
 
 
 def entry_of(request_id: RequestId, num_buckets: int) -> Entry:
-    """What stands for a request, the same in every process."""
+    """Return a request's key, which is the same in every process."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=16).digest()
     bucket = int.from_bytes(digest[:8], "little") % num_buckets
     return Entry(bucket, int.from_bytes(digest[8:], "little") or 1)
 
 
 def look_up(bucket: npt.NDArray[np.uint64], name: int) -> Held:
-    """What a bucket says of a request.
+    """Look a request up in a bucket.
 
     Args:
-        bucket: Its words, shape (`WORDS_PER_BUCKET`,).
-        name: What stands for the request.
+        bucket: The bucket's words, shape (`WORDS_PER_BUCKET`,).
+        name: Digest of the request's id.
     """
     for entry in bucket.reshape(ENTRIES_PER_BUCKET, WORDS_PER_ENTRY).tolist():
         if entry[_NAME] == name:
@@ -119,7 +118,7 @@ def look_up(bucket: npt.NDArray[np.uint64], name: int) -> Held:
 
 
 class LeaseTable:
-    """The requests that a worker holds, for peers to look at. Belongs to the connector's thread.
+    """Table of the requests that a worker holds, read by peers. Owned by the connector's thread.
 
     Args:
         num_buckets: Size of the table, in buckets.
@@ -130,14 +129,14 @@ class LeaseTable:
 
     @property
     def address(self) -> LeaseTableAddress:
-        """Where the table lies."""
+        """Location and size of the table."""
         return LeaseTableAddress(self._entries.ctypes.data, len(self._entries))
 
     def add(self, request_id: RequestId) -> bool:
-        """Say that a request's blocks are its own.
+        """Add a request: its blocks are not reused while it is in the table.
 
         Returns:
-            Whether there was room. Without, readers will take the request's lease for expired.
+            False if its bucket is full; readers will then take the request's lease for expired.
         """
         bucket, name = self._bucket(request_id)
         if name in bucket[:, _NAME]:
@@ -149,9 +148,9 @@ class LeaseTable:
         return True
 
     def publish(self, request_id: RequestId, fingerprint: OfferFingerprint) -> None:
-        """Say what is offered under the name of a request that was entered.
+        """Bind a request in the table to its offer.
 
-        Saying it again changes nothing, at no moment.
+        Publishing the same offer again does not write to the entry, even briefly.
         """
         bucket, name = self._bucket(request_id)
         for place in np.flatnonzero(bucket[:, _NAME] == name):
@@ -162,7 +161,7 @@ class LeaseTable:
             bucket[place, _TOKENS] = fingerprint.num_tokens
 
     def remove(self, request_id: RequestId) -> None:
-        """Say that a request's blocks may be another's from now on."""
+        """Remove a request: its blocks may be reused from now on."""
         bucket, name = self._bucket(request_id)
         for place in np.flatnonzero(bucket[:, _NAME] == name):
             bucket[place, _NAME] = _FREE
@@ -174,7 +173,7 @@ class LeaseTable:
 
 
 def _aligned_zeros(num_buckets: int) -> npt.NDArray[np.uint64]:
-    """Words that begin with a cache line; shape (buckets, entries, words)."""
+    """Zeros that begin at a cache line; shape (buckets, entries, words)."""
     size_bytes = num_buckets * BUCKET_BYTES
     raw = np.zeros(size_bytes + _LINE_BYTES, dtype=np.uint8)
     start = -raw.ctypes.data % _LINE_BYTES

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a connection must stay, and what its end says of memory.
+"""How long a connection stays open, and when its reads can no longer write to memory.
 
-When something goes wrong with a peer, its connection is retired: no request is begun with it, and
-the next one opens beside it. What it has begun is waited for, and looked up.
+When something goes wrong with a peer, its connection is retired: it takes no new request, and a new
+connection opens beside it. Its reads and lease checks in flight are waited for.
 
     open  ---- retire --->  retired  ---- everything is done -------------------->  drained
                                |     ---- a read has failed, and a grace is over ->    ^
                                |     ---- nothing failed, nothing moves: hung ---------+
 
-A drained connection whose reads are all done is closed by itself. Any other one is closed with the
-agent of its lane: see `transport.lane`. Why not at once: a source that is alive and has not
-answered yet may end itself over a reader that goes away. Why at all: a source that is gone or hung
-never lets reads be done, and then the end of the agent is the only thing after which nothing writes
-any more. `transport.agent` tells what was measured.
+A drained connection whose reads are all done is closed by itself. Any other one is closed together
+with its lane's agent: see `transport.lane`. It is not closed at once, because a live source that
+has not answered yet may abort when its reader disconnects. It has to be closed, because reads from
+a source that is gone or hung never complete: only the end of the agent guarantees that they no
+longer write. `transport.agent` has the measurements.
 
-Time is passed in, in seconds of any monotonic clock. A lifetime belongs to the thread that drives
-it, the connector's.
+Callers pass the time, in seconds of any monotonic clock. A lifetime is owned by the thread that
+drives it, the connector's.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PEER_GRACE_S = 10.0
-"""How long the other reads of a connection are waited for after one has failed. Where a connection
-is lost, they fail as well, within a fraction of a second; and UCX aborts a live worker whose reader
-disconnects over TCP, so a slow peer gets as long to come back."""
+"""How long to wait for a connection's other reads after one has failed. If the connection is lost,
+they fail within a fraction of a second. UCX aborts a live worker whose reader disconnects over TCP,
+so a slow peer gets this long to recover."""
 
 
 @dataclass(slots=True)
 class Lifetime:
-    """Counts what a connection is used for, what it has in flight, and what is in doubt.
+    """Counts of a connection's requests, reads in flight and reads in doubt.
 
     Attributes:
-        hung_grace_s: How long a retired connection of which no read has failed is waited for.
-        requests: Requests that are being read with it and have not failed.
-        in_flight: Reads that were posted, and have neither been done nor failed.
-        in_doubt: Reads that have failed: they may write until the lane is closed.
+        hung_grace_s: How long to wait for a retired connection if none of its reads has failed.
+        requests: Requests that are being read over it and have not failed.
+        in_flight: Reads that were posted and have neither completed nor failed.
+        in_doubt: Failed reads, which may write until the lane is closed.
         retired_at_s: When it was retired; None while it is open.
     """
 
@@ -49,56 +49,55 @@ class Lifetime:
 
     @property
     def is_open(self) -> bool:
-        """Whether something may be read with it."""
+        """True if reads may be posted to it."""
         return self.retired_at_s is None
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing that is read with it can write any more, now or later."""
+        """True if none of its reads can write any more, now or later."""
         return not (self.requests or self.in_flight or self.in_doubt)
 
     def begin_request(self) -> None:
-        """A request is read with it."""
+        """Count a request that is read over it."""
         self.requests += 1
 
     def end_request(self) -> None:
-        """A request was received, or has failed."""
+        """Count a request off: it was received or has failed."""
         self.requests = max(self.requests - 1, 0)
 
     def begin(self) -> None:
-        """A read was posted."""
+        """Count a posted read."""
         self.in_flight += 1
 
     def done(self) -> None:
-        """A read is done: it writes no more."""
+        """Count a completed read, which can no longer write."""
         assert self.in_flight > 0
         self.in_flight -= 1
 
     def fail(self, now_s: float) -> None:
-        """A read in flight has failed: it may go on to write."""
+        """Count a read in flight as failed: it may still write."""
         assert self.in_flight > 0
         self.refuse(now_s)
         self.in_flight -= 1
 
     def refuse(self, now_s: float) -> None:
-        """A read was refused when it was posted, but after it had begun."""
+        """Count a read whose post failed after it had begun: it may still write."""
         self.in_doubt += 1
         if self._failed_at_s is None:
             self._failed_at_s = now_s
 
     def retire(self, now_s: float) -> None:
-        """Nothing more is read with it; a second time changes nothing."""
+        """Retire the connection: it takes no more reads. A second call changes nothing."""
         if self.retired_at_s is None:
             self.retired_at_s = now_s
 
     def close_at_s(self, *, wanted: bool = False) -> float | None:
-        """From when on it is not waited for, perhaps in the past; None while it is open.
+        """Return when to stop waiting for it, perhaps in the past; None while it is open.
 
-        All of its reads that are done by then need no more of it, and for all others the end of its
-        lane is what makes them drained.
+        Reads that complete by then are done with; the others are drained by closing the lane.
 
         Args:
-            wanted: Something is still to be looked up with it, though nothing be in flight.
+            wanted: True if it is still needed for a lease check, even with nothing in flight.
         """
         if self.retired_at_s is None:
             return None
@@ -110,5 +109,5 @@ class Lifetime:
         return min(hung_at_s, max(self._failed_at_s, self.retired_at_s) + PEER_GRACE_S)
 
     def close(self) -> None:
-        """It is drained, or its agent is gone: nothing of it writes any more."""
+        """Reset all counts: it is drained or its agent is gone, so none of its reads can write."""
         self.requests = self.in_flight = self.in_doubt = 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request is: at the worker that holds its blocks, and at the one that reads them.
+"""States of a request: at the worker that holds its blocks, and at the worker that reads them.
 
-The values are words for the log.
+The values appear in the log.
 """
 
 from __future__ import annotations
@@ -10,53 +10,53 @@ from enum import Enum
 
 
 class HeldState(Enum):
-    """Where a request is that a producer computes or holds for others."""
+    """State of a request that a producer computes or holds for readers."""
 
     ADMITTED = "admitted"
     """It is being computed."""
 
     OFFERED = "offered"
-    """Its blocks are held until its readers were heard, or its lease has run out."""
+    """Its blocks are held until all readers have notified this worker or its lease expires."""
 
     RELEASED = "released"
-    """All readers were heard."""
+    """All readers have notified this worker."""
 
     EXPIRED = "expired"
-    """Its lease ran out before."""
+    """Its lease expired before all readers had notified this worker."""
 
     WITHDRAWN = "withdrawn"
-    """It is not offered after all."""
+    """It will not be offered after all."""
 
 
 class ReadState(Enum):
-    """Where a request is that a consumer reads."""
+    """State of a request that a consumer reads."""
 
     AWAITING_PREFILL = "waiting for its prefill"
-    """It was sent to both engines, and the other one has computed nothing of it that was seen."""
+    """It was sent to both engines; no progress was seen at the other one yet."""
 
     IN_PREFILL = "having its prompt computed"
-    """Some of its prompt was seen to be computed there."""
+    """The other engine was seen to have computed some of its prompt."""
 
     IN_LAST_CHUNK = "having its last chunk computed"
-    """The step that completes its prompt was seen to be under way there."""
+    """The other engine was seen to run the step that completes its prompt."""
 
     OFFERED = "offered"
-    """It is held there, and has no blocks here yet."""
+    """The producer holds it; it has no blocks here yet."""
 
     PREFETCHING = "being read while its prompt is computed"
-    """It is not offered yet. What has been computed of it is read, and may have to be read anew."""
+    """It is not offered yet. Its computed part is read, and may have to be read again."""
 
     WAITING = "waiting for its peer"
-    """It waits until its peer is connected, and for its turn."""
+    """It waits for its peer to be connected, and for its turn."""
 
     READING = "being read"
-    """Its parts are queued, posted, or copied to where they belong."""
+    """Its parts are queued, posted, or copied from the arena to its blocks."""
 
     CHECKING = "having its lease looked up"
-    """All of it was read; whether it was still held, and what was wanted, is to be seen."""
+    """All of it was read; the lease check, of the hold and of the fingerprint, is pending."""
 
     FAILED = "failed"
-    """It has failed, and something may still write into its blocks."""
+    """It has failed, and reads may still write into its blocks."""
 
     ENDED = "over"
-    """It was received, or has failed and nothing writes into its blocks any more."""
+    """It was received, or it has failed and no read can write into its blocks any more."""

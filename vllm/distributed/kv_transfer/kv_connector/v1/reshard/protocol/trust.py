@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hosts a client may have this engine ask."""
+"""Which hosts this engine may contact when a client names them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _ZONE = re.compile(r"[A-Za-z0-9_.-]+")
-"""Names of network interfaces. `ipaddress` takes anything for a zone."""
+"""Names of network interfaces. `ipaddress` accepts any text as a zone."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrustedPeers:
-    """The networks that side channels are asked at.
+    """The networks in which this engine contacts side channels.
 
     Attributes:
-        networks: A host in none of them is not asked.
+        networks: Networks that a host must be in to be contacted.
     """
 
     networks: tuple[Network, ...]
 
     @classmethod
     def parse(cls, networks: Iterable[str]) -> TrustedPeers:
-        """Read networks such as `10.0.0.0/8`, or single addresses.
+        """Parse networks such as `10.0.0.0/8`, or single addresses.
 
         Raises:
             ValueError: One is neither, or has bits set beyond its prefix.
@@ -38,15 +38,16 @@ class TrustedPeers:
         return cls(tuple(map(ipaddress.ip_network, networks)))
 
     def admit(self, address: Address) -> bool:
-        """Whether a host may be asked; one of IPv4 is the same when written as one of IPv6."""
+        """True if a host may be contacted; an IPv4-mapped IPv6 address counts as IPv4."""
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped
         return any(address in network for network in self.networks)
 
     def fault(self, host: str) -> str | None:
-        """Why a host may not be asked; None where it may, or has a name, which hides its address.
+        """Return why a host may not be contacted; None if it may, or if it is a name.
 
-        Names are looked up where they are asked, and what is found is held to the same networks.
+        Names are resolved when they are contacted, and the addresses are checked against the same
+        networks.
         """
         address = numeric(host)
         if address is None or self.admit(address):
@@ -59,7 +60,7 @@ class TrustedPeers:
 
 
 def numeric(host: str) -> Address | None:
-    """The address that a host is written as; None where it is a name, or nothing at all."""
+    """Return a host's numeric address; None if it is a name or not a host."""
     _, percent, zone = host.partition("%")
     if percent and not _ZONE.fullmatch(zone):
         return None
