@@ -96,12 +96,13 @@ RESHARD := $(UNIT)/reshard
 TESTS_OF_A_BASE := tests/distributed tests/entrypoints tests/v1/worker $(wildcard $(UNIT)/test_*.py) \
                    $(RESHARD)/cli/test_caches_of_engines.py \
                    $(patsubst %,$(RESHARD)/test_%.py,connector left_to_upstream refusals rejections) \
-                   $(patsubst %,$(RESHARD)/engine/test_%.py,cache_formats cache_views compat drafts \
-                     factors failed_reads geometry recurrent_state releases scheduler writing_kernels)
+                   $(wildcard $(RESHARD)/engine/caches/test_*.py) \
+                   $(patsubst %,$(RESHARD)/engine/%.py,test_compat test_failed_reads \
+                     scheduling/test_scheduler test_writing_kernels)
 # Its caches have other forms, and its scheduler gives blocks and is told of failed reads otherwise.
 TESTS_OF_0.22.1 := $(patsubst %,$(RESHARD)/test_%.py,blocks_in_doubt early_dispatch hybrid lifecycle parity) \
-                   $(patsubst %,$(RESHARD)/engine/test_%.py,content first_forward parking queues stats \
-                     worker)
+                   $(patsubst %,$(RESHARD)/engine/%.py,test_content test_first_forward \
+                     scheduling/test_parking test_queues test_stats test_worker)
 # What pages tell of a release, and models that vary between it and the default one.
 TESTS_OF_0.33.0 := $(patsubst %,tests/docs/test_%.py,bases models) \
                    $(RESHARD)/engine/test_sparse_models.py $(RESHARD)/test_first_tokens.py \

@@ -14,8 +14,8 @@ import threading
 from vllm.utils.gc_utils import freeze_gc_heap
 
 from tools.pdstack.layout import Layout
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.plans import Planner
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connector_thread import SWITCH_S
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.plans import Planner
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
     LayerCache,
     Plane,

@@ -18,14 +18,16 @@ import psutil
 from vllm.distributed.nixl_utils import NixlWrapper
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
+    memory_regions,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.dialer import (
     Answer,
     Ask,
     Dialer,
     LocalEndpoint,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import memory_regions
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import IDLE_LANE_S
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import IDLE_LANE_S
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     WorkerDescription,
     decode_worker,

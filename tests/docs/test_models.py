@@ -28,7 +28,9 @@ from tests.v1.kv_connector.unit.reshard.cli.families import (
 from tools.docs_kv_plan import ROOT
 from tools.pdstack.families import FAMILIES
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.caches import _FAMILIES, read_family
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import unserved_layer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
+    unserved_layer,
+)
 
 INTERFACE = "vllm/v1/kv_cache_interface.py"
 STATES = {"served", "upstream's", "vLLM refuses", "no cache"}

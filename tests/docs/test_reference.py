@@ -11,7 +11,7 @@ from reshard_build.series import load_series
 
 from tests.docs.metrics import families
 from tools.docs_kv_plan import ROOT
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.readings import SPANS
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.readings import SPANS
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.settings import Settings
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import (
     HandshakeFailure,

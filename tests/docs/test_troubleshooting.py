@@ -13,7 +13,7 @@ PACKAGE = ROOT / "vllm/distributed/kv_transfer/kv_connector/v1/reshard"
 COMMAND = PACKAGE / "cli"
 """`kv-plan`, which answers to who has just typed: its lines say all there is to say."""
 BESIDE_IT = sorted((ROOT / "bases").rglob("*.py"))
-SILENT = {"verify.py", "stats.py", "summary.py", "arrangement.py", "releases.py"}
+SILENT = {"verify.py", "stats.py", "arrangement.py", "releases.py"}
 """Modules whose sentences are no messages: faults of a plan, which the worker's message quotes,
 help texts of metrics, words for a plan, for ways to fill a block, and reasons of changes."""
 

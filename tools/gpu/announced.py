@@ -25,8 +25,8 @@ ASYNCHRONOUS = ("--async-scheduling",)
 PROMPT_TOKENS = 450
 """Less than a step computes, and than the longest sequence with its answer."""
 
-_FORK = "vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.offers"
-_PLUGIN = "vllm_kv_reshard.engine.offers"
+_FORK = "vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.offers"
+_PLUGIN = "vllm_kv_reshard.engine.scheduling.offers"
 _WAYS = ("announced", "withheld")
 
 

@@ -11,8 +11,8 @@ import pytest
 from tools.gpu import announced
 from tools.gpu.announced import Gain
 from tools.pdstack.modules.offers_by_turns import offers_by_turns
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import offers
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.offers import OfferBook
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling import offers
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.offers import OfferBook
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )

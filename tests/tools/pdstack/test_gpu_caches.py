@@ -48,7 +48,7 @@ from tools.pdstack.modules.gpu_caches.gpu_caches import (
     shared_tokens,
 )
 from vllm import _custom_ops as ops
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import cache_formats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import cache_formats
 
 KV_HEADS, SIZE, WIDE, LATENT, ROPE = 2, 32, 128, 512, 64
 # The first is computed whole, the others behind what is cached, one of them a token at a time.

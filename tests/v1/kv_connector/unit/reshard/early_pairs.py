@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.v1.kv_connector.unit.reshard.engine.workers import fill
 from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import early
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import requests as early
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.watch import Watch
 
 OPTION = {"early_dispatch": True}

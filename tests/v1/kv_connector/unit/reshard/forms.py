@@ -57,7 +57,7 @@ def describe_layer(shaped_by_backends: bool) -> Callable[..., Any]:
     if shaped_by_backends == SHAPED_BY_BACKENDS:
         return compat.describe_layer
     assert shaped_by_backends, "caches of later bases are described by what only these have"
-    return _of_base("0.22.1", "engine/probed_shapes.py").describe_layer
+    return _of_base("0.22.1", "engine/caches/probed_shapes.py").describe_layer
 
 
 @cache

@@ -41,7 +41,7 @@ from tests.v1.kv_connector.unit.reshard.early_pairs import (
 )
 from tests.v1.kv_connector.unit.reshard.engine.workers import assert_received, fill
 from tests.v1.kv_connector.unit.reshard.serving import BLOCK_TOKENS, Whole, until
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.parking import Parking
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.parking import Parking
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol import watch
 
 

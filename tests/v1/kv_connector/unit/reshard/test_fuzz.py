@@ -34,7 +34,7 @@ from tests.v1.kv_connector.unit.reshard.transport.remotes import (
     Reader,
     RemoteEngineStub,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.plans import Planner
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.plans import Planner
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteHandshakeError,
     RemoteLayoutError,

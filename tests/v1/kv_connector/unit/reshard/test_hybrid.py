@@ -33,18 +33,22 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     every_strategy,
     lost_blocks,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
-    scheduler as scheduler_module,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import CACHES_ARE_VIEWS
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
     describe_cache,
     unserved_layer,
     window_groups,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.parking import Parking
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import ReshardScheduler
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.token_counts import TokenCounts
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.compat import CACHES_ARE_VIEWS
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling import (
+    scheduler as scheduler_module,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.parking import Parking
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.scheduler import (
+    ReshardScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.token_counts import (
+    TokenCounts,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive

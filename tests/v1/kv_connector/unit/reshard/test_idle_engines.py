@@ -30,7 +30,7 @@ from tests.v1.kv_connector.unit.reshard.early_pairs import (
 )
 from tests.v1.kv_connector.unit.reshard.engine.workers import wait_until
 from tests.v1.kv_connector.unit.reshard.serving import Whole, until
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import idling
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling import idling
 
 pytestmark = requires_base("0.32.0", "0.33.0", reason="its engine core has no hook for that")
 

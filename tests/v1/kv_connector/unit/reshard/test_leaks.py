@@ -18,9 +18,11 @@ from tests.v1.kv_connector.unit.reshard.engine.connections import RecordingConne
 from tests.v1.kv_connector.unit.reshard.engine.producers import LEASE_S, OFFER, Producer
 from tests.v1.kv_connector.unit.reshard.engine.schedulers import PARAMS, request, scheduler
 from tests.v1.kv_connector.unit.reshard.protocol.tables import entries
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.readers import MAX_REMEMBERED
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.readers import (
+    MAX_REMEMBERED,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import (
     ConsumerLedger,

@@ -78,7 +78,7 @@ class Refusal:
     test: str
 
 
-_VIEWS, _PROBED = "engine/test_cache_views.py", "engine/test_probed_shapes.py"
+_VIEWS, _PROBED = "engine/caches/test_cache_views.py", "engine/caches/test_probed_shapes.py"
 _DESCRIBED = "test_what_cannot_be_described_is_refused"
 _KEYS, _REPLIES = "transport/test_authentication.py", "protocol/test_metadata.py"
 REFUSALS = [
@@ -160,14 +160,14 @@ REFUSALS = [
         "no layer of this worker has a KV cache",
         HAS_IT_NOT,
         "it asks for the shape of the first cache",
-        "engine/test_geometry.py::test_worker_without_layers_is_refused",
+        "engine/caches/test_geometry.py::test_worker_without_layers_is_refused",
     ),
     Refusal(
         "geometry._blocks_per_id",
         "which do not divide them",
         MAY_BE_ASKED,
         "blocks are counted in tensors",
-        "engine/test_geometry.py::test_blocks_that_the_scheduler_does_not_count_are_refused",
+        "engine/caches/test_geometry.py::test_blocks_that_the_scheduler_does_not_count_are_refused",
     ),
     Refusal(
         "cache_views.describe_layer",
@@ -216,21 +216,21 @@ REFUSALS = [
         "heads in its planes, which are not split alike",
         MAY_BE_ASKED,
         "planes are those of tensors",
-        "engine/test_ownership.py::test_planes_that_are_not_split_alike_are_refused",
+        "engine/caches/test_ownership.py::test_planes_that_are_not_split_alike_are_refused",
     ),
     Refusal(
         "ownership.refuse_shared_names",
         "so that two layers have one name",
         HAS_IT_NOT,
         "there are several stages",
-        "engine/test_ownership.py::test_layers_of_one_name_on_two_stages_are_refused",
+        "engine/caches/test_ownership.py::test_layers_of_one_name_on_two_stages_are_refused",
     ),
     Refusal(
         "drafts.refuse_impossible_drafts",
         "needs one pipeline stage with this version's model runner",
         HAS_IT_NOT,
         "there are several stages",
-        "engine/test_drafts.py::test_drafts_on_stages_without_a_drafter_are_refused",
+        "engine/caches/test_drafts.py::test_drafts_on_stages_without_a_drafter_are_refused",
     ),
     Refusal(
         "settings.read_settings",

@@ -18,7 +18,9 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
 )
 from tests.v1.kv_connector.unit.reshard.transport.channels import serving, wait_until
 from tests.v1.kv_connector.unit.reshard.transport.loading import start_of_address
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import peers as peers_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting import (
+    peers as peers_module,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     decode_worker,
     encode_worker,

@@ -60,9 +60,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.caches import read
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.command import main
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.model import read_model
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.verdicts import ARRANGED
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import cache_formats
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.arrangement import Arrangement
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import unserved_layer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import cache_formats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.arrangement import (
+    Arrangement,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
+    unserved_layer,
+)
 
 WHOLE_BLOCKS = Arrangement.PAGE.value
 

@@ -30,7 +30,9 @@ from vllm.distributed import (
     init_distributed_environment,
     initialize_model_parallel,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import describe_cache
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
+    describe_cache,
+)
 
 _SPARSE_MLA = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 _NUM_BLOCKS = 4

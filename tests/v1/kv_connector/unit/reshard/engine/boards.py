@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.v1.kv_connector.unit.reshard.protocol.board_rows import rows_of
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import Peer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import Peer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.board import (
     WORDS_PER_ROW,

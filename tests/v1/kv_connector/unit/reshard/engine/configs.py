@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import ranks as ranks_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import ranks as ranks_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 
 

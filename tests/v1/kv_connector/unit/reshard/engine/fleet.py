@@ -20,13 +20,13 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     receive,
     wait_until,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import (
+    LAST_RETRY_S,
+    STEADY_S,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
     ReshardHandshakeMetadata,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import (
-    LAST_RETRY_S,
-    STEADY_S,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import ConnectorThreadError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (

@@ -17,7 +17,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.bases import RELEASE
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.geometry import describe_cache
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
+    describe_cache,
+)
 
 if RELEASE == "0.32.0":
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduler import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.scheduler import (
     ReshardScheduler,
 )
 

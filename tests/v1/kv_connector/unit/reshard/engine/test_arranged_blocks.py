@@ -42,8 +42,13 @@ from tests.v1.kv_connector.unit.reshard.engine.models import (
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import bare
 from tests.v1.kv_connector.unit.reshard.engine.workers import OFFER, Progress, pairs_of_layouts
 from tests.v1.kv_connector.unit.reshard.forms import backend_of
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import cache_formats, geometry
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.arrangement import Arrangement
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import (
+    cache_formats,
+    geometry,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.arrangement import (
+    Arrangement,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import Receive
 
 HEADS, SIZE = 6, 32

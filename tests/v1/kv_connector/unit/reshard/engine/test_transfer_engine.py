@@ -23,12 +23,14 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
 from tests.v1.kv_connector.unit.reshard.profiling import calls
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Wire
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
+    ConsumerSide,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import (
     RENEWALS_PER_LEASE,
     Renewals,
 )

@@ -29,7 +29,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tests.v1.kv_connector.unit.reshard.engine.release_caches import LAYERS, Cache
 from tools.pdstack.modules.gpu_caches.gpu_caches import heads, latents
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.ownership import shard_of_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.ownership import (
+    shard_of_worker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.arena import Span
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import RankCache
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.leg import Leg, LegEnd

@@ -28,11 +28,13 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.v1.kv_connector.unit.reshard import forms
 from tests.v1.kv_connector.unit.reshard.engine.configs import stand_at
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import (
     geometry as geometry_module,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import worker as worker_module
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early.requests import (
+    EarlyRequests,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )

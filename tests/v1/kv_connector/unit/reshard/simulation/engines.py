@@ -24,21 +24,25 @@ from tests.v1.kv_connector.unit.reshard.simulation.wire import (
     Wire,
     check,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.dialer import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.dialer import (
     Answer,
     Dialer,
     LocalEndpoint,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import PeerTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early.requests import (
+    EarlyRequests,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.metadata import (
     ReshardConnectorMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.notifier import Notifier
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.producer import ProducerSide
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
+    ConsumerSide,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.transfer_engine import (
     Event,

@@ -10,7 +10,7 @@ from functools import partial
 from tests.v1.kv_connector.unit.reshard.simulation.engines import Engine, Worker
 from tests.v1.kv_connector.unit.reshard.simulation.memory import MAX_TOKENS
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Owner, check
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.board_updates import (
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.scheduling.board_updates import (
     BoardUpdates,
     Scheduled,
 )

@@ -13,17 +13,21 @@ from tests.v1.kv_connector.unit.reshard.simulation import prefill
 from tests.v1.kv_connector.unit.reshard.simulation.engines import Worker
 from tests.v1.kv_connector.unit.reshard.simulation.running import run, simulated
 from tests.v1.kv_connector.unit.reshard.simulation.wire import Violation
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import (
-    transfer_engine,
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine import transfer_engine
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peers import PeerTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import (
     watched_engine,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.consumer import ConsumerSide
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early import EarlyRequests
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.peers import PeerTable
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.prefetch import Prefetched
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.readings import Readings
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.renewals import Renewals
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early.requests import (
+    EarlyRequests,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
+    ConsumerSide,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.prefetch import Prefetched
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.readings import Readings
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.renewals import Renewals
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint import (
     OfferFingerprint,
 )

@@ -25,6 +25,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from .engine.caches.drafts import refuse_impossible_drafts
+from .engine.caches.geometry import keeps_no_middle, unserved_layer
+from .engine.caches.ranks import shares_over_pcp
 from .engine.compat import (
     FAILED_READS_ARE_NAMED,
     LAYERS_SAY_WHAT_IS_SHARED,
@@ -37,13 +40,10 @@ from .engine.compat import (
     transfer_results,
 )
 from .engine.content import counted_items
-from .engine.drafts import refuse_impossible_drafts
 from .engine.failed_reads import ReadReports
-from .engine.geometry import keeps_no_middle, unserved_layer
 from .engine.metadata import ReshardConnectorMetadata, WorkerNews
 from .engine.pcp_replica import PcpReplicaWorker, is_pcp_replica, refuse_pcp_consumers
-from .engine.ranks import shares_over_pcp
-from .engine.scheduler import ReshardScheduler
+from .engine.scheduling.scheduler import ReshardScheduler
 from .engine.settings import OWN_OPTIONS, read_settings
 from .engine.stats import ReshardPromMetrics, ReshardStats
 from .engine.worker import ReshardWorker

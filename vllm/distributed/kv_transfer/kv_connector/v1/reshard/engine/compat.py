@@ -28,14 +28,14 @@ _IS_BEFORE_0_33 = Version(_vllm_version).release < (0, 33)
 # `describe_layer`: how a layer's planes are found in its tensor, which every backend of 0.22.1
 # shapes in its way. `UpstreamConnector`: what ours is derived from, with what 0.22.1 alone asks.
 if _IS_0_22:
-    from .cross_layers import CrossLayerConnector as UpstreamConnector
-    from .probed_shapes import describe_layer
+    from .caches.cross_layers import CrossLayerConnector as UpstreamConnector
+    from .caches.probed_shapes import describe_layer
 else:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (  # type: ignore[no-redef]
         NixlConnector as UpstreamConnector,
     )
 
-    from .cache_views import describe_layer
+    from .caches.cache_views import describe_layer
 
 CACHES_ARE_VIEWS = not _IS_0_22
 """Whether all layers' caches are views of one form, as they are not in 0.22.1."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .releases import ITEM_HASHES
+from .caches.releases import ITEM_HASHES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -16,8 +16,8 @@ from vllm.distributed.parallel_state import get_pcp_group
 from ..errors import LocalLayoutError
 from ..protocol.ids import RequestId
 from ..protocol.quoting import quote
+from .caches.ranks import shares_over_pcp
 from .metadata import ReshardConnectorMetadata, WorkerNews
-from .ranks import shares_over_pcp
 from .settings import Settings
 
 if TYPE_CHECKING:

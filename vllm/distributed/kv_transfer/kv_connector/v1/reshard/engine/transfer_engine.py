@@ -28,15 +28,15 @@ from ..transport.agent import NixlAgent
 from ..transport.budget import Budget
 from ..transport.lane import Lane
 from ..transport.transfers import Transfers
-from .consumer import ConsumerSide
-from .early import EarlyRequests
+from .connecting.peers import Peer, PeerTable
+from .early.requests import EarlyRequests
 from .metadata import ReshardConnectorMetadata, WorkerNews
-from .notifier import Notifier
-from .peers import Peer, PeerTable
 from .producer import ProducerSide
 from .queues import taken_once_done
-from .readings import named
-from .renewals import Renewals
+from .reading.consumer import ConsumerSide
+from .reading.notifier import Notifier
+from .reading.readings import named
+from .reading.renewals import Renewals
 from .stats import ReshardStats
 
 logger = init_logger(__name__)

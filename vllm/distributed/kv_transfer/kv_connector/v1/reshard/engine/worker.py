@@ -36,16 +36,10 @@ from ..transport.probe import MetadataProbe
 from ..transport.remote import LocalCache, LoweredEngine
 from ..transport.staging_area import StagingArea, open_area
 from ..transport.transfers import Transfers
-from .cache_formats import settings_fingerprint
-from .compat import REQUEST_NUMBERS, attention_variants
-from .connector_thread import ConnectorThread
-from .consumer import ConsumerSide
-from .devices import CacheDevice
-from .dialer import Dialer, LocalEndpoint
-from .drafts import draft_identities
-from .early import EarlyRequests
-from .factors import compared_factors, compatibility_factors
-from .geometry import (
+from .caches.cache_formats import settings_fingerprint
+from .caches.drafts import draft_identities
+from .caches.factors import compared_factors, compatibility_factors
+from .caches.geometry import (
     describe_cache,
     latent_layers,
     memory_regions,
@@ -54,13 +48,19 @@ from .geometry import (
     uncut_layers,
     window_groups,
 )
+from .caches.ownership import refuse_shared_names, shard_of_worker
+from .caches.ranks import gather_shards, num_ranks_of_stage, rank_of_worker, tokens_of_worker
+from .compat import REQUEST_NUMBERS, attention_variants
+from .connecting.dialer import Dialer, LocalEndpoint
+from .connecting.peers import PeerTable
+from .connector_thread import ConnectorThread
+from .devices import CacheDevice
+from .early.requests import EarlyRequests
 from .metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
-from .notifier import Notifier
-from .ownership import refuse_shared_names, shard_of_worker
-from .peers import PeerTable
 from .producer import ProducerSide
-from .ranks import gather_shards, num_ranks_of_stage, rank_of_worker, tokens_of_worker
-from .renewals import Renewals
+from .reading.consumer import ConsumerSide
+from .reading.notifier import Notifier
+from .reading.renewals import Renewals
 from .settings import read_settings
 from .stats import ReshardStats
 from .transfer_engine import Report, SchedulerStep, TransferEngine

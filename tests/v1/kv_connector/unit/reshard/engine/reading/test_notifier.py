@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker tells those who hold blocks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tests.v1.kv_connector.unit.reshard.engine.connections import (
+    OFFER,
+    RecordingConnection,
+    read_of,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.notifier import Notifier
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.stats import ReshardStats
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import ParallelMesh
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
+    Done,
+    DoneEntry,
+    GaveUp,
+    GaveUpEntry,
+    Renew,
+)
+
+
+def test_every_producer_is_told_how_many_it_must_hear():
+    """The number is the plan's for each producer, and the name is this worker's."""
+    producers, stats = RecordingConnection(), ReshardStats()
+    notifier = Notifier("d0", stats)
+    notifier.release(read_of("p-a"), producers)
+    assert producers.sent == []
+    notifier.flush()
+    assert producers.sent == [
+        ("p0", Done("d0", [DoneEntry.of("p-a", 1, OFFER)])),
+        ("p1", Done("d0", [DoneEntry.of("p-a", 3, OFFER)])),
+    ]
+    assert stats.data["notifications_sent"] == [2]
+
+
+def test_every_producer_is_told_what_is_given_up():
+    """Beside what was read, with the secret."""
+    producers, stats = RecordingConnection(), ReshardStats()
+    notifier = Notifier("d0", stats)
+    notifier.release(read_of("p-a"), producers)
+    notifier.release(replace(read_of("p-b"), secret=7), producers)
+    notifier.flush()
+    assert producers.sent == [
+        ("p0", Done("d0", [DoneEntry.of("p-a", 1, OFFER)])),
+        ("p0", GaveUp("d0", [GaveUpEntry("p-b", 1, 7)])),
+        ("p1", Done("d0", [DoneEntry.of("p-a", 3, OFFER)])),
+        ("p1", GaveUp("d0", [GaveUpEntry("p-b", 3, 7)])),
+    ]
+    assert stats.data["notifications_sent"] == [4]
+
+
+def test_producer_is_told_nothing_of_what_cannot_be_named():
+    """Without a secret or a fingerprint, what is held under a name may be another's."""
+    producers, notifier = RecordingConnection(), Notifier("d0", ReshardStats())
+    notifier.release(replace(read_of("p-a"), fingerprint=None), producers)
+    notifier.flush()
+    assert producers.sent == []
+
+
+def test_what_was_sent_is_not_sent_again():
+    """A poll in which nothing ends costs nothing."""
+    producers = RecordingConnection()
+    notifier = Notifier("d0", ReshardStats())
+    notifier.release(read_of("p-a"), producers)
+    notifier.flush()
+    producers.sent.clear()
+    notifier.flush()
+    assert producers.sent == []
+
+
+def test_requests_of_one_turn_share_a_notification():
+    """128 producers and ten requests: 128 notifications, where each took as many before."""
+    src = shard_model(ParallelMesh(8, 16), 16, 16)
+    dst = shard_model(ParallelMesh(1, 1), 16, 16)
+    counts = [(str(each.src_rank), len(each.notifiers)) for each in plan_reshard(src, dst).releases]
+    producers = RecordingConnection(engine=SimpleNamespace(releases=counts))
+    notifier = Notifier("d0", ReshardStats())
+    for number in range(10):
+        notifier.release(read_of(f"p-{number}"), producers)
+    notifier.flush()
+    assert len(producers.sent) == len({peer for peer, _ in producers.sent}) == 128
+    for _, done in producers.sent:
+        assert [release.request_id for release in done.releases] == [f"p-{n}" for n in range(10)]
+
+
+def test_every_producer_is_asked_to_hold_on():
+    """One notification to each, whatever the number of requests."""
+    producers = RecordingConnection()
+    Notifier("d0", ReshardStats()).renew(["b", "a"], producers)
+    assert producers.sent == [("p0", Renew(["a", "b"])), ("p1", Renew(["a", "b"]))]
+
+
+@pytest.mark.parametrize("is_retired", [False, True])
+def test_producer_that_cannot_be_told_costs_the_others_nothing(is_retired, caplog_vllm):
+    """It is counted, and told in the log once, unless its connection is known to be broken."""
+    producers, stats = RecordingConnection("p0"), ReshardStats()
+    notifier = Notifier("d0", stats)
+    notifier.release(read_of("p-a"), producers)
+    notifier.release(replace(read_of("p-b"), secret=7), producers)
+    if is_retired:
+        producers.lifetime.retire(0.0)
+    notifier.flush()
+    assert {peer for peer, _ in producers.sent} == {"p1"}
+    assert stats.data["num_failed_notifications"] == [1.0]
+    warnings = [each for each in caplog_vllm.records if each.levelname == "WARNING"]
+    assert sum("p0 cannot be told" in each.getMessage() for each in warnings) == (not is_retired)
+
+
+def test_producer_that_cannot_be_told_is_tried_once_a_turn():
+    """What would take several notifications is given up with the first of them."""
+    producers, stats = RecordingConnection("p0", "p1"), ReshardStats()
+    notifier = Notifier("d0", stats)
+    for number in range(1000):
+        notifier.release(read_of(f"p-{number}"), producers)
+    notifier.flush()
+    assert stats.data["num_failed_notifications"] == [1.0, 1.0]
+
+
+def test_connection_is_looked_after_while_it_may_be_talking():
+    """What was sent has to leave, which takes no thread of NIXL's; then it costs nothing."""
+    producers, other = RecordingConnection(), RecordingConnection()
+    notifier = Notifier("d0", ReshardStats())
+    assert not notifier.is_talking
+    notifier.renew(["p-a"], producers)
+    notifier.renew(["p-b"], other)
+    producers.talks_until_s = other.talks_until_s = 5.0
+    other.agent.is_open = False
+    notifier.advance(4.9)
+    assert (producers.looks, other.looks) == (1, 0) and notifier.is_talking
+    notifier.advance(5.0)
+    assert producers.looks == 1 and not notifier.is_talking

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's KV caches: which planes they consist of, and what their bytes mean.
+
+geometry                    vLLM's tensors and specifications -> planes of layers
+cache_views, cache_formats,
+arrangement                 the order of a tensor's axes, and the format of what a backend writes
+recurrent_state             the state of Mamba and linear attention
+ranks                       which rank a worker is, and what the other ranks of its engine hold
+ownership                   the layers and heads that a worker holds
+drafts                      the layers of draft models
+factors, releases           what must be equal in two engines, and what differs by vLLM's release
+"""

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the tensors of a worker's KV cache to the planes that `cache` speaks of.
+
+Strides are the tensor's own, so layouts need no names here. What a backend does inside a block is
+asked of `cache_formats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from ...errors import ASK_FOR_UPSTREAMS, LocalLayoutError
+from ...memory.cache import LayerCache, Plane, RankCache
+from ...plan.shards import Layer, TokenShare
+from ..compat import (
+    CACHES_ARE_VIEWS,
+    describe_layer,
+    is_on_every_rank,
+    loses_its_middle,
+    shares_tokens,
+    tokens_per_slot,
+)
+from .arrangement import Arrangement
+from .cache_formats import cache_format
+from .recurrent_state import component_names, describe_state, is_known_state
+
+_WINDOW_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""What has blocks for the last tokens of a sequence only."""
+
+_SERVED_SPECS = frozenset(
+    {
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    }
+)
+"""What has a slot for each token, in blocks that are given up from the front if at all. Kinds that
+are derived from these keep blocks in other ways: they are not served."""
+
+_MLA_SPECS = (MLAAttentionSpec, SlidingWindowMLASpec)
+
+_THEIR_OWN: Mapping[str, str] = MappingProxyType({})
+"""Other engines know every layer by its own name."""
+
+
+def describe_cache(
+    kv_caches: Mapping[str, torch.Tensor],
+    kv_cache_config: KVCacheConfig,
+    backends: Mapping[str, type[AttentionBackend]],
+    identities: Mapping[str, str] = _THEIR_OWN,
+    settings: str = "",
+) -> RankCache:
+    """Describe where every layer's keys and values lie in this worker's memory, or its state.
+
+    A layer that shares the cache of another one has none of its own, and is left out. Each
+    component of a layer's state is a layer by itself.
+
+    Args:
+        kv_caches: The tensor of each layer, as the model runner registers it.
+        kv_cache_config: This worker's groups and layers.
+        backends: The attention backend of each layer.
+        identities: By what name other engines know a layer, where it is not its own.
+        settings: What else may have a say in what backends write that are not known.
+
+    Raises:
+        LocalLayoutError: A layer is none that can be served, or its blocks are not those of the
+            scheduler, or not contiguous where they have to be.
+    """
+    layers: dict[Layer, LayerCache] = {}
+    seen: set[tuple[tuple[Plane, ...], int]] = set()
+    for name, (spec, group) in _specs(kv_cache_config).items():
+        if name not in kv_caches:
+            continue
+        if not _is_served(spec):
+            raise LocalLayoutError(_not_served(name, spec))
+        tensor, backend, known_as = kv_caches[name], backends[name], identities.get(name, name)
+        if type(spec) is MambaSpec:
+            blocks_per_id = _blocks_per_id(name, len(tensor), kv_cache_config)
+            for part in describe_state(tensor, spec):
+                # A backend keeps state in other orders on other devices.
+                meaning = {
+                    "state": f"{backend.get_name()} on {tensor.device.type}",
+                    "numbers of the state": part.number_format,
+                }
+                layers[f"{known_as}/{part.name}"] = LayerCache(
+                    (part.plane,), group, blocks_per_id, meaning
+                )
+            continue
+        kept = cache_format(backend, spec, tensor, settings)
+        num_blocks, planes = describe_layer(name, tensor, spec, backend, kept.arrangement)
+        blocks_per_id = _blocks_per_id(name, num_blocks, kv_cache_config)
+        if (planes, group) not in seen:
+            layers[known_as] = LayerCache(
+                planes, group, blocks_per_id, kept.meaning, kept.keys_lead
+            )
+        seen.add((planes, group))
+    if not layers:
+        raise LocalLayoutError(
+            "no layer of this worker has a KV cache, so that there is nothing to read: give every "
+            "stage a layer that has one with VLLM_PP_LAYER_PARTITION, or leave out "
+            "--kv-transfer-config"
+        )
+    device = next(iter(kv_caches.values())).get_device()
+    return RankCache(kv_cache_config.num_blocks, max(device, 0), layers)
+
+
+def unserved_layer(
+    kv_cache_config: KVCacheConfig, num_shares: int = 1, *, over_pcp: bool = False
+) -> str | None:
+    """What of a model cannot be served, whatever its backends are; None where all can.
+
+    Args:
+        kv_cache_config: The groups and layers of a worker, or of its engine's scheduler.
+        num_shares: Ranks that share tokens out, where layers have that done.
+        over_pcp: Some of these compute parts of a prompt, and not of heads.
+    """
+    latent = latent_layers(kv_cache_config)
+    for name, (spec, _) in _specs(kv_cache_config).items():
+        if not _is_served(spec):
+            return _not_served(name, spec)
+        if num_shares > 1 and shares_tokens(spec) and tokens_per_slot(spec) != 1:
+            return (
+                f"layer {name} has one slot for several tokens, and with "
+                f"--decode-context-parallel-size {num_shares} it is not known which rank has which"
+            )
+        if over_pcp and name not in latent:
+            return (
+                f"layer {name} keeps no latent, and where --decode-context-parallel-size "
+                f"{num_shares} spans --prefill-context-parallel-size, ranks count as of one "
+                "latent"
+            )
+    return None
+
+
+def shares_of_layers(
+    kv_cache_config: KVCacheConfig,
+    share: TokenShare,
+    identities: Mapping[str, str] = _THEIR_OWN,
+) -> dict[Layer, TokenShare]:
+    """What this rank holds of the layers whose tokens are shared out.
+
+    Args:
+        kv_cache_config: This worker's groups and layers.
+        share: The tokens that it is dealt of such layers.
+        identities: By what name other engines know a layer, where it is not its own.
+    """
+    return {
+        identities.get(name, name): share
+        for name, (spec, _) in _specs(kv_cache_config).items()
+        if shares_tokens(spec)
+    }
+
+
+def tokens_of_blocks(kv_cache_config: KVCacheConfig, num_shares: int) -> list[int]:
+    """How many tokens of a sequence a block id of each KV-cache group stands for.
+
+    Args:
+        kv_cache_config: The groups of an engine's scheduler.
+        num_shares: Ranks that share out the tokens of layers which have that done.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [spec.block_size * (num_shares if shares_tokens(spec) else 1) for spec in specs]
+
+
+def uncut_layers(
+    kv_caches: Mapping[str, torch.Tensor],
+    kv_cache_config: KVCacheConfig,
+    backends: Mapping[str, type[AttentionBackend]],
+    identities: Mapping[str, str] = _THEIR_OWN,
+) -> frozenset[Layer]:
+    """The layers of which each rank has blocks of its own that are not looked into.
+
+    Args:
+        kv_caches: The tensor of each layer.
+        kv_cache_config: This worker's groups and layers.
+        backends: The attention backend of each layer.
+        identities: By what name other engines know a layer, where it is not its own.
+    """
+    return frozenset(
+        identities.get(name, name)
+        for name, (spec, _) in _specs(kv_cache_config).items()
+        if name in kv_caches
+        and isinstance(spec, AttentionSpec)
+        and not isinstance(spec, _MLA_SPECS)
+        and cache_format(backends[name], spec, kv_caches[name], "").arrangement is Arrangement.PAGE
+    )
+
+
+def _blocks_per_id(name: str, num_blocks: int, kv_cache_config: KVCacheConfig) -> int:
+    """Blocks of a layer that one block id of the scheduler stands for."""
+    blocks_per_id: int
+    blocks_per_id, remaining = divmod(num_blocks, kv_cache_config.num_blocks)
+    if remaining:
+        raise LocalLayoutError(
+            f"layer {name} has a KV cache of {num_blocks} blocks, and the scheduler counts "
+            f"{kv_cache_config.num_blocks}, which do not divide them: {ASK_FOR_UPSTREAMS}"
+        )
+    return blocks_per_id
+
+
+def memory_regions(kv_caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int, int]]:
+    """The memory to register: address, size in bytes and device id, each storage once."""
+    regions: dict[int, tuple[int, int, int]] = {}
+    for tensor in kv_caches.values():
+        storage = tensor.untyped_storage()
+        device = max(tensor.get_device(), 0)
+        regions[storage.data_ptr()] = (storage.data_ptr(), storage.nbytes(), device)
+    return list(regions.values())
+
+
+def window_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """The KV-cache groups that keep the last tokens of a sequence only."""
+    return frozenset(
+        group for spec, group in _specs(kv_cache_config).values() if isinstance(spec, _WINDOW_SPECS)
+    )
+
+
+def state_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """The KV-cache groups that keep one state of a sequence, and not its tokens."""
+    return frozenset(
+        group for spec, group in _specs(kv_cache_config).values() if isinstance(spec, MambaSpec)
+    )
+
+
+def full_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """The KV-cache groups that keep all tokens of a sequence."""
+    groups = frozenset(group for _, group in _specs(kv_cache_config).values())
+    return groups - window_groups(kv_cache_config) - state_groups(kv_cache_config)
+
+
+def token_layers(kv_cache_config: KVCacheConfig) -> list[str]:
+    """The layers that keep tokens, and not state."""
+    specs = _specs(kv_cache_config)
+    return [name for name, (spec, _) in specs.items() if not isinstance(spec, MambaSpec)]
+
+
+def keeps_no_middle(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some layers lose what lies between a prompt and the last tokens of its answer."""
+    return any(loses_its_middle(spec) for spec, _ in _specs(kv_cache_config).values())
+
+
+def latent_layers(
+    kv_cache_config: KVCacheConfig, identities: Mapping[str, str] = _THEIR_OWN
+) -> frozenset[Layer]:
+    """The layers that every rank holds whole: MLA's, with one latent, and state that is replicated.
+
+    That of an indexer beside MLA is such a one, too.
+
+    Args:
+        kv_cache_config: This worker's groups and layers.
+        identities: By what name other engines know a layer, where it is not its own.
+    """
+    latent: set[Layer] = set()
+    for name, (spec, _) in _specs(kv_cache_config).items():
+        known_as = identities.get(name, name)
+        if isinstance(spec, _MLA_SPECS):
+            latent.add(known_as)
+        elif isinstance(spec, MambaSpec) and is_on_every_rank(spec):
+            latent.update(f"{known_as}/{part}" for part in component_names(spec))
+    return frozenset(latent)
+
+
+def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]:
+    """The specification and the group of every layer that has a cache of its own.
+
+    One that shares another's may be named in a group all the same, with no specification there.
+    """
+    specs: dict[str, tuple[KVCacheSpec, int]] = {}
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        own = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else None
+        for name in group.layer_names:
+            if own is None or name in own:
+                specs[name] = (spec if own is None else own[name]), group_id
+    return specs
+
+
+def _is_served(spec: KVCacheSpec) -> bool:
+    """Whether a layer keeps state of known parts, or has slots for its tokens.
+
+    Several tokens may share a slot where caches are views. All ranks hold a latent, as one head.
+    """
+    if type(spec) is MambaSpec:
+        return is_known_state(spec)
+    if type(spec) not in _SERVED_SPECS and not loses_its_middle(spec):
+        return False
+    if isinstance(spec, _MLA_SPECS) and spec.num_kv_heads != 1:
+        return False
+    return CACHES_ARE_VIEWS or tokens_per_slot(spec) == 1
+
+
+def _not_served(name: str, spec: KVCacheSpec) -> str:
+    return f"layer {name} keeps {type(spec).__name__} in a form that is not known here"

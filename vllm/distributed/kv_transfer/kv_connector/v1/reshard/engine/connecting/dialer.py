@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What takes long of a connection with another engine: ask it, plan, lower; and make lanes.
+
+None of this takes the engine's thread or the connector's. The handshake client's thread asks; the
+dialer's plans and lowers, out of values that never change, and makes lanes, each of which registers
+the whole cache. What they have made belongs to the connector's thread.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeVar
+
+from vllm.logger import init_logger
+
+from ...plan.shards import Shard
+from ...plan.text import layers_text
+from ...protocol.compatibility import check_meanings
+from ...protocol.description import WorkerDescription
+from ...protocol.messages import RemoteEngineAddress
+from ...protocol.quoting import one_line, quote
+from ...transport.agent import NixlAgent
+from ...transport.handshake_client import DEFAULT_TIMEOUT_S
+from ...transport.lane import Lane
+from ...transport.remote import LocalCache, LoweredEngine, lower_engine
+from ...transport.staging_area import StagingArea
+from ..stalls import StallWatch
+from .plans import Planner
+
+logger = init_logger(__name__)
+
+_Made = TypeVar("_Made")
+
+Answer = tuple[WorkerDescription, ...]
+Ask = Callable[[RemoteEngineAddress], Future[Answer]]
+"""Asks an engine for its workers; waits for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEndpoint:
+    """What a worker brings to every connection.
+
+    Attributes:
+        cache: The worker and its cache.
+        shards: What every worker of its engine holds.
+        regions: The cache's memory, as an agent registers it.
+        area: Where staged reads stop over; None where all go direct.
+        replica_offset: Spreads replicas of an engine over holders of the same heads.
+        missing_drafts: What becomes of a draft's layers that the other engine has not.
+        verifies_plans: Whether each plan is checked by other means.
+    """
+
+    cache: LocalCache
+    shards: tuple[Shard, ...]
+    regions: Sequence[tuple[int, int, int]]
+    area: StagingArea | None
+    replica_offset: int
+    missing_drafts: Literal["refuse", "compute"] = "refuse"
+    verifies_plans: bool = False
+
+
+class Dialer:
+    """Asks engines, plans and lowers for one worker, and makes its lanes.
+
+    Args:
+        make_agent: Makes an agent to read with, by its name, with nothing registered.
+        clock: Seconds that only grow.
+        prepare: Called by its thread before everything else, until it has succeeded.
+        thread: What stands for its thread; None to have one.
+
+    Attributes:
+        call: What its thread does, which may take as long as a whole handshake. Nothing can end it,
+            should NIXL block; the requests that wait for it run out of time.
+    """
+
+    def __init__(
+        self,
+        make_agent: Callable[[str], NixlAgent],
+        clock: Callable[[], float] = time.monotonic,
+        prepare: Callable[[], None] | None = None,
+        thread: Executor | None = None,
+    ) -> None:
+        self.call = StallWatch("dialer's thread", DEFAULT_TIMEOUT_S)
+        self._make_agent = make_agent
+        self._clock = clock
+        # Its thread's. No initializer of the pool's, which does nothing more after one failure.
+        self._prepare = prepare
+        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="reshard-dialer")
+        self._local: LocalEndpoint | None = None
+        self._planner: Planner | None = None
+        self._ask: Ask | None = None
+
+    def begin(self, local: LocalEndpoint, ask: Ask) -> None:
+        """What to connect and how to ask, known once the caches are registered."""
+        self._local, self._ask = local, ask
+        self._planner = Planner(
+            local.shards,
+            local.replica_offset,
+            local.missing_drafts,
+            verifies=local.verifies_plans,
+        )
+
+    def ask(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
+        """Ask an engine, and lower what is read from it; waits for nothing.
+
+        The future raises what a `HandshakeClient` does, and `ReshardError` where the engine's
+        layout does not fit ours.
+        """
+        assert self._ask is not None
+        lowered: Future[LoweredEngine] = Future()
+        self._ask(address).add_done_callback(partial(self._answered, address, lowered))
+        return lowered
+
+    def make_lane(self) -> Future[Lane]:
+        """Make a lane; waits for nothing."""
+        return self._thread.submit(self._timed, self._make_lane)
+
+    def close(self) -> None:
+        """Connect nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _answered(
+        self,
+        address: RemoteEngineAddress,
+        lowered: Future[LoweredEngine],
+        asked: Future[Answer],
+    ) -> None:
+        """Go on with what an engine has answered. Called by the thread that asks."""
+        if not lowered.set_running_or_notify_cancel():
+            return
+        try:
+            self._thread.submit(self._finish, address, asked.result(), lowered)
+        except BaseException as error:
+            # There is no answer, or this is closed.
+            lowered.set_exception(error)
+
+    def _finish(
+        self,
+        address: RemoteEngineAddress,
+        descriptions: Answer,
+        lowered: Future[LoweredEngine],
+    ) -> None:
+        try:
+            lowered.set_result(self._timed(self._lower, address, descriptions))
+        except BaseException as error:
+            lowered.set_exception(error)
+
+    def _timed(self, make: Callable[..., _Made], *arguments: object) -> _Made:
+        """Make something; the connector's thread tells where it takes too long."""
+        self.call.begin(self._clock())
+        try:
+            if self._prepare is not None:
+                self._prepare()
+                self._prepare = None
+            return make(*arguments)
+        finally:
+            self.call.end()
+
+    def _lower(self, address: RemoteEngineAddress, descriptions: Answer) -> LoweredEngine:
+        local, planner = self._local, self._planner
+        assert local is not None and planner is not None
+        check_meanings((each.cache for each in descriptions), local.cache.cache)
+        planned = planner.plan([description.shard for description in descriptions])
+        if planned.missing:
+            logger.warning(
+                "Drafts start cold: engine %s does not have their layers (%s).",
+                quote(address.engine_id),
+                one_line(layers_text(planned.missing)),
+            )
+        by_rank = {description.shard.rank: description for description in descriptions}
+        return lower_engine(by_rank, planned.plan, local.cache, local.area)
+
+    def _make_lane(self) -> Lane:
+        """A lane with which all memory is registered that is read into."""
+        local = self._local
+        assert local is not None
+        agent = self._make_agent(f"lane/{uuid.uuid4()}")
+        try:
+            agent.register(local.regions)
+            if local.area is not None:
+                agent.register([local.area.region])
+            return Lane(agent)
+        except BaseException:
+            agent.close()
+            raise

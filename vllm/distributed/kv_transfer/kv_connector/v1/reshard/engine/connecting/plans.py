@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans that were made before, for engines of the same layout.
+
+Replicas of an engine differ in their addresses, which planning does not read, and in nothing else
+that it does. Two hundred of them are planned for once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Literal
+
+from ...errors import RemoteLayoutError
+from ...plan.reshard import ReshardPlan, plan_reshard
+from ...plan.shards import Layer, Shard
+from ...plan.verify import verify_plan
+from ...protocol.quoting import one_line
+from ..caches.drafts import without_missing_drafts
+
+MOST_PLANS = 8
+"""More than there are layouts of engines that one worker reads from; a plan of 128 ranks with 128
+takes 1 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What is read from engines of one layout.
+
+    Attributes:
+        missing: Layers of drafts that are not read, as the other engine does not have them.
+        plan: The plan.
+    """
+
+    missing: tuple[Layer, ...]
+    plan: ReshardPlan
+
+
+class Planner:
+    """Plans for one worker's engine. Belongs to the thread that opens connections.
+
+    Args:
+        shards: What every worker of this engine holds.
+        replica_offset: Spreads replicas of this engine over holders of the same heads.
+        missing_drafts: What becomes of a draft's layers that the other engine has not.
+        verifies: Whether each plan is checked by other means.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        replica_offset: int,
+        missing_drafts: Literal["refuse", "compute"],
+        *,
+        verifies: bool = False,
+    ) -> None:
+        self._shards, self._replica_offset = shards, replica_offset
+        self._missing_drafts, self._verifies = missing_drafts, verifies
+        # By what other engines hold; the one that was wanted last is the last.
+        self._planned: OrderedDict[bytes, Planned] = OrderedDict()
+
+    def plan(self, src: Sequence[Shard]) -> Planned:
+        """Plan to read from an engine, or find the plan for one like it.
+
+        Args:
+            src: What each of its workers holds.
+
+        Raises:
+            ReshardError: Its layout does not fit ours.
+        """
+        key = layout_digest(src)
+        if key not in self._planned:
+            self._planned[key] = self._plan(src)
+            if len(self._planned) > MOST_PLANS:
+                self._planned.popitem(last=False)
+        self._planned.move_to_end(key)
+        return self._planned[key]
+
+    def _plan(self, src: Sequence[Shard]) -> Planned:
+        needed, missing = without_missing_drafts(src, self._shards, self._missing_drafts)
+        plan = plan_reshard(src, needed, replica_offset=self._replica_offset)
+        # It costs many times what planning does.
+        if self._verifies and (faults := verify_plan(src, needed, plan)):
+            raise RemoteLayoutError(
+                f"no plan fits what the engine says of itself ({one_line(faults[0])}): run the "
+                "same build of the connector on both engines"
+            )
+        return Planned(missing, plan)
+
+
+def layout_digest(shards: Sequence[Shard]) -> bytes:
+    """What stands for all that planning reads of an engine: its ranks and what each of them holds.
+
+    The order of ranks is none of it, and that of a rank's layers is.
+    """
+    digest = sha256()
+    for shard in sorted(shards, key=lambda shard: shard.rank):
+        rank = shard.rank
+        lines = [f"rank {rank.pp_rank} {rank.tp_rank}"]
+        lines += [
+            f"{layer!r} {held.units.start} {held.units.stop} {held.num_units} {held.may_repeat} "
+            f"{held.tokens}"
+            for layer, held in shard.holdings.items()
+        ]
+        digest.update("\n".join((*lines, "")).encode(errors="surrogatepass"))
+    return digest.digest()

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows once a request has failed or has been received: figures, the log, its producers.
+
+All of this belongs to the connector's thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from vllm.logger import init_logger
+
+from ...protocol.ids import RequestId
+from ...protocol.quoting import one_line, quote
+from ..stats import ReadFailure, ReshardStats
+from .doubt import BlocksInDoubt
+from .notifier import Notifier
+from .readings import Reading, Readings
+
+logger = init_logger(__name__)
+
+_MAY_BE_ANOTHERS = frozenset({ReadFailure.FINGERPRINT, ReadFailure.PARAMETERS})
+"""Failures after which what is held under a request's name may be another's, whose blocks are not
+ours to give back: the lease ends it."""
+
+_REMEDIES = {
+    ReadFailure.TRANSFER: ": check that the engine runs and can be reached, and send the request "
+    "through prefill again",
+    ReadFailure.DEADLINE: ": check that the engine runs and can be reached, or give it longer with "
+    "kv_read_timeout_s",
+    ReadFailure.DOUBT: ": restart the engines that do not answer, or this one",
+    ReadFailure.UNFORESEEN: ": report this, with the traceback above",
+}
+
+
+class CompletionHandler:
+    """Counts requests that are over, tells of those that failed, and notifies producers.
+
+    Args:
+        readings: All requests that are read.
+        notifier: Notifies the producers of their blocks.
+        stats: Where to count.
+        doubt: Where to count blocks that may still be written.
+    """
+
+    def __init__(
+        self,
+        readings: Readings,
+        notifier: Notifier,
+        stats: ReshardStats,
+        doubt: BlocksInDoubt,
+    ) -> None:
+        self._readings = readings
+        self._notifier = notifier
+        self._stats = stats
+        self._doubt = doubt
+        # What is to be taken note of.
+        self._failed: deque[Reading] = deque()
+        self._ended: deque[Reading] = deque()
+        self._offered_at_s: dict[RequestId, float] = {}
+
+    def take_offered(self) -> dict[RequestId, float]:
+        """Since when requests could be read that were received well since the last call."""
+        offered_at_s, self._offered_at_s = self._offered_at_s, {}
+        return offered_at_s
+
+    def take_failed(self) -> dict[RequestId, frozenset[int]]:
+        """Requests that have failed since the last call, with their blocks."""
+        self._failed += self._readings.ledger.take_failed()
+        failed = {}
+        while self._failed:
+            reading = self._failed.popleft()
+            block_ids = frozenset[int]().union(*reading.receive.local_block_ids)
+            failed[reading.request_id] = block_ids
+            try:
+                self._conclude_failed(reading, len(block_ids) if reading.parts else 0)
+            except Exception:
+                _tell_cut_short(reading)
+        return failed
+
+    def take_received(self, now_s: float) -> set[RequestId]:
+        """Requests that nothing writes for any more; producers are told of those that were read."""
+        self._ended += self._readings.ledger.take_ended()
+        received = set()
+        while self._ended:
+            reading = self._ended.popleft()
+            received.add(reading.request_id)
+            try:
+                self._conclude(reading, now_s)
+                reading.tell(now_s)
+            except Exception:
+                _tell_cut_short(reading)
+        return received
+
+    def _conclude_failed(self, reading: Reading, num_in_doubt: int) -> None:
+        """A request has failed.
+
+        Args:
+            reading: The request.
+            num_in_doubt: Its blocks, if they may still be written; else 0.
+        """
+        receive, failure = reading.receive, reading.failure
+        if num_in_doubt:
+            reading.num_in_doubt = num_in_doubt
+            self._doubt.add(num_in_doubt)
+        if failure is None:
+            # The worker that could not read it has told so.
+            self._release(reading)
+            return
+        self._stats.record_failed_read(failure)
+        if failure not in _MAY_BE_ANOTHERS:
+            self._release(reading)
+        # A failed handshake was told, with the requests that it cost.
+        if failure is not ReadFailure.HANDSHAKE:
+            state, for_s = reading.failed_in
+            logger.error(
+                "KV cache of request %s could not be read from engine %s (%s for %.1f s): %s%s",
+                quote(reading.request_id),
+                quote(receive.source.engine_id),
+                state.value,
+                for_s,
+                one_line(reading.fault),
+                one_line(_REMEDIES.get(failure, "")),
+            )
+
+    def _conclude(self, reading: Reading, now_s: float) -> None:
+        """Nothing is written for a request any more: it has failed before, or was received."""
+        if reading.num_in_doubt:
+            self._doubt.add(-reading.num_in_doubt)
+        if reading.fault is None:
+            assert reading.connection is not None
+            reading.connection.lifetime.end_request()
+            self._stats.record_exposed_transfer(now_s - reading.offered_at_s)
+            self._offered_at_s[reading.request_id] = reading.offered_at_s
+            # Where nothing was to be read, nothing was looked up.
+            if reading.peer is not None and reading.lease_tables:
+                reading.peer.is_proven = True
+            self._release(reading)
+
+    def _release(self, reading: Reading) -> None:
+        """Tell the producers of a request's blocks that this worker is through with them."""
+        peer = reading.peer
+        producers = (peer and peer.connection) or reading.connection
+        if producers is None or (producers is reading.connection and not producers.is_connected):
+            return
+        self._notifier.release(reading.receive, producers)
+
+
+def _tell_cut_short(reading: Reading) -> None:
+    logger.exception(
+        "What follows the end of request %s was cut short: its lease may have to run out",
+        quote(reading.request_id),
+    )

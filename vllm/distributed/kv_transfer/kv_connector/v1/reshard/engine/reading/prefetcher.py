@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what is computed of requests that are not offered yet.
+
+What goes wrong with that fails no request: what was prefetched of it is *invalidated*, and all of
+it is read once it is offered and nothing of that is under way any more.
+
+All of this belongs to the connector's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from vllm.logger import init_logger
+
+from ...errors import ReshardError
+from ...protocol.ids import RequestId
+from ...protocol.messages import Receive
+from ...protocol.quoting import one_line, quote
+from ...protocol.states import ReadState
+from ...transport.connection import PeerConnection
+from ...transport.remote import RequestBlocks
+from ...transport.transfers import Part, PartDrained, PartEvent, Transfers
+from ..stats import ReshardStats
+from .prefetch import FullGroups, Prefetched
+from .readings import Reading, Readings
+
+logger = init_logger(__name__)
+
+
+class Prefetcher:
+    """Reads prompts while they are computed.
+
+    Args:
+        readings: All requests that are read.
+        transfers: What is on its way.
+        stats: Where to count.
+
+    Attributes:
+        window_groups: The KV-cache groups here that keep the last tokens of a sequence only; None
+            until the caches are registered.
+    """
+
+    def __init__(
+        self,
+        readings: Readings,
+        transfers: Transfers,
+        stats: ReshardStats,
+    ) -> None:
+        self._readings = readings
+        self._transfers = transfers
+        self._stats = stats
+        self.window_groups: Set[int] | None = None
+
+    def read(
+        self,
+        request_id: RequestId,
+        receive: Receive,
+        part: Receive,
+        connection: PeerConnection,
+        now_s: float,
+    ) -> None:
+        """Read what is computed of a request, as far as it can be, and was not read before.
+
+        Args:
+            request_id: The request.
+            receive: What is to be read of it once it is offered.
+            part: What is computed.
+            connection: What to read it with.
+            now_s: The time.
+        """
+        reading = self._readings.by_id.get(request_id)
+        if reading is not None and (
+            reading.receive is not receive or reading.state is not ReadState.PREFETCHING
+        ):
+            return
+        try:
+            self._read(request_id, receive, part, connection, now_s)
+        except Exception as error:
+            if isinstance(error, ReshardError):
+                # Its source may say anything of it. What it offers is another matter.
+                logger.debug("Request %s is not prefetched: %s", quote(request_id), one_line(error))
+            else:
+                logger.exception(
+                    "Request %s is not prefetched, over an unexpected exception",
+                    quote(request_id),
+                )
+            if reading is not None:
+                self._invalidate(reading)
+
+    def apply(self, event: PartEvent, reading: Reading) -> bool:
+        """Take note of what has happened to what is read of a request before its turn.
+
+        Returns:
+            Whether it has had its turn, and can be read now that nothing else writes into its
+            blocks: what was prefetched of it is of no use.
+        """
+        prefetched = reading.prefetched
+        assert prefetched is not None
+        if not isinstance(event, PartDrained):
+            self._invalidate(reading)
+            return False
+        if event.telemetry is not None:
+            self._stats.record_prefetched(event.telemetry.totalBytes)
+        self._readings.ledger.part_drained(reading, event.key)
+        has_had_its_turn = prefetched.is_invalid and reading.state is ReadState.WAITING
+        return has_had_its_turn and not reading.parts
+
+    def rest_of(self, reading: Reading, connection: PeerConnection) -> Receive | None:
+        """What is left to be read of a request that is offered: all of it, if nothing counts.
+
+        Returns:
+            It; None as long as something that does not count is under way. See `apply`.
+        """
+        prefetched, receive = reading.prefetched, reading.receive
+        if prefetched is None:
+            return receive
+        if prefetched.is_of(receive, connection):
+            return prefetched.rest_of(receive)
+        if reading.parts:
+            self._invalidate(reading)
+            return None
+        reading.prefetched = None
+        return receive
+
+    def _invalidate(self, reading: Reading) -> None:
+        """What was prefetched of a request is of no use; what was not posted of it never is."""
+        if reading.prefetched is not None and not reading.prefetched.is_invalid:
+            reading.prefetched.is_invalid = True
+            self._transfers.give_up(reading.request_id)
+
+    def _read(
+        self,
+        request_id: RequestId,
+        receive: Receive,
+        part: Receive,
+        connection: PeerConnection,
+        now_s: float,
+    ) -> None:
+        reading = self._readings.by_id.get(request_id)
+        prefetched = (reading and reading.prefetched) or Prefetched()
+        if not prefetched.is_of(part, connection):
+            if reading is not None:
+                self._invalidate(reading)
+            return
+        assert self.window_groups is not None
+        legs = (each.leg for each in connection.engine.legs)
+        groups = FullGroups.of(legs, part.remote_block_ids, self.window_groups)
+        wanted = prefetched.next(part, groups)
+        if wanted is None:
+            return
+        parts = self._parts_of(wanted, connection)
+        if reading is None:
+            reading = self._readings.add(request_id, receive, None, now_s, ReadState.PREFETCHING)
+        reading.prefetched = prefetched
+        prefetched.take(part, wanted, groups, connection)
+        keys = reading.take_keys(len(parts))
+        self._readings.ledger.prefetch(reading, keys)
+        try:
+            self._transfers.start(
+                request_id, parts, connection, first_key=keys.start, is_prefetch=True
+            )
+        except Exception:
+            self._invalidate(reading)
+            # None of them is on its way.
+            for key in keys:
+                self._readings.ledger.part_drained(reading, key)
+            raise
+
+    def _parts_of(self, wanted: Receive, connection: PeerConnection) -> list[Part]:
+        """The parts that some blocks are read in.
+
+        Raises:
+            RemoteLayoutError: They are not there.
+        """
+        blocks = RequestBlocks(wanted)
+        return [
+            part
+            for leg in connection.engine.legs
+            if not leg.leg.per_sequence
+            for part in self._transfers.cut(leg, blocks.select(leg.leg))
+        ]

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that begin with the token that the prefill engine has sampled.
+
+A prefill engine computes the logits of a prompt's last token and samples one token. Its answer is
+thrown away, and the decode engine computes that token again. Where greedy sampling has only one
+outcome, the decode engine can take the token over:
+
+    prefill   samples as the client, not the router, asked; sends the token with its offer
+    decode    has received all of the prompt: answers with the token at once, and computes the next
+
+Each checks its own request. Parameters that could change the token, or what must be sent with it,
+keep it from being sent or used; so do parameters that this module does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams, SamplingType
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
+from vllm.v1.request import RequestStatus
+
+from ...protocol.ids import RequestId
+from ...protocol.params import first_token, offered_tokens
+from ...protocol.quoting import one_line, quote
+from ..compat import CONNECTORS_GIVE_FIRST_OUTPUTS, asks_more_of_forwards
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+    from ..settings import Settings
+
+logger = init_logger(__name__)
+
+_LOOKED_AT = frozenset(
+    {"temperature", "max_tokens", "min_tokens", "stop_token_ids", "_eos_token_id", "extra_args"}
+)
+"""Fields of `SamplingParams` that this module reads by name."""
+
+_INDIFFERENT = frozenset(
+    {
+        # Inputs from which other fields are derived.
+        "ignore_eos",
+        "_all_stop_token_ids",
+        "bad_words",
+        "skip_clone",
+        # Without effect on greedy sampling.
+        "n",
+        "seed",
+        "top_p",
+        "top_k",
+        "min_p",
+        # A single token cannot repeat.
+        "repetition_detection",
+        # Without effect on an engine without watermarks that returns no experts.
+        "watermarking",
+        "_watermarking_skipped",
+        "routed_experts_prompt_start",
+        # How front ends present tokens.
+        "stop",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+        "output_text_buffer_length",
+        "stream_interval",
+        "flat_logprobs",
+        "skip_reading_prefix_cache",
+    }
+)
+"""Fields that change neither the first token nor what is sent with it."""
+
+_DEFAULTS = {
+    field.name: field.default
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in _LOOKED_AT | _INDIFFERENT
+}
+"""All other fields, which must have their defaults; unexamined fields of later releases are
+included."""
+
+_OF_CONNECTORS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
+"""Extra arguments of sampling parameters that logits processors do not read."""
+
+
+def obstacle(config: VllmConfig, *, prefills_all: bool) -> str | None:
+    """Return why an engine neither sends nor takes over first tokens; None where it may.
+
+    Args:
+        config: The engine's configuration.
+        prefills_all: Whether prefill engines compute all of a prompt, its last tokens included.
+    """
+    if not CONNECTORS_GIVE_FIRST_OUTPUTS:
+        return "vLLM lacks the hook for it, which this project's fork has since 0.32.0"
+    if not prefills_all:
+        return (
+            "decode engines compute the last token of each prompt, as models with windows or "
+            "recurrent state and some drafts need it"
+        )
+    if config.speculative_config is not None:
+        return "--speculative-config drafts from what the forward of a prompt's last token leaves"
+    if config.model_config.logits_processors:
+        return "--logits-processors may change which token comes first"
+    if asks_more_of_forwards(config):
+        return "watermarks, sampling masks or routed experts come with the forward of each token"
+    return None
+
+
+def open_first_tokens(
+    config: VllmConfig, settings: Settings, record: Callable[[], None], *, prefills_all: bool
+) -> FirstTokens:
+    """Return this engine's handling of first tokens, for its options and its model.
+
+    Args:
+        config: The engine's configuration.
+        settings: Its options; if they enable what cannot be done, a line of the log says why.
+        record: See `FirstTokens`.
+        prefills_all: See `obstacle`.
+    """
+    if not settings.seed_first_token:
+        return FirstTokens(0, 0, record, is_on=False)
+    why_not = obstacle(config, prefills_all=prefills_all)
+    if why_not is not None:
+        logger.warning("seed_first_token does nothing here: %s.", one_line(why_not))
+    model_config = config.model_config
+    return FirstTokens(
+        model_config.get_vocab_size(), model_config.max_model_len, record, is_on=why_not is None
+    )
+
+
+class FirstTokens:
+    """The first tokens that this engine sends, and those that it has received.
+
+    Belongs to the scheduler's thread.
+
+    Args:
+        vocab_size: Number of the model's tokens.
+        max_model_len: Maximum number of tokens of a request.
+        record: Called for each answer that begins with a received token.
+        is_on: Whether first tokens are sent and taken over.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_model_len: int,
+        record: Callable[[], None],
+        *,
+        is_on: bool = True,
+    ) -> None:
+        self._record = record
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._is_on = is_on
+        self._reading: dict[RequestId, Request] = {}
+        self._received: list[Request] = []
+        self._told: dict[RequestId, int] = {}
+
+    def ask(self, request: Request) -> None:
+        """Sample a request that is prefilled for another engine as its client has asked.
+
+        Routers set `max_tokens` and `min_tokens` to 1 at the prefill engine. With that minimum, it
+        would sample the next best token where the best one ends the answer.
+        """
+        sampling = request.sampling_params
+        if self._is_on and sampling is not None and sampling.max_tokens == 1:
+            sampling.min_tokens = 0
+
+    def of_offer(self, request: Request) -> int | None:
+        """Return the token to send with a request's offer; None where none can be taken over."""
+        tokens, params = request.output_token_ids, request.kv_transfer_params or {}
+        is_prefill = len(tokens) == 1 and params.get("do_remote_decode")
+        return tokens[0] if self._is_on and is_prefill and _is_plain(request) else None
+
+    def begin(self, request: Request) -> None:
+        """Track a new request whose prompt another engine computes."""
+        params = request.kv_transfer_params
+        if not self._is_on or offered_tokens(params) not in (None, request.num_prompt_tokens):
+            return
+        self._reading[request.request_id] = request
+        if (token := first_token(params)) is not None:
+            self._told[request.request_id] = token
+
+    def hear(self, told: Mapping[RequestId, int]) -> None:
+        """Record tokens that came with offers; their requests may have ended."""
+        for request_id in told.keys() & self._reading.keys():
+            self._told[request_id] = told[request_id]
+
+    def end(self, request_id: RequestId) -> None:
+        """Forget a request that has ended."""
+        self._reading.pop(request_id, None)
+        self._told.pop(request_id, None)
+
+    def receive(self, request_ids: Iterable[RequestId]) -> None:
+        """Queue requests whose reads have ended, well or not, before vLLM is notified."""
+        for request_id in request_ids:
+            if (request := self._reading.pop(request_id, None)) is not None:
+                self._received.append(request)
+
+    def take_outputs(self) -> list[tuple[int, EngineCoreOutput]]:
+        """Answer received requests whose first tokens are known.
+
+        Each has its token appended, so that vLLM schedules it for the next one.
+
+        Returns:
+            For each answered request, its client's index and the output for that client.
+        """
+        received, self._received = self._received, []
+        outputs = []
+        for request in received:
+            token = self._told.pop(request.request_id, None)
+            if token is not None and self._may_begin_with(request, token):
+                outputs.append((request.client_index, _begin(request, token)))
+                self._record()
+        return outputs
+
+    def _may_begin_with(self, request: Request, token: int) -> bool:
+        """Return whether a received request may begin with a token, and continue after it."""
+        sampling = request.sampling_params
+        return (
+            # It was read well, was not aborted, and its whole prompt is computed.
+            request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            and request.num_computed_tokens == request.num_prompt_tokens == request.num_tokens
+            and sampling is not None
+            and _is_plain(request)
+            and token < self._vocab_size
+            and token != sampling.eos_token_id
+            and token not in (sampling.stop_token_ids or ())
+            and request.max_tokens > 1
+            and request.num_tokens + 1 < self._max_model_len
+        )
+
+
+def _is_plain(request: Request) -> bool:
+    """Return whether a request asks for tokens only, which greedy sampling alone determines."""
+    sampling = request.sampling_params
+    return (
+        sampling is not None
+        and sampling.sampling_type is SamplingType.GREEDY
+        and sampling.min_tokens == 0
+        and (sampling.extra_args or {}).keys() <= _OF_CONNECTORS
+        and all(_is_default(sampling, name) for name in _DEFAULTS)
+        and not request.resumable
+    )
+
+
+def _is_default(sampling: SamplingParams, name: str) -> bool:
+    """Return whether a field has its default; arrays, which compare by element, default to None."""
+    value, default = getattr(sampling, name), _DEFAULTS[name]
+    return value is None if default is None else bool(value == default)
+
+
+def _begin(request: Request, token: int) -> EngineCoreOutput:
+    """Append a request's first token; return the output for its client."""
+    if request.events:
+        # If events are kept: its prefill ends now, and would otherwise begin with the next step.
+        request.record_event(EngineCoreEventType.SCHEDULED)
+    request.append_output_token_ids(token)
+    logger.debug("Request %s begins with the prefill engine's token", quote(request.request_id))
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[token],
+        events=request.take_events(),
+        prefill_stats=request.take_prefill_stats(),
+        trace_headers=request.trace_headers,
+    )

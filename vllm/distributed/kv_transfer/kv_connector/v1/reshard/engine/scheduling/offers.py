@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler offers to other engines, on its way to the workers.
+
+Each offer goes with the next step's metadata. Where steps are scheduled before the output of
+earlier ones is known, some have left when an offer is made, and the next one may be taken up when
+they are computed: with a prompt in each, a reader waits for other clients' prompts. There an offer
+is announced as well, and a worker shows it at once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ...protocol.board import BoardUpdate
+from ...protocol.fingerprint import OfferFingerprint, OfferSecret
+from ...protocol.ids import RequestId
+from ...protocol.messages import Announcement, encode_announcement
+from ...transport.announcements import Announcer, open_announcer
+from ...transport.sockets import InternalAddress
+from ..metadata import ReshardConnectorMetadata
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+
+
+def host_for_workers(config: ParallelConfig, host: str) -> str:
+    """Where an engine's workers reach its scheduler; on one machine no other host does.
+
+    Args:
+        config: Says whether they are on one machine.
+        host: Address of this machine that others reach.
+    """
+    executor = config.distributed_executor_backend
+    is_local = executor in ("mp", "uni") and config.nnodes_within_dp == 1
+    return "127.0.0.1" if is_local else host
+
+
+class OfferBook:
+    """Offers that no step has told the workers of. Belongs to the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._num_blocks: dict[RequestId, int] = {}
+        self._fingerprints: dict[RequestId, OfferFingerprint] = {}
+        self._secrets: dict[RequestId, OfferSecret] = {}
+        self._trace_headers: dict[RequestId, Mapping[str, str]] = {}
+        self._num_offers = 0
+        self._announcer: Announcer | None = None
+        # As long as workers were not told.
+        self._address: InternalAddress | None = None
+
+    def announce_from(self, host: str) -> None:
+        """Announce all further offers, where that can be.
+
+        Args:
+            host: Address of this machine that all workers reach.
+        """
+        self._announcer = open_announcer(host)
+        if self._announcer is not None:
+            self._address = self._announcer.address
+
+    def offer(
+        self,
+        request_id: RequestId,
+        num_blocks: int,
+        fingerprint: OfferFingerprint,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> OfferSecret:
+        """Offer a request's blocks, which all workers have computed.
+
+        Args:
+            request_id: The request.
+            num_blocks: How many blocks it has, of all KV-cache groups.
+            fingerprint: What they hold.
+            trace_headers: What its trace is known by; None where it has none.
+
+        Returns:
+            What the engine that is sent the request gives them up with.
+        """
+        secret = secrets.randbits(64)
+        self._num_blocks[request_id] = num_blocks
+        self._fingerprints[request_id] = fingerprint
+        self._secrets[request_id] = secret
+        if trace_headers:
+            self._trace_headers[request_id] = trace_headers
+        self._num_offers += 1
+        self.announce(Announcement(self._num_offers, request_id, fingerprint))
+        return secret
+
+    def announce(self, announcement: Announcement | BoardUpdate) -> None:
+        """Tell all workers before the next step, where that can be."""
+        if self._announcer is not None:
+            self._announcer.tell(encode_announcement(announcement))
+
+    def write_to(self, metadata: ReshardConnectorMetadata) -> None:
+        """Have a step tell what is offered since the last one."""
+        metadata.offered_blocks, self._num_blocks = self._num_blocks, {}
+        metadata.fingerprints, self._fingerprints = self._fingerprints, {}
+        metadata.secrets, self._secrets = self._secrets, {}
+        metadata.trace_headers, self._trace_headers = self._trace_headers, {}
+        metadata.num_offers = self._num_offers
+        metadata.announcer, self._address = self._address, None
+
+    def close(self) -> None:
+        """Announce nothing any more; may be called repeatedly."""
+        if self._announcer is not None:
+            self._announcer.close()
+            self._announcer = None

@@ -1,0 +1,516 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's half of the connector.
+
+Upstream's scheduler is the base: requests have its states, and routers pass on its parameters. This
+one also serves the handshakes of all stages, and decides which requests wait for blocks, what is
+read, given up and offered, and how many tokens of it; other modules of this folder have the rules.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+from ...protocol.board import State
+from ...protocol.early import decode_params, prefill_name, prefill_params
+from ...protocol.ids import BlockIds, EngineId
+from ...protocol.messages import Receive, RemoteRequest
+from ...protocol.metadata import encode_replies
+from ...protocol.params import (
+    Params,
+    already_requested,
+    faulty,
+    is_disaggregated,
+    is_early,
+    offered_tokens,
+    remote_blocks,
+    remote_request,
+    sanitize_params,
+    without_source,
+    write_secret,
+)
+from ...protocol.quoting import one_line, quote
+from ...transport.side_channel import HandshakeServer
+from ..caches.geometry import full_groups, state_groups, tokens_of_blocks, window_groups
+from ..compat import (
+    OUTPUTS_OUTLIVE_PREEMPTION,
+    PRODUCERS_KEEP_THE_LAST_WINDOW,
+    tokens_in_flight,
+)
+from ..failed_reads import ReadBook
+from ..metadata import ReshardConnectorMetadata, ReshardHandshakeMetadata, WorkerNews
+from ..settings import read_settings, remarks
+from ..stats import ReshardStats
+from .board_updates import BoardUpdates, scheduled_in
+from .first_tokens import open_first_tokens
+from .handovers import Handovers
+from .idling import Idling
+from .offers import OfferBook, host_for_workers
+from .parking import Parking
+from .readers import Readers, RemoteName, is_made_up
+from .receives import address_of, fingerprint_of, receive_of
+from .token_counts import TokenCounts, num_to_offer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+class ReshardScheduler(NixlConnectorScheduler):
+    """What vLLM's scheduler asks of the connector. Belongs to the scheduler's thread.
+
+    Attributes:
+        first_tokens: What prefill engines have sampled; answers are taken from there.
+    """
+
+    _server: HandshakeServer | None = None
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_id: EngineId, kv_cache_config: KVCacheConfig
+    ) -> None:
+        assert vllm_config.kv_transfer_config is not None
+        settings = read_settings(vllm_config.kv_transfer_config)
+        for remark in remarks(vllm_config.kv_transfer_config, settings):
+            logger.warning("%s.", one_line(remark))
+        self._key = settings.channel_key()
+        self._trusted = settings.trusted()
+        self._dispatches_early = settings.early_dispatch
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        parallel_config = vllm_config.parallel_config
+        # Whether steps are scheduled before the output of earlier ones is known.
+        self._is_ahead = (
+            vllm_config.scheduler_config.async_scheduling
+            or parallel_config.pipeline_parallel_size > 1
+        )
+        self._state_groups = state_groups(kv_cache_config)
+        block_tokens = tokens_of_blocks(
+            kv_cache_config, parallel_config.decode_context_parallel_size
+        )
+        has_windows = bool(window_groups(kv_cache_config))
+        self._counts = TokenCounts(tuple(block_tokens), self._state_groups, has_windows)
+        # Requests that wait for blocks, or wait no longer, since workers were told last.
+        self._awaited: dict[str, RemoteRequest] = {}
+        self._ended: set[str] = set()
+        # Those whose leases workers renew, or are about to.
+        self._renewed: set[str] = set()
+        self._offers = OfferBook()
+        # What drafts compute of a step's tokens is not taken for granted.
+        is_told = vllm_config.speculative_config is None
+        full = full_groups(kv_cache_config) if is_told else frozenset()
+        self._board_updates = BoardUpdates(
+            self._offers.announce,
+            [tokens * (group in full) for group, tokens in enumerate(block_tokens)],
+            partial(tokens_in_flight, is_ahead=self._is_ahead),
+        )
+        # One is the null block. For drafts vLLM keeps more of a request than is counted here.
+        num_blocks = kv_cache_config.num_blocks - 1 if is_told else 0
+        longest_blocks = self._counts.num_blocks(vllm_config.model_config.max_model_len)
+        self._parking = Parking(num_blocks, longest_blocks)
+        self._block_pool: BlockPool | None = None
+        self._readers = Readers()
+        # Requests that vLLM made up since workers were told last. Not by their names, which are
+        # what clients say, so that two may have one.
+        self._given_up: dict[RemoteName, Request] = {}
+        self._reads = ReadBook()
+        self._has_blocks_in_doubt = False
+        self._idling = Idling()
+        self._stats = ReshardStats()
+        self.first_tokens = open_first_tokens(
+            vllm_config,
+            settings,
+            self._stats.record_first_token,
+            prefills_all=not self._prefill_backoff(),
+        )
+        self._handovers = Handovers(self._stats.record_handover)
+
+    def serve_handshake(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Answer other engines' handshakes with what all workers say of themselves.
+
+        Args:
+            metadata: The workers' handshakes by (pp_rank, tp_rank).
+
+        Raises:
+            LocalChannelError: The side channel's port cannot be used.
+        """
+        handshakes: dict[tuple[int, int], ReshardHandshakeMetadata] = {}
+        for rank, handshake in metadata.items():
+            assert isinstance(handshake, ReshardHandshakeMetadata)
+            handshakes[rank] = handshake
+        self._server = HandshakeServer(
+            self.side_channel_host, self.side_channel_port, encode_replies(handshakes), self._key
+        )
+        self._server.start()
+        transfer_config = self.vllm_config.kv_transfer_config
+        assert transfer_config is not None
+        if self._is_ahead and (
+            transfer_config.is_kv_producer or self.is_bidirectional_kv_xfer_enabled
+        ):
+            host = host_for_workers(self.vllm_config.parallel_config, self.side_channel_host)
+            self._offers.announce_from(host)
+
+    def set_kv_cache_manager(self, manager: Any) -> None:
+        """Set the cache manager, which owns the blocks; that of 0.22.1 is not."""
+        self._reads.manager = manager
+
+    def set_block_pool(self, block_pool: BlockPool) -> None:
+        """Set the pool of blocks, to see how many are free."""
+        self._block_pool = block_pool
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """Set what ends a wait of the engine's core, which may wait longer then.
+
+        It may not where it computes in turn with others, where some workers never ring, nor where
+        steps are what a connector of encoders' caches lives by.
+        """
+        parallel_config = self.vllm_config.parallel_config
+        if (
+            parallel_config.data_parallel_size > 1
+            or parallel_config.prefill_context_parallel_size > 1
+            or self.vllm_config.ec_transfer_config is not None
+        ):
+            return
+        self._idling.begin(
+            host_for_workers(parallel_config, self.side_channel_host),
+            wakeup,
+            num_workers=parallel_config.world_size,
+            # One is under way in each stage, and one more where they are scheduled ahead.
+            max_concurrent_steps=parallel_config.pipeline_parallel_size + 1,
+        )
+
+    def idle_timeout_s(self, num_running: int, num_waiting: int) -> float | None:
+        """For how long the engine's core may wait after a step that has computed nothing.
+
+        Args:
+            num_running: Requests that are computed.
+            num_waiting: Requests that are not.
+
+        Returns:
+            Seconds; None where it is to take steps as ever.
+        """
+        return self._idling.timeout_s(num_running, num_waiting, self._reads.num_loading)
+
+    def on_new_request(self, request: Request) -> None:
+        """As upstream's, with parameters that it can believe.
+
+        Blocks are read by one request: their producer lets go when it was heard. Where one prompt
+        has several answers (`n`), the others compute it. So does one under whose name another's
+        read may still be going on. One that vLLM made up reads nothing, and gives up what no
+        request of this engine has had: see `readers`.
+        """
+        params, fault = self._believable(request)
+        if fault is not None:
+            logger.warning(
+                "Computing all of request %s: %s", quote(request.request_id), one_line(fault)
+            )
+        made_up = is_made_up(request)
+        if params and request.request_id in self._reads and not made_up:
+            # Malformed ones as well: what may still be written is known by its request's name.
+            params = without_source(params)
+        remote = remote_request(params) if params and is_disaggregated(params) else None
+        if params and remote is not None:
+            if made_up:
+                is_free = self._readers.may_give_up(remote)
+            else:
+                is_free = self._readers.admit(remote, request.request_id)
+            params = params if is_free else without_source(params)
+        request.kv_transfer_params = params
+        super().on_new_request(request)
+        if params and params.get("do_remote_prefill"):
+            source = remote_blocks(params)
+            if not isinstance(source, str):
+                self.first_tokens.begin(request)
+                self._handovers.begin(request, is_early=is_early(params))
+                named = RemoteRequest(address_of(source), source.remote_request_id)
+                if is_early(params):
+                    num_blocks = self._counts.num_blocks(request.num_tokens)
+                    self._parking.park(request.request_id, named, num_blocks)
+                else:
+                    self._awaited[request.request_id] = named
+                self._renewed.add(request.request_id)
+        if params and params.get("do_remote_decode"):
+            self.first_tokens.ask(request)
+            if self._dispatches_early:
+                self._board_updates.add(
+                    request.request_id, prefill_name(request.request_id, params)
+                )
+
+    def _believable(self, request: Request) -> tuple[Params | None, str | None]:
+        """A request's parameters, sanitized; and why nothing is read back, if so.
+
+        One that vLLM made up has no prompt, and its early parameters no secret: the engine that
+        offers it is not told.
+        """
+        params: Any = request.kv_transfer_params
+        if self._dispatches_early:
+            early = decode_params(params, request.request_id, self._trusted)
+            if isinstance(early, str):
+                return faulty(early), None
+            if early is not None:
+                return (None if is_made_up(request) else early), None
+            params = prefill_params(params)
+        return sanitize_params(
+            params, reads_back=self.is_bidirectional_kv_xfer_enabled, trusted=self._trusted
+        )
+
+    # Upstream's scheduler promises an int; the connector's interface lets it answer None, and vLLM
+    # then asks again in the next step.
+    def get_num_new_matched_tokens(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As upstream's, but for requests that are dispatched early, which wait.
+
+        They have no blocks as long as `parking` has it. What is cached here whole need not wait.
+        """
+        count, is_async = self._num_to_read(request, num_computed_tokens)
+        pool = self._block_pool
+        free_blocks = 0 if pool is None else pool.get_num_free_blocks()
+        if count > 0 and not self._parking.may_have_blocks(request.request_id, free_blocks):
+            self._idling.defer()
+            return None, False
+        return count, is_async
+
+    def _num_to_read(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """As upstream's, but for tokens that are not there or not read: see `token_counts`.
+
+        Upstream takes it that a prompt that is to be read was prefilled whole. Where it has grown
+        since, what is more is computed here.
+
+        Nothing is read twice: a request that starts over, because it was preempted or because its
+        blocks did not arrive, would wait for ever for a read that is never posted.
+
+        Of a prompt that is given as embeddings upstream counts no tokens. They are read as those of
+        any prompt; but not read back, where the last turn's answer is tokens and this one's rows.
+        """
+        params = request.kv_transfer_params
+        if already_requested(params):
+            return 0, False
+        count: int
+        if request.prompt_token_ids is not None:
+            count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        elif params and params.get("do_remote_prefill"):
+            prefilled = self._num_prefilled(request.num_prompt_tokens)
+            count, is_async = max(prefilled - num_computed_tokens, 0), True
+        else:
+            count, is_async = 0, False
+        count = self._counts.num_to_read(
+            count,
+            offered_tokens(params),
+            num_computed_tokens,
+            request.num_tokens,
+            is_window_whole=PRODUCERS_KEEP_THE_LAST_WINDOW,
+        )
+        return count, is_async and count > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """As upstream's; what is left of a prompt is known then."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._board_updates.admit(request.request_id, request)
+        if num_external_tokens:
+            self._parking.admit(request.request_id)
+
+    def _prefill_backoff(self) -> int:
+        """As upstream's, but at least the last token of a prompt where layers have windows.
+
+        So many tokens of a prompt are not computed by the prefill engine: the blocks that it holds
+        are those that the window of the next token reaches back to, which the decode engine
+        computes. A scheduler that is patched to hold them, as 0.22.1's, does not ask for this.
+        """
+        upstreams = 0 if PRODUCERS_KEEP_THE_LAST_WINDOW else int(super()._prefill_backoff())
+        return max(upstreams, 1) if window_groups(self.kv_cache_config) else upstreams
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
+        """What the workers are asked to do in this step."""
+        self._handovers.advance()
+        self._board_updates.compute(
+            scheduled_in(scheduler_output), scheduler_output.total_num_scheduled_tokens
+        )
+        wanted: dict[str, tuple[Request, BlockIds]] = {
+            # What follows the blocks, if anything does, is for upstream's worker.
+            request_id: entry[:2]
+            for request_id, entry in self._reqs_need_recv.items()
+        }
+        self._reqs_need_recv.clear()
+        upstream: Any = super().build_connector_meta(scheduler_output)
+        now_s = time.perf_counter()
+        metadata = ReshardConnectorMetadata(
+            admitted=upstream.reqs_in_batch,
+            withdrawn=upstream.reqs_not_processed,
+            offered={
+                request_id: max(expires_at_s - now_s, 0.0)
+                for request_id, expires_at_s in upstream.reqs_to_send.items()
+            },
+            awaited=self._awaited,
+            ended=self._ended,
+            early=self._parking.take(),
+            board_updates=self._board_updates.take(),
+        )
+        self._awaited, self._ended = {}, set()
+        self._offers.write_to(metadata)
+        metadata.receive = {
+            request_id: self._receive(request, block_ids)
+            for request_id, (request, block_ids) in wanted.items()
+        }
+        given_up = [self._receive(request, ()) for request in self._given_up.values()]
+        metadata.given_up = [receive for receive in given_up if receive.secret is not None]
+        self._given_up.clear()
+        for request, block_ids in wanted.values():
+            # Those without blocks are told to their producer, and not reported.
+            if any(block_ids):
+                self._reads.begin(request, sum(map(len, block_ids)))
+        metadata.failed = self._reads.take_failed()
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        metadata.is_idle = self._idling.end_schedule(is_idle=not (computes or metadata))
+        metadata.doorbell = self._idling.take_address()
+        return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """As upstream's; vLLM hears of reads that have failed as `failed_reads` has it."""
+        super().update_connector_output(connector_output)
+        told = connector_output.kv_connector_worker_meta
+        if told or connector_output.finished_sending or connector_output.finished_recving:
+            self._idling.hear()
+        if isinstance(told, WorkerNews):
+            for request_id in self._reads.hear(told.failed):
+                self._stop_heartbeat(request_id)
+            self._parking.hear(told.begun, told.admissible, told.faults)
+            self.first_tokens.hear(told.first_tokens)
+            self._handovers.hear(told.offered_s)
+            self._handovers.fail((*told.failed, *told.faults))
+        self._board_updates.forget(connector_output.finished_sending or ())
+        if connector_output.finished_recving:
+            connector_output.finished_recving = self._reads.settle(
+                connector_output.finished_recving
+            )
+            self._parking.forget(connector_output.finished_recving)
+            self.first_tokens.receive(connector_output.finished_recving)
+
+    def take_stats(self) -> ReshardStats | None:
+        """What the scheduler counted since the last call; None where that is nothing.
+
+        vLLM puts it behind what workers counted in the same step, each of which knows its own
+        blocks in doubt alone: the last value of a gauge counts.
+        """
+        num_blocks = self._reads.num_blocks_in_doubt
+        if num_blocks or self._has_blocks_in_doubt:
+            self._stats.record_blocks_in_doubt(num_blocks)
+        self._has_blocks_in_doubt = num_blocks > 0
+        return None if self._stats.is_empty() else self._stats.take()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must take steps though no request is left: to get blocks back."""
+        return self._reads.num_taken_blocks > 0
+
+    def _receive(self, request: Request, local_block_ids: BlockIds) -> Receive:
+        """What to read for a request, which is not parked any more if it was."""
+        refusal = self._parking.leave(request.request_id)
+        return receive_of(
+            request, local_block_ids, self._num_prefilled(request.num_prompt_tokens), refusal
+        )
+
+    def _num_prefilled(self, num_prompt_tokens: int) -> int:
+        """How many tokens of a prompt a prefill engine computes."""
+        if PRODUCERS_KEEP_THE_LAST_WINDOW:
+            return num_prompt_tokens
+        return int(self._get_remote_prefill_token_count(num_prompt_tokens))
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As upstream's; the parameters for the next engine say how many stages there are.
+
+        Blocks and tokens beyond the answer, as those of drafts, are none of the next engine's. Nor
+        are those of a request that no engine was asked about: workers would never report them as
+        sent. State that has taken in tokens beyond the answer is not offered, nor are blocks that
+        a step in flight may be filling: those of a request that began anew, where the output of
+        the step before that can still end it.
+        """
+        self.first_tokens.end(request.request_id)
+        self._handovers.end(request.request_id)
+        delay_free, params = self._request_finished(request, block_ids)
+        if not delay_free:
+            was_aborted = request.status is RequestStatus.FINISHED_ABORTED
+            self._board_updates.end(
+                request.request_id, State.ABORTED if was_aborted else State.EMPTY
+            )
+        if params is not None and self._dispatches_early and params.get("do_remote_prefill"):
+            # What routers take for a sign that the next engine needs this address alone.
+            params["transfer_mode"] = "push"
+        return delay_free, params
+
+    def _request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if not is_disaggregated(request.kv_transfer_params):
+            return False, None
+        remote = remote_request(request.kv_transfer_params or {})
+        if remote is not None:
+            self._readers.end(remote, request.request_id)
+        num_tokens = num_to_offer(request.num_computed_tokens, request.num_tokens)
+        went_on = bool(self._state_groups) and request.num_computed_tokens > num_tokens
+        began_anew = OUTPUTS_OUTLIVE_PREEMPTION and self._is_ahead and request.num_preemptions > 0
+        is_nobodys = went_on or began_anew
+        block_ids = (
+            tuple([] for _ in block_ids)
+            if is_nobodys
+            else self._counts.blocks_of(num_tokens, block_ids)
+        )
+        delay_free, params = super().request_finished(request, block_ids)
+        if (
+            remote is not None
+            and is_made_up(request)
+            and self._reqs_need_recv.pop(request.request_id, None) is not None
+        ):
+            self._given_up[remote] = request
+        if is_nobodys and params is not None:
+            self._reqs_not_processed.add(request.request_id)
+            params = None
+        if delay_free:
+            assert params is not None
+            params["remote_num_tokens"] = num_tokens
+            fingerprint = fingerprint_of(request, num_tokens, params["remote_block_ids"])
+            secret = self._offers.offer(
+                request.request_id, sum(map(len, block_ids)), fingerprint, request.trace_headers
+            )
+            params["remote_secret"] = write_secret(secret)
+            first_token = self.first_tokens.of_offer(request)
+            if first_token is not None:
+                params["remote_first_token"] = first_token
+            blocks = params["remote_block_ids"]
+            self._board_updates.offer(request.request_id, num_tokens, blocks, first_token)
+        if params is not None:
+            params["pp_size"] = self.vllm_config.parallel_config.pipeline_parallel_size
+        return delay_free, params
+
+    def _stop_heartbeat(self, req_id: str) -> None:
+        """As upstream's, which calls this when a request was received or has ended."""
+        if req_id in self._renewed:
+            self._renewed.remove(req_id)
+            if self._awaited.pop(req_id, None) is None:
+                self._ended.add(req_id)
+        super()._stop_heartbeat(req_id)
+
+    def shutdown(self) -> None:
+        """Stop answering handshakes, announcing and hearing rings."""
+        self._offers.close()
+        self._idling.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        super().shutdown()
