@@ -106,7 +106,7 @@ class CacheRow:
 
 @dataclass(frozen=True, slots=True)
 class ReadPart:
-    """A read's part of one kind of cache.
+    """The part of a read that belongs to one kind of cache.
 
     Attributes:
         name: The kind's name.

@@ -27,7 +27,7 @@ from ..plan.shards import (
 )
 
 _NONE_SHARED: Mapping[Layer, TokenShare] = MappingProxyType({})
-"""Every rank holds all tokens of what it has."""
+"""Every rank holds all tokens of its units."""
 
 
 def shard_of_worker(
