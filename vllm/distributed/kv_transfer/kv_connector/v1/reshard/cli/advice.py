@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wasteful about two layouts, and what would be better, in one sentence each."""
+"""Advice on a pair of layouts: one sentence per inefficiency, with its remedy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..plan.text import ranks_text
 from .figures import CacheFormat, PlanFigures, SourceFigures
 
 SMALL_DESCRIPTOR_BYTES = 4096
-"""Descriptors below this cost more to post than to move."""
+"""Descriptors below this size cost more to post than to transfer."""
 
 _UNEVEN = 1.5
-"""A rank that serves more than this many times the mean of its stage serves more than its share."""
+"""A rank is reported if it serves more than this many times the mean of its stage."""
 
 
 def bytes_text(num_bytes: float) -> str:
-    """A size for people: 320 KiB."""
+    """Return a size as readable text, such as 320 KiB."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
@@ -36,14 +36,14 @@ def advise(
     *,
     is_mla: bool,
 ) -> Iterator[str]:
-    """Say what is wasteful.
+    """Yield a sentence for each inefficiency of the plan and its layouts.
 
     Args:
-        figures: What the plan costs.
+        figures: The plan's costs.
         src: The shards of the prefill engine.
         dst: The shards of the decode engine.
-        cache_format: How the caches lie in memory, where sizes in bytes are known.
-        is_mla: The model keeps one latent in place of heads.
+        cache_format: The caches' layout in memory; None if sizes in bytes are not known.
+        is_mla: True if the model keeps one latent instead of heads.
     """
     if cache_format is not None:
         yield from _small_descriptors(figures, cache_format)
@@ -64,7 +64,7 @@ def advise(
 
 
 def _small_descriptors(figures: PlanFigures, cache_format: CacheFormat) -> Iterator[str]:
-    """Reads whose bytes lie in many small places."""
+    """Report reads with small descriptors."""
     reads = [read for reader in figures.readers for read in reader.reads]
     sizes = [read.descriptor_bytes for read in reads]
     small = [size for size in sizes if size < SMALL_DESCRIPTOR_BYTES]
@@ -107,7 +107,7 @@ def _small_descriptors(figures: PlanFigures, cache_format: CacheFormat) -> Itera
 
 
 def _uneven_sources(figures: PlanFigures) -> Iterator[str]:
-    """Ranks that serve more than others of their stage."""
+    """Report ranks that serve more than their share of a stage."""
     stages: dict[int, list[SourceFigures]] = {}
     for source in figures.sources:
         stages.setdefault(source.rank.pp_rank, []).append(source)
@@ -127,6 +127,6 @@ def _uneven_sources(figures: PlanFigures) -> Iterator[str]:
 
 
 def _replicas(shards: Sequence[Shard]) -> int:
-    """On how many ranks the same heads of the same layers are."""
+    """Return the largest number of ranks that hold the same heads of the same layers."""
     holders = Counter(tuple(shard.holdings.items()) for shard in shards)
     return max(holders.values())

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches that families of models keep beside the heads or the latent of attention, or instead.
 
-Engines ask the specification of each layer. Here a family is known by names in `config.json`, and
-what it keeps is a table: indexers, what is compressed, windows, and what upstream's connector is
-left with. Sizes that `config.json` does not tell are those of vLLM's modules, which tests compare.
+An engine uses the specification of each layer. Here, entries of `config.json` identify the family,
+and this module lists its caches: indexers, compressed tokens, windows, and caches that only
+upstream's connector serves. Sizes that are not in `config.json` are copied from vLLM's modules;
+tests compare them.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from .limits import require_size
 _FLOAT32_BYTES, _BFLOAT16_BYTES = 4, 2
 
 _INDEXER_BLOCK_TOKENS = 64
-"""Of `DeepseekV32IndexerBackend`'s kernels; whatever `--block-size` is."""
+"""Block size of `DeepseekV32IndexerBackend`'s kernels, for any `--block-size`."""
 
 _V4_BLOCK_TOKENS = 256
-"""Of DeepSeek V4's kernels, in tokens that are compressed or not."""
+"""Block size of DeepSeek V4's kernels, in tokens before compression."""
 
 _V4_LATENT_BYTES = 584
-"""Of `fp8_ds_mla` in DeepSeek V4: 448 bytes without a position, 64 bfloat16 with it, 8 scales."""
+"""Size of DeepSeek V4's `fp8_ds_mla`: 448 bytes without position, 64 bfloat16 with it, 8 scales."""
 
 _V4_WINDOW_BLOCK_TOKENS = 64
-"""Of `DeepseekV4SWACache`."""
+"""Block size of `DeepseekV4SWACache`."""
 
 _V4_STATE_BLOCK_TOKENS = {4: 4, 128: 8}
-"""Of `CompressorStateCache`, by how many tokens become one."""
+"""Block size of `CompressorStateCache`, by the number of tokens that are compressed into one."""
 
 _INDEXER_SCALED = 128
-"""Elements of an indexer's key, of a byte each, that have one scale, a float32."""
+"""One-byte elements of an indexer's key that share one float32 scale."""
 
 _DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-"""What families call the number of their MTP layers."""
+"""Entries with the number of MTP layers, in different families."""
 
 SPARSE_LAYERS = frozenset(
     {
@@ -46,7 +47,7 @@ SPARSE_LAYERS = frozenset(
         "minimax_m3_sparse",
     }
 )
-"""What families call layers whose attention is sparse, which may be some of all."""
+"""Kinds of layers with sparse attention, in different families."""
 
 _RING = "a ring of each request (CircularBufferSpec)"
 
@@ -56,16 +57,17 @@ class Cache:
     """One kind of cache.
 
     Attributes:
-        name: What it is called.
-        layers: The layers that keep it, by index.
-        state_bytes: Of what a unit of it keeps of one token, or of `state_tokens` together; 0
-            where this connector does not serve it.
-        num_units: What ranks of a stage share out as they do KV heads; 1 where all keep it alike.
-        state_tokens: Tokens that are kept as one.
-        block_tokens: Tokens in a block; None where `--block-size` says so.
-        window_tokens: The last tokens of a sequence, which are all that is kept; 0 for all.
-        is_whole: Blocks are moved without looking into them.
-        unserved: What it is, if this connector does not serve it.
+        name: Its name.
+        layers: Indices of the layers that keep it.
+        state_bytes: Bytes per unit and per `state_tokens` tokens; 0 if this connector does not
+            serve it.
+        num_units: Number of units, which the ranks of a stage divide like KV heads; 1 if every rank
+            keeps the same.
+        state_tokens: Number of tokens that are compressed into one.
+        block_tokens: Tokens in a block; None if `--block-size` sets it.
+        window_tokens: Number of last tokens of a sequence that are kept; 0 for all.
+        is_whole: True if blocks are opaque and moved whole.
+        unserved: Description of a cache that this connector does not serve; empty if it does.
     """
 
     name: str
@@ -81,16 +83,16 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class CacheRow:
-    """One kind of cache, for a table of them.
+    """One kind of cache, as a row of the printed table.
 
     Attributes:
-        name: What it is called.
-        layers: The layers that keep it, by index.
+        name: Its name.
+        layers: Indices of the layers that keep it.
         moved: How it is moved.
-        state_tokens: Tokens that are kept as one.
-        block_tokens: Tokens in a block at prefill and at decode; None where that is not told.
-        window_tokens: The last tokens of a sequence, which are all that is kept; 0 for all.
-        token_bytes: Of one token in one layer, of all its heads; None where that is not told.
+        state_tokens: Number of tokens that are compressed into one.
+        block_tokens: Tokens in a block at prefill and at decode; None if unknown.
+        window_tokens: Number of last tokens of a sequence that are kept; 0 for all.
+        token_bytes: Bytes of one token in one layer, over all heads; None if unknown.
     """
 
     name: str
@@ -104,12 +106,12 @@ class CacheRow:
 
 @dataclass(frozen=True, slots=True)
 class ReadPart:
-    """A read's part of one kind of cache.
+    """The part of a read that belongs to one kind of cache.
 
     Attributes:
-        name: What the kind is called.
-        layers: Its layers, by index.
-        token_bytes: Of one token, in all of them.
+        name: The kind's name.
+        layers: Indices of its layers.
+        token_bytes: Bytes of one token, over all of these layers.
     """
 
     name: str
@@ -119,13 +121,13 @@ class ReadPart:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family keeps.
+    """The caches of a family of models.
 
     Attributes:
         name: Its name, for messages.
-        caches: What it keeps beside its heads or its latent.
-        has_main: It keeps these as well.
-        chooses_fp8_on_blackwell: vLLM keeps its cache in 8 bits there, unless told otherwise.
+        caches: Its caches other than heads or latent.
+        has_main: True if it also keeps heads or a latent.
+        chooses_fp8_on_blackwell: True if vLLM stores its cache in 8 bits there by default.
     """
 
     name: str
@@ -135,12 +137,12 @@ class Family:
 
     @property
     def is_served(self) -> bool:
-        """Whether this connector serves all of it."""
+        """True if this connector serves all of its caches."""
         return not self.unserved
 
     @property
     def unserved(self) -> tuple[Cache, ...]:
-        """What this connector does not serve."""
+        """The caches that this connector does not serve."""
         return tuple(each for each in self.caches if each.unserved)
 
 
@@ -148,20 +150,20 @@ _Config: TypeAlias = Mapping[str, Any]
 
 
 def read_family(config: _Config, model_type: str, num_layers: int) -> Family | None:
-    """The family of a model that keeps more than heads, a latent, or state.
+    """Return the family of a model with caches other than heads, latent and state; else None.
 
     Args:
         config: The decoder's part of `config.json`.
-        model_type: The whole model's.
-        num_layers: Layers of the model.
+        model_type: The `model_type` of the whole model.
+        num_layers: Number of layers of the model.
 
     Raises:
-        ValueError: What the family's layers keep is not told.
+        ValueError: `config` does not describe the family's caches.
     """
     for name in (config.get("model_type"), model_type):
         if (read := _FAMILIES.get(str(name))) is not None:
             return read(config, range(num_layers))
-    # As vLLM has it for all that derive from DeepSeek's.
+    # vLLM treats all models derived from DeepSeek's like this.
     if config.get("kv_lora_rank") and config.get("index_topk"):
         return _with_indexers("MLA with an indexer", config, range(num_layers))
     return None
@@ -173,12 +175,12 @@ def shard_kinds(
     units_by_kind: Mapping[str, Mapping[int, int]],
     layers_per_stage: Sequence[int] | None,
 ) -> tuple[Shard, ...]:
-    """What every rank holds of several kinds of cache, each of which is a layer by itself.
+    """Return every rank's shard of several kinds of cache, with one plan layer per layer and kind.
 
     Args:
         mesh: The engine's workers.
-        num_layers: Layers of the model.
-        units_by_kind: By a kind's name, units of the layers that keep it.
+        num_layers: Number of layers of the model.
+        units_by_kind: Number of units by layer index, for each kind's name.
         layers_per_stage: As in `partition_layers`.
 
     Raises:
@@ -194,7 +196,7 @@ def shard_kinds(
 
 
 def draft_layers(config: _Config) -> int:
-    """MTP layers that a checkpoint has, and engines that are asked for drafts."""
+    """Return the checkpoint's number of MTP layers, which engines with speculative decoding run."""
     numbers = (config.get(name) for name in _DRAFT_LAYERS)
     return next((each for each in numbers if isinstance(each, int) and each > 0), 0)
 
@@ -202,7 +204,7 @@ def draft_layers(config: _Config) -> int:
 def _with_indexers(
     name: str, config: _Config, layers: range, *, chooses_fp8_on_blackwell: bool = False
 ) -> Family:
-    """DeepSeek V3.2 and those like it: some layers choose tokens, others take over the choice."""
+    """DeepSeek V3.2 and similar models: some layers choose tokens, others reuse their choice."""
     size = _number(config, "index_head_dim", 128)
     chosen = tuple(layer for layer in layers if _has_indexer(config, layer))
     indexer = Cache(
@@ -221,7 +223,7 @@ def _has_indexer(config: _Config, layer: int) -> bool:
     pattern = config.get("index_topk_pattern")
     if pattern is not None:
         return not (layer < len(pattern) and pattern[layer] == "S")
-    # The first ones always do.
+    # The first layers always have one.
     offset = int(config.get("index_skip_topk_offset", 2))
     return not max(layer - offset + 1, 0) % _number(config, "index_topk_freq", 1)
 
@@ -231,7 +233,7 @@ def _indexer_bytes(size: int) -> int:
 
 
 def _deepseek_v4(config: _Config, layers: range) -> Family:
-    """Five kinds, of which a layer has those that go with what it compresses."""
+    """Up to seven kinds of cache; a layer's compression ratio determines which it has."""
     ratios = config.get("compress_ratios")
     if not isinstance(ratios, Sequence) or len(ratios) < len(layers):
         raise ValueError(
@@ -253,7 +255,7 @@ def _deepseek_v4(config: _Config, layers: range) -> Family:
         )
 
     def state(name: str, ratio: int, own: tuple[int, ...], of: int) -> Cache:
-        # Groups of four overlap with those before them. What is kept is a value and a score.
+        # Each group of four overlaps with the previous one. A value and a score are kept.
         overlap = 2 if ratio == 4 else 1
         return Cache(
             name,
@@ -283,7 +285,7 @@ def _deepseek_v4(config: _Config, layers: range) -> Family:
 
 
 def _minimax_m3(config: _Config, layers: range) -> Family:
-    """Some layers have keys that blocks are chosen by."""
+    """Some layers keep keys by which blocks are chosen."""
     sparse = config.get("sparse_attention_config") or {}
     flags = sparse.get("sparse_attention_freq") or ()
     chosen = tuple(layer for layer in layers if layer < len(flags) and flags[layer])
@@ -293,11 +295,11 @@ def _minimax_m3(config: _Config, layers: range) -> Family:
 
 
 def _inkling(config: _Config, layers: range) -> Family:
-    """Every layer keeps what its convolutions take in: of keys, values and hidden states.
+    """Every layer keeps its convolutions' inputs: of keys, values and hidden states.
 
-    A rank has the part of its own heads, and of the hidden states as many parts.
+    A rank keeps the part of its own heads, and an equal share of the hidden states.
     """
-    # What is null there is not given.
+    # Treat null entries as missing.
     config = {name: value for name, value in config.items() if value is not None}
     hidden = _number(config, "hidden_size", 1536)
     heads = _number(config, "num_key_value_heads", 4)
@@ -307,7 +309,7 @@ def _inkling(config: _Config, layers: range) -> Family:
 
     def inputs(name: str, own: list[int], heads: int, size: int) -> Cache:
         elements = 2 * size + 2 * (hidden // heads)
-        # Up to the next power of two.
+        # Round up to a power of two.
         elements = 1 << (elements - 1).bit_length()
         return Cache(
             *(name, tuple(own), elements * _BFLOAT16_BYTES, heads),
@@ -329,14 +331,14 @@ def _inkling(config: _Config, layers: range) -> Family:
 
 
 def _deepseek_v41(config: _Config, layers: range) -> Family:
-    """Layers that compress two tokens into one, and that others take theirs from."""
+    """Layers that compress several tokens into one, and from which other layers take theirs."""
     ratios, sources = config.get("compress_ratios") or (), config.get("kv_source_layer_ids") or ()
     own = [each for each in layers if each in sources and each < len(ratios) and ratios[each] > 1]
     return _upstreams("DeepSeek V4.1", "states of the compressor", own)
 
 
 def _glm5_next(config: _Config, layers: range) -> Family:
-    """Layers with an indexer, which keeps the tokens of a pool that is not full yet."""
+    """Layers with an indexer, which keeps the tokens of a pool until it is full."""
     own = (
         [] if config.get("index_topk", 1) is None else _without(config, "linear_attention", layers)
     )
@@ -344,34 +346,34 @@ def _glm5_next(config: _Config, layers: range) -> Family:
 
 
 def _qwen4(config: _Config, layers: range) -> Family:
-    """Layers with an indexer, which keeps the tokens of a group that is not full yet."""
+    """Layers with an indexer, which keeps the tokens of a group until it is full."""
     own = _without(config, "linear_attention", layers) if config.get("indexer_n_heads") else []
     return _upstreams("Qwen4", "keys of an open group", own)
 
 
 def _step5(config: _Config, layers: range) -> Family:
-    """Layers without a window, which keep the rows of a region that is not full yet."""
+    """Layers without a window, which keep the rows of a region until it is full."""
     sparse = config.get("sparse_config") or {"enabled": False}
     own = [] if sparse.get("enabled") is False else _without(config, "sliding_attention", layers)
     return _upstreams("Step 5", "rows of an open region", own)
 
 
 def _upstreams(name: str, kind: str, layers: Sequence[int]) -> Family:
-    """A family with rings of requests, which this connector does not serve, if layers have any."""
+    """Return a family whose layers keep a ring per request, which this connector does not serve."""
     return Family(name, (Cache(kind, tuple(layers), unserved=_RING),) if layers else ())
 
 
 def _without(config: _Config, kind: str, layers: range) -> list[int]:
-    """The layers that are not of a kind."""
+    """Return the layers that are not of this kind."""
     kinds = config.get("layer_types") or ()
     return [layer for layer in layers if not (layer < len(kinds) and kinds[layer] == kind)]
 
 
 def _number(config: _Config, name: str, default: int) -> int:
-    """An entry that is a number of at least 1, or what the family has where it is not given.
+    """Return an entry that is an integer of at least 1, or the family's default if it is missing.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The entry is something else.
     """
     value = config.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

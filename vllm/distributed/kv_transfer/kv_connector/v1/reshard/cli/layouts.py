@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's layout, as `kv-plan` is told it."""
+"""Engine layouts on the command line of `kv-plan`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..protocol.bounds import MAX_STAGE_RANKS
 from .limits import require_mesh, require_size
 
 _ONE_WORD = re.compile(r"tp(\d+)pp(\d+)", re.ASCII | re.IGNORECASE)
-"""A layout as `make demo` and the tests of pairs write it."""
+"""The short form of a layout, as in `make demo` and the tests of pairs."""
 
 _AXES = ("tp", "pp", "dcp", "pcp")
 
@@ -23,11 +23,9 @@ class EngineLayout:
 
     Attributes:
         mesh: Its workers.
-        num_shares: How many of them share the tokens of a head out, its size of decode context
-            parallelism.
-        run_tokens: Tokens that are dealt to one of them at a time.
-        num_replicas: How many workers have what each of them has, its size of prefill context
-            parallelism.
+        num_shares: Number of workers that divide a head's tokens: its decode context parallel size.
+        run_tokens: Consecutive tokens dealt to one of these workers at a time.
+        num_replicas: Number of workers with the same cache: its prefill context parallel size.
     """
 
     mesh: ParallelMesh
@@ -37,7 +35,7 @@ class EngineLayout:
 
     @property
     def num_ranks(self) -> int:
-        """Workers of the engine, those that are not read from included."""
+        """Number of workers, including those that are not read from."""
         return self.mesh.world_size * self.num_replicas
 
     def __str__(self) -> str:
@@ -50,14 +48,14 @@ class EngineLayout:
 
 
 def parse_layout(text: str, run_tokens: int) -> EngineLayout:
-    """Read `tp=4,pp=2,dcp=2` or `tp=4,pcp=2`, of which what is left out is 1, or `tp4pp2`.
+    """Parse a layout such as `tp=4,pp=2,dcp=2`, `tp=4,pcp=2` or `tp4pp2`; missing sizes are 1.
 
     Args:
         text: The layout.
-        run_tokens: Tokens of a run, where it has shares of tokens.
+        run_tokens: Consecutive tokens per rank, used if the layout divides tokens.
 
     Raises:
-        ValueError: It is malformed, or of an engine that is too large.
+        ValueError: The layout is malformed, or too large.
     """
     if in_one_word := _ONE_WORD.fullmatch(text.strip()):
         text = "tp={},pp={}".format(*in_one_word.groups())
@@ -86,7 +84,7 @@ def parse_layout(text: str, run_tokens: int) -> EngineLayout:
 
 
 def parse_partition(role: str, text: str | None) -> list[int] | None:
-    """Read `10,22`."""
+    """Parse a layer partition such as `10,22`; return None without one."""
     if text is None:
         return None
     try:
@@ -99,7 +97,7 @@ def parse_partition(role: str, text: str | None) -> list[int] | None:
 
 
 def read_run_tokens(args: argparse.Namespace, role: str, block_tokens: int) -> int:
-    """Tokens that an engine deals to a rank at a time: a block, unless it is said otherwise.
+    """Return the consecutive tokens that an engine deals to a rank: one block by default.
 
     Raises:
         ValueError: They do not divide a block.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's `config.json` says of its KV cache: layers, heads, and what each layer keeps.
+"""Reads the sizes of a model's KV cache from `config.json`: layers, heads, and each layer's cache.
 
-Engines ask each layer's module, which knows; before there is an engine, names in the configuration
-are all there is, and families of models differ in them.
+An engine gets these from each layer's module. Before an engine runs, only the configuration's
+entries are available, and their names differ between families of models.
 
-It is read as plain JSON: no code of the model is run, and nothing is loaded.
+The file is read as plain JSON: none of the model's code is run, and nothing is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .limits import MAX_LAYERS, MAX_SIZE, require_size
 from .recurrent_state import BOTH, NOTHING_KEPT, STATE_ONLY, StateComponent, layer_kinds, read_state
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Where models of several modalities keep the sizes of their decoder."""
+"""Entries with the decoder's sizes, in multimodal models."""
 
 _ELEMENT_BYTES = {
     "float32": 4,
@@ -35,19 +35,19 @@ _ELEMENT_BYTES = {
 _FULL = frozenset({"full_attention", "attention", "global_attention"}) | BOTH | SPARSE_LAYERS
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
 _PATTERN = "hybrid_layer_pattern"
-"""MiMo-V2's entry that has a 1 for each layer with a window, and a 0 for each other one."""
+"""MiMo-V2's entry with a 1 for each layer with a window, and a 0 for each other layer."""
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6}
-"""One layer in so many keeps all tokens, where a model's configuration leaves it to its code."""
+"""One layer in this many keeps all tokens, by `model_type`, if the configuration does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """What one layer keeps.
+    """The cache sizes of one layer.
 
     Attributes:
-        num_kv_heads: Its KV heads.
-        slot_elements: Elements of one head of one token, of its key or its value; where these
-            differ, half of both.
+        num_kv_heads: Number of KV heads.
+        slot_elements: Elements of one head of one token, in its key or its value; half of their
+            sum if these differ.
     """
 
     num_kv_heads: int
@@ -56,22 +56,22 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes that decide what a KV cache is like.
+    """The sizes that determine a model's KV cache.
 
     Attributes:
-        num_layers: Layers with a KV cache.
+        num_layers: Number of layers.
         num_kv_heads: KV heads of each layer; 1 for MLA.
-        slot_elements: Elements of one head of one token in one plane: the head size, half of a
-            key's and a value's where these differ, or the latent of MLA with its rotary part.
-        is_mla: One latent takes the place of keys and values.
-        dtype: Name of the elements' type; None where the model does not say.
-        window_tokens_by_layer: The layers that keep the last tokens of a sequence only, and how
-            many.
-        is_chunked: The windows are chunks, which begin anew every so many tokens.
-        layers: What each layer with a KV cache of its own keeps, where layers differ; by index.
-        state: What layers keep of recurrent state.
-        family: What layers keep beside their heads or their latent, or instead, where they do.
-        draft_layers: MTP layers, which engines have that are asked for drafts.
+        slot_elements: Elements of one head of one token in one plane: the head size, half of the
+            sum of key and value if these differ, or MLA's latent with its rotary part.
+        is_mla: True if one latent replaces keys and values.
+        dtype: Name of the elements' type; None if the configuration does not name it.
+        window_tokens_by_layer: Size of the window, in tokens, for each layer index that keeps only
+            the last tokens of a sequence.
+        is_chunked: True if the windows are chunks, with boundaries at multiples of their size.
+        layers: Sizes of each layer with its own KV cache, by index; empty if all layers are alike.
+        state: Components of recurrent state.
+        family: The family's caches beside heads or latent, or instead of them; None without any.
+        draft_layers: Number of MTP layers, which engines with speculative decoding run.
     """
 
     num_layers: int
@@ -88,7 +88,7 @@ class ModelSizes:
 
     @property
     def keeps_heads(self) -> bool:
-        """Whether its layers keep KV heads, and no latent."""
+        """True if its layers keep KV heads, not a latent."""
         return not self.is_mla
 
 
@@ -96,7 +96,7 @@ def read_model(directory: Path) -> ModelSizes:
     """Read the sizes of a model from the `config.json` in its directory.
 
     Raises:
-        ValueError: There is none, or it does not describe decoder attention.
+        ValueError: The file is missing, or does not describe decoder attention.
     """
     path = directory / "config.json"
     try:
@@ -112,17 +112,17 @@ def read_model(directory: Path) -> ModelSizes:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     except (AttributeError, IndexError, TypeError) as error:
-        # Families have lists and objects within their entries, each of which may be anything.
+        # Entries of some families are nested, and their contents are not checked one by one.
         raise ValueError(
             f"{path}: an entry is of another kind than a model's ({error}): download it again"
         ) from error
 
 
 def element_bytes(dtype: str) -> int:
-    """Size of one element of a KV cache.
+    """Return the size of one element of a KV cache, in bytes.
 
     Raises:
-        ValueError: The type is not known.
+        ValueError: The type is unknown.
     """
     try:
         return _ELEMENT_BYTES[dtype.removeprefix("torch.")]
@@ -133,7 +133,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def _sizes(whole: object) -> ModelSizes:
-    """The sizes in a configuration, which may keep them in one of its parts."""
+    """Return the sizes in a configuration or in its decoder's part."""
     if not isinstance(whole, dict):
         raise ValueError("it is no JSON object: give the directory of a model")
     parts = (whole.get(name) for name in _TEXT_PARTS)
@@ -155,13 +155,13 @@ def _sizes(whole: object) -> ModelSizes:
     family = read_family(config, str(whole.get("model_type")), num_layers)
     drafts = draft_layers(config)
     if family is not None and not (family.has_main and family.is_served):
-        # Its own caches are all that there is, or that can be told.
+        # The family's own caches are the only ones, or the only ones that can be described.
         size = _size(config, "head_dim", default=1)
         return ModelSizes(
             *(num_layers, 1, size, True, dtype, {}), family=family, draft_layers=drafts
         )
     windows = _windows(config, num_layers)
-    # MiMo-V2 gives a size for chunks that it does not have, which vLLM takes no notice of.
+    # MiMo-V2 gives a chunk size but has no chunks; vLLM ignores it.
     is_chunked = config.get("attention_chunk_size") is not None and _PATTERN not in config
     if config.get("kv_lora_rank"):
         latent = _size(config, "kv_lora_rank") + _size(config, "qk_rope_head_dim")
@@ -221,13 +221,13 @@ def _layer_sizes(
     common: LayerSizes,
     is_windowed: bool,
 ) -> LayerSizes | None:
-    """What one layer keeps; None if it has no attention, or shares another layer's cache."""
+    """Return a layer's sizes; None if it has no attention, or shares another layer's cache."""
     num_layers = _size(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     if layer >= num_layers - int(config.get("num_kv_shared_layers") or 0):
         return None
     if kinds is not None and kinds[layer] in STATE_ONLY | NOTHING_KEPT:
         return None
-    # Where transformers 5 has written the configuration: whatever the family.
+    # Written by transformers 5, for any family.
     overrides = config.get("per_layer_config")
     if isinstance(overrides, dict):
         own = overrides.get(str(layer), {})
@@ -244,7 +244,7 @@ def _layer_sizes(
         in_group = _size(attention, "n_heads_in_group")
         num_heads = _size(config, "num_attention_heads") // in_group
         return LayerSizes(num_heads, common.slot_elements)
-    # Step-3.5, in a part of its own; MiMo-V2, by names of its own; Gemma 4, for the other layers.
+    # Step-3.5 has a separate part; MiMo-V2 has its own names; Gemma 4 names the other layers.
     others = config.get("attention_other_setting")
     if is_windowed:
         own = others if isinstance(others, dict) else config
@@ -263,14 +263,14 @@ def _layer_sizes(
 
 
 def _slot_elements(key_elements: int, value_elements: int) -> int:
-    """Elements of a head's key or value of one token, where they have as many between them."""
+    """Return half the elements of a head's key and value together, rounded up."""
     return -(-(key_elements + value_elements) // 2)
 
 
 def _size(
     config: Mapping[str, Any], *names: str, default: int | None = None, largest: int = MAX_SIZE
 ) -> int:
-    """The first of some entries that is given, which has several names among models."""
+    """Return the first entry that is given, of several names for the same size."""
     for name in names:
         value = config.get(name)
         if value is None:
@@ -291,7 +291,7 @@ def _size(
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> dict[int, int]:
-    """The layers that keep a window only, and its tokens."""
+    """Return the window's tokens for each layer that keeps only a window."""
     kinds = layer_kinds(config, num_layers)
     if kinds is None:
         kinds = _kinds_by_pattern(config, num_layers)
@@ -319,7 +319,7 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> dict[int, int]:
 
 
 def _kinds_by_pattern(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """What each layer keeps, where it is told by a rule and not by a list of kinds."""
+    """Return each layer's kind, if a rule gives it instead of a list."""
     # Inkling.
     if isinstance(local := config.get("local_layer_ids"), list):
         return [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent state before there is an engine: which layers keep what, and which ranks read it.
+"""Recurrent state for `kv-plan`: the components that layers keep, and which ranks read them.
 
-Engines ask vLLM's specification of each layer, as `engine.recurrent_state` does. Here names in
-`config.json` are all there is.
+An engine uses vLLM's specification of each layer (`engine.recurrent_state`). Without an engine,
+only the entries of `config.json` are available.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .caches import shard_kinds
 from .limits import require_size
 
 STATE_ONLY = frozenset({"mamba", "linear_attention", "conv"})
-"""Kinds of layers that keep state and no KV cache."""
+"""Kinds of layers with state and no KV cache."""
 
 NOTHING_KEPT = frozenset({"mlp", "moe"})
-"""Kinds of layers that keep nothing."""
+"""Kinds of layers with neither."""
 
 BOTH = frozenset({"hybrid"})
-"""Kinds of layers that keep both."""
+"""Kinds of layers with both."""
 
 _DELTA_NET = (
     *("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"),
     "conv_kernel_dim",
 )
-"""What a gated delta net is made of, as Qwen calls it after `linear_`."""
+"""Sizes of a gated delta net: Qwen's entries, without their prefix `linear_`."""
 
 _NEMOTRON = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -40,10 +40,10 @@ class StateComponent:
     """One component of the state of some layers.
 
     Attributes:
-        name: What it is called.
-        layers: The layers that keep it, by index.
-        num_units: Heads, groups or channels over the whole model.
-        unit_elements: Elements of one of them.
+        name: Its name.
+        layers: Indices of the layers that keep it.
+        num_units: Number of heads, groups or channels, over all ranks.
+        unit_elements: Elements of one head, group or channel.
     """
 
     name: str
@@ -54,13 +54,13 @@ class StateComponent:
 
 @dataclass(frozen=True, slots=True)
 class StateRead:
-    """What one decode rank reads of state from one prefill rank.
+    """The state that one decode rank reads from one prefill rank.
 
     Attributes:
-        read: The read, whose layers are named for a layer's index and a component.
-        layers: The layers, by index.
-        components: Their components, of which the same units are read.
-        num_elements: Elements of a request.
+        read: The read. Its layers are named after a layer's index and a component.
+        layers: Indices of the layers.
+        components: Names of the components; the same units are read of each.
+        num_elements: Elements read per request.
     """
 
     read: Read
@@ -70,13 +70,13 @@ class StateRead:
 
 
 def layer_kinds(config: Mapping[str, Any], num_layers: int) -> list[str] | None:
-    """What kind each layer is, where the configuration says so."""
+    """Return the kind of each layer; None if the configuration does not list them."""
     if config.get("model_type") == "falcon_h1":
         return ["hybrid"] * num_layers
     if isinstance(pattern := config.get("hybrid_override_pattern"), str):
         return [_NEMOTRON.get(letter, letter) for letter in pattern]
     if (of_kimi := _kimi_linear(config)) is not None:
-        # Numbered from 1.
+        # Kimi numbers layers from 1.
         linear = of_kimi.get("kda_layers") or ()
         return [
             "linear_attention" if layer + 1 in linear else "full_attention"
@@ -86,7 +86,7 @@ def layer_kinds(config: Mapping[str, Any], num_layers: int) -> list[str] | None:
 
 
 def read_state(config: Mapping[str, Any], kinds: Sequence[str]) -> tuple[StateComponent, ...]:
-    """The components of a model's state; none where it has none, or of a kind that is not known."""
+    """Return the components of a model's state; empty without state, or with an unknown kind."""
     found: list[StateComponent] = []
     for names, parts in (
         ({"mamba", "hybrid"}, _mamba2(config)),
@@ -100,7 +100,7 @@ def read_state(config: Mapping[str, Any], kinds: Sequence[str]) -> tuple[StateCo
 
 
 def _mamba2(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
-    """State, x, B and C: name, units and elements of a unit."""
+    """Return name, units and elements per unit of state, x, B and C; None if not Mamba 2."""
     heads = _first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
     size = _first(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim")
     groups = _first(config, "mamba_n_groups", "n_groups", "mamba_ngroups")
@@ -118,9 +118,9 @@ def _mamba2(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
 
 
 def _delta_net(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
-    """State, q, k and v: name, units and elements of a unit."""
+    """Return name, units and elements per unit of state, q, k and v; None if no delta net."""
     if (of_kimi := _kimi_linear(config)) is not None:
-        # All of one number and one size.
+        # Keys and values have the same number of heads and the same head size.
         names = ("num_heads", "num_heads", "head_dim", "head_dim", "short_conv_kernel_size")
         config = {
             f"linear_{ours}": of_kimi.get(theirs)
@@ -141,19 +141,19 @@ def _delta_net(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
 
 
 def _kimi_linear(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Where Kimi Linear and Kimi K3 say what their layers with state are."""
+    """Return the entry in which Kimi Linear and Kimi K3 describe their layers with state."""
     found = config.get("linear_attn_config")
     return found if isinstance(found, dict) else None
 
 
 def _short_conv(config: Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
-    """The channels of a short convolution."""
+    """Return name, units and elements per unit of a short convolution; None without one."""
     kernel, channels = _first(config, "conv_L_cache"), _first(config, "hidden_size")
     return [("x", channels, kernel - 1)] if kernel and channels else None
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of some entries that is a number of at least 1."""
+    """Return the first entry that is an integer of at least 1; None without one."""
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and value > 0:
@@ -168,16 +168,17 @@ def plan_state(
     prefill: tuple[ParallelMesh, Sequence[int] | None],
     decode: tuple[ParallelMesh, Sequence[int] | None],
 ) -> tuple[StateRead, ...]:
-    """Plan which rank reads what of a model's state.
+    """Plan which rank reads which part of a model's state.
 
     Args:
-        components: What layers keep.
-        num_layers: Layers of the model.
-        prefill: The mesh that is read from, and the layers of its stages.
-        decode: The same of the one that reads.
+        components: The components of the model's state.
+        num_layers: Number of layers of the model.
+        prefill: The mesh to read from, and its number of layers per stage, or None for vLLM's
+            default.
+        decode: The same for the reading mesh.
 
     Raises:
-        ValueError: vLLM could not run the model on one of them.
+        ValueError: vLLM could not run the model on one of the meshes.
     """
     if not components:
         return ()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Producers with prefill context parallelism (PCP): their first ranks serve, the others keep still.
+"""Producers with prefill context parallelism (PCP): only the first rank of a PCP group is read.
 
-Ranks of one PCP group compute parts of a prompt, and gather what they store: without decode context
-parallelism, each has the whole cache. vLLM keys what workers say at the handshake by stage and TP
-rank alone, so that one of them can be read from. That is the first.
+The ranks of a PCP group compute parts of a prompt, and gather the KV that they store: without
+decode context parallelism, each has the whole cache. vLLM keys the workers' handshake data by stage
+and TP rank only, so only one rank of the group can be read from. That is the first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def is_pcp_replica(parallel_config: ParallelConfig) -> bool:
-    """Whether this worker holds what another one serves."""
+    """Return whether this worker holds a copy of a cache that another worker serves."""
     return (
         parallel_config.prefill_context_parallel_size > 1
         and not shares_over_pcp(parallel_config)
@@ -39,18 +39,18 @@ def is_pcp_replica(parallel_config: ParallelConfig) -> bool:
 def refuse_pcp_consumers(
     parallel_config: ParallelConfig, transfer_config: KVTransferConfig, settings: Settings
 ) -> None:
-    """Refuse engines that have prefill context parallelism, and would read.
+    """Refuse an engine that has prefill context parallelism and may read.
 
-    What a rank reads is in its own cache alone, and attention with PCP takes it that all ranks of a
-    group have the same.
+    A rank reads into its own cache only, but attention with PCP assumes that all ranks of a group
+    have the same cache.
 
     Args:
-        parallel_config: The engine's sizes.
-        transfer_config: Its role.
-        settings: Its options.
+        parallel_config: The engine's parallel sizes.
+        transfer_config: The engine's role.
+        settings: The connector's options.
 
     Raises:
-        LocalLayoutError: It is such an engine.
+        LocalLayoutError: The engine has PCP and may read.
     """
     if (size := parallel_config.prefill_context_parallel_size) == 1:
         return
@@ -69,30 +69,31 @@ def refuse_pcp_consumers(
 
 
 class PcpReplicaWorker:
-    """A worker that is not read from, and reads nothing. Belongs to the engine's thread.
+    """A worker that neither reads nor is read from. Belongs to the engine's thread.
 
-    A request counts as sent when all workers of its engine have said so. This one says it at once,
-    and is not asked again: the blocks are held until the worker that serves them says it, too. So
-    it has no lease that could run out, no reader that could be late, and neither agent nor thread.
+    A request counts as sent once all workers of its engine have reported it. This worker reports it
+    at once and only once: the blocks are held until the serving worker reports it, too. So this
+    worker needs no lease, no reader, no agent and no thread.
 
     Attributes:
-        handshake: Nothing, which leaves the place of its stage and TP rank to the one that serves.
+        handshake: Always None, so that the serving worker's data is used for this stage and TP
+            rank.
     """
 
     handshake = None
 
     def __init__(self) -> None:
-        # Those that may be offered, as the ledger of the worker that serves has them: an offer that
-        # it does not know, and never reports, is not reported here either.
+        # Requests that may be offered, as in the serving worker's ledger: an offer that is not in
+        # that ledger is never reported there, and must not be reported here.
         self._admitted: set[RequestId] = set()
         self._sent: set[RequestId] = set()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """The caches are this engine's own business."""
+        """Do nothing: no other engine accesses these caches."""
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
-        """Take note of the offers of this step; announcements and boards are for others."""
-        # First what has ended: a name may be used again in the same step.
+        """Record the offers of this step; announcements and boards do not concern this worker."""
+        # Withdrawn requests first: an id may be used again in the same step.
         self._admitted -= metadata.withdrawn
         self._admitted |= metadata.admitted
         offered = self._admitted & metadata.offered.keys()
@@ -100,21 +101,21 @@ class PcpReplicaWorker:
         self._sent |= offered
 
     def get_finished(self) -> tuple[set[RequestId], set[RequestId]]:
-        """The requests that were offered since the last call, and no others."""
+        """Return the requests offered since the last call as sent, and none as received."""
         sent, self._sent = self._sent, set()
         return sent, set()
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
-        """Nothing, as nothing is read."""
+        """Return no failures, as nothing is read."""
         return {}
 
     def take_news(self) -> WorkerNews:
-        """Nothing, as nothing is watched or received."""
+        """Return no news, as nothing is watched or received."""
         return WorkerNews()
 
     def take_stats(self) -> ReshardStats | None:
-        """Nothing, as nothing is moved; what is held is counted where it is served."""
+        """Return None, as nothing is moved; the serving worker counts the held blocks."""
         return None
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to free."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's `--kv-transfer-config` sets, read and checked once when the engine starts.
+"""The options in an engine's `--kv-transfer-config`, read and checked once when the engine starts.
 
-Options that upstream's connector has, too, have the name, the unit and the default that they have
-there; two that upstream reads as text are taken as text, too. Nothing else looks into
-`kv_connector_extra_config`, but for upstream's scheduler, which then finds there what has been
-checked here.
+Options that upstream's connector also has keep its names, units and defaults; two options that
+upstream reads as text may be text here, too. Nothing else reads `kv_connector_extra_config`, except
+upstream's scheduler, which then finds values that were checked here.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 _MAX_S = 1e9
-"""Longer than any engine runs, and far from what clocks cannot count."""
+"""Longer than any engine runs, and far below the range limit of clocks."""
 
 DEFAULT_LEASE_S = 30
-"""As vLLM's own connector has it."""
+"""The default of vLLM's own connector."""
 
 _Seconds = Annotated[float, Meta(gt=0, le=_MAX_S)]
 _Ttl = Annotated[float, Meta(ge=-_MAX_S, le=_MAX_S)]
@@ -46,45 +45,47 @@ class Settings(
     """The options of `kv_connector_extra_config`.
 
     Attributes:
-        lease_s: How long blocks are held for a reader that is not heard of. `kv_lease_duration`.
+        lease_s: How long blocks are held for a reader that does not renew its lease, in seconds.
+            `kv_lease_duration`.
         num_threads: Threads of NIXL's UCX backend.
-        backends: NIXL backends, in the order of preference.
-        num_lanes: NIXL agents to read with, which peers share; None for what suits the backends.
-        nixl_progress_delay_us: How long NIXL's progress thread rests when nothing comes in;
-            None for what suits backends and device.
-        enforce_handshake_compat: Whether engines that name other values of what must be equal are
-            refused.
-        bidirectional_kv_xfer: Whether a prefill engine reads blocks of the last turn from a decode
+        backends: NIXL backends, in order of preference.
+        num_lanes: Number of NIXL agents to read with, shared by all peers; None to choose by the
+            backends.
+        nixl_progress_delay_us: How long NIXL's progress thread rests when no data arrives, in
+            microseconds; None to choose by backends and device.
+        enforce_handshake_compat: Whether engines with different values of the compatibility factors
+            are refused.
+        bidirectional_kv_xfer: Whether a prefill engine reads the last turn's blocks from a decode
             engine, and a decode engine offers them.
-        kv_recompute_threshold: Fewer tokens than these are computed rather than read back.
+        kv_recompute_threshold: Fewer tokens than this are recomputed instead of read back.
         decoder_kv_blocks_ttl: How long a decode engine offers the blocks of a turn, in seconds.
-        enable_cross_layers_blocks: Whether the caches of all layers should lie in one tensor, for
-            which 0.22.1 asks and later releases do not.
-        engine_ttl_s: After how long without a request for it another engine is forgotten; never, if
-            this is not above 0. `engine_ttl`.
-        kv_read_timeout_s: How long a request may wait until it has been read, from when its worker
-            hears of it; then it fails, by `kv_load_failure_policy`.
-        kv_hung_peer_timeout_s: How long memory is kept for reads that have neither ended nor failed
-            after that. Then their connection is cut, which may end the prefill engine's worker if
-            it is alive after all.
-        transfer_strategy: Whether blocks are read direct, by way of a staging arena, or each as
-            the next three say.
-        staging_max_descriptor_bytes: As in `StagingPolicy`, as the next two.
-        staging_min_merge_factor: How many direct descriptors staging must make one.
-        staging_min_descriptors: Direct descriptors of the smallest read that is staged.
-        staging_arena_bytes: Size of that arena on each worker; None for what suits its memory, 0
-            for none.
-        side_channel_key_file: The key that engines know one another by, on each of their machines;
-            None where any host that reaches a side channel may ask there.
-        trusted_peers: Networks that other engines are in; None for any.
+        enable_cross_layers_blocks: Whether the caches of all layers should lie in one tensor;
+            0.22.1 asks for this, later releases do not.
+        engine_ttl_s: Seconds without a request after which another engine is forgotten; 0 or less
+            for never. `engine_ttl`.
+        kv_read_timeout_s: How long a request may take to be read, in seconds from when its worker
+            receives it; then it fails, under `kv_load_failure_policy`.
+        kv_hung_peer_timeout_s: How long after that memory is kept for reads that have neither
+            completed nor failed, in seconds. Then their connection is cut, which may end the
+            prefill engine's worker if it is still alive.
+        transfer_strategy: Whether blocks are read directly, through a staging arena, or each read
+            as the next three options decide.
+        staging_max_descriptor_bytes: As in `StagingPolicy`, like the next two.
+        staging_min_merge_factor: Number of direct descriptors that staging must merge into one.
+        staging_min_descriptors: Number of direct descriptors of the smallest read that is staged.
+        staging_arena_bytes: Size of that arena on each worker; None to choose by its memory, 0 for
+            no arena.
+        side_channel_key_file: File with the key shared by all engines, on each machine; None to
+            answer any host that reaches the side channel.
+        trusted_peers: Networks that other engines may be in; None for any.
         early_dispatch: Whether routers may send a request to both engines at once: a prefill engine
-            says how far it is with each, and a decode engine waits for that.
-        seed_first_token: Whether a prefill engine tells the token that it has sampled, and a decode
-            engine begins the answer with it, where that is the one that it would compute.
-        verify_plans: Whether each plan is checked by other means, which takes longer than planning.
-        missing_draft_layers: What becomes of a draft's layers that this engine has and the one that
-            it reads from has not: the engine is refused, or the draft computes what it needs from
-            then on, and starts cold.
+            publishes its progress, and a decode engine waits for it.
+        seed_first_token: Whether a prefill engine passes on the token that it has sampled, and a
+            decode engine begins the answer with it, if it would compute the same token.
+        verify_plans: Whether each plan is checked by an independent method, which takes longer than
+            planning.
+        missing_draft_layers: What to do with a draft's layers that the engine read from lacks:
+            refuse the engine, or let the draft start cold and compute what it needs from then on.
     """
 
     lease_s: _Seconds = DEFAULT_LEASE_S
@@ -113,20 +114,20 @@ class Settings(
     seed_first_token: bool = False
 
     def channel_key(self) -> ChannelKey | None:
-        """The key of `side_channel_key_file`; None without that.
+        """Return the key in `side_channel_key_file`; None without that option.
 
         Raises:
-            LocalChannelError: The file holds none, or is readable for all.
+            LocalChannelError: The file holds no key, or is readable by everyone.
         """
         path = self.side_channel_key_file
         return None if path is None else read_channel_key(path)
 
     def trusted(self) -> TrustedPeers | None:
-        """The networks of `trusted_peers`; None without that."""
+        """Return the networks of `trusted_peers`; None without that option."""
         return None if self.trusted_peers is None else TrustedPeers.parse(self.trusted_peers)
 
     def staging_policy(self) -> StagingPolicy | None:
-        """Which reads are staged; None for all of them."""
+        """Return the policy that selects staged reads; None unless the strategy is `auto`."""
         if self.transfer_strategy != "auto":
             return None
         return StagingPolicy(
@@ -136,14 +137,14 @@ class Settings(
         )
 
     def lanes(self) -> int:
-        """How many agents to read with, with what suits the backends where the option is not set.
+        """Return the number of agents to read with, chosen by the backends if not set.
 
-        One that needs a progress thread of NIXL's may cost a core while it is idle.
+        An agent that needs NIXL's progress thread may occupy a core while it is idle.
         """
         return self.num_lanes or (4 if can_be_polled(self.backends) else 1)
 
     def progress_delay_us(self, *, on_cpu: bool) -> int:
-        """How long NIXL's progress thread rests, by default what suits backends and device."""
+        """Return the rest of NIXL's progress thread, chosen by backends and device if not set."""
         if self.nixl_progress_delay_us is not None:
             return self.nixl_progress_delay_us
         if not can_be_polled(self.backends):
@@ -173,7 +174,7 @@ def read_settings(config: KVTransferConfig) -> Settings:
     """Read and check the options.
 
     Raises:
-        LocalLayoutError: The value of an option is none that it can have.
+        LocalLayoutError: An option has an invalid value.
     """
     extra: Mapping[str, Any] = config.kv_connector_extra_config
     try:
@@ -188,7 +189,7 @@ def read_settings(config: KVTransferConfig) -> Settings:
 
 
 def remarks(config: KVTransferConfig, settings: Settings) -> list[str]:
-    """What is configured and does nothing, or not what it does with upstream's connector."""
+    """Return remarks on options that have no effect, or another than in upstream's connector."""
     known = set(Settings.__struct_encode_fields__)
     found = [
         f"kv_connector_extra_config names {name!r}, which this connector does not know"
@@ -218,10 +219,10 @@ def remarks(config: KVTransferConfig, settings: Settings) -> list[str]:
 
 
 def _check_networks(settings: Settings) -> None:
-    """See that networks are networks.
+    """Check that `trusted_peers` are networks.
 
     Raises:
-        ValidationError: One is not.
+        ValidationError: One is not a network.
     """
     try:
         settings.trusted()
@@ -230,7 +231,7 @@ def _check_networks(settings: Settings) -> None:
 
 
 def _from_text(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that upstream takes as text, as what they mean."""
+    """Return the options that upstream takes as text, converted to their types."""
     values: dict[str, Any] = {}
     flag, threshold = (
         extra.get(name) for name in ("enable_cross_layers_blocks", "kv_recompute_threshold")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers and scheduler count, and how Prometheus names it.
+"""Statistics of workers and scheduler, and their Prometheus metrics.
 
-Upstream's metrics keep their names and meaning; these stand beside them.
+Upstream's metrics keep their names and meaning; these are added to them.
 """
 
 from __future__ import annotations
@@ -54,37 +54,37 @@ class ReadFailure(str, Enum):
     """Why the blocks of a request could not be read."""
 
     PARAMETERS = "parameters"
-    """Its kv_transfer_params do not say where they are, or name blocks that are not there."""
+    """Its kv_transfer_params do not locate the blocks, or name blocks that do not exist."""
 
     PREFILL = "prefill"
-    """It was sent to both engines at once, and the prefill engine has not offered it."""
+    """It was sent to both engines at once, and the prefill engine did not offer it."""
 
     HANDSHAKE = "handshake"
-    """The engine that holds them could not be connected."""
+    """The engine that holds the blocks could not be connected."""
 
     TRANSFER = "transfer"
-    """NIXL could not read them."""
+    """NIXL could not read the blocks."""
 
     COPY = "copy"
-    """They were read, and could not be brought from the staging arena to their places."""
+    """The blocks were read, but could not be copied out of the staging arena."""
 
     LEASE = "lease"
-    """Their lease had run out when they had been read."""
+    """The lease of the blocks had run out by the time they had been read."""
 
     FINGERPRINT = "fingerprint"
-    """They hold the KV of other tokens than the request's, or are others than were offered."""
+    """The blocks hold the KV of tokens other than the request's, or are not the offered ones."""
 
     DEADLINE = "deadline"
-    """They had not been read in time."""
+    """The blocks were not read before the request's deadline."""
 
     DOUBT = "doubt"
-    """So much memory may still be written by the reads before that no more were begun."""
+    """No read was begun, because earlier reads may still write into too much memory."""
 
     UNFORESEEN = "unforeseen"
-    """An exception came up that was not foreseen; the log has its traceback."""
+    """An unexpected exception was raised; the log has its traceback."""
 
 
-# The order matters: the first type that fits.
+# The order matters: the first matching type counts.
 _HANDSHAKE_FAILURES: tuple[tuple[type[Exception], HandshakeFailure], ...] = (
     (RemoteUnreachableError, HandshakeFailure.UNREACHABLE),
     (RemoteUntrustedError, HandshakeFailure.UNTRUSTED),
@@ -101,7 +101,7 @@ _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 def handshake_failure(error: Exception) -> HandshakeFailure:
-    """The kind of an error that ended a handshake."""
+    """Return the kind of an error that ended a handshake."""
     return next(
         (kind for type_, kind in _HANDSHAKE_FAILURES if isinstance(error, type_)),
         HandshakeFailure.OTHER,
@@ -110,31 +110,30 @@ def handshake_failure(error: Exception) -> HandshakeFailure:
 
 @dataclass
 class ReshardStats(NixlKVConnectorStats):
-    """What happened since the last report: upstream's lists of values, and these.
+    """Values recorded since the last report: upstream's lists, and these.
 
-        handshake_seconds      duration of each handshake that succeeded
-        prefill_wait_seconds   how long each request that was dispatched early was waited for
-        handover_seconds       how long each request that was read waited for its first token once
-                               it was here and its prompt offered
+        handshake_seconds      duration of each successful handshake
+        prefill_wait_seconds   time that each early-dispatched request waited for its offer
+        handover_seconds       time to the first token of each request that was read, from when it
+                               had arrived here and its prompt was offered
         exposed_transfer_seconds
-                               what transfer added to each request that was read: from being
-                               offered, as far as this worker knows, until it is received
-        prefetched_bytes       how many were read of requests before they were offered, as often as
-                               they were counted
-        handshake_failures     a `HandshakeFailure` for each that did not
+                               delay that transfer added to each request that was read: from its
+                               offer, as far as this worker knows, until it is received
+        prefetched_bytes       bytes read before their requests were offered; one sum per report
+        handshake_failures     a `HandshakeFailure` for each failed handshake
         read_failures          a `ReadFailure` for each request that could not be read
         read_strategies        a `Strategy` for each value of upstream's `transfer_duration`
-        notifications_sent     how many, as often as they were counted
-        held_blocks            blocks held for other engines, each time that they changed
-        blocks_in_doubt        blocks of failed requests that may still be written, each time that
-                               they changed
+        notifications_sent     number of notifications; one sum per report
+        held_blocks            number of blocks held for other engines; the latest value
+        blocks_in_doubt        number of blocks of failed requests that may still be written; the
+                               latest value
         first_tokens           1 for each answer that begins with the prefill engine's token
         num_notifications_after_expiry
-                               1 for each reader that was through when nothing was held for it any
+                               1 for each reader that finished when nothing was held for it any
                                more; newer releases of upstream count this under the same name
 
-    They travel from process to process as plain values. Where upstream's connector was left to
-    serve a model, its values come without ours; its reads are direct.
+    The values are plain, so that they can be passed between processes. If upstream's connector
+    serves a model, only its own values arrive; its reads are direct.
     """
 
     def __post_init__(self) -> None:
@@ -145,82 +144,82 @@ class ReshardStats(NixlKVConnectorStats):
         self.data["read_strategies"] += [Strategy.DIRECT.value] * missing
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Discard all values."""
         super().reset()
         for name in _OWN:
             self.data[name] = []
 
     def record_transfer(self, res: Any, strategy: Strategy = Strategy.DIRECT) -> None:
-        """A part of a read has ended well."""
+        """Record a part that was read."""
         super().record_transfer(res)
         self.data["read_strategies"].append(strategy.value)
 
     def record_handshake(self, duration_s: float) -> None:
-        """An engine was connected."""
+        """Record a successful handshake."""
         self.data["handshake_seconds"].append(duration_s)
 
     def record_prefill_wait(self, duration_s: float) -> None:
-        """A request that was dispatched early is offered now."""
+        """Record the wait for an early-dispatched request's offer."""
         self.data["prefill_wait_seconds"].append(duration_s)
 
     def record_handover(self, duration_s: float) -> None:
-        """A request that was read has its first token."""
+        """Record the time until a request that was read has its first token."""
         self.data["handover_seconds"].append(duration_s)
 
     def record_exposed_transfer(self, duration_s: float) -> None:
-        """A request is received."""
+        """Record the delay that transfer added to a request that is received."""
         self.data["exposed_transfer_seconds"].append(duration_s)
 
     def record_prefetched(self, num_bytes: int) -> None:
-        """So many bytes were read of a request that is not offered yet."""
+        """Record bytes read of a request that is not offered yet."""
         prefetched = self.data["prefetched_bytes"]
         prefetched[:] = [sum(prefetched) + num_bytes]
 
     def record_handshake_failure(self, error: Exception) -> None:
-        """An engine could not be connected."""
+        """Record a failed handshake."""
         if UPSTREAM_COUNTS_ALL_FAILURES:
             self.record_failed_handshake()
         self.data["handshake_failures"].append(handshake_failure(error).value)
 
     def record_failed_read(self, failure: ReadFailure) -> None:
-        """A request could not be read."""
+        """Record a request that could not be read."""
         self.record_failed_transfer()
         self.data["read_failures"].append(failure.value)
 
     def record_notification(self) -> None:
-        """A notification was sent."""
+        """Record a notification that was sent."""
         sent = self.data["notifications_sent"]
         sent[:] = [sum(sent) + 1]
 
     def record_late_notification(self) -> None:
-        """A reader was through when its blocks were not held for it any more."""
+        """Record a reader that finished after its blocks were no longer held."""
         self.data["num_notifications_after_expiry"].append(1)
 
     def record_first_token(self) -> None:
-        """An answer begins with the prefill engine's token."""
+        """Record an answer that begins with the prefill engine's token."""
         self.data["first_tokens"].append(1)
 
     def record_held_blocks(self, num_blocks: int) -> None:
-        """So many blocks are held for other engines from now on."""
+        """Record the number of blocks now held for other engines."""
         self.data["held_blocks"][:] = [num_blocks]
 
     def record_blocks_in_doubt(self, num_blocks: int) -> None:
-        """So many blocks of failed requests may still be written from now on."""
+        """Record the number of failed requests' blocks that may still be written."""
         self.data["blocks_in_doubt"][:] = [num_blocks]
 
     def take(self) -> ReshardStats:
-        """What was counted so far; what follows begins anew."""
+        """Return the values so far, and reset them."""
         taken = self.clone_and_reset()
         assert isinstance(taken, ReshardStats)
         return taken
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
+        """Return whether there is nothing to report."""
         return bool(super().is_empty()) and not any(self.data[name] for name in _OWN)
 
 
 class ReshardPromMetrics(NixlPromMetrics):
-    """Upstream's metrics, and ours."""
+    """Upstream's metrics and this connector's."""
 
     def __init__(
         self,
@@ -240,14 +239,14 @@ class ReshardPromMetrics(NixlPromMetrics):
                 labelnames=labels,
                 **_OPTIONS.get(metric.kind, {}),
             )
-            # Series that begin at 0 can be told from series that are missing.
+            # Create all series at 0, to distinguish them from missing ones.
             own_values: list[list[Any]] = [[each.value] for each in metric.values]
             for values in per_engine_labelvalues.values():
                 for own in own_values or [[]]:
                     self._own[key].labels(*values, *own)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record what workers and scheduler have reported."""
+        """Update the metrics from a report of workers and scheduler."""
         super().observe(transfer_stats_data, engine_idx)
         data: dict[str, Sequence[Any]] = ReshardStats(data=transfer_stats_data).data
         labels = self.per_engine_labelvalues[engine_idx]

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of NIXL metadata is ours before NIXL has it: the agent's name, and room behind its address.
+"""Changes to NIXL metadata before NIXL loads them: a unique name, and zeros after the address.
 
-*The name.* NIXL knows a peer by the name that its metadata begin with, and metadata of a second one
-with that name are refused, or take the first one's place. Any host can say what another one is
-called. So each is given a name that its metadata are digested into. It is printable as well, as
-NIXL writes names into its log.
+*The name.* NIXL identifies a peer by the name at the start of its metadata. A second peer with that
+name is refused, or replaces the first, and any host can use another's name. So each peer's name is
+replaced by one that ends in a digest of its metadata. The new name is also printable, because NIXL
+logs it.
 
-*The room.* NIXL hands UCX an address without its length, and UCX goes by the lengths in it: one
-wrong byte, and it reads on in whatever lies behind. As that differs from process to process, a
-trial would tell little (`probe`). With zeros there, what is wrong in one process is as wrong in
-any: UCX refuses a transport without bandwidth. (nixl 1.5.1: an address that ended one process in
-ten was refused 80 times in 80.) It never looks at what lies behind a right address.
+*The room.* NIXL passes UCX an address without its length, and UCX relies on the lengths within it:
+after one wrong byte, it reads whatever memory follows. That memory differs from process to process,
+so a trial would show little (`probe`). With zeros there, a wrong address fails alike in every
+process: UCX refuses a transport without bandwidth. (nixl 1.5.1: an address that ended one process
+in ten was refused 80 times in 80.) UCX never reads beyond a correct address.
 
 NIXL's serializer, `nixlSerDes`, writes a field as a tag, 8 bytes of length, the value, and a bar.
-Metadata begin with `Agent`, and `Conns`, the number of backends; `t` and `c` are the name and the
-address of each.
+Metadata begin with the fields `Agent`, and `Conns`, the number of backends; then `t` and `c` are
+the name and the address of each backend.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import re
 from hashlib import sha256
 
 ROOM_BYTES = 4096
-"""Several times what the lengths in a header of UCX's, of a byte each, can skip."""
+"""Several times the distance that the one-byte lengths in a UCX header can skip."""
 
 _BEGINNING = b"nixlSerDes|"
 _LENGTH_BYTES = 8
 _NAME_BYTES = 64
-"""So much of a name is kept, for messages: those of this connector's agents are shorter."""
+"""Part of a name that is kept, for messages. Names of this connector's agents are shorter."""
 _UNUSUAL = re.compile(rb"[^A-Za-z0-9_.:/-]")
 
 
 def with_own_name(metadata: bytes) -> bytes:
-    """Return NIXL metadata whose agent bears a name that no other metadata lead to.
+    """Return NIXL metadata with an agent name that is unique to them.
 
-    What does not begin as NIXL's is left as it is: NIXL refuses it.
+    Data without NIXL's first bytes are returned unchanged: NIXL refuses them.
 
     Raises:
-        ValueError: It goes on otherwise than NIXL writes it.
+        ValueError: The rest is not in NIXL's format.
     """
     if not metadata.startswith(_BEGINNING):
         return metadata
@@ -56,12 +56,12 @@ def with_own_name(metadata: bytes) -> bytes:
 
 
 def with_room(metadata: bytes) -> bytes:
-    """Return NIXL metadata with zeros behind the UCX address, if there is one.
+    """Return NIXL metadata with zeros after the UCX address, if there is one.
 
-    What does not begin as NIXL's is left as it is: NIXL looks at nothing else in it.
+    Data without NIXL's first bytes are returned unchanged: NIXL reads nothing else in them.
 
     Raises:
-        ValueError: It goes on otherwise than NIXL writes it.
+        ValueError: The rest is not in NIXL's format.
     """
     if not metadata.startswith(_BEGINNING):
         return metadata
@@ -91,7 +91,7 @@ def with_room(metadata: bytes) -> bytes:
 
 
 def _value_of(metadata: bytes, tag: bytes, start: int) -> slice:
-    """Where the value of a field is that begins at a place and has a tag."""
+    """Return where the value lies of the field with this tag that begins at `start`."""
     value = start + len(tag) + _LENGTH_BYTES
     stop = value + int.from_bytes(metadata[value - _LENGTH_BYTES : value], "little")
     if not metadata.startswith(tag, start) or stop >= len(metadata):

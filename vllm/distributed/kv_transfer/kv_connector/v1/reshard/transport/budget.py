@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a poll some work may take.
+"""Time limits for work within a poll.
 
-The connector's thread shares the interpreter with the engine's, which waits for as long as a poll
-takes at worst. So whatever may pile up is worked off in pieces, and the budget is asked after each
-of them: one is always done, so that everything gets on.
+The connector's thread shares the interpreter with the engine's thread, which may wait for as long
+as a poll takes. So work that may pile up is done in pieces, and the budget is checked after each
+piece: at least one piece is always done, so all work makes progress.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 
 class Budget:
-    """Some time, from now on.
+    """A time limit that starts now.
 
     Args:
-        limit_s: How much.
-        clock: Seconds that only grow.
+        limit_s: The limit, in seconds.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -27,9 +27,9 @@ class Budget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the rest is for the next poll."""
+        """True if the time is used up; the remaining work is left to the next poll."""
         return self._clock() >= self._spent_at_s
 
 
 UNLIMITED = Budget(math.inf)
-"""Without a limit."""
+"""A budget that is never spent."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is for engines on CPU only, where the model computes on the cores that all threads share.
+"""Thread placement for engines on CPU, where the model computes on cores that other threads share.
 
-There, threads that help the model's stay off its cores, and those of NIXL's rest.
+There, helper threads stay off the model's cores, and NIXL's progress thread rests between polls.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from contextlib import contextmanager
 import torch
 
 PROGRESS_REST_US = 10_000
-"""How long NIXL's progress thread rests: no core is to spare for one that spins. It wakes when
-something comes in, so that a read is no slower: measured over TCP, 4 KiB to 16 MiB."""
+"""How long NIXL's progress thread rests between polls, as no core can be spared for a spinning
+thread. It wakes when data arrives, so reads are no slower: measured over TCP, 4 KiB to 16 MiB."""
 
 
 def parents_cores() -> set[int] | None:
-    """The cores of the process that has started this one, which are not bound since."""
+    """Return the parent's cores, which were not narrowed for the model; None if unknown."""
     try:
         return os.sched_getaffinity(os.getppid())
     except (AttributeError, OSError):
-        # There is no such thing on this system, or no such process any more.
+        # This system has no such call, or the parent has ended.
         return None
 
 
 def compute_alone(cores: Collection[int] | None) -> None:
-    """Let this thread compute by itself, on some of the cores.
+    """Make this thread compute single-threaded, on the given cores.
 
-    `torch.set_num_threads` would not do: it sets a default for threads of others as well, and a
-    worker on CPU replaces it by one that does nothing.
+    `torch.set_num_threads` is unsuitable: it also sets a default for other threads, and a worker on
+    CPU replaces it by a function that does nothing.
     """
-    # What torch sets when a thread first asks comes before what is set here.
+    # torch sets its own number on a thread's first call: have that happen before ours is set.
     torch.get_num_threads()
     openmp = ctypes.CDLL(None)
     if hasattr(openmp, "omp_set_num_threads"):
@@ -42,16 +42,16 @@ def compute_alone(cores: Collection[int] | None) -> None:
 
 
 def run_on(cores: Collection[int] | None) -> None:
-    """Let the calling thread run on some cores; on any where none are named."""
+    """Bind the calling thread to the given cores; do nothing if there are none."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
 
 @contextmanager
 def running_on(cores: Collection[int] | None) -> Iterator[None]:
-    """Let this thread, and threads that it starts within, run on some cores.
+    """Bind this thread to the given cores within the context, and the threads that it starts there.
 
-    Threads of libraries are among them, whose cores cannot be set elsewhere.
+    That includes threads of libraries, which offer no other way to set their cores.
     """
     if not cores or not hasattr(os, "sched_setaffinity"):
         yield

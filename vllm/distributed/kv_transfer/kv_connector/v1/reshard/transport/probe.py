@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trying other engines' NIXL metadata in a process that may end over it.
+"""Loads other engines' NIXL metadata in a separate process first, which may crash instead.
 
-Metadata is what UCX and others say of themselves, for themselves: a wrong byte has UCX abort the
-process that loads it, or read beyond its end. A client names the host that it comes from. So, where
-that has not proved a key, a process of ours loads it first, and dies of it in the worker's place.
+UCX and other backends write metadata for themselves and do not validate it: a wrong byte makes UCX
+abort the process that loads it, or read beyond the end of the data. A client names the host that
+the metadata comes from. So unless that host has proved a key, a child process loads the metadata
+before the worker does.
 
     worker --socket--> process, with NIXL imported --fork--> children, each for some answers
 
-A child that has survived an answer tries the next one: to make an agent takes longest by far. Where
-one does not survive, what it has loaded before may be why, and another one has to tell.
+A child that has survived an answer tries the next one, because making an agent takes by far the
+longest. If a child does not survive, an earlier answer may be the cause, so a fresh child repeats
+the trial.
 
-It tells whether a child is still there, not whether NIXL accepts what it was given: that, the
-worker's own agent says. What a host's UCX does over the wire, later, no metadata tells.
+A trial shows whether the child survives, not whether NIXL accepts the metadata: the worker's own
+agent decides that. It does not protect from what a host's UCX later does over the wire.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ from .agent_metadata import with_room
 from .probe_process import ALIVE, LENGTH_BYTES
 
 MAX_AT_ONCE = 4
-"""Children that try something; the next answers wait."""
+"""Maximum children that try answers at once; further answers wait."""
 
 MAX_TRIED = 32
-"""Answers that a child tries: NIXL gives descriptors back with the agent alone."""
+"""Answers per child: NIXL frees file descriptors only together with the agent."""
 
 _LIMIT_S = 10.0
-"""A child that has not loaded what it was given after this ends; its handshake is over."""
+"""Time limit for a child to load an answer; then the child ends, and the handshake fails."""
 
 _ENVIRONMENT = {"UCX_HANDLE_ERRORS": "none", "OPENBLAS_NUM_THREADS": "1"}
-"""UCX may stop a process that it should end, to be looked at; and what forks has one thread
-alone."""
+"""UCX must abort on an error, and not stop the process for a debugger; and a process that forks
+must have a single thread."""
 
 _REMEDY = "check who answers there; with side_channel_key_file on both engines, only engines do"
 
@@ -53,9 +55,9 @@ class _Child:
     """A process that tries metadata.
 
     Attributes:
-        socket: Where it is asked.
-        has_agent: It has said so.
-        num_tried: Answers that it has survived.
+        socket: The worker's end of its socket.
+        has_agent: True once it has reported that its agent is made.
+        num_tried: Number of answers that it has survived.
     """
 
     socket: socket.socket
@@ -64,46 +66,46 @@ class _Child:
 
 
 class MetadataProbe:
-    """Tries metadata.
+    """Tries metadata in child processes.
 
-    It belongs to the handshake client's thread; `close` may be called by another once that has
-    ended.
+    Belongs to the handshake client's thread; another thread may call `close` once that has ended.
 
-    It tries it with UCX: other backends' agents talk to the peer while they load it, so that
-    another agent is another reader there.
+    It tries UCX only: agents of other backends contact the peer while they load its metadata, so
+    a trial would count there as another reader.
 
     Args:
-        nixl: The name of NIXL's module.
+        nixl: Name of NIXL's module.
     """
 
     def __init__(self, nixl: str) -> None:
         self._nixl = nixl
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        # Those that try nothing: one, and more while others are at it.
+        # Children that are free: one spare, and more while other children are busy.
         self._idle: list[_Child] = []
         self._num_trying = 0
 
     def begin(self) -> None:
-        """Have a child ready for the next answer; waits for nothing.
+        """Start a child for the next answer unless one is free; does not block.
 
         Raises:
-            OSError: There are no more processes or descriptors.
+            OSError: No process or file descriptor is left.
         """
         if not self._idle:
             self._idle.append(_Child(self._fork()))
 
     async def try_all(self, metadata: Sequence[bytes]) -> list[bytes]:
-        """See that loading an engine's metadata ends no process.
+        """Check that a process survives loading an engine's metadata.
 
         Args:
-            metadata: That of each of its workers.
+            metadata: The metadata of each of the engine's workers.
 
         Returns:
-            What was tried of each, and is to be loaded: see `agent_metadata`.
+            The metadata as they were tried and are to be loaded, padded by
+            `agent_metadata.with_room`.
 
         Raises:
-            RemoteHandshakeError: It does, or it cannot be tried.
+            RemoteHandshakeError: A process did not survive, or the metadata could not be tried.
         """
         try:
             tried = [with_room(each) for each in metadata]
@@ -130,7 +132,7 @@ class MetadataProbe:
             while len(self._idle) > max(self._num_trying, 1):
                 self._idle.pop().socket.close()
         with suppress(OSError):
-            # The next answer would find out why.
+            # If this fails, the next answer reports it.
             self.begin()
         if not survives:
             raise RemoteHandshakeError(
@@ -140,13 +142,13 @@ class MetadataProbe:
         return tried
 
     def close(self) -> None:
-        """End all processes that do nothing; the others end when they are through."""
+        """End the forking process and the free children; busy children end with their answer."""
         while self._idle:
             self._idle.pop().socket.close()
         self._end_process()
 
     def _end_process(self) -> None:
-        """End what forks, if it is there."""
+        """End the forking process, if it runs."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -156,10 +158,10 @@ class MetadataProbe:
             process.wait()
 
     async def _try(self, child: _Child, message: bytes) -> bool:
-        """Have a child load a message; it may be asked again where it has survived that."""
+        """Have a child load a message; return True, and keep the child, if it survives."""
         loop, said = asyncio.get_running_loop(), b""
         try:
-            # One that has ended has closed its socket.
+            # The socket of a child that has ended is closed.
             with suppress(ConnectionError):
                 await loop.sock_sendall(child.socket, message)
                 said = await loop.sock_recv(child.socket, 1)
@@ -172,14 +174,14 @@ class MetadataProbe:
         return said == ALIVE
 
     async def _take(self, *, fresh: bool = False) -> _Child:
-        """A child that has its agent, and has tried nothing if it is to be fresh.
+        """Return a child with an agent; if `fresh`, one that has tried nothing yet.
 
         Raises:
-            OSError: There is none.
+            OSError: None could be made.
         """
         loop = asyncio.get_running_loop()
-        # The first may have ended while it was not needed; what forks, too, which the next fork
-        # may not see.
+        # A free child may have ended meanwhile; so may the forking process, which the next fork
+        # need not notice.
         for _ in range(3):
             if fresh:
                 child = _Child(self._fork())
@@ -200,10 +202,10 @@ class MetadataProbe:
         raise OSError("it has ended, or cannot make an agent")
 
     def _fork(self) -> socket.socket:
-        """Have a child forked; returns its socket.
+        """Have a child forked; return the socket to it.
 
         Raises:
-            OSError: There are no more processes or descriptors.
+            OSError: No process or file descriptor is left.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -212,7 +214,7 @@ class MetadataProbe:
                 try:
                     socket.send_fds(self._running(), [b"\0"], [theirs.fileno()])
                 except OSError:
-                    # What forks has ended, or was stopped for long.
+                    # The forking process has ended, or was stopped for long.
                     self._end_process()
                     socket.send_fds(self._running(), [b"\0"], [theirs.fileno()])
         except BaseException:
@@ -221,10 +223,10 @@ class MetadataProbe:
         return ours
 
     def _running(self) -> socket.socket:
-        """The socket of the process that forks, which is started where there is none.
+        """Return the socket to the forking process, starting it unless it runs.
 
         Raises:
-            OSError: There are no more processes or descriptors.
+            OSError: No process or file descriptor is left.
         """
         if self._control is None:
             ours, theirs = socket.socketpair()
@@ -254,7 +256,7 @@ def _with_length(data: bytes) -> bytes:
 
 
 def _has_closed(child: socket.socket) -> bool:
-    """Whether a child that is not to say anything now has ended."""
+    """Return whether a child has ended; it must not have anything to send now."""
     try:
         return not child.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

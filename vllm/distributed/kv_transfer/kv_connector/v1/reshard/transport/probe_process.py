@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process in which other engines' NIXL metadata is tried: see `probe`. Run as a script.
+"""The process in which `probe` tries other engines' NIXL metadata. Run as a script.
 
-It imports NIXL, and neither vLLM nor torch: 17 MiB of its own. For each socket that it is handed,
-it forks. The child makes an agent as the worker's are, says so, and then takes metadata, loads
-each, and says that it is still there, again and again. What loading has broken ends with the child.
-All end with the worker, however that ends: their sockets are closed then.
+It imports NIXL, but neither vLLM nor torch, and uses 17 MiB of its own. It forks for each socket
+that it receives. The child makes an agent like the worker's, reports that, and then repeatedly
+receives metadata, loads them, and reports that it is still alive. Any damage from loading ends with
+the child. All of these processes end when the worker does, for whatever reason, because their
+sockets are closed then.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from pathlib import Path
 from typing import Any
 
 ALIVE = b"+"
-"""What a child says when it has an agent, and whenever it has loaded all of an answer."""
+"""Sent by a child when it has made its agent, and each time it has loaded a whole answer."""
 
 MAX_AGENTS = 8
-"""So many a child makes; it needs one for all engines whose names differ."""
+"""Maximum agents per child. One suffices for engines with different names."""
 
 LENGTH_BYTES = 4
-"""How long what follows is, before all of it and before each of the metadata within."""
+"""Size of the length that precedes a message, and each of the metadata in it."""
 
 
 def main() -> None:
-    """Fork for each socket that comes over the one of the worker's, until that is closed."""
+    """Fork for each socket received over the worker's socket, until that is closed."""
     options = json.loads(sys.argv[1])
-    # This folder, whose modules have names of others. Python 3.10 has no option for it.
+    # Drop this folder: its modules would shadow others. Python 3.10 has no option for that.
     own = str(Path(__file__).resolve().parent)
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != own]
-    # Each time that NIXL ends a child is expected, and no crash of anybody's.
+    # Crashes of children are expected: write no core dumps.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ctrl-C is the worker's to hear.
+    # The worker handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The kernel takes ended children away.
+    # Have the kernel reap ended children.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     nixl = importlib.import_module(options["nixl"])
     with socket.socket(fileno=options["socket"]) as worker:
@@ -48,7 +49,7 @@ def main() -> None:
             if not said:
                 return
             with socket.socket(fileno=descriptors[0]) as client:
-                # Where there are no more processes, the socket is closed, and nothing was said.
+                # If no process is left, the socket is closed without a report.
                 try:
                     is_child = not os.fork()
                 except OSError:
@@ -62,12 +63,12 @@ def main() -> None:
 
 
 def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
-    """Load what comes over a socket."""
-    # UCX tells at length of how it ends.
+    """Load the metadata that arrive over a socket."""
+    # UCX prints long reports when it aborts.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    # One that hangs is not waited for.
+    # End this child if it hangs.
     signal.setitimer(signal.ITIMER_REAL, options["limit_s"])
     config = nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
     agents = [nixl.nixl_agent(_name(), config)]
@@ -81,8 +82,8 @@ def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
             stop = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
             metadata, data = data[LENGTH_BYTES:stop], data[stop:]
             name = None if None in seen else _load(agents[-1], metadata)
-            # An agent that knows a name, or has failed halfway, may not look into what comes next;
-            # and that may be all that a worker loads. Only one that has loaded nothing is sure to.
+            # An agent that knows this name, or has failed halfway, may not parse these metadata,
+            # which may be the only ones that a worker loads. A new agent certainly parses them.
             if (name is None or name in seen) and seen:
                 if len(agents) == MAX_AGENTS:
                     return
@@ -95,21 +96,21 @@ def _try(client: socket.socket, nixl: Any, options: dict[str, Any]) -> None:
 
 
 def _name() -> str:
-    """A name for an agent, which no other has."""
+    """Return a unique name for an agent."""
     return f"probe/{int.from_bytes(os.urandom(16), 'little'):032x}"
 
 
 def _load(agent: Any, metadata: bytes) -> object:
-    """Load metadata; returns the name in it, or None where NIXL refuses it."""
+    """Load metadata; return the name in them, or None if NIXL refuses them."""
     try:
         return agent.add_remote_agent(metadata)
     except Exception:
-        # The worker's agent will refuse it, too.
+        # The worker's agent will refuse them, too.
         return None
 
 
 def _receive(client: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes; none where the other side has closed."""
+    """Receive exactly this many bytes; return none if the other side has closed."""
     parts: list[bytes] = []
     while num_bytes:
         part = client.recv(num_bytes)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The addresses that a host stands for, of those where it may be asked.
+"""Resolves host names to addresses, and drops the addresses that are not trusted.
 
-The machine's resolver cannot be interrupted, so that each name is looked up in a thread of its own:
-in a pool, slow names would keep known ones waiting, and Python would wait for its threads at the
-end.
+The machine's resolver cannot be interrupted, so each name is looked up in its own thread: in a
+pool, slow names would delay others, and Python would wait for the pool's threads at exit.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from ..protocol.quoting import quote
 from ..protocol.trust import TrustedPeers, numeric
 
 MAX_LOOKUPS = 512
-"""Names that are looked up at once, each in a thread; more are refused at once."""
+"""Maximum concurrent lookups, one thread each; further names are refused immediately."""
 
 MAX_ADDRESSES = 4
-"""As many of a name's addresses are used."""
+"""Maximum number of addresses used per name."""
 
 
 class Resolver:
-    """Resolves hosts; it belongs to the thread of one event loop.
+    """Resolves hosts. Belongs to the thread of one event loop.
 
     Args:
-        trusted: Where hosts may be; None for anywhere.
+        trusted: Networks that hosts may be in; None for any.
     """
 
     def __init__(self, trusted: TrustedPeers | None) -> None:
@@ -39,22 +38,22 @@ class Resolver:
 
     @property
     def lookups(self) -> Iterable[asyncio.Future[tuple[str, ...]]]:
-        """Those under way."""
+        """The lookups under way."""
         return self._lookups.values()
 
     async def resolve(self, address: RemoteEngineAddress) -> list[str]:
-        """Where a host is, of that where it may be asked.
+        """Return the trusted addresses of a host.
 
         Raises:
-            RemoteUnreachableError: It is nowhere.
-            RemoteUntrustedError: It may be asked nowhere.
+            RemoteUnreachableError: The host has no address, or the port is invalid.
+            RemoteUntrustedError: None of its addresses is trusted.
         """
         found: tuple[str, ...] = (address.host,)
         try:
             if not 0 < address.port < 1 << 16:
                 raise ValueError("a port is a number from 1 to 65535")
             if numeric(address.host) is None:
-                # One answer is for all that ask meanwhile; what gives up leaves it to the others.
+                # Concurrent callers share the lookup; one that is cancelled must not cancel it.
                 found = await asyncio.shield(self._look_up(address.host))
         except (OSError, ValueError, RuntimeError) as error:
             raise RemoteUnreachableError(
@@ -69,10 +68,10 @@ class Resolver:
         return admitted
 
     def _look_up(self, name: str) -> asyncio.Future[tuple[str, ...]]:
-        """Begin to look a name up, unless that is under way.
+        """Return the lookup of a name, starting it unless it is under way.
 
         Raises:
-            RuntimeError: Too many names are being looked up, or there are no more threads.
+            RuntimeError: Too many names are being looked up, or no thread could be started.
         """
         if (lookup := self._lookups.get(name)) is None:
             if len(self._lookups) >= MAX_LOOKUPS:
@@ -84,7 +83,7 @@ class Resolver:
 
 
 def _in_thread(name: str) -> Future[tuple[str, ...]]:
-    """Look a name up in a thread that nothing waits for."""
+    """Look a name up in a daemon thread, which is never joined."""
     found: Future[tuple[str, ...]] = Future()
     found.set_running_or_notify_cancel()
 
@@ -99,11 +98,11 @@ def _in_thread(name: str) -> Future[tuple[str, ...]]:
 
 
 def addresses_of(name: str) -> tuple[str, ...]:
-    """Ask the resolver for a name's addresses, however long it takes.
+    """Return a name's addresses from the machine's resolver; blocks however long that takes.
 
     Raises:
-        OSError: It knows none.
-        ValueError: This cannot be a name.
+        OSError: It has no addresses.
+        ValueError: It is not a valid name.
     """
     if not name:
         raise ValueError("no host is named")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy out of the arena, apart from the engine's thread and the connector's.
+"""Copies out of the staging arena, without blocking the engine's thread or the connector's.
 
-It is one indexed copy for each stretch of memory that the KV cache lies in. On the host that is a
-single one, on a thread that computes with one core; Python is needed to begin it and to end it, and
-not in between. On a device it is one for each allocation, on a stream.
+A scatter takes one indexed copy per stretch of memory that holds the KV cache. On the host that is
+a single copy, on a thread that computes with one core and holds the GIL only at its start and its
+end. On a device it is one copy per allocation, on a stream.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ _WORDS = {
     2: torch.int16,
     1: torch.int8,
 }
-"""Types whose values are copied as they are, by their size: the widest that fits is the fastest."""
+"""Types that are copied bit for bit, by size in bytes: the widest that fits is the fastest."""
 
 
 class Copy(Protocol):
     """A copy that has been submitted."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, successfully or not."""
 
     def fault(self) -> str | None:
-        """Wait until it has ended; returns why it did not end well, None where it did."""
+        """Wait until it has ended; return why it failed, or None if it succeeded."""
 
 
 class Scatterer(Protocol):
-    """What makes the copies, one after the other."""
+    """Makes copies, one after the other."""
 
     def submit(self, scatter: Scatter) -> Copy:
-        """Make a copy once those that were submitted before are made."""
+        """Queue a copy to run after those submitted before it."""
 
     def close(self) -> None:
         """Wait for all copies."""
 
 
 def fault_of(error: BaseException) -> str:
-    """Why a copy that raised this, when it began or later, did not end well."""
+    """Return the failure message for a copy that raised this error, at its start or later."""
     return f"its bytes could not be put in their places: {one_line(error)}"
 
 
 class HostScatterer:
     """Copies in host memory.
 
-    `submit` and `close` belong to the connector's thread. The copying thread is given values, and
-    writes into blocks and reads from spans that nothing else touches until the copy is done.
+    `submit` and `close` belong to the connector's thread. The copying thread only receives values;
+    nothing else touches the blocks that it writes and the spans that it reads until the copy ends.
 
     Args:
-        arena: The arena; uint8, contiguous.
-        caches: What the KV cache lies in.
-        cores: Where the copying thread may run; None for where this one may.
-        announce: Called by that thread when a copy has ended.
+        arena: The staging arena; uint8, contiguous.
+        caches: Tensors of the KV cache.
+        cores: Cores that the copying thread may use; None for those of the calling thread.
+        announce: Called by that thread when a copy has ended; None to call nothing.
 
     Raises:
-        RuntimeError: There are no more threads.
+        RuntimeError: No thread could be started.
         BrokenThreadPool: The thread may not run on the cores; the log says why.
     """
 
@@ -88,12 +88,12 @@ class HostScatterer:
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="reshard-scatter", initializer=compute_alone, initargs=(cores,)
         )
-        # A pool keeps what it is given where its thread cannot be started: the copy would be made
-        # later, when its blocks are another request's.
+        # Start the thread now. If a pool cannot start its thread, it keeps the work, and would make
+        # the copy later, when its blocks belong to another request.
         self._thread.submit(int).result()
 
     def submit(self, scatter: Scatter) -> Copy:
-        """Make a copy once those that were submitted before are made."""
+        """Queue a copy to run after those submitted before it."""
         copy = self._thread.submit(_copy, scatter, self._arena, (self._memory,))
         if (announce := self._announce) is not None:
             copy.add_done_callback(lambda _: announce())
@@ -107,11 +107,11 @@ class HostScatterer:
 class DeviceScatterer:
     """Copies in a device's memory.
 
-    All of it belongs to the connector's thread, whose device is that of the arena.
+    Belongs to the connector's thread, which has the arena's device selected.
 
     Args:
-        arena: The arena; uint8, contiguous.
-        caches: What the KV cache lies in.
+        arena: The staging arena; uint8, contiguous.
+        caches: Tensors of the KV cache.
     """
 
     def __init__(self, arena: torch.Tensor, caches: Iterable[torch.Tensor]) -> None:
@@ -120,18 +120,18 @@ class DeviceScatterer:
         self._stream = torch.cuda.Stream(arena.device) if arena.is_cuda else None
 
     def submit(self, scatter: Scatter) -> Copy:
-        """Make a copy once those that were submitted before are made."""
+        """Queue a copy to run after those submitted before it."""
         if self._stream is None:
             _copy(scatter, self._arena, self._memories)
             return _DeviceCopy(None)
-        # Kernels of the steps before, which had the blocks, are over: the read waited for them.
+        # Kernels of earlier steps that used the blocks have ended: the read waited for them.
         try:
             with torch.cuda.stream(self._stream):
                 _copy(scatter, self._arena, self._memories)
                 event = torch.cuda.Event()
                 event.record(self._stream)
         except Exception:
-            # A part of it may be running, out of a span that is another part's next.
+            # Some of it may still run, and its span will be reused.
             self._stream.synchronize()
             raise
         return _DeviceCopy(event)
@@ -172,7 +172,7 @@ class _Memory:
     """A stretch of memory.
 
     Attributes:
-        address: Where it begins.
+        address: Its first address.
         flat: All of its bytes; uint8.
     """
 
@@ -181,9 +181,9 @@ class _Memory:
 
 
 def _stretch(caches: Sequence[torch.Tensor]) -> _Memory:
-    """The host's memory from the first cache to the last, and what may lie between them.
+    """Return the host memory from the first cache to the last, including any gaps between them.
 
-    It is never touched where there is no cache.
+    The gaps are never touched.
     """
     flats = [_flat(each) for each in caches]
     start = min(flat.data_ptr() for flat in flats)
@@ -195,19 +195,19 @@ def _stretch(caches: Sequence[torch.Tensor]) -> _Memory:
 
 
 def _allocations(caches: Iterable[torch.Tensor]) -> tuple[_Memory, ...]:
-    """Every allocation that a cache lies in, by address."""
+    """Return every allocation that holds a cache, sorted by address."""
     flats = {flat.data_ptr(): flat for flat in map(_flat, caches)}
     return tuple(_Memory(address, flats[address]) for address in sorted(flats))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the allocation that a tensor lies in."""
+    """Return all bytes of the allocation that holds a tensor."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 def _copy(scatter: Scatter, arena: torch.Tensor, memories: Sequence[_Memory]) -> None:
-    """Copy all chunks; those of one memory at once."""
+    """Copy all chunks, with one copy per memory."""
     starts = np.array([memory.address for memory in memories])
     memory_indices = np.searchsorted(starts, scatter.dst_addresses, side="right") - 1
     for memory_index in np.unique(memory_indices).tolist():
@@ -235,9 +235,9 @@ def _chunks(
     first_bytes: int,
     step_bytes: int,
 ) -> torch.Tensor:
-    """Memory as chunks that begin every so many bytes, as many as there is room for.
+    """View memory as chunks that begin every `step_bytes`, as many as fit.
 
-    They overlap where they are longer than that. Shape (chunks, heads, tokens, words).
+    Chunks longer than a step overlap. Shape (chunks, heads, tokens, words).
     """
     head_stride_bytes, slot_stride_bytes = strides_bytes
     extent_bytes = (
@@ -254,7 +254,7 @@ def _chunks(
 
 
 def _word_bytes(scatter: Scatter, sources: np.ndarray, targets: np.ndarray) -> int:
-    """The widest words that everything consists of."""
+    """Return the size of the widest words that divide all sizes, strides and offsets."""
     return math.gcd(
         max(_WORDS),
         scatter.slot_bytes,

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side channel: where an engine says what it is; `handshake_client` asks others.
+"""The server side of the side channel, which describes this engine to others.
 
-A server has one reply, made once, for all that ask; a client asks once. Both speak ZeroMQ's request
-and reply over TCP. A request is the same kind of frame that upstream's NixlConnector sends, a verb
-and numbers, because either connector may find the other one at an address, and neither may come to
-harm by it. Upstream's once had one number and one frame for an answer; now it has two of each, the
-second frame being its clock. Its listener ends when it is sent more or fewer numbers.
+The client is in `handshake_client`. A server sends one reply, made once, to every client; a client
+sends one request. Both use ZeroMQ request/reply over TCP. A request has the format of upstream's
+NixlConnector, a verb and numbers, because either connector may find the other at an address, and
+neither may be harmed by that. Older releases of upstream send one number and answer one frame;
+newer ones send two numbers and answer two frames, the second being a clock. Upstream's listener
+ends when it receives more or fewer numbers than it expects.
 
-    request to us                            what we answer
-    [b"reshard/<versions> ...", ...]         the engine's reply, in the newest that is ours, too
-    [b"get_meta_msg", tp_rank]               what upstream reads as a mismatch, with our words in it
+    request to us                            our answer
+    [b"reshard/<versions> ...", ...]         the engine's reply, in the newest common version
+    [b"get_meta_msg", tp_rank]               what upstream reads as a mismatch, with our message
     [b"get_meta_msg", pp_rank, tp_rank]      the same, and a clock
     [any other verb, ...]                    a refusal
     anything else                            nothing
 
-    our request to                           what it answers
-    upstream's listener                      what it has for numbers 0, by which we recognise it;
+    our request to                           its answer
+    upstream's listener                      its reply for numbers 0, by which we recognise it;
                                              it logs the verb, and the words that follow it
     one of ours with other versions only     a refusal with its version
 
-The address can be reached by others than engines. A relay (`zmtp`) closes connections that do not
-speak ZeroMQ's protocol or that send more than `MAX_REQUEST_BYTES`; what gets through is counted.
-With a key, only those that have it get through (`authentication`); how many others tried is
-counted.
+Other programs than engines can reach the address. A relay (`zmtp`) closes connections that do not
+speak ZeroMQ's protocol or that send more than `MAX_REQUEST_BYTES`; the server counts the rest. With
+a key, only clients that have it get through (`authentication`); failed attempts are counted.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ from .zmtp import Allowance, bind_privately, first_of, relay_all
 logger = init_logger(__name__)
 
 MAX_REQUEST_BYTES = 64 << 10
-"""What one connection may bring, in bytes. A request takes less than 512."""
+"""Maximum bytes received over one connection. A request takes less than 512."""
 
 _BACKLOG = 4096
-"""Connections that the kernel keeps until they are taken, if it allows as many. Where there are
-more, it drops what comes, and the other end tries again after a second."""
+"""Connections that the kernel queues until they are accepted, if its own limit allows. It drops
+further ones, and the other end retries after a second."""
 
 MAX_CONNECTIONS = 256
-"""Connections at once; the oldest makes room for another one."""
+"""Maximum open connections; a further one closes the oldest."""
 
 MAX_AGE_S = 30.0
-"""How long a connection is kept. Clients give up after 10 s."""
+"""Maximum lifetime of a connection. Clients give up after 10 s."""
 
 REOPEN_INTERVAL_S = 1.0
-"""How long after a breakdown, and after each try that failed, other sockets are tried."""
+"""Delay before new sockets are opened, after a breakdown and after each failed attempt."""
 
 _UPSTREAM_VERB = b"get_meta_msg"
 _NO_NUMBER = msgspec.Raw()
@@ -77,15 +77,15 @@ _LOCKED_OUT = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _QUEUED_MESSAGES = 4
-"""Messages that ZeroMQ holds for one connection in each direction; a client waits for its reply, so
-that more are held only for those that do not read."""
+"""Messages that ZeroMQ queues for a connection, per direction. A client waits for its reply, so
+only clients that do not read could fill more."""
 
 _ALLOWANCE = Allowance(1024, MAX_REQUEST_BYTES)
-"""A frame takes ZeroMQ 64 bytes, however short it is."""
+"""Limited in frames, too: each costs ZeroMQ 64 bytes, however short it is."""
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
-    """What is read of a request: its numbers are for the other connector, but how many are not."""
+    """A request's verb and numbers. Only how many numbers there are matters, not their values."""
 
     verb: bytes
     first_number: msgspec.Raw = _NO_NUMBER
@@ -97,14 +97,14 @@ _REQUEST_DECODER = msgspec.msgpack.Decoder(_Request)
 
 @dataclass(frozen=True, slots=True)
 class ServerCounters:
-    """What became of the requests that a server has received.
+    """Counts of the requests that a server has received, by outcome.
 
     Attributes:
-        answered: Were given the reply.
-        refused: Were well-formed, but asked for something else.
-        dropped: Were not understood and got no answer.
-        locked_out: Connections without the key; each may be tried many times.
-        breakdowns: How often the server had to listen anew.
+        answered: Requests answered with the engine's reply.
+        refused: Well-formed requests with another verb or version.
+        dropped: Messages that could not be decoded, or failed, and got no answer.
+        locked_out: Connection attempts without the key; a client may make many.
+        breakdowns: Number of times the server had to open new sockets.
     """
 
     answered: int = 0
@@ -115,7 +115,7 @@ class ServerCounters:
 
 
 class _Complaint(Enum):
-    """What can be wrong with a request. One kind in the log does not hide another one."""
+    """Kinds of warnings. The log's rate limit applies to each kind separately."""
 
     STRANGER = auto()
     UPSTREAM = auto()
@@ -126,18 +126,18 @@ class _Complaint(Enum):
 
 
 class HandshakeServer:
-    """Serves an engine's reply to any peer, or to any that has the key.
+    """Serves an engine's reply to any peer, or with a key, to any peer that has it.
 
-    `start` and `close` may be called by any thread. The TCP socket is opened by the caller of
-    `start` and belongs to the server's own thread from then on, as do ZeroMQ's sockets and the
-    counters; `counters` reads a value that the thread replaces as a whole. The thread ends with
-    `close` only: where ZeroMQ's sockets break down, it says so and opens others.
+    Any thread may call `start` and `close`. The caller of `start` opens the TCP socket; from then
+    on it belongs to the server's own thread, as do ZeroMQ's sockets and the counters. `counters`
+    reads a value that the thread replaces as a whole. The thread ends only with `close`: if
+    ZeroMQ's sockets break down, it logs that and opens new ones.
 
     Args:
         host: Address of this machine to listen at.
-        port: TCP port; 0 for any that is free.
-        replies: What to answer, as frames, in each version of the protocol that is spoken.
-        key: What engines know one another by; None to answer anybody.
+        port: TCP port; 0 for any free one.
+        replies: The reply's frames, by protocol version, for every version in `SPOKEN`.
+        key: Key that clients must have; None to answer any client.
     """
 
     def __init__(
@@ -158,16 +158,16 @@ class HandshakeServer:
 
     @property
     def port(self) -> int:
-        """The port that is listened at, once started."""
+        """The listening port, once the server has started."""
         return self._port
 
     @property
     def counters(self) -> ServerCounters:
-        """What became of all requests so far."""
+        """Counts of all requests so far."""
         return self._counters
 
     def start(self) -> None:
-        """Listen. Does nothing where the server has been started.
+        """Start listening; does nothing if the server has already started.
 
         Raises:
             LocalChannelError: The address cannot be bound.
@@ -192,19 +192,19 @@ class HandshakeServer:
             self._running = running
 
     def close(self) -> None:
-        """Stop listening, and wait until the thread has ended; may be called repeatedly."""
+        """Stop listening and wait until the thread has ended; may be called repeatedly."""
         with self._lock:
             if self._running is None:
                 return
             running, self._running = self._running, None
-            # There is no loop any more where the thread has ended by itself.
+            # The loop is closed if the thread has ended by itself.
             with suppress(RuntimeError):
                 running.loop.call_soon_threadsafe(running.stopping.set)
             assert running.thread is not None
             running.thread.join()
 
     def _listen(self) -> socket.socket:
-        """Listen over TCP.
+        """Open the listening TCP socket.
 
         Raises:
             LocalChannelError: The address cannot be bound.
@@ -218,7 +218,7 @@ class HandshakeServer:
                 dualstack_ipv6=ipv6 and socket.has_dualstack_ipv6(),
             )
         except OSError as error:
-            # The engine ends with this error, and the one that it quotes would stand before it.
+            # The engine ends with this error; a chained traceback would be printed before it.
             raise LocalChannelError(
                 f"the side channel cannot listen at {quote(self._host)}:{self._port:d} "
                 f"({one_line(error)}): set "
@@ -229,7 +229,7 @@ class HandshakeServer:
         return listener
 
     def _run(self, listener: socket.socket, running: _Running) -> None:
-        """The thread: answer until stopped."""
+        """Run the server's thread: answer until stopped."""
         try:
             with listener, closing(running.loop):
                 running.loop.run_until_complete(self._serve_until(running.stopping, listener))
@@ -247,7 +247,7 @@ class HandshakeServer:
         await first_of(stopping.wait(), self._keep_serving(listener))
 
     async def _keep_serving(self, listener: socket.socket) -> NoReturn:
-        """Answer, with other sockets of ZeroMQ's where these break down."""
+        """Answer, opening new ZeroMQ sockets after each breakdown."""
         while True:
             try:
                 await self._serve(listener)
@@ -261,10 +261,10 @@ class HandshakeServer:
                 await asyncio.sleep(REOPEN_INTERVAL_S)
 
     async def _serve(self, listener: socket.socket) -> NoReturn:
-        """Answer what connects.
+        """Answer all connections.
 
         Raises:
-            ZMQError: A socket cannot be used any more.
+            ZMQError: A socket has become unusable.
         """
         context = zmq.asyncio.Context()
         try:
@@ -286,7 +286,7 @@ class HandshakeServer:
         raise AssertionError
 
     async def _count_locked_out(self, monitor: zmq.asyncio.Socket) -> NoReturn:
-        """Take note of connections that ended before they were any."""
+        """Count and log connections that failed their handshake."""
         while True:
             await monitor.recv_multipart()
             self._count(locked_out=1)
@@ -297,24 +297,24 @@ class HandshakeServer:
             )
 
     async def _answer_all(self, router: zmq.asyncio.Socket) -> NoReturn:
-        """Take messages, and answer those that are requests.
+        """Receive messages, and answer those that are requests.
 
         Raises:
-            ZMQError: The socket cannot be used any more.
+            ZMQError: The socket has become unusable.
         """
         while True:
             sender, *message = await router.recv_multipart()
             try:
                 if (answer := self._answer(message)) is not None:
-                    # A peer that does not read loses its answers, and holds up no other one.
+                    # A peer that does not read loses its answers, and does not delay other peers.
                     await router.send_multipart([sender, b"", *answer], zmq.NOBLOCK, copy=False)
             except Exception as error:
-                # Whatever it is, the next peer is to be served.
+                # Whatever the error, go on to serve the next peer.
                 self._count(dropped=1)
                 self._complain(_Complaint.FAILURE, f"a request failed: {error!r}")
 
     def _answer(self, message: list[bytes]) -> list[bytes] | None:
-        """What to answer to a message; None if it is no request."""
+        """Return the frames to answer a message with; None if it is not a request."""
         *envelope, frame = message
         request = _read_request(frame) if envelope == [b""] else None
         if request is None:
@@ -349,7 +349,7 @@ class HandshakeServer:
         self._counters = replace(counters, **changed)
 
     def _complain(self, kind: _Complaint, what: str) -> None:
-        """Log, but each kind once in a while only: others decide how often this happens."""
+        """Log a warning, rate-limited by kind: other hosts decide how often this is called."""
         now_s = time.monotonic()
         if now_s - self._complained_at_s.get(kind, -_COMPLAINT_INTERVAL_S) < _COMPLAINT_INTERVAL_S:
             return
@@ -366,7 +366,7 @@ class HandshakeServer:
 
 @dataclass(slots=True)
 class _Running:
-    """A started server: how to reach its thread."""
+    """A started server's thread, and what is needed to stop it."""
 
     loop: asyncio.AbstractEventLoop
     stopping: asyncio.Event
@@ -374,7 +374,7 @@ class _Running:
 
 
 def _read_request(frame: bytes) -> _Request | None:
-    """What a request asks for; None for what is no request."""
+    """Decode a request; returns None if the frame is not one."""
     try:
         return _REQUEST_DECODER.decode(frame)
     except (msgspec.MsgspecError, RecursionError):

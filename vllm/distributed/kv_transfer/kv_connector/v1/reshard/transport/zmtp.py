@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds for what comes over a ZeroMQ connection, which ZeroMQ itself does not have.
+"""Limits on incoming ZeroMQ messages, which ZeroMQ itself does not offer.
 
-ZeroMQ bounds a frame (`maxmsgsize`), not a message: it keeps the frames of one until the last has
-come, and hands over none before that. So TCP connections are sockets of ours, and what comes over
-one is relayed, frame by frame, to a ZeroMQ socket of this process:
+ZeroMQ limits the size of a frame (`maxmsgsize`), but not of a message: it buffers a message's
+frames until the last one arrives. So this module owns the TCP connections, and relays each one,
+frame by frame, to a ZeroMQ socket of this process:
 
     peer <--TCP--> relay <--Unix socket--> ZeroMQ
 
-The relay reads of ZMTP 3 (ZeroMQ RFC 37) what is the same with keys and without: that a greeting of
-64 bytes comes first, and how long each frame is. Handshakes, keys and messages are ZeroMQ's.
+The relay parses only the parts of ZMTP 3 (ZeroMQ RFC 37) that are the same with and without keys:
+the 64-byte greeting, and the length of each frame. ZeroMQ does handshakes, keys and messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 import zmq
 
 FRAME_OVERHEAD_BYTES = 64
-"""By which a frame may be longer on the wire than what it carries: CURVE adds 33 bytes."""
+"""Allowed difference between a frame on the wire and its payload: CURVE adds 33 bytes."""
 
 _GREETING_BYTES = 64
 _CHUNK_BYTES = 64 << 10
@@ -37,19 +37,19 @@ _Result = TypeVar("_Result")
 
 
 class ProtocolError(Exception):
-    """The peer does not speak ZMTP 3, or says more than it may."""
+    """The peer does not speak ZMTP 3, or sent more than its allowance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What may come over one connection.
+    """Limits on what one connection may receive.
 
     Attributes:
-        max_frames: Frames, those of ZeroMQ's own among them.
+        max_frames: Number of frames, including ZeroMQ's own.
         max_bytes: Bytes in all frames.
-        turns: What a connection must have for more than `free_bytes`, and keeps to its end; None
-            where there are none to be had.
-        free_bytes: See `turns`.
+        turns: Semaphore that a connection acquires before it receives more than `free_bytes`, and
+            holds until it ends; None for no such limit.
+        free_bytes: Bytes that need no turn.
     """
 
     max_frames: int
@@ -59,13 +59,13 @@ class Allowance:
 
 
 def bind_privately(zmq_socket: zmq.Socket[Any]) -> str:
-    """Bind a ZeroMQ socket where this process alone can connect to it.
+    """Bind a ZeroMQ socket to which only this process can connect.
 
     Returns:
         The name of its Unix socket, in Linux's abstract namespace: no file is left behind.
 
     Raises:
-        ZMQError: There are no more descriptors.
+        ZMQError: No file descriptors are left.
     """
     name = f"reshard-{uuid.uuid4()}"
     zmq_socket.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
@@ -74,16 +74,16 @@ def bind_privately(zmq_socket: zmq.Socket[Any]) -> str:
 
 
 async def relay(peer: socket.socket, name: str, allowance: Allowance) -> NoReturn:
-    """Relay between a connected TCP socket and a ZeroMQ socket, until either closes.
+    """Relay between a connected TCP socket and a ZeroMQ socket until either closes.
 
     Args:
-        peer: The TCP socket; not blocking.
-        name: Where the ZeroMQ socket is bound.
-        allowance: What may come from the peer.
+        peer: The TCP socket, in non-blocking mode.
+        name: Name from `bind_privately` of the ZeroMQ socket.
+        allowance: Limits on what the peer may send.
 
     Raises:
-        ProtocolError: The peer does not speak ZMTP 3, or says more than it may.
-        OSError: A side has closed, or there are no more descriptors.
+        ProtocolError: The peer does not speak ZMTP 3, or sent more than its allowance.
+        OSError: One side closed, or no file descriptors are left.
     """
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX) as local:
@@ -100,14 +100,14 @@ async def relay_all(
     max_connections: int,
     max_age_s: float,
 ) -> NoReturn:
-    """Relay all that connects over TCP to a ZeroMQ socket, until cancelled.
+    """Relay each incoming TCP connection to a ZeroMQ socket, until cancelled.
 
     Args:
-        listener: The TCP socket that listens.
-        name: Where the ZeroMQ socket is bound.
-        allowance: What may come over each connection.
-        max_connections: Connections at once; the oldest is closed for one more.
-        max_age_s: How long one is kept.
+        listener: The listening TCP socket.
+        name: Name from `bind_privately` of the ZeroMQ socket.
+        allowance: Limits on what each connection may receive.
+        max_connections: Maximum open connections; a further one closes the oldest.
+        max_age_s: Maximum lifetime of a connection, in seconds.
     """
     relays: dict[asyncio.Task[None], None] = {}
     listener.setblocking(False)
@@ -116,7 +116,7 @@ async def relay_all(
             try:
                 peer, _ = await asyncio.get_running_loop().sock_accept(listener)
             except OSError:
-                # There are no more descriptors, until a connection ends.
+                # No file descriptors are left until a connection ends.
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             if len(relays) >= max_connections:
@@ -133,22 +133,22 @@ async def relay_all(
 async def _relay_one(
     peer: socket.socket, name: str, allowance: Allowance, max_age_s: float
 ) -> None:
-    """Relay one connection to its end."""
-    # Whatever it is that ends one, it is its peer's.
+    """Relay one connection until it ends."""
+    # Any such error concerns only this connection's peer.
     with peer, suppress(OSError, ProtocolError, asyncio.TimeoutError):
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await asyncio.wait_for(relay(peer, name, allowance), max_age_s)
 
 
 async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, and wait until they have ended."""
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def first_of(*work: Coroutine[Any, Any, _Result]) -> _Result:
-    """What the first to end returns or raises; the others are cancelled, and have then ended."""
+    """Return or raise the result of the first to end, after cancelling and awaiting the others."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -158,7 +158,7 @@ async def first_of(*work: Coroutine[Any, Any, _Result]) -> _Result:
 
 
 async def _pass_all(source: socket.socket, target: socket.socket) -> NoReturn:
-    """Pass on whatever comes."""
+    """Pass on all data without limits."""
     while True:
         await _send(target, await _receive(source, _CHUNK_BYTES))
 
@@ -166,13 +166,13 @@ async def _pass_all(source: socket.socket, target: socket.socket) -> NoReturn:
 async def _pass_frames(
     source: socket.socket, target: socket.socket, allowance: Allowance
 ) -> NoReturn:
-    """Pass on a greeting, and frames for as long as they are allowed."""
+    """Pass on the greeting, then frames within the allowance."""
     greeting = b""
-    # Each side sends the next part of its greeting only when it has seen the other's.
+    # Each side sends the next part of its greeting only after it has seen the other's.
     while len(greeting) < _GREETING_BYTES:
         part = await _receive(source, _GREETING_BYTES - len(greeting))
         greeting += part
-        # ZeroMQ would speak older versions, too, which have other frames.
+        # ZeroMQ also accepts older versions, which have other frames.
         if greeting[0] != 0xFF or greeting[9:10] not in b"\x7f" or b"\0" <= greeting[10:11] < b"\3":
             raise ProtocolError(f"what begins with {greeting[:16]!r} is no ZeroMQ")
         await _send(target, part)
@@ -198,8 +198,8 @@ async def _pass_frames(
                 part = await _receive(source, min(left_bytes, _CHUNK_BYTES))
                 left_bytes -= len(part)
                 await _send(target, part)
-            # Neither receiving nor sending waits where it can be done at once: others have their
-            # turn here, and after a chunk.
+            # Receiving and sending do not yield when they can proceed at once: yield to other
+            # connections here, and after each full chunk.
             if num_frames % _FRAMES_PER_TURN == 0:
                 await asyncio.sleep(0)
 

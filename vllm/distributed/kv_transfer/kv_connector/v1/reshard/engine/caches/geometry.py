@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tensors of a worker's KV cache to the planes that `cache` speaks of.
+"""Describes the tensors of a worker's KV cache as the planes of `memory.cache`.
 
-Strides are the tensor's own, so layouts need no names here. What a backend does inside a block is
-asked of `cache_formats`.
+Strides are read from each tensor, so no layout needs a name here. `cache_formats` describes what a
+backend stores inside a block.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .cache_formats import cache_format
 from .recurrent_state import component_names, describe_state, is_known_state
 
 _WINDOW_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
-"""What has blocks for the last tokens of a sequence only."""
+"""Kinds of layers that keep only the last tokens of a sequence."""
 
 _SERVED_SPECS = frozenset(
     {
@@ -52,13 +52,13 @@ _SERVED_SPECS = frozenset(
         SlidingWindowSpec,
     }
 )
-"""What has a slot for each token, in blocks that are given up from the front if at all. Kinds that
-are derived from these keep blocks in other ways: they are not served."""
+"""Kinds of layers with a slot per token, whose blocks are freed from the front, if at all. Their
+subclasses keep blocks in other ways, and are not served."""
 
 _MLA_SPECS = (MLAAttentionSpec, SlidingWindowMLASpec)
 
 _THEIR_OWN: Mapping[str, str] = MappingProxyType({})
-"""Other engines know every layer by its own name."""
+"""Every layer has the same name in other engines."""
 
 
 def describe_cache(
@@ -68,21 +68,21 @@ def describe_cache(
     identities: Mapping[str, str] = _THEIR_OWN,
     settings: str = "",
 ) -> RankCache:
-    """Describe where every layer's keys and values lie in this worker's memory, or its state.
+    """Describe where every layer's keys and values, or its state, lie in this worker's memory.
 
-    A layer that shares the cache of another one has none of its own, and is left out. Each
-    component of a layer's state is a layer by itself.
+    A layer that shares another layer's cache is left out. Each component of a layer's state
+    becomes a separate layer.
 
     Args:
         kv_caches: The tensor of each layer, as the model runner registers it.
         kv_cache_config: This worker's groups and layers.
         backends: The attention backend of each layer.
-        identities: By what name other engines know a layer, where it is not its own.
-        settings: What else may have a say in what backends write that are not known.
+        identities: A layer's name in other engines, for layers with another name there.
+        settings: Further settings that may affect the format of unknown backends.
 
     Raises:
-        LocalLayoutError: A layer is none that can be served, or its blocks are not those of the
-            scheduler, or not contiguous where they have to be.
+        LocalLayoutError: A layer cannot be served, its blocks do not match the scheduler's, or
+            they are not contiguous although they must be.
     """
     layers: dict[Layer, LayerCache] = {}
     seen: set[tuple[tuple[Plane, ...], int]] = set()
@@ -95,7 +95,7 @@ def describe_cache(
         if type(spec) is MambaSpec:
             blocks_per_id = _blocks_per_id(name, len(tensor), kv_cache_config)
             for part in describe_state(tensor, spec):
-                # A backend keeps state in other orders on other devices.
+                # A backend's order of the state differs between devices.
                 meaning = {
                     "state": f"{backend.get_name()} on {tensor.device.type}",
                     "numbers of the state": part.number_format,
@@ -125,12 +125,12 @@ def describe_cache(
 def unserved_layer(
     kv_cache_config: KVCacheConfig, num_shares: int = 1, *, over_pcp: bool = False
 ) -> str | None:
-    """What of a model cannot be served, whatever its backends are; None where all can.
+    """Return why a layer cannot be served with any backend; None if all layers can be.
 
     Args:
         kv_cache_config: The groups and layers of a worker, or of its engine's scheduler.
-        num_shares: Ranks that share tokens out, where layers have that done.
-        over_pcp: Some of these compute parts of a prompt, and not of heads.
+        num_shares: Number of ranks that divide a layer's tokens, for layers with divided tokens.
+        over_pcp: True if some of these ranks compute parts of a prompt instead of heads.
     """
     latent = latent_layers(kv_cache_config)
     for name, (spec, _) in _specs(kv_cache_config).items():
@@ -155,12 +155,12 @@ def shares_of_layers(
     share: TokenShare,
     identities: Mapping[str, str] = _THEIR_OWN,
 ) -> dict[Layer, TokenShare]:
-    """What this rank holds of the layers whose tokens are shared out.
+    """Return this rank's token share for each layer whose tokens are divided between ranks.
 
     Args:
         kv_cache_config: This worker's groups and layers.
-        share: The tokens that it is dealt of such layers.
-        identities: By what name other engines know a layer, where it is not its own.
+        share: The rank's share of the tokens of such layers.
+        identities: A layer's name in other engines, for layers with another name there.
     """
     return {
         identities.get(name, name): share
@@ -170,11 +170,11 @@ def shares_of_layers(
 
 
 def tokens_of_blocks(kv_cache_config: KVCacheConfig, num_shares: int) -> list[int]:
-    """How many tokens of a sequence a block id of each KV-cache group stands for.
+    """Return the number of tokens that one block id covers, for each KV-cache group.
 
     Args:
         kv_cache_config: The groups of an engine's scheduler.
-        num_shares: Ranks that share out the tokens of layers which have that done.
+        num_shares: Number of ranks that divide a layer's tokens, for layers with divided tokens.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [spec.block_size * (num_shares if shares_tokens(spec) else 1) for spec in specs]
@@ -186,13 +186,13 @@ def uncut_layers(
     backends: Mapping[str, type[AttentionBackend]],
     identities: Mapping[str, str] = _THEIR_OWN,
 ) -> frozenset[Layer]:
-    """The layers of which each rank has blocks of its own that are not looked into.
+    """Return the layers whose blocks are opaque and differ from rank to rank.
 
     Args:
         kv_caches: The tensor of each layer.
         kv_cache_config: This worker's groups and layers.
         backends: The attention backend of each layer.
-        identities: By what name other engines know a layer, where it is not its own.
+        identities: A layer's name in other engines, for layers with another name there.
     """
     return frozenset(
         identities.get(name, name)
@@ -205,7 +205,7 @@ def uncut_layers(
 
 
 def _blocks_per_id(name: str, num_blocks: int, kv_cache_config: KVCacheConfig) -> int:
-    """Blocks of a layer that one block id of the scheduler stands for."""
+    """Return the number of a layer's blocks that one block id of the scheduler covers."""
     blocks_per_id: int
     blocks_per_id, remaining = divmod(num_blocks, kv_cache_config.num_blocks)
     if remaining:
@@ -217,7 +217,7 @@ def _blocks_per_id(name: str, num_blocks: int, kv_cache_config: KVCacheConfig) -
 
 
 def memory_regions(kv_caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int, int]]:
-    """The memory to register: address, size in bytes and device id, each storage once."""
+    """Return the memory to register: address, bytes and device id of each distinct storage."""
     regions: dict[int, tuple[int, int, int]] = {}
     for tensor in kv_caches.values():
         storage = tensor.untyped_storage()
@@ -227,46 +227,46 @@ def memory_regions(kv_caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int
 
 
 def window_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
-    """The KV-cache groups that keep the last tokens of a sequence only."""
+    """Return the KV-cache groups that keep only the last tokens of a sequence."""
     return frozenset(
         group for spec, group in _specs(kv_cache_config).values() if isinstance(spec, _WINDOW_SPECS)
     )
 
 
 def state_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
-    """The KV-cache groups that keep one state of a sequence, and not its tokens."""
+    """Return the KV-cache groups that keep one state per sequence instead of its tokens."""
     return frozenset(
         group for spec, group in _specs(kv_cache_config).values() if isinstance(spec, MambaSpec)
     )
 
 
 def full_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
-    """The KV-cache groups that keep all tokens of a sequence."""
+    """Return the KV-cache groups that keep all tokens of a sequence."""
     groups = frozenset(group for _, group in _specs(kv_cache_config).values())
     return groups - window_groups(kv_cache_config) - state_groups(kv_cache_config)
 
 
 def token_layers(kv_cache_config: KVCacheConfig) -> list[str]:
-    """The layers that keep tokens, and not state."""
+    """Return the layers that keep tokens, not state."""
     specs = _specs(kv_cache_config)
     return [name for name, (spec, _) in specs.items() if not isinstance(spec, MambaSpec)]
 
 
 def keeps_no_middle(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether some layers lose what lies between a prompt and the last tokens of its answer."""
+    """Return whether a layer drops tokens between a prompt and the last tokens of its answer."""
     return any(loses_its_middle(spec) for spec, _ in _specs(kv_cache_config).values())
 
 
 def latent_layers(
     kv_cache_config: KVCacheConfig, identities: Mapping[str, str] = _THEIR_OWN
 ) -> frozenset[Layer]:
-    """The layers that every rank holds whole: MLA's, with one latent, and state that is replicated.
+    """Return the layers that every rank holds whole: MLA's latents, and replicated state.
 
-    That of an indexer beside MLA is such a one, too.
+    They include the layer of an indexer beside MLA.
 
     Args:
         kv_cache_config: This worker's groups and layers.
-        identities: By what name other engines know a layer, where it is not its own.
+        identities: A layer's name in other engines, for layers with another name there.
     """
     latent: set[Layer] = set()
     for name, (spec, _) in _specs(kv_cache_config).items():
@@ -279,9 +279,9 @@ def latent_layers(
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]:
-    """The specification and the group of every layer that has a cache of its own.
+    """Return the specification and the group of every layer that has its own cache.
 
-    One that shares another's may be named in a group all the same, with no specification there.
+    A layer that shares another's cache may still be named in a group, without a specification.
     """
     specs: dict[str, tuple[KVCacheSpec, int]] = {}
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -294,9 +294,9 @@ def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]
 
 
 def _is_served(spec: KVCacheSpec) -> bool:
-    """Whether a layer keeps state of known parts, or has slots for its tokens.
+    """Return whether a layer keeps state of a known structure, or has slots for its tokens.
 
-    Several tokens may share a slot where caches are views. All ranks hold a latent, as one head.
+    Several tokens may share a slot only where caches are views. A latent is one head on each rank.
     """
     if type(spec) is MambaSpec:
         return is_known_state(spec)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker holds of the model, layer by layer.
+"""Which part of the model's cache a worker holds, layer by layer.
 
-Every layer speaks for itself: its cache says how many units this rank has of it, and its
-specification whether these are KV heads, of which each rank has its own, or a latent, which all
-ranks have, and whether ranks with the same share out their tokens. No figure of the model is asked:
-models whose layers differ, drafts under a model of another kind and indexers beside attention need
-no rule of their own.
+Each layer is described by its own data. Its cache gives the number of units on this rank. Its
+specification tells whether these are KV heads, different on each rank, or a latent, the same on all
+ranks; and whether ranks with the same units divide their tokens. No number of the model as a whole
+is used, so models with different layers, drafts under a model of another kind and indexers beside
+attention need no special rule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...plan.shards import (
 )
 
 _NONE_SHARED: Mapping[Layer, TokenShare] = MappingProxyType({})
-"""Every rank holds all tokens of what it has."""
+"""Every rank holds all tokens of its units."""
 
 
 def shard_of_worker(
@@ -38,16 +38,16 @@ def shard_of_worker(
     uncut: Set[Layer] = frozenset(),
     shares: Mapping[Layer, TokenShare] = _NONE_SHARED,
 ) -> Shard:
-    """What one worker holds.
+    """Return the shard of one worker.
 
     Args:
-        rank: The worker.
-        tp_size: Workers that each layer is split over.
+        rank: The worker's rank.
+        tp_size: Number of workers that each layer is split over.
         cache: The worker's cache.
         latent: Layers that keep one latent, which is not split.
-        uncut: Layers whose blocks are each rank's own, and are not looked into. Their units are
-            ranks: nothing else can be said of them.
-        shares: The tokens that it holds of layers whose tokens are shared out.
+        uncut: Layers with opaque blocks that differ from rank to rank. Their units are ranks:
+            nothing else is known about them.
+        shares: The worker's token share for each layer whose tokens are divided between ranks.
 
     Raises:
         LocalLayoutError: The planes of a layer have different numbers of heads.
@@ -70,13 +70,13 @@ def shard_of_worker(
 
 
 def refuse_shared_names(shards: Iterable[Shard]) -> None:
-    """Refuse layers that several stages have: they cannot be the same, whatever their names say.
+    """Refuse a layer name that occurs on several stages: there, it means different layers.
 
     Args:
-        shards: Of all workers of this engine.
+        shards: Shards of all workers of this engine.
 
     Raises:
-        LocalLayoutError: There is such a layer.
+        LocalLayoutError: A name occurs on several stages.
     """
     stages: dict[Layer, int] = {}
     for shard in shards:

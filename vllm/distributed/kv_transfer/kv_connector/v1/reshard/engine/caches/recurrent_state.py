@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent state: what of a layer's page is what, and which of it tensor parallelism splits.
+"""Recurrent state: the components of a layer's page, and how tensor parallelism splits them.
 
 A page holds a sequence's state, one component after another:
 
@@ -10,15 +10,15 @@ A page holds a sequence's state, one component after another:
     short convolution  x
     linear attention                                     heads
 
-Each component is split by itself, so that each is a layer of its own to the plan, named
-for the layer and the component: `model.layers.0.mixer/B`. Its units are what adjoins on a rank and
-is never split: a head with all of its channels, a group, or a channel where nothing joins them.
-Groups are repeated where there are fewer of them than ranks, as KV heads are.
+Each component is split separately, so the plan treats each as a layer, named after the layer and
+the component: `model.layers.0.mixer/B`. A unit is contiguous on a rank and never split: a head with
+all its channels, a group, or a single channel where channels are independent. As with KV heads,
+groups are replicated if there are fewer groups than ranks.
 
-State that every rank has whole (`MambaSpec.tp_replicated`) is one unit, of each component.
+State that every rank holds whole (`MambaSpec.tp_replicated`) is one unit per component.
 
-Only the shapes are needed for that. Channels that feed heads are as many as heads times their size;
-what is left of them belongs to the two other components, half to each, with as many channels to a
+The shapes suffice to find the components. The channels that feed the heads number heads times head
+size; the other two components have half of the remaining channels each, and as many channels per
 unit as the state has columns.
 """
 
@@ -44,12 +44,12 @@ _RECURRENT = "state"
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a kind of layer keeps.
+    """The components of a kind of layer.
 
     Attributes:
-        convolved: The components of its convolution, in the order of their channels.
-        main: Which of them feeds the heads.
-        has_recurrent: Whether it has recurrent state as well.
+        convolved: Components of its convolution, in the order of their channels.
+        main: The convolved component that feeds the heads.
+        has_recurrent: True if it also has recurrent state.
     """
 
     convolved: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class _Family:
 
     @property
     def num_states(self) -> int:
-        """Tensors of a layer."""
+        """Number of tensors of a layer."""
         return bool(self.convolved) + self.has_recurrent
 
 
@@ -71,7 +71,7 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
         "LINEAR": _Family(),
     }
 )
-"""By what vLLM calls the kind."""
+"""Families by the name of vLLM's `mamba_type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class StateComponent:
     """One component of a layer's state.
 
     Attributes:
-        name: What it is called, beside the layer.
-        plane: Where it lies.
-        number_format: Of its elements.
+        name: Its name, without the layer's.
+        plane: Its place in memory.
+        number_format: Type of its elements, such as `float32`.
     """
 
     name: str
@@ -90,10 +90,10 @@ class StateComponent:
 
 
 def is_known_state(spec: MambaSpec) -> bool:
-    """Whether it is known what a page holds.
+    """Return whether the components of a page are known.
 
     Args:
-        spec: What vLLM says of it.
+        spec: vLLM's specification of the layer.
     """
     family = _FAMILIES.get(spec.mamba_type.name)
     if family is None or len(spec.shapes) != family.num_states:
@@ -102,21 +102,21 @@ def is_known_state(spec: MambaSpec) -> bool:
 
 
 def component_names(spec: MambaSpec) -> list[str]:
-    """What the components of a known state are called, in the order of a page.
+    """Return the names of a known state's components, in the order of a page.
 
     Args:
-        spec: What vLLM says of it.
+        spec: vLLM's specification of the layer.
     """
     family = _FAMILIES[spec.mamba_type.name]
     return [*family.convolved, *([_RECURRENT] if family.has_recurrent else [])]
 
 
 def describe_state(tensor: torch.Tensor, spec: MambaSpec) -> list[StateComponent]:
-    """The components of a layer's state, in the order of a page.
+    """Return the components of a layer's state, in the order of a page.
 
     Args:
-        tensor: Its pages, of bytes or of whatever type; blocks vary slowest.
-        spec: What vLLM says of it, of which it is known what a page holds.
+        tensor: The layer's pages, of any type; its first dimension is the block.
+        spec: vLLM's specification of the layer; `is_known_state` holds for it.
     """
     family = _FAMILIES[spec.mamba_type.name]
     block_bytes = tensor.stride(0) * tensor.element_size()
@@ -143,7 +143,7 @@ def describe_state(tensor: torch.Tensor, spec: MambaSpec) -> list[StateComponent
 
 
 def _recurrent(address: int, block_bytes: int, shape: tuple[int, ...], item_bytes: int) -> Plane:
-    """The state of all heads, one after another."""
+    """Return the plane of the recurrent state: all heads, one after another."""
     num_heads, *of_a_head = shape
     head_bytes = prod(of_a_head) * item_bytes
     return Plane(
@@ -161,7 +161,7 @@ def _recurrent(address: int, block_bytes: int, shape: tuple[int, ...], item_byte
 def _convolved(
     address: int, block_bytes: int, spec: MambaSpec, family: _Family
 ) -> Iterator[tuple[str, Plane]]:
-    """What the convolution keeps of each component."""
+    """Yield the name and the plane of each component of the convolution."""
     dim_first = is_conv_state_dim_first()
     num_channels, num_rows = spec.shapes[0] if dim_first else reversed(spec.shapes[0])
     item_bytes = spec.dtypes[0].itemsize
@@ -186,9 +186,9 @@ def _convolved(
 
 
 def _parts(spec: MambaSpec, family: _Family) -> list[tuple[str, int, int]]:
-    """The components of a convolution: name, channels on this rank, and channels of a unit.
+    """Return name, channels on this rank and channels per unit of a convolution's components.
 
-    None where its channels are not what the state's shape asks for.
+    The list is empty if the channels do not match the state's shape.
     """
     num_channels = spec.shapes[0][0 if is_conv_state_dim_first() else -1]
     if len(family.convolved) == 1:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What takes long of a connection with another engine: ask it, plan, lower; and make lanes.
+"""The slow steps of connecting to an engine: asking it, planning, lowering, and making lanes.
 
-None of this takes the engine's thread or the connector's. The handshake client's thread asks; the
-dialer's plans and lowers, out of values that never change, and makes lanes, each of which registers
-the whole cache. What they have made belongs to the connector's thread.
+None of them runs on the engine's thread or the connector's. The handshake client's thread asks; the
+dialer's thread plans and lowers, from immutable values, and makes lanes, each of which registers
+the whole cache. The results belong to the connector's thread.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _Made = TypeVar("_Made")
 
 Answer = tuple[WorkerDescription, ...]
 Ask = Callable[[RemoteEngineAddress], Future[Answer]]
-"""Asks an engine for its workers; waits for nothing."""
+"""Asks an engine for its workers; does not block."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalEndpoint:
-    """What a worker brings to every connection.
+    """The local side of every connection of a worker.
 
     Attributes:
         cache: The worker and its cache.
-        shards: What every worker of its engine holds.
-        regions: The cache's memory, as an agent registers it.
-        area: Where staged reads stop over; None where all go direct.
-        replica_offset: Spreads replicas of an engine over holders of the same heads.
-        missing_drafts: What becomes of a draft's layers that the other engine has not.
-        verifies_plans: Whether each plan is checked by other means.
+        shards: The shard of every worker of its engine.
+        regions: Address, bytes and device id of each memory region of the cache.
+        area: Staging area for staged reads; None if all reads are direct.
+        replica_offset: Offset that spreads replicas of an engine over holders of the same heads.
+        missing_drafts: What to do if the other engine lacks a draft's layers.
+        verifies_plans: Whether each plan is checked by an independent method.
     """
 
     cache: LocalCache
@@ -68,14 +68,15 @@ class Dialer:
     """Asks engines, plans and lowers for one worker, and makes its lanes.
 
     Args:
-        make_agent: Makes an agent to read with, by its name, with nothing registered.
-        clock: Seconds that only grow.
-        prepare: Called by its thread before everything else, until it has succeeded.
-        thread: What stands for its thread; None to have one.
+        make_agent: Makes an agent to read with, from its name, with nothing registered.
+        clock: Monotonic clock, in seconds.
+        prepare: Called on the dialer's thread before each task until it succeeds once; None for
+            nothing.
+        thread: Executor to use as the dialer's thread; None to start one.
 
     Attributes:
-        call: What its thread does, which may take as long as a whole handshake. Nothing can end it,
-            should NIXL block; the requests that wait for it run out of time.
+        call: Watch on its thread's current task, which may take as long as a whole handshake. If
+            NIXL blocks, nothing can end it; the requests that wait for it reach their deadlines.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Dialer:
         self.call = StallWatch("dialer's thread", DEFAULT_TIMEOUT_S)
         self._make_agent = make_agent
         self._clock = clock
-        # Its thread's. No initializer of the pool's, which does nothing more after one failure.
+        # Belongs to the thread. Not the pool's initializer: one failure would break the pool.
         self._prepare = prepare
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="reshard-dialer")
         self._local: LocalEndpoint | None = None
@@ -96,7 +97,7 @@ class Dialer:
         self._ask: Ask | None = None
 
     def begin(self, local: LocalEndpoint, ask: Ask) -> None:
-        """What to connect and how to ask, known once the caches are registered."""
+        """Set the local endpoint and how to ask, once the caches are registered."""
         self._local, self._ask = local, ask
         self._planner = Planner(
             local.shards,
@@ -106,9 +107,9 @@ class Dialer:
         )
 
     def ask(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
-        """Ask an engine, and lower what is read from it; waits for nothing.
+        """Ask an engine, and plan and lower the reads from it; does not block.
 
-        The future raises what a `HandshakeClient` does, and `ReshardError` where the engine's
+        The future raises the errors of a `HandshakeClient`, and `ReshardError` if the engine's
         layout does not fit ours.
         """
         assert self._ask is not None
@@ -117,11 +118,11 @@ class Dialer:
         return lowered
 
     def make_lane(self) -> Future[Lane]:
-        """Make a lane; waits for nothing."""
+        """Make a lane; does not block."""
         return self._thread.submit(self._timed, self._make_lane)
 
     def close(self) -> None:
-        """Connect nothing more."""
+        """Start no more tasks."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _answered(
@@ -130,13 +131,13 @@ class Dialer:
         lowered: Future[LoweredEngine],
         asked: Future[Answer],
     ) -> None:
-        """Go on with what an engine has answered. Called by the thread that asks."""
+        """Queue the answer for lowering. Called on the thread that asks."""
         if not lowered.set_running_or_notify_cancel():
             return
         try:
             self._thread.submit(self._finish, address, asked.result(), lowered)
         except BaseException as error:
-            # There is no answer, or this is closed.
+            # Asking has failed, or the dialer is closed.
             lowered.set_exception(error)
 
     def _finish(
@@ -151,7 +152,7 @@ class Dialer:
             lowered.set_exception(error)
 
     def _timed(self, make: Callable[..., _Made], *arguments: object) -> _Made:
-        """Make something; the connector's thread tells where it takes too long."""
+        """Run a task; the connector's thread reports it if it takes too long."""
         self.call.begin(self._clock())
         try:
             if self._prepare is not None:
@@ -176,7 +177,7 @@ class Dialer:
         return lower_engine(by_rank, planned.plan, local.cache, local.area)
 
     def _make_lane(self) -> Lane:
-        """A lane with which all memory is registered that is read into."""
+        """Make a lane, and register all memory that reads write into."""
         local = self._local
         assert local is not None
         agent = self._make_agent(f"lane/{uuid.uuid4()}")

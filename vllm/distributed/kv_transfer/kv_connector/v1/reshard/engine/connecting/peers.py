@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines that a worker knows: when to shake hands, when to try again, when to forget.
+"""The table of a worker's peers: when to shake hands, when to retry, when to forget one.
 
     wanted -> asked (another thread) -> connected, worker by worker -> retired -> closed
 
-A poll costs nothing for peers with which nothing is to be done: the table keeps those apart with
-which something is, and knows when it has to look at the others.
+Peers without pending work cost a poll nothing: the table keeps peers with pending work apart, and
+records when it must next look at the rest.
 
-The table belongs to the connector's thread, as do the lanes that it connects peers over. What other
-threads find out comes back through futures.
+The table belongs to the connector's thread, as do the lanes over which it connects peers. Results
+from other threads arrive through futures.
 """
 
 from __future__ import annotations
@@ -28,65 +28,65 @@ from ...transport.lane import Lane, Lanes
 from ...transport.remote import LoweredEngine
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
-"""How long after a first failure the next handshake may begin, and after many."""
+"""Delay before the next handshake after the first failure, and the most after many."""
 
 STEADY_S = 60.0
-"""A peer whose reads have not failed for this long is no suspect any more."""
+"""A peer whose reads have not failed for this long is no longer a suspect."""
 
 MAX_CONNECTIONS = 32
-"""Beyond as many, lanes are renewed that nothing was wanted of for `IDLE_LANE_S`: each connection
-holds 2 file descriptors, and 10 with four UCX threads (nixl 1.5.1 over TCP), which come back with
-the agent alone. Its peers are connected anew when they are wanted, which takes NIXL 1 to 4 ms."""
+"""Above this number, lanes unused for `IDLE_LANE_S` are renewed: each connection holds 2 file
+descriptors, and 10 with four UCX threads (nixl 1.5.1 over TCP), which are freed only with the
+agent. A renewed lane's peers reconnect when next requested, which takes NIXL 1 to 4 ms."""
 
 IDLE_LANE_S = 10.0
-"""Longer than engines that are in use are not wanted, so that none reconnects again and again."""
+"""Longer than the pauses between requests to an engine in use, so that none keeps reconnecting."""
 
 MAX_PEERS = 512
-"""Engines that are known, but for those with which something is under way. Beyond as many, the one
-that was not wanted for longest is forgotten."""
+"""Maximum peers in the table, not counting peers with work under way. Above it, the peer that was
+requested least recently is forgotten."""
 
 MAX_UNPROVEN = 32
-"""As many of them have never given a good read: clients may name any number of ports."""
+"""Maximum peers without a successful read yet: clients may name any number of ports."""
 
 MAX_DEAD_CONNECTIONS = 64
-"""Connections that are closed, and that open lanes still hold descriptors for. Beyond as many, the
-lane with most of them is renewed, though it may be in use."""
+"""Maximum closed connections whose file descriptors open lanes still hold. Above it, the lane with
+most of them is renewed, even if it is in use."""
 
 _LOOK_AGAIN_S = 1.0
-"""A peer that was not wanted for long, and that is read from all the same, is looked at again after
-this."""
+"""Delay before checking again whether a peer that is due to be forgotten has become idle."""
 
 Ask = Callable[[RemoteEngineAddress], Future[LoweredEngine]]
-"""Asks an engine for its layout, and plans what to read from it; blocks on nothing."""
+"""Asks an engine for its layout and plans what to read from it; does not block."""
 
 Connect = Callable[[Lane, LoweredEngine], PeerConnection]
-"""Makes a connection over a lane, none of whose workers are connected yet."""
+"""Makes a connection over a lane; its workers are not connected yet."""
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """Another engine, from the first time that it is wanted.
+    """Another engine, from the first request for it.
 
     Attributes:
-        address: Where it listens.
-        last_wanted_s: When it was last asked for.
-        wanted: It was asked for since the last handshake began.
-        broken: A read or a handshake has failed, or another engine has its address: it is asked
-            anew when it is wanted next.
-        is_opening: It is being asked or connected.
-        handshake: The question that is under way.
-        lowered: What it has answered, as long as it is not broken.
-        connecting: The connection whose workers are being connected.
-        connection: What to read with, while it is connected.
-        retired: The connection before, as long as none has taken its place.
+        address: Its address and engine id.
+        last_wanted_s: When it was last requested with `get_or_connect`.
+        wanted: True if it was requested since the last handshake began.
+        broken: True if a read or a handshake has failed, or another engine is now at its address;
+            it is then asked again on the next request.
+        is_opening: True while it is being asked or connected.
+        handshake: The pending answer; None while it is not being asked.
+        lowered: Its lowered answer; None before it has answered, and once it is broken.
+        connecting: The connection whose workers are being connected; None without one.
+        connection: The connection to read with; None while it is not connected.
+        retired: The previous connection, until a new one replaces it; None without one.
         began_s: When the last handshake began.
         waiting: Requests to begin once it is connected.
-        failures: Handshakes that failed one after another.
-        breaks: Connections that broke one after another, none of which stayed whole for long.
+        failures: Number of consecutive failed handshakes.
+        breaks: Number of consecutive connections that broke before `STEADY_S` had passed.
         retry_at_s: When the next handshake may begin.
-        suspect_until_s: Until then it is suspected of breaking again, and not forgotten.
-        is_proven: A request was read from it, and what was read was what it had to be.
-        pace: How fast it computes prompts that are waited for.
+        suspect_until_s: Until when it counts as likely to break again; it is kept that long even
+            if it is idle.
+        is_proven: True if a request was read from it and passed all checks.
+        pace: How fast it computes the prompts that requests here wait for.
     """
 
     address: RemoteEngineAddress
@@ -110,44 +110,45 @@ class Peer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way with it."""
+        """True if no handshake, waiting request or read is under way."""
         if self.waiting or self.is_opening:
             return False
         return self.connection is None or self.connection.is_drained
 
     @property
     def has_news(self) -> bool:
-        """Whether it is to be connected, is being, or has requests waiting."""
+        """True if it is to be connected, is being connected, or has requests waiting."""
         return bool(self.is_opening or self.waiting or (self.connection is None and self.wanted))
 
     def is_suspect(self, now_s: float) -> bool:
-        """Whether it broke a short while ago."""
+        """Return whether it broke recently."""
         return now_s < self.suspect_until_s
 
     def over_at_s(self, idle_limit_s: float) -> float:
-        """When it may be forgotten, if it is idle: unused for long, or broken and not wanted."""
+        """Return when it may be forgotten if idle: unused for long, or broken and not requested."""
         if self.broken and not self.wanted:
             return max(self.retry_at_s, self.suspect_until_s)
         return self.last_wanted_s + idle_limit_s
 
 
 class PeerTable:
-    """All engines that a worker knows, by their address and id.
+    """All peers of a worker, by address and engine id.
 
-    What a request says of an engine may be wrong: another address for the same id, or another id at
-    the same address, is a peer of its own until it has answered.
+    A request's address of an engine may be wrong: another address for the same id, or another id at
+    the same address, is a separate peer until it has answered.
 
     Args:
-        ask: Asks an engine.
-        connect: Connects it over a lane.
-        lanes: What peers are connected over.
-        idle_limit_s: An engine that was not wanted for this long is forgotten; none ever is if this
-            is not above 0.
-        awaited: The engines that hold what requests wait for: they are not forgotten.
+        ask: Asks an engine for its layout.
+        connect: Makes a connection over a lane.
+        lanes: Lanes over which peers are connected.
+        idle_limit_s: Seconds without a request after which a peer is forgotten; 0 or less for
+            never.
+        awaited: Returns the engines that hold blocks for waiting requests. `MAX_PEERS` and
+            `MAX_UNPROVEN` do not have these forgotten.
 
     Attributes:
-        broken: The connections that broke, over which nothing more is to be posted. Whoever sees to
-            that takes them out.
+        broken: Connections that broke, over which nothing more is to be posted; the transfer engine
+            takes them out.
     """
 
     def __init__(
@@ -164,11 +165,11 @@ class PeerTable:
         self._connect = connect
         self._idle_limit_s = idle_limit_s if idle_limit_s > 0 else math.inf
         self._peers: dict[RemoteEngineAddress, Peer] = {}
-        # Those that have news, in the order in which they first had some.
+        # Peers with `has_news`, in the order in which they were added.
         self._active: dict[RemoteEngineAddress, Peer] = {}
-        # No peer is over before.
+        # No peer may be forgotten before this.
         self._sweep_at_s = math.inf
-        # Those of open lanes that drain.
+        # Draining connections of open lanes.
         self._retired: list[PeerConnection] = []
         self.broken: deque[PeerConnection] = deque()
         self._handshakes: list[tuple[RemoteEngineAddress, LoweredEngine, float]] = []
@@ -182,7 +183,7 @@ class PeerTable:
 
     @property
     def retired(self) -> tuple[PeerConnection, ...]:
-        """Connections that drain, those of retired lanes among them."""
+        """Draining connections, including those of retired lanes."""
         return (
             *self._retired,
             *(each for lane in self.lanes.draining for each in lane.connections),
@@ -190,12 +191,12 @@ class PeerTable:
 
     @property
     def is_connecting(self) -> bool:
-        """Whether a poll soon would connect another worker."""
+        """True if another poll would connect a further worker."""
         return any(peer.connecting is not None for peer in self._active.values())
 
     @property
     def next_due_s(self) -> float:
-        """When the table is to be looked at next, though nothing happens until then."""
+        """When the table must be polled next, even if nothing happens until then."""
         retries = (
             peer.retry_at_s
             for peer in self._active.values()
@@ -210,7 +211,7 @@ class PeerTable:
         return min(*retries, *drained, lane_s, self._sweep_at_s, self.lanes.next_due_s, math.inf)
 
     def get_or_connect(self, address: RemoteEngineAddress, now_s: float) -> Peer:
-        """The engine at an address; from now on it is in use."""
+        """Return the peer at an address, adding it if needed, and request a connection to it."""
         peer = self._peers.get(address)
         if peer is None:
             self._make_room(now_s)
@@ -222,7 +223,7 @@ class PeerTable:
         return peer
 
     def connected_at(self, address: RemoteEngineAddress) -> RemoteEngineAddress | None:
-        """The engine that is connected at a host and port, whatever its id; None without one."""
+        """Return the peer connected at this host and port, under any id; None without one."""
         for known in (address, *self._peers):
             peer = self._peers.get(known)
             at_its_place = (known.host, known.port) == (address.host, address.port)
@@ -231,11 +232,11 @@ class PeerTable:
         return None
 
     def advance(self, now_s: float) -> list[tuple[Peer, Exception | None]]:
-        """Begin and end handshakes, connect a worker of each peer, and forget peers that are gone.
+        """Advance handshakes, connect one worker of each opening peer, and forget unused peers.
 
         Returns:
-            Peers for which requests wait that can begin now, each with None, and peers whose
-            handshake has failed, each with the reason.
+            Connected peers with waiting requests, each with None, and peers with a failed
+            handshake, each with the reason.
         """
         if now_s >= self._sweep_at_s:
             self._sweep(now_s)
@@ -243,7 +244,7 @@ class PeerTable:
             try:
                 self._advance(peer, now_s)
             except Exception as error:
-                # Whatever it is, it is this peer's handshake that has failed, and nothing else.
+                # Any error fails this peer's handshake, and nothing else.
                 self._news.append((peer, error))
                 self._fail_handshake(peer, now_s)
                 continue
@@ -255,11 +256,11 @@ class PeerTable:
         return news
 
     def break_off(self, connection: PeerConnection, now_s: float) -> None:
-        """A read has failed or hangs: its lane is retired, and new reads begin beside it.
+        """Retire the lane of a connection whose read has failed or hangs; new reads use another.
 
-        The peer may be asked again at once the first time, as it may have lost a connection or have
-        restarted. One that answers handshakes and cannot be read from, again and again, is asked
-        ever more rarely. The lane's other peers are connected anew when they are wanted next.
+        After a first break, the peer may be asked again at once: it may have lost a connection or
+        restarted. A peer that keeps answering handshakes but cannot be read from is asked at
+        growing intervals. The lane's other peers reconnect when next requested.
         """
         if not connection.is_connected:
             return
@@ -267,7 +268,7 @@ class PeerTable:
             each for each in self._peers.values() if connection in (each.connection, each.retired)
         )
         peer = next(its, None)
-        # Each request of a broken one comes by here.
+        # This runs for each request of a broken connection; note the break once.
         if peer is not None and not peer.broken:
             self._note_break(peer, now_s)
         if connection not in self.broken:
@@ -275,18 +276,18 @@ class PeerTable:
         self._retire_lane(connection.lane, now_s)
 
     def take_handshakes(self) -> list[tuple[RemoteEngineAddress, LoweredEngine, float]]:
-        """What was connected since the last call, and how many seconds each took."""
+        """Return the peers connected since the last call, and each handshake's seconds."""
         handshakes, self._handshakes = self._handshakes, []
         return handshakes
 
     def take_drained(self) -> list[PeerConnection]:
-        """Retired connections of open lanes that can be closed by themselves."""
+        """Return the drained connections of open lanes, which can be closed without their lane."""
         drained = [each for each in self._retired if each.is_drained]
         self._retired = [each for each in self._retired if each not in drained]
         return drained
 
     def close(self, now_s: float) -> list[Lane]:
-        """Forget all engines; returns all lanes, which are to be closed."""
+        """Forget all peers; return all lanes, for the caller to close."""
         for peer in self._peers.values():
             if peer.handshake is not None:
                 peer.handshake.cancel()
@@ -299,7 +300,7 @@ class PeerTable:
         """Take the next step towards a connection with a peer.
 
         Raises:
-            Exception: Its handshake has failed.
+            Exception: The peer's handshake has failed.
         """
         if not peer.is_opening and (
             peer.connection is None and peer.wanted and now_s >= peer.retry_at_s
@@ -337,7 +338,7 @@ class PeerTable:
                 peer.address.port,
             )
             if at_its_place and other is not peer:
-                # It has restarted under a new id.
+                # The engine has restarted under a new id.
                 other.broken, other.lowered = True, None
                 self._stop_connecting(other, now_s)
                 if other.connection is not None:
@@ -348,7 +349,7 @@ class PeerTable:
     def _fail_handshake(self, peer: Peer, now_s: float) -> None:
         peer.failures += 1
         peer.is_opening = False
-        # What asked meanwhile, as heartbeats do, asked for requests that fail with it.
+        # Requests and heartbeats that requested the peer meanwhile fail with this handshake.
         peer.wanted = False
         peer.retry_at_s = now_s + _back_off_s(peer.failures)
         peer.broken, peer.lowered = True, None
@@ -356,14 +357,14 @@ class PeerTable:
         self._sweep_by(peer.retry_at_s)
 
     def _stop_connecting(self, peer: Peer, now_s: float) -> None:
-        """Give back what of a peer is connected already: it is not what it was."""
+        """Retire a connection that is still being made: its peer has changed or failed."""
         if (connecting := peer.connecting) is not None:
             connecting.lifetime.retire(now_s)
             self._retired.append(connecting)
             peer.connecting = None
 
     def _note_break(self, peer: Peer, now_s: float) -> None:
-        """A peer cannot be read from: ask it anew, and keep it from the others for a while."""
+        """Have a peer asked again, and mark it as a suspect, after a failed read."""
         self._retire(peer, now_s)
         self._stop_connecting(peer, now_s)
         peer.broken, peer.lowered = True, None
@@ -375,7 +376,7 @@ class PeerTable:
         self._sweep_by(peer.suspect_until_s)
 
     def _retire_lane(self, lane: Lane, now_s: float) -> None:
-        """Begin nothing more over a lane; a second time changes nothing."""
+        """Retire a lane and all its connections; does nothing if the lane is already retired."""
         if not lane.is_open:
             return
         for peer in self._peers.values():
@@ -385,24 +386,24 @@ class PeerTable:
                 peer.connecting = None
         for each in lane.connections:
             each.lifetime.retire(now_s)
-        # Last: what was left out before would never be retired.
+        # Last: after this, a second call returns early, and would not retire the rest.
         self.lanes.retire(lane, now_s)
         self._retired = [each for each in self._retired if each.lane.is_open]
 
     def _retire(self, peer: Peer, now_s: float) -> None:
-        """Let what is in flight from a peer drain."""
+        """Retire a peer's connection, so that its reads in flight drain."""
         if peer.connection is not None:
             peer.connection.lifetime.retire(now_s)
             if peer.connection.lane.is_open:
                 self._retired.append(peer.connection)
             peer.connection, peer.retired = None, peer.connection
             if peer.waiting:
-                # They are read with the next one.
+                # These requests are read over the next connection.
                 peer.wanted = True
                 self._active[peer.address] = peer
 
     def _sweep(self, now_s: float) -> None:
-        """Forget peers that are over, and note when the next one may be."""
+        """Forget idle peers that are due, and set the time of the next sweep."""
         next_s = math.inf
         for peer in list(self._peers.values()):
             over_at_s = peer.over_at_s(self._idle_limit_s)
@@ -417,7 +418,7 @@ class PeerTable:
             self._renew_lanes(now_s)
 
     def _make_room(self, now_s: float) -> None:
-        """Forget an engine for one more, where too many are known."""
+        """Forget a peer if the table is full."""
         unproven = [peer for peer in self._peers.values() if not peer.is_proven]
         if len(self._peers) >= MAX_PEERS:
             crowd = list(self._peers.values())
@@ -433,23 +434,23 @@ class PeerTable:
         )
 
         def order(peer: Peer) -> tuple[bool, float]:
-            # One that has just failed is remembered for as long as it is to be left alone.
+            # Keep a peer that has just failed until its retry delay is over.
             return now_s < max(peer.retry_at_s, peer.suspect_until_s), peer.last_wanted_s
 
         if (first := min(idle, key=order, default=None)) is not None:
             self._forget(first, now_s)
 
     def _forget(self, peer: Peer, now_s: float) -> None:
-        """Know nothing more of an engine with which nothing is under way."""
+        """Remove an idle peer from the table."""
         self._retire(peer, now_s)
         del self._peers[peer.address]
         self._active.pop(peer.address, None)
 
     def _shed_dead(self, now_s: float) -> None:
-        """Renew a lane, where lanes hold descriptors for too many engines that are not read from.
+        """Renew a lane if open lanes hold file descriptors for too many closed connections.
 
-        Only what is closed counts: to renew a lane for what is open would give nothing back, as its
-        peers would be connected anew.
+        Open connections do not count: renewing a lane for them would free nothing, as its peers
+        would reconnect.
         """
         dead = {lane: lane.num_made - len(lane.connections) for lane in self.lanes.ready}
         if sum(dead.values()) > MAX_DEAD_CONNECTIONS:
@@ -460,7 +461,7 @@ class PeerTable:
         return sum(lane.num_made for lane in self.lanes.ready) > MAX_CONNECTIONS
 
     def _renew_lanes(self, now_s: float) -> None:
-        """Give descriptors back: replace lanes that are not in use, that of the longest first."""
+        """Free file descriptors: renew idle lanes, the one unused for longest first."""
         wanted_s: dict[Lane, float] = {}
         for peer in self._peers.values():
             for each in (peer.connection, peer.connecting):
@@ -471,17 +472,17 @@ class PeerTable:
             if is_idle and lane.num_made and self._has_too_many_connections:
                 self._retire_lane(lane, now_s)
         with suppress(TransferError):
-            # One that could not be made before is tried again later.
+            # A lane that cannot be made is tried again later.
             self.lanes.prepare(now_s)
         if self._has_too_many_connections:
             self._sweep_by(now_s + IDLE_LANE_S)
 
     def _sweep_by(self, at_s: float) -> None:
-        """A peer may be over from then on."""
+        """Have the table swept by this time."""
         self._sweep_at_s = min(self._sweep_at_s, at_s)
 
 
 def _back_off_s(failures: int) -> float:
-    """How long to wait after so many failures, of which there is at least one."""
-    # No engine is so patient that more doublings than these would matter.
+    """Return the delay after this many failures, at least 1."""
+    # The limit on doublings avoids an overflow; `LAST_RETRY_S` is reached long before.
     return min(FIRST_RETRY_S * 2.0 ** min(failures - 1, 16), LAST_RETRY_S)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose board is read for requests that it has not offered yet.
+"""An engine whose board is polled for requests that it has not offered yet.
 
-One small read at a time, and a rest after it: of the buckets of requests that wait, or of the
-records that were found there. Each such read is a *look*.
+One small read runs at a time, with a pause after it. It reads the buckets of waiting requests, or
+the records that were found there. Each such read is a *look*.
 
 All of this belongs to the connector's thread.
 """
@@ -28,29 +28,30 @@ from .abandoned_reads import BOARD_READ_LIMIT_S, AbandonedReads
 from .watched_requests import WantedRecord, WatchedRequest
 
 _NO_ROOM_S = 0.01
-"""When to try again where other looks have taken all rows."""
+"""Delay before retrying a look if no row is free."""
 
 LOOK_REQUESTS = 256
-"""So many requests are looked at together: what is found takes 0.7 ms to go through, and a thousand
-would keep the thread from reads."""
+"""Maximum requests per look: processing the result takes 0.7 ms, and a thousand requests would
+delay the thread's reads."""
 
 
 class WatchedEngine:
-    """An engine that is watched.
+    """A watched engine.
 
     Args:
-        address: The engine.
-        peers: How it is connected.
-        abandoned: What has become of looks that are not wanted any more.
+        address: The engine's address.
+        peers: Table of peers, which connects the engine.
+        abandoned: Receives looks that are given up while under way.
 
     Attributes:
-        requests: The requests there that are not offered yet, by this engine's ids.
-        pace: How fast it was with the last ones, once it was looked at.
+        requests: Requests that the engine has not offered yet, by their ids in this engine.
+        pace: The peer's pace with earlier prompts, once a look was made.
         look_at_s: When to look next.
-        overdue_s: When some request may be overdue.
-        connection: What the look is made with that is under way.
-        asked: The requests whose buckets it is for.
-        wanted: The records that it is for instead, if any.
+        overdue_s: Earliest time at which a request may be overdue.
+        connection: Connection of the current or last look; None before a first one, and once it
+            is dropped.
+        asked: Requests whose buckets the look reads.
+        wanted: Records that the look reads instead, by request id; empty if it reads buckets.
     """
 
     def __init__(
@@ -71,25 +72,25 @@ class WatchedEngine:
 
     @property
     def is_looking(self) -> bool:
-        """Whether a look is under way."""
+        """True while a look is under way."""
         return self._look is not None
 
     @property
     def num_free(self) -> int:
-        """How many rows can be read now; a look has just been taken."""
+        """Number of rows that can be read now. Valid only just after `take` returned rows."""
         return self._reader().num_free
 
     def add(self, request_id: RequestId, request: WatchedRequest) -> None:
-        """Look at a request, too, at once."""
+        """Watch a further request, and look at once."""
         self.requests[request_id] = request
         self.look_at_s = 0.0
         self.overdue_s = min(self.overdue_s, request.watch.due_s)
 
     def look(self, now_s: float) -> str | None:
-        """Look at the buckets of requests, of those first that were not looked at last.
+        """Start a look at the buckets of requests, beginning with those not in the last look.
 
         Returns:
-            Why there is nothing to look at, and never will be; None where there is.
+            Why the engine can never be watched; None if it can.
         """
         peer = self._peers.get_or_connect(self.address, now_s)
         self.connection, self.pace = peer.connection, peer.pace
@@ -110,7 +111,7 @@ class WatchedEngine:
         return None
 
     def take(self, now_s: float) -> npt.NDArray[np.uint64] | None:
-        """The rows that a look has found; None as long as it has not, or where it never will."""
+        """Return the rows that a look has read; None while it is under way, or if it failed."""
         assert self.connection is not None and self._look is not None
         if not self.connection.is_connected:
             self._reconnect(now_s)
@@ -127,30 +128,30 @@ class WatchedEngine:
         return rows
 
     def read_records(self, wanted: Mapping[RequestId, WantedRecord], now_s: float) -> None:
-        """Read the records of some requests, for which there is room."""
+        """Start a look at the records of some requests; the caller ensures that they fit."""
         self.wanted.update(wanted)
         self._post([row for each in wanted.values() for row in each.place.rows], now_s)
 
     def rest(self, now_s: float) -> None:
-        """Nothing is left to be seen for now: look again after a while."""
+        """Schedule the next look after the shortest pause of the requests in the last one."""
         left = [self.requests[each] for each in self.asked if each in self.requests]
         self.look_at_s = now_s + min((each.watch.rest_s for each in left), default=0.0)
 
     def stood_still(self, for_s: float) -> None:
-        """It could not be looked at for so many seconds."""
+        """Extend deadlines by seconds during which no look was possible."""
         self._looked_s += for_s
         for request in self.requests.values():
             request.watch.stood_still(for_s)
 
     def let_go(self) -> None:
-        """Want nothing of a look any more, and look over its connection no more."""
+        """Abandon the look under way, if any, and drop its connection."""
         if self._look is not None and self.connection is not None:
             self._abandoned.add(self.connection, self._look, self._looked_s)
         self._look = self.connection = None
         self.wanted = {}
 
     def _reader(self) -> BoardReader:
-        """What its board is read with, where it is known to be connected, and to have one."""
+        """Return the board reader; the engine must be connected and have a board."""
         assert self.connection is not None
         reader = self.connection.board()
         assert reader is not None
@@ -158,7 +159,7 @@ class WatchedEngine:
 
     def _post(self, rows: list[int], now_s: float) -> None:
         if not rows:
-            # There is no room, or no request is left.
+            # No row is free, or no request is left.
             self.look_at_s = now_s + _NO_ROOM_S
             return
         try:
@@ -167,13 +168,13 @@ class WatchedEngine:
             self._break_off(now_s)
 
     def _break_off(self, now_s: float) -> None:
-        """A look has failed: the engine is asked anew, if it is there, and if it is the same."""
+        """Break off the connection after a failed look, so that the engine is asked again."""
         assert self.connection is not None
         self._peers.break_off(self.connection, now_s)
         self._reconnect(now_s)
 
     def _reconnect(self, now_s: float) -> None:
-        """Look on once there is another connection."""
+        """Drop the connection, and request another one if requests are left."""
         self.let_go()
         if self.requests:
             self._peers.get_or_connect(self.address, now_s)

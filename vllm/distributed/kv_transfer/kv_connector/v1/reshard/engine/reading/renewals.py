@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leases that a worker renews, by itself, for as long as its engine waits for the blocks.
+"""The leases at other engines that a worker renews while requests wait for the blocks.
 
-The scheduler says once that a request waits, and where its blocks are held; steps that take long,
-or a rank that is stuck, cost no lease after that. An address comes from a client: it is part of the
-key, so that a wrong one costs its own request.
+The scheduler reports once that a request waits, and which engine holds its blocks. From then on,
+neither long steps nor a stuck rank make a lease run out. The address comes from a client, so leases
+are renewed per address: a wrong one affects only its own request.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ...protocol.messages import RemoteEngineAddress, RemoteRequest
 from ..settings import DEFAULT_LEASE_S
 
 RENEWALS_PER_LEASE = 6
-"""As upstream's heartbeats: several may be lost before a lease runs out."""
+"""As for upstream's heartbeats: several may be lost before a lease runs out."""
 
 LONGEST_INTERVAL_S = DEFAULT_LEASE_S / RENEWALS_PER_LEASE
-"""Other engines may have shorter leases than this one, which does not know them."""
+"""Maximum interval: other engines may have shorter leases, unknown to this one."""
 
 
 class Renewals:
     """The requests whose leases at other engines are renewed. Belongs to the connector's thread.
 
     Args:
-        lease_s: This engine's own lease. Where it is longer than vLLM's default, leases are renewed
-            as often as with that one.
+        lease_s: This engine's own lease, in seconds. If it is longer than vLLM's default, leases
+            are renewed as often as with the default.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -41,25 +41,25 @@ class Renewals:
 
     @property
     def next_due_s(self) -> float:
-        """When leases are to be renewed next."""
+        """When leases are due for renewal next; infinity if no request waits."""
         return self._next_s if self._waiting else math.inf
 
     def begin(self, requests: Mapping[RequestId, RemoteRequest]) -> None:
-        """Requests wait for blocks that are held under other names elsewhere."""
+        """Add waiting requests, each with its holder's address and id for it."""
         self._waiting.update(requests)
 
     def end(self, request_ids: Iterable[RequestId]) -> None:
-        """Requests wait no longer, if they did."""
+        """Remove requests; ignore those that do not wait."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
 
     @property
     def sources(self) -> set[RemoteEngineAddress]:
-        """The engines that hold what requests wait for."""
+        """The engines that hold blocks for waiting requests."""
         return {request.source for request in self._waiting.values()}
 
     def take_due(self, now_s: float) -> dict[RemoteEngineAddress, set[RequestId]]:
-        """The requests to renew now, at each engine; none before the interval is over."""
+        """Return the requests to renew now, by engine; empty before the interval is over."""
         due: dict[RemoteEngineAddress, set[RequestId]] = defaultdict(set)
         if self._waiting and now_s >= self._next_s:
             self._next_s = now_s + self._interval_s

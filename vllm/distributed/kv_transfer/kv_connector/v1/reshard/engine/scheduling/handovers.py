@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long requests wait for their first token once another engine has computed their prompt.
+"""Measures how long requests wait for their first token after another engine computed the prompt.
 
-This is the decode engine's part of a handover: from when the request is here and, as far as this
-engine knows, offered, until its first token. It is measured where first tokens are made. Workers
-report how long they have known of an offer, so that no two clocks are compared.
+This is the decode engine's part of a handover. It begins when the request has arrived and, as far
+as this engine knows, is offered; it ends with the first token. Workers report how long ago they saw
+the offer, so no two processes' clocks are compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Handover:
     Attributes:
         request: The request.
         since_s: When it arrived, or was offered if that was later.
-        is_early: Whether it may have arrived before it was offered.
+        is_early: True if it may have arrived before it was offered.
     """
 
     request: Request
@@ -63,7 +63,7 @@ class Handovers:
         """Record requests that were read; some may have ended.
 
         Args:
-            offered_s: For how long each was known to be offered, in seconds.
+            offered_s: Seconds since each request was seen to be offered, by request id.
         """
         now_s = self._clock()
         for request_id in offered_s.keys() & self._by_id.keys():
@@ -76,7 +76,7 @@ class Handovers:
             self._read[request_id] = handover
 
     def fail(self, request_ids: Iterable[RequestId]) -> None:
-        """Drop requests that could not be read: they count as no handover."""
+        """Drop requests that could not be read; their handovers are not recorded."""
         for request_id in request_ids:
             self._by_id.pop(request_id, None)
             self._read.pop(request_id, None)
