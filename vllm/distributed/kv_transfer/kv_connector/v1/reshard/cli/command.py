@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command: its arguments, and what it prints for them."""
+"""The `kv-plan` command: its arguments and its output."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: Arguments without the program's name; those of the process by default, which is then
-            called as it was, for the plugin has another name for it.
+        argv: Arguments without the program's name. None for those of the process; messages then
+            use the name it was called by, because the plugin installs the command under another.
 
     Returns:
-        The exit status: 2 for a layout that vLLM could not run.
+        The exit status, as `run` returns it.
     """
     parser = argparse.ArgumentParser(prog=NAME if argv is not None else Path(sys.argv[0]).name)
     prepare(parser)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the command's arguments, and its help."""
+    """Add the command's arguments and help to a parser."""
     parser.usage = _USAGE
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -114,11 +114,12 @@ def run(args: argparse.Namespace, prog: str) -> int:
     """Print the plan.
 
     Args:
-        args: What a parser that was prepared has read.
-        prog: How the command is called, for messages.
+        args: Arguments from a parser that went through `prepare`.
+        prog: Name of the command, for messages.
 
     Returns:
-        The exit status: 2, after one line, for what cannot be planned; 1 if its reader has gone.
+        The exit status: 0, or 2 after a one-line error if the arguments cannot be planned, or 1 if
+        the reader of the output has closed the pipe.
     """
     try:
         report = make_report(args)
@@ -134,15 +135,15 @@ def run(args: argparse.Namespace, prog: str) -> int:
             _print_text(report)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has seen enough, as in `| head`. The interpreter would flush again as it ends.
+        # The reader has closed the pipe, as `| head` does. The interpreter flushes again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NOT_READ
     return 0
 
 
 def _print_text(report: PlanReport | UpstreamReport) -> None:
-    """Print the plan for people, and what it costs."""
-    # Programs that read JSON do not wait for it.
+    """Print the plan and its costs as text."""
+    # Imported here so that --json does not wait for it.
     from rich.console import Console
 
     from .text import print_report
@@ -154,8 +155,8 @@ def _write_svg(report: PlanReport | UpstreamReport, path: Path) -> None:
     """Draw the plan.
 
     Raises:
-        ValueError: The file cannot be written, or layers do not have one width to be drawn with, or
-            nothing is planned.
+        ValueError: The file cannot be written, the layers differ or have shares of tokens, or
+            there is no plan to draw.
     """
     if isinstance(report, UpstreamReport):
         raise ValueError(f"--svg has nothing to draw: {report.notes[0].why}: leave it out")

@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large a number may be that is given to `kv-plan`, so that each is answered within seconds."""
+"""Limits on the sizes given to `kv-plan`, so that it always answers within seconds."""
 
 from __future__ import annotations
 
 from ..protocol.bounds import MAX_RANKS, MAX_STAGE_RANKS
 
 MAX_LAYERS = 1 << 10
-"""Layers of a model. The deepest ones have 130."""
+"""Most layers of a model. The deepest models have 130."""
 
 MAX_SIZE = 1 << 20
-"""Any other size of a model, such as elements of a head or tokens of a window, and of a block."""
+"""Largest value of any other size, such as elements of a head, or tokens of a window or block."""
 
 MAX_UNITS = 1 << 20
-"""Heads, channels or other units of all layers together: a plan is verified unit by unit. Sixty
-layers of 8,192 channels have half as many."""
+"""Most heads, channels or other units of all layers together, because a plan is verified unit by
+unit. Sixty layers of 8,192 channels have half as many."""
 
 
 def require_size(name: str, value: int, largest: int = MAX_SIZE) -> None:
-    """See that a size is no larger than any model's.
+    """Check that a size is at most `largest`.
 
     Raises:
-        ValueError: It is.
+        ValueError: It is larger.
     """
     if value > largest:
         raise ValueError(f"{name} is {value} but must be at most {largest}: correct it")
 
 
 def require_units(num_units: int) -> None:
-    """See that the units of all layers can be verified one by one.
+    """Check that the units of all layers are few enough to be verified one by one.
 
     Raises:
-        ValueError: They are too many.
+        ValueError: There are too many.
     """
     if num_units > MAX_UNITS:
         raise ValueError(
@@ -40,10 +40,10 @@ def require_units(num_units: int) -> None:
 
 
 def require_mesh(tp_size: int, pp_size: int) -> None:
-    """See that an engine has no more ranks than another one reads from.
+    """Check that an engine has no more ranks than another engine would read from.
 
     Raises:
-        ValueError: It has.
+        ValueError: It has more.
     """
     if tp_size > MAX_STAGE_RANKS:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a plan is told to people, in a log or by `kv-plan`."""
+"""Plans as text, for the log and `kv-plan`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .shards import Layer
 
 
 def only_notified_by(plan: ReshardPlan, dst_rank: MeshRank) -> tuple[MeshRank, ...]:
-    """The source ranks that a destination rank releases without reading from them."""
+    """Return the source ranks that a destination rank notifies without reading from them."""
     read_from = {read.src_rank for read in plan.reads_of(dst_rank)}
     return tuple(
         release.src_rank
@@ -21,7 +21,7 @@ def only_notified_by(plan: ReshardPlan, dst_rank: MeshRank) -> tuple[MeshRank, .
 
 
 def describe_reads(plan: ReshardPlan, dst_rank: MeshRank) -> str:
-    """What one destination rank reads from whom, and whom it only notifies, in one line."""
+    """Return one line with a destination rank's reads, and the ranks that it only notifies."""
     reads = "; ".join(
         f"{layers_text(read.layers)}, heads {read.units}{_shared_text(read)} from {read.src_rank}"
         for read in plan.reads_of(dst_rank)
@@ -33,16 +33,16 @@ def describe_reads(plan: ReshardPlan, dst_rank: MeshRank) -> str:
 
 
 def _shared_text(read: Read) -> str:
-    """Which tokens are read, where that is said of either end."""
+    """Return the tokens of a read; empty if both ends hold all tokens."""
     if read.src_tokens.is_all and read.dst_tokens.is_all:
         return ""
     return f", tokens {read.src_tokens} into {read.dst_tokens}"
 
 
 def layers_text(layers: Sequence[Layer]) -> str:
-    """Name layers by their indices, as ranges, or count them where their names have none.
+    """Return layers as ranges of indices, or their count if the names do not give distinct indices.
 
-    Names such as `model.layers.3.self_attn.attn` hold one index each, and are alike beside it.
+    Names such as `model.layers.3.self_attn.attn` have one index each, and must differ only in it.
     """
     indices = [_index_in(layer) for layer in layers]
     known = sorted(index for index, _ in indices if index is not None)
@@ -52,7 +52,7 @@ def layers_text(layers: Sequence[Layer]) -> str:
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Write ascending numbers as ranges: 0-9, 20-31."""
+    """Return ascending numbers as ranges: 0-9, 20-31."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][1] == number - 1:
@@ -63,7 +63,7 @@ def ranges_text(numbers: Sequence[int]) -> str:
 
 
 def ranks_text(ranks: Iterable[MeshRank]) -> str:
-    """Write ranks, those of a stage as ranges: pp0tp1-7, pp1tp0."""
+    """Return ranks as text, with a range within each stage: pp0tp1-7, pp1tp0."""
     tp_ranks_by_stage: dict[int, list[int]] = {}
     for rank in sorted(ranks):
         tp_ranks_by_stage.setdefault(rank.pp_rank, []).append(rank.tp_rank)
@@ -75,7 +75,7 @@ def ranks_text(ranks: Iterable[MeshRank]) -> str:
 
 
 def _index_in(layer: Layer) -> tuple[int | None, str]:
-    """The index in a layer's name, if it is the only one, and the name without it."""
+    """Return the index in a layer's name if there is exactly one, and the name without it."""
     if isinstance(layer, int):
         return layer, ""
     parts = layer.split(".")

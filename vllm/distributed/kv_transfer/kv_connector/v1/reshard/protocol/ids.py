@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests, engines and blocks are called."""
+"""Types of the ids of requests, engines and blocks."""
 
 from __future__ import annotations
 

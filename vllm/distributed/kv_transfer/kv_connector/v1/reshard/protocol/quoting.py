@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text that others have written, made fit for one line of a log.
+"""Quotes text from outside this process so that it fits on one line of a log.
 
-Clients name engines, hosts and requests, engines name themselves, and libraries quote them in what
-they raise. A line feed in a name would begin a line that is not ours. So whatever may
-be text is quoted where it is put into a line, and a test finds where it is not.
+Clients name engines, hosts and requests, engines name themselves, and libraries quote these names
+in their errors. A line feed in a name would let a client forge a line of the log. So all such text
+is quoted where it is put into a line, and a test finds places that do not quote it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _LINE_CHARACTERS = 4000
 
 
 def quote(name: str | None) -> str:
-    """A name, of any length and with anything in it."""
+    """Return a name in printable characters, shortened if it is long; "unset" for None."""
     return "unset" if name is None else _printable(name, _NAME_CHARACTERS)
 
 
 def one_line(message: object) -> str:
-    """A message or an error, which may quote names."""
+    """Return a message or an error, which may contain names, as one printable line."""
     return _printable(str(message), _LINE_CHARACTERS)
 
 
