@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floor 4: the world. Knows NIXL, ZeroMQ and torch, and nothing of vLLM's engine.
+"""Floor 4: agents, sockets and device memory. Knows NIXL, ZeroMQ and torch, not vLLM's engine.
 
 agent                       NIXL
-side_channel                where other engines ask what this one is
-handshake_client, resolver  asks other engines what they are, and where their hosts are
+side_channel                answers other engines' handshakes
+handshake_client, resolver  asks other engines, and resolves their hosts' names
 agent_metadata              names and room of NIXL metadata, before NIXL has them
 probe, probe_process        try other engines' NIXL metadata in a process that may end over it
 zmtp                        bounds what comes over a ZeroMQ connection
@@ -19,4 +19,6 @@ staging_area, scatter       the arena's memory, and copies out of it
 lease_check                 whether what was read was still held
 board_reader                what is said of requests that are not offered yet
 row_buffer                  where the rows land that both of them read
+
+`docs/architecture.md` shows which thread owns what here, and all deadlines.
 """
