@@ -60,7 +60,7 @@ class CompletionHandler:
         self._offered_at_s: dict[RequestId, float] = {}
 
     def take_offered(self) -> dict[RequestId, float]:
-        """Return since when each request received successfully since the last call could be read."""
+        """Return since when each newly received request, failed ones aside, could be read."""
         offered_at_s, self._offered_at_s = self._offered_at_s, {}
         return offered_at_s
 

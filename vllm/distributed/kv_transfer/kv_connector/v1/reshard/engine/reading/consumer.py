@@ -270,7 +270,7 @@ class ConsumerSide:
         return self._completions.take_received(self._now_s)
 
     def take_offered(self) -> dict[RequestId, float]:
-        """Return since when each request received successfully since the last call could be read."""
+        """Return since when each newly received request, failed ones aside, could be read."""
         return self._completions.take_offered()
 
     def _begin_next(
