@@ -49,7 +49,7 @@ class Notifier:
         return bool(self._talking)
 
     def release(self, receive: Receive, producers: PeerConnection) -> None:
-        """Queue notifications, sent by `flush`, that a request's producers need not hold its blocks.
+        """Queue a notice, sent by `flush`, that a request's producers need not hold its blocks.
 
         Sends nothing if this worker has neither the secret nor the fingerprint of the offer.
 
