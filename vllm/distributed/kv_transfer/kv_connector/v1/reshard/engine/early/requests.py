@@ -255,7 +255,7 @@ class EarlyRequests:
             engine.read_records(wanted, now_s)
 
     def _tell(self, request_id: RequestId, watched: WatchedRequest, sighting: Sighting) -> None:
-        """Report that a request has computed blocks, or that it may be given blocks."""
+        """Report that some of a request is computed, or that its wait for blocks is over."""
         has_none = watched.receive is None
         if sighting.num_computed and has_none and not watched.is_begun:
             watched.is_begun = True

@@ -75,7 +75,7 @@ class WatchedRequest:
         self.state, self.since_s = state, now_s
 
     def wanted_record(self, sighting: Sighting) -> WantedRecord | None:
-        """Return the record to read after a look: its offer or newly computed part; None for none."""
+        """Return the record to read after a look: its offer or computed part; None without one."""
         if sighting.offered is not None:
             return WantedRecord(sighting.offered, 0)
         receive = self.receive
