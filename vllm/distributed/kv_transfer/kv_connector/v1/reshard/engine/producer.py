@@ -142,7 +142,7 @@ class ProducerSide:
         self._ledger.extend(for_s)
 
     def collect_released(self, now_s: float) -> set[RequestId]:
-        """Return the requests whose blocks may be reused, as released or expired since last time."""
+        """Return the requests released or expired since the last call: their blocks may be reused."""
         self._hear(now_s)
         self._gone |= dict.fromkeys(self._ledger.take_released(), "")
         for request_id, reader in self._gone.items():

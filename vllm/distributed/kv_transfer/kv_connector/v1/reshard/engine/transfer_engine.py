@@ -249,7 +249,7 @@ class TransferEngine:
 
     @property
     def has_moved(self) -> bool:
-        """True if the last poll made progress that more will soon follow, as a record was found."""
+        """True if the last poll saw a read arrive or found a record: more will arrive soon."""
         return self.transfers.has_moved or (self._early is not None and self._early.has_moved)
 
     @property
@@ -381,7 +381,7 @@ class TransferEngine:
 
 
 def _may_begin(incoming: Incoming) -> bool:
-    """Return whether the device work before a step is complete, so that its blocks can be filled."""
+    """Return whether no earlier device work can write into the blocks that a step fills."""
     if not isinstance(incoming, SchedulerStep):
         return True
     return incoming.before is None or incoming.before.query()
