@@ -142,7 +142,7 @@ class ProducerSide:
         self._ledger.extend(for_s)
 
     def collect_released(self, now_s: float) -> set[RequestId]:
-        """Return the requests released or expired since the last call: their blocks may be reused."""
+        """Return the requests released or expired since the last call; their blocks are free."""
         self._hear(now_s)
         self._gone |= dict.fromkeys(self._ledger.take_released(), "")
         for request_id, reader in self._gone.items():

@@ -290,7 +290,7 @@ class ReshardWorker:
         self._device.choose()
 
     def _helpers_cores(self) -> set[int] | None:
-        """Return cores for helper threads: on CPU, other than the engine thread's; None elsewhere."""
+        """Return cores for helper threads: on CPU, not the engine thread's; None for any core."""
         return self._cores and ((self._cores - os.sched_getaffinity(0)) or self._cores)
 
     def _open_area(self, caches: Iterable[torch.Tensor]) -> StagingArea | None:
@@ -318,7 +318,7 @@ class ReshardWorker:
         )
 
     def _make_handshake_client(self, shards: tuple[Shard, ...]) -> HandshakeClient:
-        """Return a handshake client that bounds replies by what this engine's shards allow."""
+        """Return a handshake client, which limits replies to what fits this engine's shards."""
         return HandshakeClient(
             ReplyBounds.of(shards),
             numbers=REQUEST_NUMBERS,
