@@ -40,9 +40,9 @@ class ProducerSide:
     Args:
         agent: This worker's agent, which registers the lease table and the board.
         renewal_s: Seconds for which a heartbeat renews a lease.
-        stats: Metrics to record in.
+        stats: Its metrics.
         name: The worker's name, for traces.
-        board: Board on which readers see the progress of requests; None if it publishes none.
+        board: Shows readers the progress of requests; None to show none.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ BUDGET_S = 0.25e-3
 """Seconds that a poll may spend on polling transfers, and again on posting queued ones."""
 
 _LINGER_S = 0.05
-"""Interval between polls of reads whose requests have failed, which are polled until they end."""
+"""Interval between polls of reads of failed requests, which are polled until they end."""
 
 
 class Event(Protocol):
@@ -61,8 +61,7 @@ class SchedulerStep:
 
     Attributes:
         metadata: The scheduler's metadata; None if the step only requests a report.
-        before: The device work before this step, which may write into the blocks to fill; None if
-            none is under way.
+        before: Earlier device work, which may write into the blocks to fill; None without any.
     """
 
     metadata: ReshardConnectorMetadata | None = None
@@ -131,7 +130,7 @@ class TransferEngine:
         consumer: The requests that it reads.
         notifier: Notifies the producers of the blocks that it reads.
         renewals: The leases that it renews.
-        stats: Metrics to record in.
+        stats: Its metrics.
         budget: Makes a budget for posting or polling, which begins when it is called.
         early: The requests that are not offered yet; None without early dispatch.
     """
@@ -169,7 +168,7 @@ class TransferEngine:
         self._ending: deque[Lane] = deque()
         # Results of a poll that was cut short, for the next one to report.
         self._report = Report()
-        # Whether lanes were closed: the next poll reports the requests that this has ended.
+        # Lanes were closed: the next poll reports the requests that this has ended.
         self._has_ended = False
         self._closed = False
 
@@ -264,7 +263,7 @@ class TransferEngine:
         return self._notifier.is_talking
 
     def next_due_s(self, now_s: float) -> float | None:
-        """Return when the next poll is due without new input or transfers; None for never."""
+        """Return when the next poll is due if nothing happens before; None for never."""
         due_s = [self.peers.next_due_s, self._renewals.next_due_s]
         if self._early is not None:
             due_s.append(self._early.next_due_s)

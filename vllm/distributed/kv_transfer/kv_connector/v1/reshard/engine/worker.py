@@ -104,8 +104,8 @@ class ReshardWorker:
         # vLLM has adjusted the interleaving to the block size before it creates the connector.
         self._share = tokens_of_worker(parallel_config)
         self._name = "/".join((engine_id, str(self._rank)))
-        # On CPU this thread is bound to cores of its own. Helper threads would inherit and share
-        # them, and could not run while this thread waits for them.
+        # On CPU this thread is bound to cores of its own. Helper threads would share them, and
+        # could not run while it waits for them.
         self._on_cpu = current_platform.device_type == "cpu"
         self._cores = parents_cores() if self._on_cpu else None
         self._device = CacheDevice(on_cpu=self._on_cpu)
@@ -169,8 +169,7 @@ class ReshardWorker:
         self._device.place = next(iter(kv_caches.values())).device
         self._fill_scales(kv_caches)
         backends = self._backends(kv_caches)
-        # Token layers only: no draft keeps state, and some models number state layers on from the
-        # others.
+        # No draft keeps state, and some models number state layers on from the others.
         drafts = draft_identities(self._vllm_config, token_layers(self._kv_cache_config))
         settings = settings_fingerprint(self._vllm_config)
         cache = describe_cache(kv_caches, self._kv_cache_config, backends, drafts, settings)
@@ -241,7 +240,7 @@ class ReshardWorker:
         return sent, received
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
-        """Return the requests that could not be read, with their blocks, since the last call."""
+        """Return the requests collected as failed since the last call, with their blocks."""
         failed, self._report.failed = self._report.failed, {}
         return failed
 
@@ -285,7 +284,7 @@ class ReshardWorker:
         return future
 
     def _prepare_thread(self) -> None:
-        """Prepare the calling thread to be the connector's."""
+        """Prepare the connector's thread, which calls this."""
         run_on(self._helpers_cores())
         self._device.choose()
 

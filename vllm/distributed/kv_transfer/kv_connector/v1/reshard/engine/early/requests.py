@@ -69,7 +69,7 @@ class EarlyRequests:
         self._at: dict[RequestId, RemoteEngineAddress] = {}
         # Offered requests that have no blocks yet.
         self._offered: dict[RequestId, tuple[WatchedRequest, RemoteEngineAddress, Record]] = {}
-        # Why requests without blocks failed; the scheduler may have allocated blocks meanwhile.
+        # Why requests without blocks failed; they may have been given some meanwhile.
         self._faults: dict[RequestId, tuple[WatchedRequest, str]] = {}
         # Time of the current poll.
         self._now_s = 0.0

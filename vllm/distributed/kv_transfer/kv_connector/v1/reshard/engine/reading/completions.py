@@ -39,7 +39,7 @@ class CompletionHandler:
     Args:
         readings: All requests that are read.
         notifier: Notifies the producers of their blocks.
-        stats: Metrics to record in.
+        stats: Its metrics.
         doubt: Counts blocks that may still be written.
     """
 
@@ -65,7 +65,7 @@ class CompletionHandler:
         return offered_at_s
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
-        """Return the requests that have failed since the last call, each with its block ids."""
+        """Return the requests failed since the last call, with their block ids."""
         self._failed += self._readings.ledger.take_failed()
         failed = {}
         while self._failed:
@@ -110,7 +110,7 @@ class CompletionHandler:
         self._stats.record_failed_read(failure)
         if failure not in _MAY_BE_ANOTHERS:
             self._release(reading)
-        # A failed handshake is logged once, with all requests that failed with it.
+        # A failed handshake is logged once for all its requests.
         if failure is not ReadFailure.HANDSHAKE:
             state, for_s = reading.failed_in
             logger.error(
@@ -138,7 +138,7 @@ class CompletionHandler:
             self._release(reading)
 
     def _release(self, reading: Reading) -> None:
-        """Notify a request's producers, if connected, that this worker is done with its blocks."""
+        """Notify a request's producers, if connected, that its blocks are released."""
         peer = reading.peer
         producers = (peer and peer.connection) or reading.connection
         if producers is None or (producers is reading.connection and not producers.is_connected):

@@ -49,7 +49,7 @@ class ConsumerSide:
         peers: The engines to read from.
         transfers: The parts on their way.
         notifier: Notifies the producers of their blocks.
-        stats: Metrics to record in.
+        stats: Its metrics.
         timeout_s: How long a request may take from `start_request` until it is received.
         name: The worker's name, for traces.
     """
@@ -82,7 +82,7 @@ class ConsumerSide:
         self._completions = CompletionHandler(self._readings, notifier, stats, self._doubt)
 
     def __len__(self) -> int:
-        """Return the number of requests that are not reported as received yet."""
+        """Return the number of requests not yet reported as received."""
         return len(self._readings.by_id)
 
     @property
@@ -236,7 +236,7 @@ class ConsumerSide:
                 self._fail(reading, "another worker could not read it", None)
 
     def advance(self, now_s: float, budget: Budget) -> None:
-        """Poll parts and lease checks within the budget, and fail requests past their deadlines."""
+        """Poll parts, within the budget, and lease checks; fail requests past their deadlines."""
         self._now_s = now_s
         self._events += self._transfers.advance(now_s, budget)
         for event in taken_once_done(self._events):
@@ -262,7 +262,7 @@ class ConsumerSide:
         self._transfers.end(lane)
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
-        """Return the requests that have failed since the last call, each with its block ids."""
+        """Return the requests failed since the last call, with their block ids."""
         return self._completions.take_failed()
 
     def take_received(self) -> set[RequestId]:

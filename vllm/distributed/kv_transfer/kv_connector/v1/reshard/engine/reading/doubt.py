@@ -21,7 +21,7 @@ class BlocksInDoubt:
 
     Args:
         lanes: The lanes whose reads may write into them.
-        stats: Metrics to record in.
+        stats: Its metrics.
 
     Attributes:
         num_block_ids: Number of blocks in the cache; 0 until the caches are registered.

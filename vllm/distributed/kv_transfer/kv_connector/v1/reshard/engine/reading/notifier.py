@@ -32,7 +32,7 @@ class Notifier:
 
     Args:
         name: This worker's name at the producers.
-        stats: Metrics to record in.
+        stats: Its metrics.
     """
 
     def __init__(self, name: str, stats: ReshardStats) -> None:

@@ -34,7 +34,7 @@ class Prefetcher:
     Args:
         readings: All requests that are read.
         transfers: The parts on their way.
-        stats: Metrics to record in.
+        stats: Its metrics.
 
     Attributes:
         window_groups: The local KV-cache groups that keep the last tokens of a sequence only; None
@@ -92,8 +92,8 @@ class Prefetcher:
         """Apply an event of a part that was prefetched.
 
         Returns:
-            True if the request is to be read from scratch now: it is offered, its prefetched
-            blocks are invalid, and no read writes into its blocks any more.
+            True if the whole request can be read now: it is offered, its prefetch is invalid, and
+            no read writes into its blocks.
         """
         prefetched = reading.prefetched
         assert prefetched is not None
