@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker holds for other engines to read, until they were heard or have lost their lease.
+"""Holds blocks for other engines to read, until all readers are done or the lease expires.
 
 All of this belongs to the connector's thread.
 """
@@ -28,7 +28,7 @@ logger = init_logger(__name__)
 
 @dataclass(slots=True)
 class _TracedOffer:
-    """An offer that is traced, and since when it is held."""
+    """The trace of an offer, and since when the offer is held."""
 
     trace: Trace
     since_s: float
@@ -38,11 +38,11 @@ class ProducerSide:
     """The requests whose blocks a worker holds.
 
     Args:
-        agent: This worker's agent; the table of leases is registered with it.
-        renewal_s: For how long a heartbeat renews a lease.
-        stats: Where to count.
-        name: The worker's, for traces.
-        board: Where readers see how far it is with requests; None where it does not say.
+        agent: This worker's agent, which registers the lease table and the board.
+        renewal_s: Seconds for which a heartbeat renews a lease.
+        stats: Its metrics.
+        name: The worker's name, for traces.
+        board: Shows readers the progress of requests; None to show none.
     """
 
     def __init__(
@@ -69,29 +69,29 @@ class ProducerSide:
         self._counted_blocks = 0
         self._num_offers = 0
         self._traces: dict[RequestId, _TracedOffer] = {}
-        # Where requests are, and since when.
+        # The state of each request, and since when.
         self._states: dict[RequestId, tuple[HeldState, float]] = {}
-        # What is held no more, and was not told of, each with the reader that was the last; empty
-        # where there was none, or before it was offered.
+        # Requests no longer held and not reported yet, each with its last reader; empty if there
+        # was none, or if it was done before the offer.
         self._gone: dict[RequestId, str] = {}
 
     def __len__(self) -> int:
-        """Requests that are, or may be, held."""
+        """Return the number of requests that are held or may still be offered."""
         return len(self._ledger)
 
     @property
     def table_address(self) -> LeaseTableAddress:
-        """Where readers see what is held."""
+        """Address of the lease table, for readers."""
         return self._table.address
 
     @property
     def board_address(self) -> int:
-        """Where readers see how far it is with requests; 0 where it does not say."""
+        """Address of the board, for readers; 0 without a board."""
         return 0 if self._board is None else self._board.address
 
     def apply_metadata(self, metadata: ReshardConnectorMetadata, now_s: float) -> None:
-        """Do what the scheduler asks for in a step."""
-        # First what has ended: a name may be used again in the same step.
+        """Apply the scheduler's metadata of a step."""
+        # Withdrawals first: an id may be used again in the same step.
         self._ledger.withdraw(metadata.withdrawn)
         for request_id in metadata.withdrawn:
             self._table.remove(request_id)
@@ -119,17 +119,17 @@ class ProducerSide:
                 trace = trace_of_offer(self._name, headers, num_blocks)
                 self._traces[request_id] = _TracedOffer(trace, now_s)
                 if not is_held:
-                    # Its readers were faster.
+                    # Its readers were done before the offer.
                     self._end_trace(request_id, HeldState.RELEASED, "", now_s)
         if self._board is not None:
-            # Last: a reader that sees there that a request is offered finds its lease.
+            # Last, so that a reader which sees an offer on the board finds its lease.
             self._board.tell(metadata.board_updates)
 
     def apply_announcement(self, announcement: Announcement | BoardUpdate) -> None:
-        """Show readers what is offered, before the step that says so.
+        """Show an offer or a board update to readers, before the step that carries it.
 
-        That step does the rest: until then no reader can be through with it, and no lease runs.
-        When it has been taken up, the name may be another request's.
+        That step does the rest: until then no reader can release the request, and no lease runs.
+        An announcement that arrives after it is ignored: the id may be another request's by then.
         """
         if isinstance(announcement, BoardUpdate):
             if self._board is not None:
@@ -138,11 +138,11 @@ class ProducerSide:
             self._table.publish(announcement.request_id, announcement.fingerprint)
 
     def stood_still(self, for_s: float) -> None:
-        """No reader could be heard for so many seconds."""
+        """Extend all leases by seconds during which no notification could be received."""
         self._ledger.extend(for_s)
 
     def collect_released(self, now_s: float) -> set[RequestId]:
-        """Requests whose blocks may be used for something else, and are held no more."""
+        """Return the requests released or expired since the last call; their blocks are free."""
         self._hear(now_s)
         self._gone |= dict.fromkeys(self._ledger.take_released(), "")
         for request_id, reader in self._gone.items():
@@ -163,7 +163,7 @@ class ProducerSide:
             self._enter(expiry.request_id, HeldState.EXPIRED, now_s)
             self._end_trace(expiry.request_id, HeldState.EXPIRED, "", now_s)
         for request_id in self._gone:
-            # Before the scheduler learns that the blocks may be used: see `leases`.
+            # Before the scheduler may reuse the blocks: see `leases`.
             self._table.remove(request_id)
             self._hold(request_id, 0)
             if self._board is not None:
@@ -176,7 +176,7 @@ class ProducerSide:
         return set(gone)
 
     def _hear(self, now_s: float) -> None:
-        """Take note of what other engines' workers say, and of the requests they release."""
+        """Process the notifications of other engines' workers: renewals and releases."""
         for sender, message in self._agent.take_notifications():
             try:
                 notification = decode_notification(message)
@@ -187,14 +187,14 @@ class ProducerSide:
             except ReshardError as error:
                 logger.warning("From %s: %s", quote(sender), error)
             except Exception:
-                # Leases end what it is about.
+                # The requests it names are freed when their leases expire.
                 logger.exception("What %s says is not taken note of", quote(sender))
 
     def _count(self, done: Done | GaveUp) -> None:
-        """Count a reader for all requests that it is through with.
+        """Count a reader for all requests that it releases.
 
-        However many requests it names, one line of the log tells that it was too late; one that
-        has read nothing never is.
+        If it was too late for some, one log line says so for all of them. A reader that gave up has
+        read nothing, and is never too late.
         """
         late = []
         for release in done.releases:
@@ -219,7 +219,7 @@ class ProducerSide:
             )
 
     def _tell_mismatches(self) -> None:
-        """Tell of notifications that were not believed, once for each request."""
+        """Log releases that did not match their offer, once for each request."""
         for mismatch in self._ledger.take_mismatches():
             logger.warning(
                 "Request %s is held on: %s is through with other tokens or blocks than are offered "
@@ -230,7 +230,7 @@ class ProducerSide:
             )
 
     def _enter(self, request_id: RequestId, state: HeldState, now_s: float, more: str = "") -> None:
-        """Take note of a request's next state, and tell it in the log."""
+        """Record and log a request's next state."""
         after = ""
         if request_id in self._states:
             before, since_s = self._states[request_id]
@@ -251,13 +251,13 @@ class ProducerSide:
     def _end_trace(
         self, request_id: RequestId, state: HeldState, last_reader: str, now_s: float
     ) -> None:
-        """Export for how long a request was held, and what has ended that."""
+        """Export the trace span of an offer, with the reason for its end."""
         if (traced := self._traces.pop(request_id, None)) is not None:
             ended = {PREFIX + "end": state.value, PREFIX + "last_reader": last_reader}
             traced.trace.span("offer", traced.since_s, now_s, ended)
 
     def _hold(self, request_id: RequestId, num_blocks: int) -> None:
-        """Take account of the blocks that a request holds from now on."""
+        """Set the number of blocks that a request holds."""
         self._held_blocks += num_blocks - self._num_blocks.pop(request_id, 0)
         if num_blocks:
             self._num_blocks[request_id] = num_blocks

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a worker exchanges with other engines, poll by poll: what it reads, and what it holds.
+"""Everything that a worker exchanges with other engines, poll by poll: its reads and its offers.
 
-    the engine's steps  ->  poll  ->  what has ended  ->  tell_producers
+    the engine's steps  ->  poll  ->  report  ->  tell_producers
 
-It has no thread and waits for nothing: `connector_thread` runs its polls. All of it belongs to the
-thread that does.
+It has no thread and never blocks: `connector_thread` runs its polls. All of this belongs to that
+thread.
 
-A poll that an unexpected exception ends has lost nothing: what it has not done is done by the
-next one. Where the exception is a request's own, that request fails.
+If an unexpected exception ends a poll, nothing is lost: the next poll does the rest. If the
+exception concerns a single request, that request fails.
 """
 
 from __future__ import annotations
@@ -42,27 +42,26 @@ from .stats import ReshardStats
 logger = init_logger(__name__)
 
 BUDGET_S = 0.25e-3
-"""For how long a poll looks at what is on its way, and for how long again it posts what waits."""
+"""Seconds that a poll may spend on polling transfers, and again on posting queued ones."""
 
 _LINGER_S = 0.05
-"""Between two looks at reads whose requests have failed. They are polled until they end."""
+"""Interval between polls of reads of failed requests, which are polled until they end."""
 
 
 class Event(Protocol):
     """A point in a device's stream."""
 
     def query(self) -> bool:
-        """Whether everything before it is over."""
+        """Return whether all work queued before it is complete."""
 
 
 @dataclass(slots=True)
 class SchedulerStep:
-    """What the engine's thread hands over.
+    """One step's handover from the engine's thread.
 
     Attributes:
-        metadata: What the scheduler asks for; None where it only asks what has ended.
-        before: What the device computes before: it may write into the blocks that are to be read
-            into. None where nothing is under way.
+        metadata: The scheduler's metadata; None if the step only requests a report.
+        before: Earlier device work, which may write into the blocks to fill; None without any.
     """
 
     metadata: ReshardConnectorMetadata | None = None
@@ -70,22 +69,22 @@ class SchedulerStep:
 
 
 Incoming = SchedulerStep | Announcement | BoardUpdate
-"""What a poll takes up. The last two are of what a later step has; another thread than the engine's
-hears of them."""
+"""Input of a poll. The last two are ahead of the step that carries them, and come from a thread
+other than the engine's."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What has ended, as the engine's thread hears it.
+    """The results of a poll, for the engine's thread.
 
     Attributes:
-        sent: Requests that other engines are through with.
+        sent: Requests whose blocks are not held for other engines any more.
         received: Requests that were received, and those that failed and are drained.
-        offered_at_s: Since when each of these that was received well could have been read.
-        failed: Requests that could not be read, each with its blocks. They may still be written
-            until the request is received.
-        stats: What was measured; None for nothing.
-        news: What was seen of requests that are not offered yet.
+        offered_at_s: Since when each successfully received request could have been read.
+        failed: Requests that could not be read, each with its blocks, which may still be written
+            until the request is in `received`.
+        stats: Metrics; None without any.
+        news: News of requests that are not offered yet.
     """
 
     sent: set[RequestId] = field(default_factory=set)
@@ -104,7 +103,7 @@ class Report:
         return bool(self.sent or self.received or self.failed or self.news)
 
     def add(self, later: Report) -> None:
-        """Take in what has ended since."""
+        """Merge a later report into this one."""
         self.sent |= later.sent
         self.received |= later.received
         self.offered_at_s |= later.offered_at_s
@@ -125,15 +124,15 @@ class TransferEngine:
 
     Args:
         agent: The worker's agent that others read from.
-        producer: What it holds for them.
+        producer: The requests that it holds for them.
         peers: The engines that it reads from.
-        transfers: What is on its way.
+        transfers: The parts on their way.
         consumer: The requests that it reads.
-        notifier: What it tells others.
+        notifier: Notifies the producers of the blocks that it reads.
         renewals: The leases that it renews.
-        stats: What is counted.
-        budget: What a poll may take for each of looking and posting, beginning when it is called.
-        early: The requests that are not offered yet; None where there are none.
+        stats: Its metrics.
+        budget: Makes a budget for posting or polling, which begins when it is called.
+        early: The requests that are not offered yet; None without early dispatch.
     """
 
     def __init__(
@@ -159,34 +158,33 @@ class TransferEngine:
         self._stats = stats
         self._budget = budget
         self._early = early
-        # What was not taken up yet, in order.
+        # Input that was not applied yet, in order.
         self._incoming: deque[Incoming] = deque()
-        # The engine asks what has ended.
+        # Whether the engine has requested a report.
         self._is_asked = False
-        # What is to be taken note of.
+        # Peers newly connected, or with the error of their handshake.
         self._news: deque[tuple[Peer, Exception | None]] = deque()
-        # Lanes that are to be closed.
+        # Lanes to close.
         self._ending: deque[Lane] = deque()
-        # What has ended in a poll that has failed is told by the next one.
+        # Results of a poll that was cut short, for the next one to report.
         self._report = Report()
-        # Connections were closed: what that has ended is told by the next poll.
+        # Lanes were closed: the next poll reports the requests that this has ended.
         self._has_ended = False
         self._closed = False
 
     def poll(self, incoming: list[Incoming], now_s: float) -> Report:
-        """Take up what is asked for, look at what is on its way, and say what has ended.
+        """Apply new input, advance all transfers, and return the requests that have ended.
 
-        What goes beyond the budget is for the next poll: see `has_backlog`.
+        Work beyond the budget is left to the next poll: see `has_backlog`.
 
         Args:
-            incoming: What is asked for, which is taken out.
+            incoming: The new input; this call empties the list.
             now_s: The time.
         """
         self._is_asked = self._is_asked or bool(incoming)
         self._incoming += incoming
         incoming.clear()
-        # An idle engine takes no steps: a handshake that has failed since the last one, however
-        # long ago, fails no request that comes now.
+        # Before new requests: a handshake that failed while the engine was idle must not fail them.
         self._advance_peers(now_s)
         for each in taken_once_done(self._incoming):
             if not _may_begin(each):
@@ -199,7 +197,7 @@ class TransferEngine:
             try:
                 self._renew(address, request_ids, now_s)
             except Exception:
-                # It is tried again before the lease runs out.
+                # The next renewal comes before the lease expires.
                 logger.exception("Leases at %s are not renewed this time", quote(address.engine_id))
         self.consumer.begin(now_s, self._budget())
         self.consumer.advance(now_s, self._budget())
@@ -212,31 +210,31 @@ class TransferEngine:
         self._renewals.end((*report.failed, *report.received))
         if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)
-        # Figures alone are no reason to have the engine's thread collect them.
+        # Metrics alone are no reason to have the engine's thread collect a report.
         if (report or not self.is_moving) and not self._stats.is_empty():
             report.stats = self._stats.take()
         self._is_asked, self._report = False, Report()
         return report
 
     def stood_still(self, for_s: float) -> None:
-        """No poll was taken for so many seconds longer than was meant."""
+        """Extend deadlines by seconds for which a poll was delayed."""
         self.producer.stood_still(for_s)
         if self._early is not None:
             self._early.stood_still(for_s)
 
     def tell_producers(self, now_s: float) -> None:
-        """Notify the producers of what was read, and close connections that nothing is read with.
+        """Send the queued notifications, and close drained connections and lanes.
 
-        To be called after each poll: the engine need not wait for it.
+        Call it after each poll's report, so that the engine need not wait for it.
         """
-        # Before a connection is closed that the producers are told over.
+        # Before closing connections, over which the notifications are sent.
         self._notifier.flush()
         self._notifier.advance(now_s)
         for connection in self.peers.take_drained():
             try:
                 connection.close()
             except Exception:
-                # NIXL may keep something of it until its lane is closed.
+                # NIXL may keep some of its resources until its lane is closed.
                 logger.exception("A connection was not closed as it should be")
         self._ending += self.peers.lanes.take_due(now_s)
         self._has_ended = bool(self._ending)
@@ -245,12 +243,12 @@ class TransferEngine:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether there was more to do than fits a poll."""
+        """True if the last poll left work to the next one."""
         return self.consumer.has_backlog or self.peers.is_connecting
 
     @property
     def has_moved(self) -> bool:
-        """Whether something has arrived after which more does soon: a lease, or a record."""
+        """True if the last poll saw a read arrive or found a record: more will arrive soon."""
         return self.transfers.has_moved or (self._early is not None and self._early.has_moved)
 
     @property
@@ -261,11 +259,11 @@ class TransferEngine:
 
     @property
     def is_talking(self) -> bool:
-        """Whether something that was sent needs a look now and then to get on its way."""
+        """True while notifications on their way need a poll now and then to make progress."""
         return self._notifier.is_talking
 
     def next_due_s(self, now_s: float) -> float | None:
-        """When the next poll is due though nothing is handed over or moves; None for never."""
+        """Return when the next poll is due if nothing happens before; None for never."""
         due_s = [self.peers.next_due_s, self._renewals.next_due_s]
         if self._early is not None:
             due_s.append(self._early.next_due_s)
@@ -276,7 +274,7 @@ class TransferEngine:
         return min(due_s) if min(due_s) < math.inf else None
 
     def close(self, now_s: float) -> None:
-        """End everything. Nothing that was read writes any more after this."""
+        """Close everything; no read can write into local memory after this."""
         if self._closed:
             return
         self._closed = True
@@ -316,7 +314,7 @@ class TransferEngine:
         )
 
     def _advance_peers(self, now_s: float) -> None:
-        """Read what waited for an engine that is connected now; fail it where it cannot be."""
+        """Advance handshakes; queue or fail the requests that waited for them."""
         self._news += self.peers.advance(now_s)
         for address, lowered, duration_s in self.peers.take_handshakes():
             self._stats.record_handshake(duration_s)
@@ -333,7 +331,7 @@ class TransferEngine:
             self._apply_news(peer, error)
 
     def _apply_news(self, peer: Peer, error: Exception | None) -> None:
-        """A peer is connected, or its handshake has failed."""
+        """Queue a connected peer's requests; fail them if its handshake failed."""
         if error is None:
             self.consumer.on_connected(peer)
             return
@@ -342,8 +340,8 @@ class TransferEngine:
             self._early.on_handshake_failed(peer, error)
         self._stats.record_handshake_failure(error)
         failed = self.consumer.fail_waiting(peer, error)
-        # One line for all of them, which have one remedy. Where heartbeats alone have asked, often
-        # those of a request that had just failed, nothing is lost.
+        # One line for all of them, as the remedy is the same. If only heartbeats requested the
+        # connection, often those of a request that had just failed, nothing is lost.
         log = logger.error if failed else logger.info
         log(
             "Handshake with engine %s at %s:%d failed%s: %s",
@@ -355,7 +353,7 @@ class TransferEngine:
         )
 
     def _advance_early(self, early: EarlyRequests, now_s: float) -> None:
-        """See how far other engines are, and read what they offer."""
+        """Watch requests that are not offered yet, and start those that can be read."""
         early.advance(now_s)
         self._renewals.begin(early.take_renewed())
         for computed in taken_once_done(early.computed):
@@ -363,7 +361,7 @@ class TransferEngine:
         if early.ready:
             for request_id, receive, offered_at_s in taken_once_done(early.ready):
                 self.consumer.start_request(request_id, receive, now_s, offered_at_s)
-            # They begin in this poll: their engine is connected.
+            # So that they begin in this poll: their engine is connected.
             self._advance_peers(now_s)
         for refusal in taken_once_done(early.refused):
             self.consumer.refuse(refusal, now_s)
@@ -372,17 +370,17 @@ class TransferEngine:
     def _renew(
         self, address: RemoteEngineAddress, request_ids: set[RequestId], now_s: float
     ) -> None:
-        """Renew leases; an engine that is not connected yet is by the next time."""
+        """Renew leases at an engine; if it is not connected, connect it for the next renewal."""
         peer = self.peers.get_or_connect(address, now_s)
         if peer.connection is None or self._notifier.renew(request_ids, peer.connection):
             return
-        # As one that has died while it was idle. What waits is read with the next one.
+        # It may have broken while it was idle. Waiting requests use the next connection.
         logger.info("The connection with engine %s is broken.", quote(address.engine_id))
         self.peers.break_off(peer.connection, now_s)
 
 
 def _may_begin(incoming: Incoming) -> bool:
-    """Whether nothing writes into the blocks that a step reads into."""
+    """Return whether no earlier device work can write into the blocks that a step fills."""
     if not isinstance(incoming, SchedulerStep):
         return True
     return incoming.before is None or incoming.before.query()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's side of the connector: reads blocks from other engines, and serves its own.
 
-The engine's thread calls everything here, `submit` and `get_finished` in every step. It
-registers the caches, hands over what the scheduler asks for and collects what has ended; the
-connector's thread, of `connector_thread`, does all the rest.
+The engine's thread calls everything here, `submit` and `get_finished` in every step. It registers
+the caches, hands over the scheduler's metadata and collects reports; the connector's thread, see
+`connector_thread`, does all the rest.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ReshardWorker:
         vllm_config: The engine's configuration.
         engine_id: The engine's id, the same for all of its workers.
         kv_cache_config: This worker's KV-cache groups.
-        clock: Seconds that only grow.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -96,20 +96,20 @@ class ReshardWorker:
         self._kv_cache_config = kv_cache_config
         self._engine_id = engine_id
         self._settings = read_settings(transfer_config)
-        # Whether it reads at all.
+        # Whether this worker reads from other engines.
         self._reads = transfer_config.is_kv_consumer or self._settings.bidirectional_kv_xfer
         self._key = self._settings.channel_key()
         parallel_config = vllm_config.parallel_config
         self._rank = rank_of_worker(parallel_config)
-        # With runs that vLLM has adjusted to the blocks, before it made this.
+        # vLLM has adjusted the interleaving to the block size before it creates the connector.
         self._share = tokens_of_worker(parallel_config)
         self._name = "/".join((engine_id, str(self._rank)))
-        # On CPU this thread is bound to cores of its own, which others would have to share with it;
-        # and where it waits for them, it does not let them run.
+        # On CPU this thread is bound to cores of its own. Helper threads would share them, and
+        # could not run while it waits for them.
         self._on_cpu = current_platform.device_type == "cpu"
         self._cores = parents_cores() if self._on_cpu else None
         self._device = CacheDevice(on_cpu=self._on_cpu)
-        # What these are made of belongs to the connector's thread once that has begun.
+        # The objects below belong to the connector's thread once it has started.
         agent = self._make_agent(str(uuid.uuid4()), polled=False)
         stats = ReshardStats()
         self._dialer = Dialer(partial(self._make_agent, polled=True), clock, self._device.choose)
@@ -151,17 +151,17 @@ class ReshardWorker:
         )
         self._handshake_client: HandshakeClient | None = None
         self._listener: Listener | None = None
-        # What was collected of the thread, and not taken yet.
+        # Results collected from the thread, not taken yet.
         self._report = Report()
-        # Known once the caches are registered.
+        # Both set once the caches are registered.
         self._factors: dict[str, str] = {}
         self.handshake: ReshardHandshakeMetadata | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Make the caches known to NIXL, describe them for other engines, and begin to serve.
+        """Register the caches with NIXL, describe them for other engines, and begin to serve.
 
-        All workers of an engine call this at the same time: they tell each other what they hold, so
-        that each can plan for the whole engine.
+        All workers of an engine call this at the same time: they exchange their shards, so that
+        each can plan for the whole engine.
 
         Raises:
             LocalLayoutError: The caches cannot be transferred.
@@ -169,7 +169,7 @@ class ReshardWorker:
         self._device.place = next(iter(kv_caches.values())).device
         self._fill_scales(kv_caches)
         backends = self._backends(kv_caches)
-        # No draft keeps state; and layers that do are numbered on from the others by some models.
+        # No draft keeps state, and some models number state layers on from the others.
         drafts = draft_identities(self._vllm_config, token_layers(self._kv_cache_config))
         settings = settings_fingerprint(self._vllm_config)
         cache = describe_cache(kv_caches, self._kv_cache_config, backends, drafts, settings)
@@ -187,7 +187,7 @@ class ReshardWorker:
         local = LocalCache(self._rank, cache, window_groups(self._kv_cache_config))
         self._transfers.area = area = self._open_area(kv_caches.values())
         transfer_engine.consumer.set_local_cache(local)
-        # Not the rank, which is 0 in every replica of a dense model.
+        # Not the data-parallel rank, which is 0 in every replica of a dense model.
         replica_offset = parallel_config.data_parallel_index
         self._factors = compatibility_factors(self._vllm_config)
         self._handshake_client = client = self._make_handshake_client(shards)
@@ -214,7 +214,7 @@ class ReshardWorker:
         self._thread.start()
 
     def submit(self, metadata: ReshardConnectorMetadata) -> None:
-        """Hand over what the scheduler asks for in this step; blocks on nothing."""
+        """Hand over the scheduler's metadata of this step, without blocking."""
         self._thread.begin_step(is_idle=metadata.is_idle)
         if metadata.doorbell is not None:
             self._thread.ringer = open_ringer(
@@ -228,10 +228,10 @@ class ReshardWorker:
             self._thread.hand_over(SchedulerStep(metadata, self._device.computed_before(metadata)))
 
     def get_finished(self) -> tuple[set[RequestId], set[RequestId]]:
-        """Requests that other engines are through with, and requests that this worker received.
+        """Return the requests no longer held for other engines, and those this worker received.
 
-        One that could not be read is told by `take_failed` first, and is among the received ones
-        once nothing can write into its blocks any more: in the same call, or in a later one.
+        A request that could not be read is first reported by `take_failed`. It is among the
+        received ones once nothing can write into its blocks: in the same call, or in a later one.
         """
         report = self._report
         report.add(self._thread.collect())
@@ -240,12 +240,12 @@ class ReshardWorker:
         return sent, received
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
-        """Requests that could not be read, collected since the last call, with their blocks."""
+        """Return the requests collected as failed since the last call, with their blocks."""
         failed, self._report.failed = self._report.failed, {}
         return failed
 
     def take_news(self) -> WorkerNews:
-        """What the scheduler should hear beside that, collected since the last call."""
+        """Return the other news for the scheduler, collected since the last call."""
         news, self._report.news = self._report.news, WorkerNews()
         offered_at_s, self._report.offered_at_s = self._report.offered_at_s, {}
         now_s = self._clock()
@@ -253,12 +253,12 @@ class ReshardWorker:
         return news
 
     def take_stats(self) -> ReshardStats | None:
-        """What was measured since the last call."""
+        """Return the metrics collected since the last call; None without any."""
         stats, self._report.stats = self._report.stats, None
         return stats
 
     def close(self) -> None:
-        """Give everything back to NIXL."""
+        """Stop all threads and release all NIXL resources."""
         if self._listener is not None:
             self._listener.close()
         if self._handshake_client is not None:
@@ -267,11 +267,11 @@ class ReshardWorker:
         self._thread.close()
 
     def _submit_announcement(self, message: bytes) -> None:
-        """Hand over an offer that a later step tells of. Called by the listener's thread."""
+        """Hand over an announcement ahead of its step. Called by the listener's thread."""
         self._thread.hand_over(decode_announcement(message))
 
     def _ask(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
-        """Ask an engine. Called by the connector's thread, which is woken at the end."""
+        """Request an engine's layout. Called by the connector's thread, which the result wakes."""
         return self._waking(self._dialer.ask(address))
 
     def _connect(self, lane: Lane, lowered: LoweredEngine) -> PeerConnection:
@@ -284,16 +284,16 @@ class ReshardWorker:
         return future
 
     def _prepare_thread(self) -> None:
-        """Make the calling thread the connector's."""
+        """Prepare the connector's thread, which calls this."""
         run_on(self._helpers_cores())
         self._device.choose()
 
     def _helpers_cores(self) -> set[int] | None:
-        """Where threads may run that help the engine's: on CPU, not on the cores of the model's."""
+        """Return cores for helper threads: on CPU, not the engine thread's; None for any core."""
         return self._cores and ((self._cores - os.sched_getaffinity(0)) or self._cores)
 
     def _open_area(self, caches: Iterable[torch.Tensor]) -> StagingArea | None:
-        """Where staged reads stop over, if any are to."""
+        """Return the area for staged reads; None if there will be none."""
         strategy = self._settings.transfer_strategy
         if strategy == "direct" or not self._reads:
             return None
@@ -317,7 +317,7 @@ class ReshardWorker:
         )
 
     def _make_handshake_client(self, shards: tuple[Shard, ...]) -> HandshakeClient:
-        """What asks other engines, which may say no more than fits what this one is."""
+        """Return a handshake client, which limits replies to what fits this engine's shards."""
         return HandshakeClient(
             ReplyBounds.of(shards),
             numbers=REQUEST_NUMBERS,
@@ -327,7 +327,7 @@ class ReshardWorker:
         )
 
     def _make_probe(self) -> MetadataProbe | None:
-        """What tries NIXL metadata, where it may come from anybody and UCX alone looks into it."""
+        """Return a probe for NIXL metadata if it is unauthenticated and only UCX parses it."""
         if self._key is not None or not can_be_polled(self._settings.backends):
             return None
         return MetadataProbe(nixl_module())
@@ -335,8 +335,8 @@ class ReshardWorker:
     def _fill_scales(self, names: Iterable[str]) -> None:
         """Have Triton's attention fill its caches' scales now, before anything is received.
 
-        Where each token and head has scales, a layer fills those of all blocks when it first
-        computes, and would overwrite what was received before.
+        With scales per token and head, a layer fills the scales of all blocks when it first
+        computes, which would overwrite those received before.
         """
         from vllm.config import get_layers_from_vllm_config
         from vllm.model_executor.layers.attention import Attention
@@ -349,7 +349,7 @@ class ReshardWorker:
                     variant._ensure_scale_caches(layer.kv_cache)
 
     def _backends(self, names: Iterable[str]) -> dict[str, type[AttentionBackend]]:
-        """The attention backend of each layer."""
+        """Return the attention backend of each layer, by layer name."""
         from vllm.config import get_layers_from_vllm_config
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that a worker hears of before the engine that computes their prompts has offered them.
+"""Requests that a worker receives before the engine that computes their prompts has offered them.
 
-    asked for  ->  watched on the other engine's board  ->  offered  ->  read like any other request
-                      |  last chunk, or a fault: the scheduler hears of it
+    received  ->  watched on the other engine's board  ->  offered  ->  read like any other request
+                      |  last chunk, or a fault: reported to the scheduler
 
-A request is handed on once two things are known: what is offered, from the board, and the blocks to
-fill, from the scheduler, which gives it some when its last chunk is computed. Where there is room,
-it has some before, and what is computed so far is handed on as well. Each worker watches for
-itself, so that none waits for another one's step: one small read of each engine at a time, and a
-rest after it. Nothing is read into blocks here.
+A request is handed on once its offer is known, from the board, and the blocks to fill, from the
+scheduler, which allocates them when the last chunk is computed. If there is room it allocates them
+earlier, and the computed part is handed on as well. Each worker watches for itself, so that none
+waits for another one's step: one small read of each engine at a time, with a pause after it.
+Nothing is read into blocks here.
 
 All of this belongs to the connector's thread.
 """
@@ -53,13 +53,13 @@ class EarlyRequests:
 
     Args:
         peers: The engines that compute them.
-        record_wait: Called with the seconds that a request has waited until it was offered.
+        record_wait: Called with the seconds that a request waited until it was offered.
 
     Attributes:
-        ready: Requests that can be read, or told to their producer. The caller takes them out.
-        computed: Requests of which something can be read already. The caller takes them out.
-        refused: Those that have blocks, and will not be read. The caller takes them out.
-        has_moved: The last look has found a record, which is soon there.
+        ready: Requests to read, or to release at their producer. The caller removes them.
+        computed: Requests with a part that can be read already. The caller removes them.
+        refused: Requests that have blocks and will not be read. The caller removes them.
+        has_moved: True if the last look found a record, whose read will soon be complete.
     """
 
     def __init__(self, peers: PeerTable, record_wait: Callable[[float], None]) -> None:
@@ -67,11 +67,11 @@ class EarlyRequests:
         self._record_wait = record_wait
         self._engines: dict[RemoteEngineAddress, WatchedEngine] = {}
         self._at: dict[RequestId, RemoteEngineAddress] = {}
-        # Those that are offered, and have no blocks yet.
+        # Offered requests that have no blocks yet.
         self._offered: dict[RequestId, tuple[WatchedRequest, RemoteEngineAddress, Record]] = {}
-        # Why some will not be read that the scheduler may have given blocks meanwhile.
+        # Why requests without blocks failed; they may have been given some meanwhile.
         self._faults: dict[RequestId, tuple[WatchedRequest, str]] = {}
-        # The time of the poll that is under way.
+        # Time of the current poll.
         self._now_s = 0.0
         self._news = WorkerNews()
         self._abandoned = AbandonedReads(peers)
@@ -82,17 +82,17 @@ class EarlyRequests:
         self.has_moved = False
 
     def __len__(self) -> int:
-        """Requests that are waited for, or for whose blocks is."""
+        """Return the number of requests that wait for their offer or for their blocks."""
         return len(self._at) + len(self._offered) + len(self._faults)
 
     @property
     def is_looking(self) -> bool:
-        """Whether a look is under way."""
+        """True while a look is under way."""
         return any(each.is_looking for each in self._engines.values())
 
     @property
     def next_due_s(self) -> float:
-        """When there is something to do next."""
+        """Time of the next action; -inf if one is due, inf without one."""
         if self.ready or self.computed or self.refused or self._news:
             return -math.inf
         due_s = [
@@ -104,7 +104,7 @@ class EarlyRequests:
         return min([self._abandoned.next_due_s, *due_s])
 
     def begin(self, requests: Mapping[RequestId, RemoteRequest], now_s: float) -> None:
-        """Watch some requests, under the names that both engines have for them."""
+        """Watch requests on the boards of the engines that compute them."""
         self._now_s = now_s
         for request_id, request in requests.items():
             if request_id not in self._at:
@@ -112,7 +112,7 @@ class EarlyRequests:
                 self._put(request_id, WatchedRequest(request.request_id, Watch(now_s)), there)
 
     def take_over(self, request_id: RequestId, receive: Receive) -> None:
-        """A request has blocks; or it needs none, and its producer is told once it offers it."""
+        """Set the blocks of a request; if it needs none, its offer is released once it is seen."""
         if request_id in self._faults:
             watched, fault = self._faults.pop(request_id)
             self._refuse(request_id, watched, receive, fault)
@@ -133,7 +133,7 @@ class EarlyRequests:
             self._refuse(request_id, unknown, receive, receive.fault or "it is not waited for")
 
     def give_up(self, request_ids: Iterable[RequestId], reason: str) -> None:
-        """Some requests are not wanted any more: they fail, and offers are declined."""
+        """Fail requests that are no longer needed; their offers are released once they are seen."""
         for request_id in request_ids:
             self._faults.pop(request_id, None)
             if request_id not in self._at:
@@ -144,13 +144,13 @@ class EarlyRequests:
                 watched.receive = replace(watched.receive, local_block_ids=())
 
     def stood_still(self, for_s: float) -> None:
-        """This worker could not look for so many seconds."""
+        """Extend deadlines by seconds during which this worker could not look."""
         self._abandoned.stood_still(for_s)
         for engine in self._engines.values():
             engine.stood_still(for_s)
 
     def on_handshake_failed(self, peer: Peer, error: Exception) -> None:
-        """An engine cannot be connected; where another one answers, new requests are that one's."""
+        """Fail an engine's requests; those not seen yet move to an engine that answered instead."""
         engine = self._engines.get(peer.address)
         if engine is None:
             return
@@ -164,7 +164,7 @@ class EarlyRequests:
                 self._fail(request_id, watched, f"handshake failed: {one_line(error)}")
 
     def advance(self, now_s: float) -> None:
-        """Look where a look is due, and take note of what was seen."""
+        """Start looks that are due, and process those that are complete."""
         self._now_s, self.has_moved = now_s, False
         self._abandoned.advance(now_s)
         for engine in list(self._engines.values()):
@@ -178,12 +178,12 @@ class EarlyRequests:
                 self._fail_all(engine, f"unforeseen: {one_line(repr(error))}")
 
     def take_renewed(self) -> dict[RequestId, RemoteRequest]:
-        """Requests that wait for blocks of an offer since the last call: its lease is to last."""
+        """Return the requests offered since the last call whose leases are to be renewed."""
         renewed, self._renewed = self._renewed, {}
         return renewed
 
     def take_news(self) -> WorkerNews:
-        """What the scheduler should hear since the last call."""
+        """Return the news for the scheduler since the last call."""
         news, self._news = self._news, WorkerNews()
         return news
 
@@ -205,7 +205,7 @@ class EarlyRequests:
                 self._fail_all(engine, fault)
 
     def _take(self, engine: WatchedEngine, now_s: float) -> None:
-        """Take note of what a look has found, if it is over."""
+        """Process the result of a look if it is complete."""
         rows = engine.take(now_s)
         if rows is None:
             return
@@ -219,7 +219,7 @@ class EarlyRequests:
     def _read_buckets(
         self, engine: WatchedEngine, rows: npt.NDArray[np.uint64], now_s: float
     ) -> None:
-        """See how far requests are, and read the records of those that are offered."""
+        """Update requests from their buckets, and start reading the records that are needed."""
         room = engine.num_free
         found: dict[RequestId, WantedRecord] = {}
         asked = [engine.requests.get(each) for each in engine.asked]
@@ -245,7 +245,7 @@ class EarlyRequests:
             if (record := watched.wanted_record(sighting)) is not None:
                 found[request_id] = record
         wanted: dict[RequestId, WantedRecord] = {}
-        # Those of offers first.
+        # Offers first.
         for request_id, record in sorted(found.items(), key=lambda each: each[1].num_computed > 0):
             if record.place.num_rows <= room:
                 room -= record.place.num_rows
@@ -255,7 +255,7 @@ class EarlyRequests:
             engine.read_records(wanted, now_s)
 
     def _tell(self, request_id: RequestId, watched: WatchedRequest, sighting: Sighting) -> None:
-        """Have the scheduler know of a request that it may give blocks, or that waits no longer."""
+        """Report that some of a request is computed, or that its wait for blocks is over."""
         has_none = watched.receive is None
         if sighting.num_computed and has_none and not watched.is_begun:
             watched.is_begun = True
@@ -267,7 +267,7 @@ class EarlyRequests:
     def _read_records(
         self, engine: WatchedEngine, rows: npt.NDArray[np.uint64], now_s: float
     ) -> None:
-        """Hand on what is offered; what was changed while it was read is looked at again."""
+        """Hand on the records read; a later look rereads those that changed during the read."""
         first = 0
         for request_id, (place, num_computed) in engine.wanted.items():
             landed = rows[first : first + place.num_rows]
@@ -296,7 +296,7 @@ class EarlyRequests:
         record: Record,
         now_s: float,
     ) -> None:
-        """A request is offered: it can be read once it has blocks."""
+        """Process the offer of a request; it is handed on once it has blocks."""
         watched.enter(ReadState.OFFERED, request_id, engine.address, now_s)
         self._drop(request_id)
         if record.first_token is not None:
@@ -321,8 +321,8 @@ class EarlyRequests:
         address: RemoteEngineAddress,
         record: Record,
     ) -> None:
-        """A request is one like any other from now on: what is to be read, and where, is known."""
-        # It is offered since then, and may have waited for blocks.
+        """Hand on a request to be read like any other, since its offer and blocks are known."""
+        # `since_s` is when its offer was seen; it may have waited for blocks since.
         self.ready.append(
             Offered(request_id, with_record(receive, address, record), watched.since_s)
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are watched until another engine offers them, and what is handed on of them."""
+"""Requests that are watched until another engine offers them, and the values handed on."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..stats import ReadFailure
 logger = init_logger(__name__)
 
 _PARTS_OF_A_PROMPT = 64
-"""In so many parts it is read at most while it is computed: each is told of with a record of all
-blocks so far, however many of them another engine says there are."""
+"""Most parts in which a prompt is read while it is computed, however many the other engine shows:
+each costs the read of a record of all blocks so far."""
 
 
 @dataclass(slots=True)
@@ -30,17 +30,17 @@ class WatchedRequest:
     """A request that is watched.
 
     Attributes:
-        name: The name that both engines have for it.
-        watch: What was seen of it.
-        entry: What stands for its name on the boards of the engine that computes it.
-        receive: What to fill, once the scheduler has said so.
-        is_begun: The scheduler has heard that something of it is computed.
-        is_told: The scheduler has heard that it may have blocks.
-        has_waited: It was not offered at the first look, as it is where a router is serial.
-        step_tokens: How many tokens the step of its last chunk computes; 0 until that is known.
-        num_computed: How many of its tokens were handed on as computed.
-        state: How far it is.
-        since_s: Since when.
+        name: The name that both engines use for it.
+        watch: Its progress as seen on the board, and its deadlines.
+        entry: Its name's entry on the board of the engine that computes it.
+        receive: The blocks to fill; None until the scheduler has set them.
+        is_begun: Whether the scheduler was notified that some of it is computed.
+        is_told: Whether the scheduler was notified that it may be given blocks.
+        has_waited: Whether a look found it not offered yet; with a serial router, none does.
+        step_tokens: Number of tokens that the step of its last chunk computes; 0 until known.
+        num_computed: Number of its tokens that were handed on as computed.
+        state: Its state.
+        since_s: Since when it is in that state.
     """
 
     name: str
@@ -61,7 +61,7 @@ class WatchedRequest:
     def enter(
         self, state: ReadState, request_id: RequestId, address: RemoteEngineAddress, now_s: float
     ) -> None:
-        """Take note of its next state, if that is another one, and tell it in the log."""
+        """Enter a state and log it, unless it is in that state already."""
         if state is self.state:
             return
         logger.debug(
@@ -75,7 +75,7 @@ class WatchedRequest:
         self.state, self.since_s = state, now_s
 
     def wanted_record(self, sighting: Sighting) -> WantedRecord | None:
-        """Which record is to be read after a look: of its offer, or of what is computed anew."""
+        """Return the record to read after a look: its offer or computed part; None without one."""
         if sighting.offered is not None:
             return WantedRecord(sighting.offered, 0)
         receive = self.receive
@@ -88,11 +88,11 @@ class WatchedRequest:
 
 
 class WantedRecord(NamedTuple):
-    """A record that is to be read.
+    """A record to read.
 
     Attributes:
-        place: Where it lies.
-        num_computed: How many tokens are computed of whose blocks it tells; 0 for that of an offer.
+        place: Its rows on the board.
+        num_computed: Number of computed tokens whose blocks it names; 0 for an offer.
     """
 
     place: RecordPlace
@@ -100,12 +100,12 @@ class WantedRecord(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A request that has blocks, and of which something is computed.
+    """A request that has blocks here and computed tokens at its producer.
 
     Attributes:
         request_id: The request.
-        receive: What is to be read of it once it is offered.
-        part: What can be read now: as many tokens as it says there are.
+        receive: What to read once it is offered.
+        part: What can be read now, up to its `remote_tokens`.
     """
 
     request_id: RequestId
@@ -114,11 +114,11 @@ class Computed(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """A request that is one like any other from now on.
+    """A request that is treated like any other from now on.
 
     Attributes:
         request_id: The request.
-        receive: What is to be read of it, and where; or whose producer is told.
+        receive: What to read, and where; without blocks, the offer to release.
         offered_at_s: When its offer was seen.
     """
 
@@ -133,10 +133,10 @@ class Refusal(NamedTuple):
     Attributes:
         request_id: The request.
         receive: What should have been read.
-        reason: Why it is not.
-        failure: Of what kind that is; None where it is told elsewhere.
-        state: How far it was.
-        since_s: Since when.
+        reason: Why it is not read.
+        failure: The kind of failure; None where it is reported elsewhere.
+        state: Its state when it failed.
+        since_s: Since when it was in that state.
     """
 
     request_id: RequestId
@@ -148,7 +148,7 @@ class Refusal(NamedTuple):
 
 
 def with_record(receive: Receive, address: RemoteEngineAddress, record: Record) -> Receive:
-    """A request, with what its source says of it."""
+    """Return a request completed with the record of its source."""
     blocks = record.blocks()
     return replace(
         receive,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows once a request has failed or has been received: figures, the log, its producers.
+"""Metrics, log lines and notifications once a request has failed or has been received.
 
 All of this belongs to the connector's thread.
 """
@@ -20,8 +20,8 @@ from .readings import Reading, Readings
 logger = init_logger(__name__)
 
 _MAY_BE_ANOTHERS = frozenset({ReadFailure.FINGERPRINT, ReadFailure.PARAMETERS})
-"""Failures after which what is held under a request's name may be another's, whose blocks are not
-ours to give back: the lease ends it."""
+"""Failures after which the producer is not notified: the request held under this id may be another
+one, whose blocks this worker must not release. The lease frees them."""
 
 _REMEDIES = {
     ReadFailure.TRANSFER: ": check that the engine runs and can be reached, and send the request "
@@ -34,13 +34,13 @@ _REMEDIES = {
 
 
 class CompletionHandler:
-    """Counts requests that are over, tells of those that failed, and notifies producers.
+    """Counts requests that are over, logs failures, and notifies producers.
 
     Args:
         readings: All requests that are read.
         notifier: Notifies the producers of their blocks.
-        stats: Where to count.
-        doubt: Where to count blocks that may still be written.
+        stats: Its metrics.
+        doubt: Counts blocks that may still be written.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class CompletionHandler:
         self._notifier = notifier
         self._stats = stats
         self._doubt = doubt
-        # What is to be taken note of.
+        # Requests taken from the ledger, not processed yet.
         self._failed: deque[Reading] = deque()
         self._ended: deque[Reading] = deque()
         self._offered_at_s: dict[RequestId, float] = {}
 
     def take_offered(self) -> dict[RequestId, float]:
-        """Since when requests could be read that were received well since the last call."""
+        """Return since when each newly received request, failed ones aside, could be read."""
         offered_at_s, self._offered_at_s = self._offered_at_s, {}
         return offered_at_s
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
-        """Requests that have failed since the last call, with their blocks."""
+        """Return the requests failed since the last call, with their block ids."""
         self._failed += self._readings.ledger.take_failed()
         failed = {}
         while self._failed:
@@ -79,7 +79,7 @@ class CompletionHandler:
         return failed
 
     def take_received(self, now_s: float) -> set[RequestId]:
-        """Requests that nothing writes for any more; producers are told of those that were read."""
+        """Return requests that are over; notify the producers of those that were read."""
         self._ended += self._readings.ledger.take_ended()
         received = set()
         while self._ended:
@@ -93,24 +93,24 @@ class CompletionHandler:
         return received
 
     def _conclude_failed(self, reading: Reading, num_in_doubt: int) -> None:
-        """A request has failed.
+        """Record, log and release a failed request.
 
         Args:
             reading: The request.
-            num_in_doubt: Its blocks, if they may still be written; else 0.
+            num_in_doubt: Number of its blocks, if they may still be written; otherwise 0.
         """
         receive, failure = reading.receive, reading.failure
         if num_in_doubt:
             reading.num_in_doubt = num_in_doubt
             self._doubt.add(num_in_doubt)
         if failure is None:
-            # The worker that could not read it has told so.
+            # The worker where the read failed has logged it.
             self._release(reading)
             return
         self._stats.record_failed_read(failure)
         if failure not in _MAY_BE_ANOTHERS:
             self._release(reading)
-        # A failed handshake was told, with the requests that it cost.
+        # A failed handshake is logged once for all its requests.
         if failure is not ReadFailure.HANDSHAKE:
             state, for_s = reading.failed_in
             logger.error(
@@ -124,7 +124,7 @@ class CompletionHandler:
             )
 
     def _conclude(self, reading: Reading, now_s: float) -> None:
-        """Nothing is written for a request any more: it has failed before, or was received."""
+        """Conclude a request that is over: received, or failed and drained."""
         if reading.num_in_doubt:
             self._doubt.add(-reading.num_in_doubt)
         if reading.fault is None:
@@ -132,13 +132,13 @@ class CompletionHandler:
             reading.connection.lifetime.end_request()
             self._stats.record_exposed_transfer(now_s - reading.offered_at_s)
             self._offered_at_s[reading.request_id] = reading.offered_at_s
-            # Where nothing was to be read, nothing was looked up.
+            # Without lease tables, no read or check has proven the peer.
             if reading.peer is not None and reading.lease_tables:
                 reading.peer.is_proven = True
             self._release(reading)
 
     def _release(self, reading: Reading) -> None:
-        """Tell the producers of a request's blocks that this worker is through with them."""
+        """Notify a request's producers, if connected, that its blocks are released."""
         peer = reading.peer
         producers = (peer and peer.connection) or reading.connection
         if producers is None or (producers is reading.connection and not producers.is_connected):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that a worker reads: from being asked for until nothing writes for them any more.
+"""The requests that a worker reads, from their start until no read can write into their blocks.
 
-Whatever an unexpected exception comes up with is one request's, which fails, or is done by the next
-poll: what is to be done is taken from where it waits once it is done.
+An unexpected exception either fails the one request that it concerns, or leaves the work to the
+next poll: an item leaves its queue only once it is done.
 
-A request is *failed* as soon as that is known, and *received* once it is whole, or has failed and
-is drained. Its blocks may be used for something else only then: see `protocol.ledgers`.
+A request has *failed* as soon as one of its steps fails. It is *received* once it is complete, or
+once it has failed and is drained. Only then may its blocks be reused: see `protocol.ledgers`.
 
 All of this belongs to the connector's thread.
 """
@@ -46,12 +46,12 @@ class ConsumerSide:
     """All requests being read.
 
     Args:
-        peers: Where they are read from.
-        transfers: What is on its way.
+        peers: The engines to read from.
+        transfers: The parts on their way.
         notifier: Notifies the producers of their blocks.
-        stats: Where to count.
+        stats: Its metrics.
         timeout_s: How long a request may take from `start_request` until it is received.
-        name: The worker's, for traces.
+        name: The worker's name, for traces.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class ConsumerSide:
         self._timeout_s = timeout_s
         self._readings = Readings(transfers, timeout_s, name)
         self._ledger = self._readings.ledger
-        # Connected peers for which requests wait, in turns.
+        # Connected peers with waiting requests, in round-robin order.
         self._ready: dict[RemoteEngineAddress, Peer] = {}
-        # The time of the poll that is under way.
+        # Time of the current poll.
         self._now_s = 0.0
-        # What is to be taken note of.
+        # Events to apply.
         self._events: deque[PartEvent] = deque()
         self._doubt = BlocksInDoubt(peers.lanes, stats)
         self._prefetcher = Prefetcher(self._readings, transfers, stats)
@@ -82,12 +82,12 @@ class ConsumerSide:
         self._completions = CompletionHandler(self._readings, notifier, stats, self._doubt)
 
     def __len__(self) -> int:
-        """Requests that are not drained."""
+        """Return the number of requests not yet reported as received."""
         return len(self._readings.by_id)
 
     @property
     def has_backlog(self) -> bool:
-        """Whether more can begin than a poll's budget has allowed."""
+        """True if the last poll's budget ran out before everything queued was posted."""
         return bool(self._ready) or self._transfers.has_backlog
 
     @property
@@ -98,11 +98,11 @@ class ConsumerSide:
 
     @property
     def next_due_s(self) -> float | None:
-        """When the next request fails that is not received before; None without one."""
+        """Earliest deadline of a request that is not over; None without one."""
         return self._readings.next_due_s
 
     def set_local_cache(self, local_cache: LocalCache) -> None:
-        """Where to read to, known once the caches are registered."""
+        """Set the cache to read into; called once the caches are registered."""
         self._prefetcher.window_groups = local_cache.window_groups
         self._doubt.num_block_ids = local_cache.cache.num_block_ids
 
@@ -113,7 +113,7 @@ class ConsumerSide:
         now_s: float,
         offered_at_s: float | None = None,
     ) -> None:
-        """Read a request once its peer is connected; what goes wrong with that is its failure.
+        """Read a request once its peer is connected; an exception fails the request.
 
         Args:
             request_id: The request.
@@ -124,7 +124,7 @@ class ConsumerSide:
         self._now_s = now_s
         reading = self._readings.by_id.get(request_id)
         if reading is not None and reading.receive is receive:
-            # A poll that has failed has come so far.
+            # An earlier poll started it, and failed afterwards.
             return
         try:
             self._start(request_id, receive, now_s, now_s if offered_at_s is None else offered_at_s)
@@ -136,12 +136,12 @@ class ConsumerSide:
     def prefetch(
         self, request_id: RequestId, receive: Receive, part: Receive, now_s: float
     ) -> None:
-        """Read what is computed of a request that is not offered yet.
+        """Read the computed part of a request that is not offered yet.
 
         Args:
             request_id: The request.
-            receive: What is to be read of it then.
-            part: What can be read of it now.
+            receive: What to read once the request is offered.
+            part: What can be read now.
             now_s: The time.
         """
         self._now_s = now_s
@@ -163,7 +163,7 @@ class ConsumerSide:
         self, request_id: RequestId, receive: Receive, now_s: float, offered_at_s: float
     ) -> None:
         if receive.fault is not None:
-            # Where nothing was to be read, no request waits for it.
+            # Without blocks to fill, no request waits for this read.
             if any(receive.local_block_ids):
                 faulty = self._readings.add(request_id, receive, None, now_s)
                 self._fail(faulty, receive.fault, ReadFailure.PARAMETERS)
@@ -176,27 +176,27 @@ class ConsumerSide:
             else:
                 self._readings.add(request_id, receive, peer, now_s, offered_at_s=offered_at_s)
         elif peer.connection is not None:
-            # It waits for no read of another request's.
+            # A release need not queue behind other requests' reads.
             self._notifier.release(receive, peer.connection)
             return
         peer.waiting.append((request_id, receive))
 
     def on_connected(self, peer: Peer) -> None:
-        """What has waited for a peer can begin: it is connected now."""
+        """Queue this peer's waiting requests for posting: it is connected."""
         self._ready[peer.address] = peer
 
     def trace_handshake(self, address: RemoteEngineAddress, took_s: float, now_s: float) -> None:
-        """Export the handshake that requests have waited for."""
+        """Export a trace span of the handshake for each request that waited for it."""
         for reading in self._readings.by_id.values():
             if reading.trace is not None and reading.receive.source == address:
                 reading.trace.span("handshake", now_s - took_s, now_s)
 
     def begin(self, now_s: float, budget: Budget) -> None:
-        """Post reads of what has waited, one request of each peer in turns.
+        """Post the reads of waiting requests, one request of each peer in turn.
 
         Args:
             now_s: The time.
-            budget: As far as it goes.
+            budget: Limit on the work of this call.
         """
         self._now_s = now_s
         self._transfers.post(now_s, budget)
@@ -219,7 +219,7 @@ class ConsumerSide:
                 return
 
     def fail_waiting(self, peer: Peer, error: Exception) -> list[RequestId]:
-        """A peer cannot be connected: fail the requests that waited for it, and return them."""
+        """Fail the requests that wait for a peer that cannot be connected, and return their ids."""
         failed = []
         for request_id, receive in taken_once_done(peer.waiting):
             reading = self._readings.by_id.get(request_id)
@@ -230,18 +230,18 @@ class ConsumerSide:
         return failed
 
     def abandon(self, request_ids: Iterable[RequestId]) -> None:
-        """Another worker of this engine could not read these: fail them here, too."""
+        """Fail requests that another worker of this engine could not read."""
         for request_id in request_ids:
             if (reading := self._readings.by_id.get(request_id)) is not None:
                 self._fail(reading, "another worker could not read it", None)
 
     def advance(self, now_s: float, budget: Budget) -> None:
-        """Look at what is on its way, as far as the budget goes, and fail what takes too long."""
+        """Poll parts, within the budget, and lease checks; fail requests past their deadlines."""
         self._now_s = now_s
         self._events += self._transfers.advance(now_s, budget)
         for event in taken_once_done(self._events):
             self._apply(event, now_s)
-        # Before what is overdue: a request that was not offered in time costs no connection.
+        # Before deadlines, which break connections off: a request not offered in time costs none.
         for verdict in self._lease_checks.advance(now_s):
             self._judge(verdict)
         for reading in self._readings.overdue(now_s):
@@ -249,9 +249,9 @@ class ConsumerSide:
         self._doubt.contain(now_s)
 
     def end(self, lane: Lane) -> None:
-        """Close a retired lane: all that its connections could write into is drained then.
+        """Close a retired lane, after which everything read over it is drained.
 
-        What one call has not done, the next one does.
+        If a call raises, the next one does the rest.
         """
         for connection in list(lane.connections):
             self._transfers.retire(connection)
@@ -262,21 +262,21 @@ class ConsumerSide:
         self._transfers.end(lane)
 
     def take_failed(self) -> dict[RequestId, frozenset[int]]:
-        """Requests that have failed since the last call, with their blocks."""
+        """Return the requests failed since the last call, with their block ids."""
         return self._completions.take_failed()
 
     def take_received(self) -> set[RequestId]:
-        """Requests that nothing writes for any more; producers are told of those that were read."""
+        """Return requests that are over; notify the producers of those that were read."""
         return self._completions.take_received(self._now_s)
 
     def take_offered(self) -> dict[RequestId, float]:
-        """Since when requests could be read that were received well since the last call."""
+        """Return since when each newly received request, failed ones aside, could be read."""
         return self._completions.take_offered()
 
     def _begin_next(
         self, request_id: RequestId, receive: Receive, connection: PeerConnection, now_s: float
     ) -> None:
-        """Begin the request that has waited longest for a peer."""
+        """Begin or release a request just taken from its peer's queue."""
         if not any(receive.local_block_ids):
             self._notifier.release(receive, connection)
             return
@@ -294,7 +294,7 @@ class ConsumerSide:
             return
         rest = self._prefetcher.rest_of(reading, connection)
         if rest is None:
-            # The same blocks are read into once nothing else is: see `_apply`.
+            # It starts once no prefetch writes into its blocks: see `_apply`.
             return
         try:
             blocks = RequestBlocks(rest)
@@ -320,12 +320,12 @@ class ConsumerSide:
                 self._look_up(reading)
         except Exception as error:
             self._lose(request_id, error)
-            # None of them is on its way.
+            # No part was started.
             for key in keys:
                 self._ledger.part_drained(reading, key)
 
     def _apply(self, event: PartEvent, now_s: float) -> None:
-        """Take note of what has happened to a part; the same again changes nothing."""
+        """Apply an event of a part; applying it twice changes nothing."""
         reading = self._readings.by_id.get(event.request_id)
         if reading is None:
             return
@@ -346,7 +346,7 @@ class ConsumerSide:
                 self._lose(event.request_id, error)
 
     def _wait_again(self, reading: Reading, now_s: float) -> None:
-        """A request that could not be begun in its turn has another one."""
+        """Queue a request again that could not begin in its turn."""
         peer = self._peers.get_or_connect(reading.receive.source, now_s)
         waiting = reading.request_id, reading.receive
         if waiting not in peer.waiting:
@@ -355,25 +355,25 @@ class ConsumerSide:
             self.on_connected(peer)
 
     def _count(self, event: PartDrained, reading: Reading) -> None:
-        """Count what a part has brought."""
+        """Count the bytes of a part."""
         if event.telemetry is not None:
             self._stats.record_transfer(event.telemetry, event.strategy)
             reading.num_bytes += event.telemetry.totalBytes
             reading.strategies.add(event.strategy.value)
 
     def _look_up(self, reading: Reading) -> None:
-        """All of a request was read: see that it was still held, and was what was wanted."""
+        """Check the lease and the fingerprint of a request that was read completely."""
         assert reading.connection is not None
         reading.tell(self._now_s)
         if reading.connection.is_connected:
             self._lease_checks.begin(reading)
         else:
-            # What had landed in the arena was copied from there after its connection was closed.
+            # Its last parts were copied from the arena after the connection was closed.
             fault = "its connection was given up before its lease could be looked up"
             self._fail(reading, fault, ReadFailure.TRANSFER)
 
     def _judge(self, verdict: Verdict) -> None:
-        """Take note of what a lookup has found."""
+        """Apply the result of a lease check."""
         reading = self._readings.find(verdict.key)
         if reading is None:
             return
@@ -388,13 +388,13 @@ class ConsumerSide:
         self._readings.fail(reading, reason, failure, self._now_s)
 
     def _lose(self, request_id: RequestId, error: Exception) -> None:
-        """Fail a request over an unexpected exception: it is no other's."""
+        """Fail the one request that an unexpected exception concerns."""
         logger.exception("Request %s fails over an unexpected exception", quote(request_id))
         if (reading := self._readings.by_id.get(request_id)) is not None:
             self._fail(reading, repr(error), ReadFailure.UNFORESEEN)
 
     def _break_off(self, reading: Reading, now_s: float) -> None:
-        """Read nothing more with the connection that a request is read with."""
+        """Break off the connection that a request is read with."""
         connection = reading.connection
         if connection is None and reading.prefetched is not None:
             connection = reading.prefetched.connection
@@ -402,7 +402,7 @@ class ConsumerSide:
             self._peers.break_off(connection, now_s)
 
     def _run_out_of_time(self, reading: Reading, now_s: float) -> None:
-        """Fail a request whose time is over, and say what it waited for."""
+        """Fail a request past its deadline, and name what it waited for."""
         source = reading.receive.source
         where = f"{quote(source.engine_id)} at {quote(source.host)}:{source.port}"
         if num_parts := len(reading.parts):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of failed requests that reads may still write into, and what is done about too many."""
+"""Counts blocks of failed requests that reads may still write into, and limits their number."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..stats import ReshardStats
 logger = init_logger(__name__)
 
 _MOST_IN_DOUBT = 4
-"""One in so many blocks of the cache may be in doubt; beyond that, hung peers are cut."""
+"""One in this many blocks of the cache may be in doubt; beyond that, hung peers are cut."""
 
 
 class BlocksInDoubt:
-    """Counts them. Belongs to the connector's thread.
+    """Counts the blocks in doubt. Belongs to the connector's thread.
 
     Args:
-        lanes: What they are written over.
-        stats: Where to count.
+        lanes: The lanes whose reads may write into them.
+        stats: Its metrics.
 
     Attributes:
-        num_block_ids: How many blocks the cache has, once that is known.
-        count: How many are in doubt.
+        num_block_ids: Number of blocks in the cache; 0 until the caches are registered.
+        count: Number of blocks in doubt.
     """
 
     def __init__(self, lanes: Lanes, stats: ReshardStats) -> None:
@@ -35,24 +35,24 @@ class BlocksInDoubt:
         self.count = 0
 
     def add(self, num_blocks: int) -> None:
-        """More are, or fewer if the number is negative."""
+        """Add to the number of blocks in doubt; a negative number subtracts."""
         self.count += num_blocks
         self._stats.record_blocks_in_doubt(self.count)
 
     @property
     def are_too_many(self) -> bool:
-        """Whether they are more than may be."""
+        """True if more blocks are in doubt than allowed."""
         return self.count * _MOST_IN_DOUBT > self.num_block_ids
 
     @property
     def hung(self) -> Lane | None:
-        """A lane that is not waited for any longer, where they are too many."""
+        """The first draining lane to cut if too many blocks are in doubt; None without one."""
         if not self.count or not self.are_too_many:
             return None
         return next((lane for lane in self._lanes.draining if not lane.is_drained), None)
 
     def contain(self, now_s: float) -> None:
-        """Where they are too many, wait for hung peers no longer than for slow ones."""
+        """If too many are in doubt, cut a hung lane `PEER_GRACE_S` after its retirement."""
         if (lane := self.hung) is None:
             return
         assert lane.retired_at_s is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of which all was read, and whose leases are being looked up.
+"""Lease checks of requests whose blocks have all been read.
 
 All of this belongs to the connector's thread.
 """
@@ -20,22 +20,22 @@ class LeaseChecks:
     """The lease checks of a worker, at all engines that it reads from.
 
     Args:
-        peers: Those engines.
+        peers: The engines that it reads from.
     """
 
     def __init__(self, peers: PeerTable) -> None:
         self._peers = peers
-        # The connections with which leases are being looked up.
+        # Connections with lookups under way.
         self._looking: dict[PeerConnection, None] = {}
-        # Each with the connection that it is about; None where that has ended.
+        # Each with the connection of its lookup; None once that has ended.
         self._verdicts: deque[tuple[PeerConnection | None, Verdict]] = deque()
 
     def __bool__(self) -> bool:
-        """Whether something is being looked up."""
+        """True while a lookup is under way."""
         return bool(self._looking)
 
     def begin(self, reading: Reading) -> None:
-        """Have a request looked up in each table of its; there will be a verdict for each."""
+        """Queue a lookup of a request in each of its lease tables; each yields one verdict."""
         receive, connection = reading.receive, reading.connection
         assert receive.fingerprint is not None and connection is not None
         if reading.lease_tables:
@@ -50,7 +50,7 @@ class LeaseChecks:
             )
 
     def advance(self, now_s: float) -> Iterator[Verdict]:
-        """Look leases up, and say what was found: see `verdicts`."""
+        """Advance the lookups, and yield their verdicts as `verdicts` does."""
         for connection in list(self._looking):
             self._verdicts += ((connection, each) for each in connection.leases.advance())
             yield from self.verdicts(now_s)
@@ -58,14 +58,14 @@ class LeaseChecks:
                 del self._looking[connection]
 
     def give_up(self, connection: PeerConnection) -> None:
-        """A connection ends: what was to be looked up with it has failed. See `verdicts`."""
+        """Fail the lookups of a connection that ends; `verdicts` yields the failures."""
         self._looking.pop(connection, None)
         self._verdicts += ((None, each) for each in connection.leases.give_up())
 
     def verdicts(self, now_s: float) -> Iterator[Verdict]:
-        """What was found. A connection with which a lookup has failed is broken off."""
+        """Yield the verdicts so far, and break off connections whose lookups failed."""
         for connection, verdict in taken_once_done(self._verdicts):
             if connection is not None and verdict.failure is LeaseCheckFailure.PEER:
-                # Also where its request has failed meanwhile: nothing else would tell.
+                # Even if its request has failed meanwhile: nothing else reports the broken peer.
                 self._peers.break_off(connection, now_s)
             yield verdict

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker tells the producers of its blocks. Belongs to the connector's thread."""
+"""Notifications to the producers of a worker's blocks. Belongs to the connector's thread."""
 
 from __future__ import annotations
 
@@ -28,36 +28,34 @@ logger = init_logger(__name__)
 class Notifier:
     """Sends notifications to the workers of other engines.
 
-    What is to be told of requests is collected until `flush`, so that many requests cost each
-    producer one notification.
+    Releases are collected until `flush`, so that many requests cost each producer one notification.
 
     Args:
-        name: What producers know this worker by.
-        stats: Where to count.
+        name: This worker's name at the producers.
+        stats: Its metrics.
     """
 
     def __init__(self, name: str, stats: ReshardStats) -> None:
         self._name = name
         self._stats = stats
-        # What each producer is told at the end of a poll.
+        # Releases to send to each producer at the end of a poll.
         self._outgoing: dict[tuple[PeerConnection, str], list[DoneEntry | GaveUpEntry]] = {}
-        # Those over which something was sent that may be on its way.
+        # Lanes with notifications that may still be on their way.
         self._talking: dict[Lane, None] = {}
 
     @property
     def is_talking(self) -> bool:
-        """Whether something that was sent may be on its way."""
+        """True while a notification may be on its way."""
         return bool(self._talking)
 
     def release(self, receive: Receive, producers: PeerConnection) -> None:
-        """Have the producers of a request's blocks told, by `flush`, that they need not hold them.
+        """Queue a notice, sent by `flush`, that a request's producers need not hold its blocks.
 
-        They are told nothing if this worker can show neither the secret nor the fingerprint of what
-        they hold.
+        Sends nothing if this worker has neither the secret nor the fingerprint of the offer.
 
         Args:
             receive: The request.
-            producers: The connection with their engine.
+            producers: The connection with the producers' engine.
         """
         request_id = receive.remote_request_id
         for peer, num_notifiers in producers.engine.releases:
@@ -71,17 +69,17 @@ class Notifier:
             self._outgoing.setdefault((producers, peer), []).append(entry)
 
     def renew(self, request_ids: Iterable[RequestId], producers: PeerConnection) -> bool:
-        """Ask the producers of some requests' blocks to hold them for longer.
+        """Renew the leases of some requests at their producers.
 
         Returns:
-            Whether each of them could be asked.
+            Whether a notification was sent to each producer.
         """
         messages = encode_renewals(request_ids)
         errors = [self._notify(producers, peer, messages) for peer, _ in producers.engine.releases]
         return not any(errors)
 
     def flush(self) -> None:
-        """Send what was collected: one notification to each producer, or a few long ones."""
+        """Send the queued releases: one notification to each producer, or a few long ones."""
         while self._outgoing:
             producers, peer = to = next(iter(self._outgoing))
             entries = self._outgoing.pop(to)
@@ -90,7 +88,7 @@ class Notifier:
                 gave_up = [entry for entry in entries if isinstance(entry, GaveUpEntry)]
                 messages = encode_done(self._name, done) + encode_gave_up(self._name, gave_up)
                 if error := self._notify(producers, peer, messages):
-                    # That a producer which cannot be read from cannot be told either is no news.
+                    # A broken connection is known already, and logged elsewhere.
                     log = logger.warning if producers.lifetime.is_open else logger.debug
                     log("%s: its blocks are freed when their lease runs out", one_line(error))
             except Exception:
@@ -99,7 +97,7 @@ class Notifier:
                 )
 
     def advance(self, now_s: float) -> None:
-        """Let NIXL get on with what was sent."""
+        """Let NIXL make progress with notifications that may be on their way."""
         for lane in list(self._talking):
             if lane.agent.is_open and now_s < lane.talks_until_s:
                 lane.progress()
@@ -109,7 +107,7 @@ class Notifier:
     def _notify(
         self, producers: PeerConnection, peer: str, messages: Iterable[bytes]
     ) -> TransferError | None:
-        """Send messages to one worker; returns why one could not be sent, or None."""
+        """Send messages to one worker; return the error if one could not be sent, or None."""
         for message in messages:
             try:
                 producers.notify(peer, message)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a request is read while its prompt is computed, and what is left when it is offered.
+"""Selects the blocks to read while a prompt is computed, and the rest to read after its offer.
 
-Whole blocks of KV-cache groups that keep all tokens, in the order of the sequence. What is read at
-the end, the tokens in windows and the state among it, is what would be read behind a prefix that is
-cached here.
+Prefetched are whole blocks of KV-cache groups that keep all tokens, in sequence order. The rest,
+including window tokens and state, is read as it would be after a prefix that is cached here.
 
-What was prefetched counts where the offer names the very blocks, of the same attempt to compute
-them: a request that was preempted there may have lost its blocks to others while they were read.
-That the offer holds, and is of these tokens, is looked up after everything, as of any request.
+Prefetched blocks count only if the offer names the same blocks of the same attempt to compute them:
+a request preempted at the producer may have lost its blocks to others while they were read. The
+lease and the fingerprint are checked after all reads, as for any request.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from ...transport.connection import PeerConnection
 
 @dataclass(frozen=True, slots=True)
 class FullGroups:
-    """The KV-cache groups that keep all tokens, of which something is read.
+    """The KV-cache groups that keep all tokens and can be prefetched.
 
     Attributes:
-        src_tokens: How many tokens of a sequence a block id of each stands for at the source.
-        dst_tokens: The same here.
+        src_tokens: Tokens of a sequence per block id at the source, by source group.
+        dst_tokens: The same here, by local group.
     """
 
     src_tokens: Mapping[int, int]
@@ -38,12 +37,12 @@ class FullGroups:
     def of(
         cls, legs: Iterable[Leg], src_block_ids: BlockIds, window_groups: Collection[int]
     ) -> FullGroups:
-        """Those that legs read from and into.
+        """Return the groups that legs read from and into.
 
         Args:
-            legs: What is read.
-            src_block_ids: The blocks that the source tells of, none of other groups.
-            window_groups: The groups here that keep the last tokens only.
+            legs: The legs to read.
+            src_block_ids: The block ids that the source names; empty for groups it does not offer.
+            window_groups: The local groups that keep the last tokens only.
         """
         src_tokens, dst_tokens = {}, {}
         told = {group for group, ids in enumerate(src_block_ids) if ids}
@@ -59,21 +58,20 @@ class FullGroups:
 
     @property
     def unit_tokens(self) -> int:
-        """Blocks of all of them end after so many tokens, and after multiples of these."""
+        """Smallest number of tokens after which blocks of all groups end at both sides."""
         return math.lcm(*self.src_tokens.values(), *self.dst_tokens.values())
 
 
 @dataclass(slots=True)
 class Prefetched:
-    """What was read of a request, or is being read, before it was offered.
+    """The reads of a request that began before it was offered.
 
     Attributes:
-        groups: Where it is read from and into: those of which the first part has something. Others
-            are read whole at the end.
-        part: The last that was read: it names all blocks of the source's that were.
-        num_tokens: To which token of the sequence the reads go.
-        connection: What it is read with.
-        is_invalid: Some of it has failed: all is read anew once none of it is under way.
+        groups: The groups read, fixed by the first part. Other groups are read whole at the end.
+        part: The last part read, which names all source blocks so far; None before the first.
+        num_tokens: Number of tokens of the sequence that the reads cover.
+        connection: The connection they are read with; None before the first part.
+        is_invalid: True if some of it cannot be used: all is read again once no read is under way.
     """
 
     groups: FullGroups = field(default_factory=lambda: FullGroups({}, {}))
@@ -83,14 +81,14 @@ class Prefetched:
     is_invalid: bool = False
 
     def next(self, part: Receive, groups: FullGroups) -> Receive | None:
-        """What to read of what is computed now, beyond what was read before.
+        """Return the computed blocks that were not read yet.
 
         Args:
-            part: What is computed.
-            groups: Where to read from and into, if this is the first part.
+            part: The part that is computed.
+            groups: The groups to read if this is the first part.
 
         Returns:
-            It, as a request of that part; None where no block is full at both ends.
+            The blocks, as a request of that part; None if no further block is full at both ends.
         """
         if self.part is not None:
             groups = self.groups
@@ -120,25 +118,25 @@ class Prefetched:
     def take(
         self, part: Receive, wanted: Receive, groups: FullGroups, connection: PeerConnection
     ) -> None:
-        """Some of a part is read from now on.
+        """Record that the reads of a part begin.
 
         Args:
-            part: What is computed.
-            wanted: What `next` has made of it.
-            groups: What that was asked for.
-            connection: What it is read with.
+            part: The part that is computed.
+            wanted: The result of `next` for that part.
+            groups: The groups passed to `next`.
+            connection: The connection to read with.
         """
         if self.part is None:
             self.groups, self.connection = groups, connection
         self.part, self.num_tokens = part, wanted.local_tokens
 
     def is_of(self, more: Receive, connection: PeerConnection) -> bool:
-        """Whether what was read is part of what is computed by now, or is offered.
+        """Return whether the blocks read so far belong to a later part, or to the offer.
 
         Args:
-            more: What that is.
-            connection: What the rest is read with. The engine behind another one may have begun
-                anew, with the same names and numbers.
+            more: The later part, or the offer.
+            connection: The connection to read the rest with. Behind another one, the engine may
+                have restarted, with the same ids and numbers.
         """
         part = self.part
         if part is None:
@@ -156,7 +154,7 @@ class Prefetched:
         )
 
     def rest_of(self, whole: Receive) -> Receive:
-        """What is left to be read of an offer that it is part of."""
+        """Return the rest of an offer for which `is_of` is true."""
         left = _between(whole, self.groups, self.num_tokens, whole.local_tokens)
         ids = [
             some if group in self.groups.dst_tokens else all_ids
@@ -166,7 +164,7 @@ class Prefetched:
 
 
 def _names_all(src_block_ids: BlockIds, groups: FullGroups, num_tokens: int) -> bool:
-    """Whether a source tells of all blocks up to a token: it may say anything."""
+    """Return whether the source names all blocks of some tokens; its message is not trusted."""
     return all(
         group < len(src_block_ids) and len(src_block_ids[group]) >= num_tokens // tokens
         for group, tokens in groups.src_tokens.items()
@@ -174,13 +172,13 @@ def _names_all(src_block_ids: BlockIds, groups: FullGroups, num_tokens: int) -> 
 
 
 def _between(receive: Receive, groups: FullGroups, start: int, stop: int) -> list[list[int]]:
-    """The blocks here that are to be filled with some tokens, none of other groups.
+    """Return the local blocks to fill with a range of tokens; empty for other groups.
 
     Args:
-        receive: What is to be filled: the last blocks of a sequence.
-        groups: Those that are meant.
-        start: Where the tokens begin, with a block.
-        stop: Where they end.
+        receive: The request, which names the last blocks of the sequence.
+        groups: The groups to fill.
+        start: The first token, at which a block begins.
+        stop: The token after the last.
     """
     found: list[list[int]] = []
     for group, ids in enumerate(receive.local_block_ids):

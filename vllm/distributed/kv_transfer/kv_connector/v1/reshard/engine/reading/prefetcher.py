@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what is computed of requests that are not offered yet.
+"""Reads the computed parts of requests that are not offered yet.
 
-What goes wrong with that fails no request: what was prefetched of it is *invalidated*, and all of
-it is read once it is offered and nothing of that is under way any more.
+A failure here fails no request: its prefetched blocks are *invalidated*, and the whole request is
+read once it is offered and none of its prefetch reads is under way.
 
 All of this belongs to the connector's thread.
 """
@@ -33,11 +33,11 @@ class Prefetcher:
 
     Args:
         readings: All requests that are read.
-        transfers: What is on its way.
-        stats: Where to count.
+        transfers: The parts on their way.
+        stats: Its metrics.
 
     Attributes:
-        window_groups: The KV-cache groups here that keep the last tokens of a sequence only; None
+        window_groups: The local KV-cache groups that keep the last tokens of a sequence only; None
             until the caches are registered.
     """
 
@@ -60,13 +60,13 @@ class Prefetcher:
         connection: PeerConnection,
         now_s: float,
     ) -> None:
-        """Read what is computed of a request, as far as it can be, and was not read before.
+        """Read the computed blocks of a request that can be prefetched and were not read before.
 
         Args:
             request_id: The request.
-            receive: What is to be read of it once it is offered.
-            part: What is computed.
-            connection: What to read it with.
+            receive: What to read once the request is offered.
+            part: The part that is computed.
+            connection: The connection to read with.
             now_s: The time.
         """
         reading = self._readings.by_id.get(request_id)
@@ -78,7 +78,7 @@ class Prefetcher:
             self._read(request_id, receive, part, connection, now_s)
         except Exception as error:
             if isinstance(error, ReshardError):
-                # Its source may say anything of it. What it offers is another matter.
+                # The source may name anything before its offer, which is checked on its own.
                 logger.debug("Request %s is not prefetched: %s", quote(request_id), one_line(error))
             else:
                 logger.exception(
@@ -89,11 +89,11 @@ class Prefetcher:
                 self._invalidate(reading)
 
     def apply(self, event: PartEvent, reading: Reading) -> bool:
-        """Take note of what has happened to what is read of a request before its turn.
+        """Apply an event of a part that was prefetched.
 
         Returns:
-            Whether it has had its turn, and can be read now that nothing else writes into its
-            blocks: what was prefetched of it is of no use.
+            True if the whole request can be read now: it is offered, its prefetch is invalid, and
+            no read writes into its blocks.
         """
         prefetched = reading.prefetched
         assert prefetched is not None
@@ -107,10 +107,10 @@ class Prefetcher:
         return has_had_its_turn and not reading.parts
 
     def rest_of(self, reading: Reading, connection: PeerConnection) -> Receive | None:
-        """What is left to be read of a request that is offered: all of it, if nothing counts.
+        """Return the rest of an offered request, or all of it if its prefetch is of no use.
 
         Returns:
-            It; None as long as something that does not count is under way. See `apply`.
+            The rest; None while prefetch reads of no use are under way. See `apply`.
         """
         prefetched, receive = reading.prefetched, reading.receive
         if prefetched is None:
@@ -124,7 +124,7 @@ class Prefetcher:
         return receive
 
     def _invalidate(self, reading: Reading) -> None:
-        """What was prefetched of a request is of no use; what was not posted of it never is."""
+        """Mark a request's prefetched blocks as of no use, and drop its unposted parts."""
         if reading.prefetched is not None and not reading.prefetched.is_invalid:
             reading.prefetched.is_invalid = True
             self._transfers.give_up(reading.request_id)
@@ -162,17 +162,13 @@ class Prefetcher:
             )
         except Exception:
             self._invalidate(reading)
-            # None of them is on its way.
+            # No part was started.
             for key in keys:
                 self._readings.ledger.part_drained(reading, key)
             raise
 
     def _parts_of(self, wanted: Receive, connection: PeerConnection) -> list[Part]:
-        """The parts that some blocks are read in.
-
-        Raises:
-            RemoteLayoutError: They are not there.
-        """
+        """Return the parts to read some blocks in; raises RemoteLayoutError if they don't exist."""
         blocks = RequestBlocks(wanted)
         return [
             part
