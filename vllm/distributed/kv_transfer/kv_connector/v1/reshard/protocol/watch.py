@@ -22,8 +22,8 @@ OFFERED_WITHIN_S = 600.0
 """How long a prompt may take to be scheduled and computed."""
 
 BELIEVED_AFTER_S = 0.5
-"""Faults found earlier are ignored: they may be an earlier request's with the same name, which the
-producer removes from the board when it receives the new one."""
+"""A fault found earlier, before any other state, is ignored: it may be of an earlier request with
+the same name, which the producer removes from the board when it receives the new one."""
 
 COMPUTED_WITHIN_S = 300.0
 """How long a step may take: vLLM's default of `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`."""

@@ -232,7 +232,7 @@ class Lanes:
 
     @property
     def next_try_s(self) -> float:
-        """When to `pick` again after it returned None; infinite if a lane's end or start decides."""
+        """When to `pick` again after None; infinite if it has to wait for a lane's start or end."""
         is_waiting = self.is_making or len(self._draining) > MAX_DRAINING_LANES
         return math.inf if is_waiting else self._retry_at_s
 
