@@ -57,9 +57,9 @@ class Receive:
             not needed, or not known, so that the source cannot be notified.
         fault: Why the request cannot be read at all; None without a known reason.
         trace_headers: Trace headers of its client's request; None without a trace.
-        is_early: Whether the source may not have offered it yet. Then its id is the shared name,
-            and the source's id, the blocks, and the fingerprint's digest of the blocks are still to
-            be found.
+        is_early: Whether the source may not have offered it yet. Then `remote_request_id` is the
+            shared name, and the source's id, the blocks, and their digest in the fingerprint are
+            still to be found.
         attempt: Number of the source's attempt that computed it, if that was found; else 0.
     """
 
