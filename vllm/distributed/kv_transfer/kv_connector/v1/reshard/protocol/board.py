@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer says of requests that readers were sent to before their prompt was computed.
+"""A producer's board: the states of requests that were sent to readers before they were computed.
 
-A reader that was sent a request at the same time as its producer knows no blocks, and not what the
-producer calls the request. It knows a name that both have. So each worker of the producer keeps a
-board in host memory, which readers look into as into the table of leases:
+A reader that receives a request at the same time as its producer knows neither the blocks nor the
+producer's id of the request, but only a name that both share. So each worker of the producer keeps
+a board in host memory, which readers read like the lease table:
 
-    KNOWN       the producer has the request
-    LAST_CHUNK  the step that completes its prompt is computed: it needs no more blocks there
-    OFFERED     it is held for readers; a record says under which id, and in which blocks
+    KNOWN       the producer has received the request
+    LAST_CHUNK  the step that completes its prompt is being computed: it needs no more blocks there
+    OFFERED     it is held for readers; a record has its id and its blocks
     ABORTED, EMPTY, AMBIGUOUS   it will not be offered, and why
 
-Of a prompt that takes several steps, a second entry in the name's bucket tells how many tokens are
-computed, and a record in which blocks. Builds that do not know of it do not find it.
+If a prompt takes several steps, a second entry in the name's bucket has the number of tokens
+computed so far, and a record their blocks. Builds without this feature do not find that entry.
 
-The board binds nothing. What a record says is what routers pass on otherwise, and a reader believes
-what it has read only once it has found the lease: see `leases`.
+The board guarantees nothing. A record has what a router would pass on otherwise, and a reader
+trusts the blocks that it read only after the lease check: see `leases`.
 
-Board and records are rows of one size, so that a reader has one list of them. First the buckets of
-a hash table, as in `leases`, then the rows that records lie in, each in adjoining ones. An entry is
-four words:
+Board and records are rows of one size, so a reader has one descriptor list for both. The buckets of
+a hash table come first, as in `leases`. The rows of the records follow; each record is in adjacent
+rows. An entry is four words:
 
-    name      what stands for the shared name; 0 where the place is free
+    name      digest of the shared name; 0 in a free entry
     state     a `State`
-    record    of an offer, its first row, and its size in bytes; of a last chunk, how many tokens
-              its step computes, of all requests
-    digest    of the record: what was read while it was changed has another one
+    record    of an offer, first row and size in bytes of its record; of a last chunk, the number of
+              tokens that its step computes for all requests
+    digest    digest of the record; it does not match a record that was read while it changed
 
-In the second entry the tokens stand in the place of the state. The name is written last where it is
-new, and the state last where it is not: an entry says one state or the next until it is taken down.
+The second entry has the number of tokens in place of the state. In a new entry the name is written
+last, in an existing one the state, so a reader sees one state or the next until it is removed.
 
-Clients may choose names. What stands for one is made with the engine's id, which they are not told:
-else they could choose some that fill a bucket.
+Clients may choose names. The digest includes the engine's id, which clients are not given, so that
+they cannot choose names that fill a bucket.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ WORDS_PER_ROW = ROW_BYTES // _WORD_BYTES
 _WORDS_PER_ENTRY = 4
 
 NUM_BUCKETS = 1 << 10
-"""16384 entries; with a thousand requests at once, no bucket is ever full."""
+"""16384 entries: with a thousand requests at the same time, no bucket is ever full."""
 
 NUM_ROWS = NUM_BUCKETS + (1 << 13)
-"""Rows of a board in all, 4.5 MiB: records for a million block ids."""
+"""Rows of a board in all, 4.5 MiB, with room for records of a million block ids."""
 
 MAX_RECORD_ROWS = 1 << 10
-"""Of one request, 130000 block ids: a reader has room for as many."""
+"""Limit of one request's record, 130000 block ids: readers have room for at least as many."""
 
 MAX_GONE = 1 << 10
-"""So many requests that will not be offered are told of, the last ones."""
+"""Requests that will not be offered and are still on the board; older ones are removed."""
 
 _NAME, _STATE, _RECORD, _DIGEST = range(_WORDS_PER_ENTRY)
 
 _COMPUTED = 0x9E3779B97F4A7C15
-"""By which the name differs in the second entry."""
+"""XORed to the name in the second entry."""
 
 _LEFT_FREE = 4
-"""So many places of a bucket are left to requests that would not be found without one."""
+"""Entries of a bucket that second entries leave free for first ones, which requests need."""
 
 
 class State(IntEnum):
-    """How far a producer has come with a request."""
+    """The state of a request at its producer."""
 
     KNOWN = 1
     LAST_CHUNK = 2
@@ -89,12 +89,12 @@ class State(IntEnum):
 
     @property
     def fault(self) -> str | None:
-        """Why the request will not be offered; None where it may be, or is."""
+        """Why the request will not be offered; None if it may be, or is."""
         return _FAULTS.get(self)
 
     @property
     def is_computed(self) -> bool:
-        """Whether the request's prompt is still being computed."""
+        """True while the request's prompt is not completely computed."""
         return self in (State.KNOWN, State.LAST_CHUNK)
 
 
@@ -106,16 +106,16 @@ _FAULTS = {
 
 
 class BoardUpdate(msgspec.Struct, frozen=True, array_like=True, tag="board_update"):
-    """A request's state, on its way from a producer's scheduler to its workers.
+    """A request's state, sent by a producer's scheduler to its workers.
 
     Attributes:
-        number: Which of the scheduler's updates.
+        number: Number of the update, counted by the scheduler.
         name: The shared name.
-        state: The state; None where the request is told of no more.
-        request_id: What the producer calls it.
-        record: What is offered, or what is computed so far, encoded; else empty.
-        step_tokens: How many tokens the step computes that completes the prompt; 0 in other states.
-        num_computed: How many tokens are computed so far, of which the record tells; else 0.
+        state: The state; None to remove the request from the board.
+        request_id: The producer's id of the request.
+        record: Encoded record of the offer, or of what is computed so far; else empty.
+        step_tokens: Tokens that the step completing the prompt computes; 0 in other states.
+        num_computed: Tokens computed so far, if the record is about these; else 0.
     """
 
     number: int
@@ -128,16 +128,16 @@ class BoardUpdate(msgspec.Struct, frozen=True, array_like=True, tag="board_updat
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """What is offered, or is computed so far, and where.
+    """The tokens that are offered or computed so far, and their blocks.
 
     Attributes:
-        request_id: What the producer calls the request.
-        num_tokens: How many of its tokens the blocks hold.
-        block_ids: The blocks of each KV-cache group, as 32-bit words. Of what is computed so far,
-            none of groups that do not keep all tokens.
-        first_token: The token that was sampled behind these; None where it is not told.
-        attempt: Which of its producer's attempts to compute a prompt. One that was preempted is
-            begun anew with another one, and what was computed before may be there no more.
+        request_id: The producer's id of the request.
+        num_tokens: Number of its tokens that the blocks hold.
+        block_ids: Block ids of each KV-cache group, as 32-bit words. In a record of what is
+            computed so far, groups that do not keep all tokens have none.
+        first_token: The token sampled after these; None if the record does not have it.
+        attempt: Number of the producer's attempt to compute a prompt. A preempted request starts
+            again with another number, and the blocks of the earlier attempt may be gone.
     """
 
     request_id: Annotated[str, Meta(min_length=1, max_length=1 << 10)]
@@ -155,23 +155,23 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
         first_token: int | None = None,
         attempt: int = 0,
     ) -> Record:
-        """The record of some tokens in some blocks."""
+        """Return the record of some tokens in some blocks."""
         words = [np.array(each, "<u4").tobytes() for each in block_ids]
         return cls(request_id, num_tokens, words, first_token, attempt)
 
     def blocks(self) -> list[list[int]]:
-        """The blocks of each KV-cache group."""
+        """Return the block ids of each KV-cache group."""
         whole = (each[: len(each) // 4 * 4] for each in self.block_ids)
         return [np.frombuffer(each, "<u4").tolist() for each in whole]
 
 
 class RecordPlace(NamedTuple):
-    """Where a record lies.
+    """The place of a record on a board.
 
     Attributes:
-        first_row: Where it begins.
+        first_row: First of its rows.
         size_bytes: Its size.
-        digest: What it must give.
+        digest: Digest that its bytes must have.
     """
 
     first_row: int
@@ -180,17 +180,17 @@ class RecordPlace(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many rows it takes."""
+        """Number of its rows."""
         return -(-self.size_bytes // ROW_BYTES)
 
     @property
     def rows(self) -> range:
-        """These rows."""
+        """Its rows."""
         return range(self.first_row, self.first_row + self.num_rows)
 
     @property
     def is_possible(self) -> bool:
-        """Whether a record can be there: a peer may have written anything."""
+        """True if a record can be there; checked because a peer may have written anything."""
         return (
             0 < self.num_rows <= MAX_RECORD_ROWS
             and self.first_row >= NUM_BUCKETS
@@ -199,15 +199,14 @@ class RecordPlace(NamedTuple):
 
 
 class Sighting(NamedTuple):
-    """What a reader finds on a board under a name.
+    """The entries that a reader finds on a board under a name.
 
     Attributes:
-        state: The state; None where nothing is said.
-        offered: Where the record of an offer is; None without one.
-        step_tokens: How many tokens its last chunk's step computes; 0 in other states.
-        num_computed: How many tokens of a prompt that is computed may be read; 0 where that is not
-            said.
-        computed: Where the record of these is.
+        state: The state; None if the board has none.
+        offered: Place of an offer's record; None without one.
+        step_tokens: Tokens that the step of its last chunk computes; 0 in other states.
+        num_computed: Tokens of an unfinished prompt that may be read; 0 if the board has none.
+        computed: Place of the record of these tokens; None without one.
     """
 
     state: State | None
@@ -227,10 +226,10 @@ def encode_record(record: Record) -> bytes:
 
 
 def read_record(data: bytes, digest: int) -> Record | str | None:
-    """A record as it was written.
+    """Decode a record that was read from a board.
 
     Returns:
-        It; what is wrong with it; or None where it was changed while it was read.
+        The record; or an error message if it is malformed; or None if it changed while it was read.
     """
     if digest_of(data) != digest:
         return None
@@ -241,21 +240,21 @@ def read_record(data: bytes, digest: int) -> Record | str | None:
 
 
 def digest_of(data: bytes) -> int:
-    """What a record's entry says of it."""
+    """Return a record's digest for its entry."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def board_entry(engine_id: EngineId, name: str) -> Entry:
-    """What stands for a shared name on an engine's boards."""
+    """Return a shared name's bucket and digest on an engine's boards."""
     return entry_of("/".join((engine_id, name)), NUM_BUCKETS)
 
 
 def look_up(rows: npt.NDArray[np.uint64], names: Sequence[int]) -> list[Sighting]:
-    """What buckets say of shared names.
+    """Find shared names in their buckets.
 
     Args:
-        rows: The words of a bucket for each name, shape (names, `WORDS_PER_ROW`).
-        names: What stands for each.
+        rows: Words of each name's bucket; shape (names, `WORDS_PER_ROW`).
+        names: Digest of each name.
     """
     wanted = np.array(names, dtype=np.uint64)
     entries = rows.reshape(len(names), -1, _WORDS_PER_ENTRY)
@@ -270,7 +269,7 @@ def look_up(rows: npt.NDArray[np.uint64], names: Sequence[int]) -> list[Sighting
 def _entries_of(
     entries: npt.NDArray[np.uint64], names: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """The entry of each name in its bucket; zeros where there is none."""
+    """Return the entry of each name in its bucket; zeros if it has none."""
     is_its = entries[:, :, _NAME] == names[:, None]
     found: npt.NDArray[np.uint64] = entries[np.arange(len(names)), is_its.argmax(axis=1)]
     found[~is_its.any(axis=1)] = 0
@@ -296,13 +295,13 @@ def _place(record: int, digest: int) -> RecordPlace | None:
 
 @dataclass(slots=True)
 class _Shown:
-    """What stands under a name.
+    """The entries of a name on our board.
 
     Attributes:
-        request_id: What the producer calls the request.
+        request_id: The producer's id of the request.
         state: Its state.
-        span: Where its record lies, if it has one.
-        computed: Where the record lies of what is computed so far, if there is one.
+        span: Span of its offer's record; None without one.
+        computed: Span of the record of what is computed so far; None without one.
     """
 
     request_id: RequestId
@@ -314,8 +313,8 @@ class _Shown:
 class Board:
     """The board of one worker. Belongs to the connector's thread.
 
-    Updates come twice: announced, perhaps, and with a step, surely. The announced ones are ahead
-    of steps, or lost; each name keeps the newest that was said of it.
+    Each update arrives with a step and, unless it is lost, ahead of that as an announcement. The
+    board shows the newest update of each name.
 
     Args:
         engine_id: The engine's id.
@@ -329,17 +328,17 @@ class Board:
         self._rows = self._rows.reshape(NUM_ROWS, WORDS_PER_ROW)
         self._records = ArenaAllocator((NUM_ROWS - NUM_BUCKETS) * ROW_BYTES)
         self._shown: dict[str, _Shown] = {}
-        # Shared names by what the producer calls the requests that are offered.
+        # Shared names of offered requests, by the producer's request id.
         self._offered: dict[RequestId, str] = {}
-        # Those that will not be, the oldest first.
+        # Names of requests that will not be offered, oldest first.
         self._gone: dict[str, None] = {}
-        # The newest update of each name that was announced and that no step has told of.
+        # By name, the newest announced update that has not arrived with a step.
         self._ahead: dict[str, int] = {}
         self._num_told = 0
 
     @property
     def address(self) -> int:
-        """Of the first row, in host memory."""
+        """Address of the first row, in host memory."""
         return int(self._rows.ctypes.data)
 
     @property
@@ -348,13 +347,13 @@ class Board:
         return int(self._rows.nbytes)
 
     def announce(self, update: BoardUpdate) -> None:
-        """Show what a later step tells as well."""
+        """Show an update that also arrives with a later step."""
         if update.number > self._num_told:
             self._ahead[update.name] = update.number
             self._show(update)
 
     def tell(self, updates: Sequence[BoardUpdate]) -> None:
-        """Show what a step tells, in order, as far as it is news."""
+        """Show a step's updates in order, except those older than an announced one."""
         for update in updates:
             if update.number > self._ahead.get(update.name, 0):
                 self._show(update)
@@ -365,7 +364,7 @@ class Board:
             }
 
     def release(self, request_id: RequestId) -> None:
-        """A request that was offered is held no more: its name may be another's soon."""
+        """Remove an offered request that is no longer held; its name may soon be reused."""
         name = self._offered.pop(request_id, None)
         if name is not None:
             self._forget(name)
@@ -406,14 +405,14 @@ class Board:
     def _show_computed(
         self, bucket: npt.NDArray[np.uint64], name: int, shown: _Shown, update: BoardUpdate
     ) -> None:
-        """Say what is computed so far, where there is room: readers can do without."""
+        """Show what is computed so far if there is room; readers can do without it."""
         self._free(shown.computed)
         shown.computed = None
         entry = _entry(bucket, name ^ _COMPUTED, _LEFT_FREE)
         if entry is None:
             return
         if len(update.record) > self._records.free_bytes - self._records.size_bytes // 2:
-            # Half of the room is for offers.
+            # Half of the room is reserved for offers.
             entry[:] = 0
             return
         shown.computed = self._write(entry, update.record)
@@ -426,7 +425,7 @@ class Board:
         shown.computed = None
 
     def _write(self, entry: npt.NDArray[np.uint64], record: bytes) -> Span | None:
-        """Write a record; None where there is no room for it, or nothing to read."""
+        """Write a record; return None if it is empty or there is no room for it."""
         size_bytes = -(-len(record) // ROW_BYTES) * ROW_BYTES
         span = None
         if 0 < size_bytes <= MAX_RECORD_ROWS * ROW_BYTES:
@@ -442,7 +441,7 @@ class Board:
         return span
 
     def _bucket_of(self, name: str) -> tuple[npt.NDArray[np.uint64], int]:
-        """The entries of a name's bucket, and what stands for it there."""
+        """Return the entries of a name's bucket, and the name's digest."""
         bucket, wanted = board_entry(self._engine_id, name)
         entries: npt.NDArray[np.uint64] = self._rows[bucket].reshape(-1, _WORDS_PER_ENTRY)
         return entries, wanted
@@ -466,7 +465,7 @@ class Board:
 def _entry(
     bucket: npt.NDArray[np.uint64], word: int, num_left: int = 0
 ) -> npt.NDArray[np.uint64] | None:
-    """The entry of a name, or a free one, where more than `num_left` are; None without one."""
+    """Return a name's entry, or a free one if more than `num_left` are free; else None."""
     for looked_for, more_than in ((word, 0), (0, num_left)):
         places = np.flatnonzero(bucket[:, _NAME] == np.uint64(looked_for))
         if len(places) > more_than:
@@ -476,5 +475,5 @@ def _entry(
 
 
 def _take_down(bucket: npt.NDArray[np.uint64], word: int) -> None:
-    """Empty the entry of a name, if there is one."""
+    """Clear the entry of a name, if there is one."""
     bucket[bucket[:, _NAME] == np.uint64(word)] = 0

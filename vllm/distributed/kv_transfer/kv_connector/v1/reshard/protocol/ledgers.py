@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each side of a transfer knows of its requests, without sockets, threads or clocks.
+"""The state of requests at each side of a transfer, without sockets, threads or clocks.
 
-`ProducerLedger` keeps a prefill worker's promise to hold blocks until they were read or their lease
-ran out. `ConsumerLedger` keeps account of a decode worker's reads. Time is passed in, in seconds of
-any monotonic clock; what is to be done comes back as values. Both belong to the thread that drives
-them, the connector's.
+`ProducerLedger` tracks the requests whose blocks a prefill worker holds until all readers have
+notified it or the lease expires. `ConsumerLedger` tracks a decode worker's reads. Callers pass the
+time, in seconds of any monotonic clock, and act on the returned values. Both belong to the thread
+that drives them, the connector's.
 
 A producer's request goes through these states:
 
-                     admit                 offer                all notifiers heard
+                     admit                 offer                all readers notified
     (unknown)  --------------->  ADMITTED ------->  OFFERED  ------------------------>  released
-                                    |                  |       lease ran out
+                                    |                  |       lease expired
                                     | withdraw         +----------------------------->  expired
                                     v
                                 (unknown)
 
-The decode side may be faster than the producer's own scheduler: notifications are kept from
-admission on. But a request that is still being computed is not released, whatever says that it
-was read: one that all readers were through with before is released when it is offered.
+Readers may be faster than the producer's own scheduler, so notifications are kept from admission
+on. But they never release a request that is still being computed: if all readers notified early, it
+is released when it is offered.
 
-A notification counts only where it is bound to what is offered: the same tokens in the same
-blocks, or the secret that went with them. A reader that knows a request's id alone has neither, and
+A notification counts only if it proves knowledge of the offer: by the fingerprint of the same
+tokens in the same blocks, or by the offer's secret. A reader that knows only a request's id
 releases nothing.
 """
 
@@ -41,39 +41,39 @@ from .states import ReadState
 AnyRead = TypeVar("AnyRead", bound="Read")
 
 MAX_EARLY_NOTIFICATIONS = 1 << 10
-"""As many are kept for a request that is not offered yet: more than any engine has workers."""
+"""Notifications kept for a request before its offer: more than any engine has workers."""
 
 
 class Receipt(Enum):
-    """What a producer makes of a notification."""
+    """How a producer took a notification."""
 
     EARLY = "early"
     """The request is not offered yet; the notification is kept until it is."""
 
     COUNTED = "counted"
-    """One of several notifiers was heard for the first time."""
+    """It is the first of its reader, and other readers are still awaited."""
 
     RELEASED = "released"
-    """The last notifier of an offered request was heard: its blocks may be freed."""
+    """It is the last reader's, and the request is offered: its blocks may be freed."""
 
     REPEATED = "repeated"
-    """The notifier had been heard before; nothing changed."""
+    """Its reader had notified before; nothing changed."""
 
     MISBOUND = "misbound"
-    """It is bound to something else than what is offered; nothing changed."""
+    """Its proof does not match the offer; nothing changed."""
 
     UNKNOWN = "unknown"
-    """No such request is held: it expired, was withdrawn, or never was. A reader that says so may
-    have read blocks that were in use for something else."""
+    """No such request is held: it was released or withdrawn, expired, or never existed. The reader
+    may have read blocks that were already reused."""
 
 
 class Notice(NamedTuple):
-    """What a reader says when it is through with a request's blocks.
+    """A reader's notification that it no longer needs a request's blocks.
 
     Attributes:
-        notifier: Names the reader, the same in every notification of its.
-        num_notifiers: How many readers there are in all, itself included; at least 1.
-        proof: What it has read, or would have read; or the secret of what it gives up.
+        notifier: Name of the reader, the same in all its notifications.
+        num_notifiers: Number of readers in all, this one included; at least 1.
+        proof: Fingerprint of what it read or would have read, or secret of the offer it gives up.
     """
 
     notifier: str
@@ -83,7 +83,7 @@ class Notice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A notification that is bound to something else than what is offered.
+    """A notification whose proof does not match the offer.
 
     Attributes:
         request_id: The request that it names.
@@ -96,12 +96,12 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Expiry:
-    """A request whose lease ran out.
+    """A request whose lease expired.
 
     Attributes:
         request_id: The request.
-        heard: Notifiers that were heard.
-        awaited: Notifiers that should have been heard; None when none was heard to say so.
+        heard: Number of readers that notified.
+        awaited: Number of readers in all; None if none notified, so that it is not known.
     """
 
     request_id: RequestId
@@ -114,13 +114,13 @@ class _Held:
     """A request that a producer holds blocks for.
 
     Attributes:
-        early: What was heard before the request was offered.
-        fingerprint: What is offered; None as long as nothing is.
-        secret: What gives it up; None where nothing does.
-        expires_at_s: When the lease runs out; infinite as long as there is none.
-        heard: The notifiers that were counted.
-        awaited: How many there should be.
-        mismatch_reported: Whether a notification that does not fit was told of.
+        early: Notifications received before the offer.
+        fingerprint: Fingerprint of the offer; None before the offer.
+        secret: Secret that also releases the offer; None if it has none.
+        expires_at_s: When the lease expires; infinite before the offer.
+        heard: Readers whose notification was counted.
+        awaited: Number of readers in all; None before the first counted notification.
+        mismatch_reported: Whether a mismatch was reported.
     """
 
     early: set[Notice] = field(default_factory=set)
@@ -139,8 +139,8 @@ class _Held:
 class ProducerLedger:
     """The requests whose blocks a prefill worker holds for remote readers.
 
-    Nothing that is done in every step grows with the number of requests that are held: leases are
-    in a heap, which learns of a renewal or of a release when it comes to the lease.
+    Work done in every step does not grow with the number of requests held: leases are in a heap,
+    and a renewal or a release takes effect there only when the lease comes up.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class ProducerLedger:
         self._released_by_offer: list[RequestId] = []
         self._mismatches: list[Mismatch] = []
         self._expired: list[tuple[float, RequestId, _Held]] = []
-        # When a lease runs out at the earliest; the number tells two leases under one name apart.
+        # By earliest expiry; the number tells two leases of the same request id apart.
         self._leases: list[tuple[float, int, RequestId, _Held]] = []
         self._numbers = count()
 
@@ -156,7 +156,7 @@ class ProducerLedger:
         return len(self._held)
 
     def admit(self, request_ids: Iterable[RequestId]) -> None:
-        """Begin to keep notifications for requests that are being computed."""
+        """Start to keep notifications for requests that are being computed."""
         for request_id in request_ids:
             if request_id not in self._held:
                 self._held[request_id] = _Held()
@@ -174,24 +174,24 @@ class ProducerLedger:
         fingerprint: OfferFingerprint,
         secret: OfferSecret | None = None,
     ) -> bool:
-        """Hold a request's blocks until its readers were heard, or until its lease runs out.
+        """Hold a request's blocks until all readers have notified, or until its lease expires.
 
         Args:
             request_id: The request.
-            expires_at_s: When the lease runs out.
-            fingerprint: What is offered.
-            secret: What gives it up without knowing that; None where nothing does.
+            expires_at_s: When the lease expires.
+            fingerprint: Fingerprint of the offer.
+            secret: Secret that releases the offer without the fingerprint; None if it has none.
 
         Returns:
-            Whether the request is held. False means that its readers are through already, which
-            `take_released` tells, or that it was withdrawn.
+            True if the request is held; False if all readers have already notified, so that
+            `take_released` returns it, or if it was withdrawn.
         """
         held = self._held.get(request_id)
         if held is None:
             return False
         held.fingerprint, held.secret = fingerprint, secret
         early, held.early = held.early, set()
-        # In an order that does not depend on hashes of strings, for logs that can be compared.
+        # Sorted, so that logs can be compared: string hashes differ between runs.
         for notice in sorted(early, key=lambda notice: notice[:2]):
             self._count(request_id, held, notice)
         if held.complete:
@@ -204,20 +204,20 @@ class ProducerLedger:
         return True
 
     def take_released(self) -> list[RequestId]:
-        """The requests offered since the last call that all readers were through with already."""
+        """Return requests offered since the last call whose readers had all notified before."""
         released, self._released_by_offer = self._released_by_offer, []
         return released
 
     def take_mismatches(self) -> list[Mismatch]:
-        """The first notification of each request that was misbound, since the last call."""
+        """Return mismatches since the last call, only the first one of each request."""
         mismatches, self._mismatches = self._mismatches, []
         return mismatches
 
     def renew(self, request_ids: Iterable[RequestId], expires_at_s: float) -> int:
-        """Move the leases of offered requests to a later time; never to an earlier one.
+        """Extend the leases of offered requests to a time; never shorten one.
 
         Returns:
-            How many of the requests are held and were offered.
+            The number of these requests that are held and offered.
         """
         renewed = 0
         for request_id in request_ids:
@@ -228,15 +228,15 @@ class ProducerLedger:
         return renewed
 
     def extend(self, for_s: float) -> None:
-        """Let all leases last so many seconds longer, in which no renewal could be heard."""
+        """Extend all leases by a time in which no renewal could be received."""
         for held in self._held.values():
             held.expires_at_s += for_s
 
     def hear(self, request_id: RequestId, notice: Notice) -> Receipt:
-        """Take note that a reader is through with a request's blocks.
+        """Record a reader's notification.
 
-        Readers that disagree on how many they are, as they may after one of them restarted with
-        another layout, are answered with the larger number: the lease bounds the wait.
+        If readers disagree on their number, for example after one restarted with another layout,
+        the larger number counts; the lease bounds the wait.
         """
         held = self._held.get(request_id)
         if held is None:
@@ -252,7 +252,7 @@ class ProducerLedger:
         return receipt
 
     def expire(self, now_s: float) -> list[Expiry]:
-        """Let go of the requests whose leases ran out, the oldest first."""
+        """Forget requests whose leases expired, and return them, earliest expiry first."""
         while self._leases and self._leases[0][0] <= now_s:
             _, number, request_id, held = heappop(self._leases)
             if self._held.get(request_id) is not held:
@@ -264,14 +264,14 @@ class ProducerLedger:
             self._expired.append((held.expires_at_s, request_id, held))
         self._tidy()
         expiries, self._expired = self._expired, []
-        # A renewed lease comes up at the time that it was renewed from.
+        # A renewed lease comes up at its old time, so the heap's order is not that of expiry.
         expiries.sort(key=lambda expiry: expiry[:2])
         return [
             Expiry(request_id, len(held.heard), held.awaited) for _, request_id, held in expiries
         ]
 
     def _count(self, request_id: RequestId, held: _Held, notice: Notice) -> Receipt:
-        """Count a reader of an offered request, if it knows what is offered, or its secret."""
+        """Count a reader of an offered request if its proof matches the fingerprint or secret."""
         if notice.proof not in (held.fingerprint, held.secret):
             if not held.mismatch_reported:
                 held.mismatch_reported = True
@@ -284,15 +284,15 @@ class ProducerLedger:
         return Receipt.COUNTED
 
     def _forget(self, request_id: RequestId) -> None:
-        """Let go of a request that is held; of nothing where this fails."""
+        """Forget a held request; changes nothing if it raises."""
         self._tidy(self._held[request_id])
         del self._held[request_id]
 
     def _tidy(self, gone: _Held | None = None) -> None:
-        """Take leases out of the heap that nothing is held by, unless they are few.
+        """Remove stale leases from the heap once they outnumber the held requests.
 
         Args:
-            gone: What is held no more after this.
+            gone: A request that the caller is about to forget; None without one.
         """
         if len(self._leases) > 2 * (len(self._held) - (gone is not None)):
             self._leases = [
@@ -305,15 +305,15 @@ class ProducerLedger:
 
 @dataclass(slots=True)
 class Read:
-    """A request that a consumer reads. Its ledger changes all of it.
+    """A request that a consumer reads. Only its ledger changes it.
 
     Attributes:
-        request_id: Its name.
-        state: Where it is.
-        parts: The keys of its parts that are not drained, each unique within the request.
-        checks_left: How many checks are to follow the parts, or are under way.
-        fault: Why its blocks must be taken as invalid; None as long as it has not failed.
-        is_over: Nothing writes into its blocks any more, and nothing else is waited for.
+        request_id: Its id.
+        state: Its state.
+        parts: Keys of its parts that are not drained, unique within the request.
+        checks_left: Number of checks that are still to end.
+        fault: Why its blocks are invalid; None unless it failed.
+        is_over: Whether nothing can write into its blocks any more, and no check is awaited.
     """
 
     request_id: RequestId
@@ -325,7 +325,7 @@ class Read:
 
     @property
     def is_decided(self) -> bool:
-        """Whether it was received, or has failed: neither turns into the other."""
+        """True if it was received or has failed, which is final."""
         return self.is_over or self.state is ReadState.FAILED
 
 
@@ -338,17 +338,16 @@ class ConsumerLedger(Generic[AnyRead]):
        v                  v               v     last part drained    v
      FAILED --------------------------------------------------------------> over
 
-    Parts may be prefetched before a request is offered. They end nothing when they are drained,
-    unless the request has failed.
+    Parts may be prefetched before a request is offered. Draining them does not end the request,
+    unless it has failed.
 
-    A request fails at once, and for good: one fault is enough, and nothing turns a failed request
-    into a received one. It is *over* exactly once, and only after everything that could still write
-    into its blocks is drained: all of its parts, also those of a failed request. The checks
-    that follow the parts, such as looking its lease up, write nothing there, and are not waited for
-    once it has failed.
+    One fault fails a request at once, and a failed request is never received. A request is *over*
+    exactly once, and only after all its parts are drained, so that nothing can write into its
+    blocks; this holds for a failed request, too. The checks that follow the parts, such as the
+    lease check, write nothing there, and a failed request does not wait for them.
 
     Attributes:
-        by_id: The requests, until `take_ended` has told of them.
+        by_id: Requests by id, until `take_ended` returns them.
     """
 
     def __init__(self) -> None:
@@ -360,27 +359,27 @@ class ConsumerLedger(Generic[AnyRead]):
         return len(self.by_id)
 
     def begin(self, read: AnyRead) -> None:
-        """Account for a request in whichever state it is before it is posted; for one of a name."""
+        """Add a request that is not posted yet; no other may have its id."""
         assert read.request_id not in self.by_id, f"{quote(read.request_id)} is being received"
         self.by_id[read.request_id] = read
 
     def prefetch(self, read: AnyRead, parts: Iterable[int]) -> None:
-        """Account for parts of a request that is not offered yet."""
+        """Add parts of a request that is not offered yet."""
         _expect(read, ReadState.PREFETCHING)
         read.parts.update(parts)
 
     def offer(self, read: AnyRead) -> None:
-        """A request is offered of which something was prefetched."""
+        """Record that a prefetching request is offered."""
         _expect(read, ReadState.PREFETCHING)
         read.state = ReadState.WAITING
 
     def post(self, read: AnyRead, parts: Iterable[int], *, pending_checks: int = 0) -> None:
-        """Account for the parts of a request that waits, beside those that were prefetched.
+        """Add a waiting request's parts to those prefetched; they are read from now on.
 
         Args:
             read: The request.
-            parts: The parts in flight. Where there are none, `advance` goes on.
-            pending_checks: How often `check_done` is called once all parts are drained.
+            parts: Keys of the parts. If nothing is left to drain, call `advance`.
+            pending_checks: Number of `check_done` calls to expect once all parts are drained.
         """
         _expect(read, ReadState.WAITING)
         read.state = ReadState.READING
@@ -388,16 +387,16 @@ class ConsumerLedger(Generic[AnyRead]):
         read.checks_left = pending_checks
 
     def part_drained(self, read: AnyRead, part: int) -> bool:
-        """Take note that nothing writes for a part any more; returns what `advance` does."""
+        """Record that a part is drained; return what `advance` returns."""
         read.parts.discard(part)
         return self.advance(read)
 
     def advance(self, read: AnyRead) -> bool:
-        """Go on with a request whose parts are drained.
+        """Move a request to its next state if its parts are drained.
 
         Returns:
-            Whether it was posted and has not failed, so that the checks that follow may begin. The
-            same again is answered alike.
+            True if they are and the request was posted and has not failed, so that its checks may
+            begin. Repeated calls return the same.
         """
         if not read.parts and not read.is_over:
             if read.state is ReadState.READING:
@@ -412,31 +411,31 @@ class ConsumerLedger(Generic[AnyRead]):
         """Fail a request.
 
         Returns:
-            Whether it was being received, and had not failed before.
+            True if it was neither received nor failed before.
         """
         if read.is_decided:
             return False
         read.state, read.fault = ReadState.FAILED, fault
         self._failed.append(read)
-        # Not by a call, which may raise: what has failed is not failed again, and would never end.
+        # Inline, because a call may raise: a failed request is not failed again, so never ended.
         if not read.parts:
             read.is_over = True
             self._ended.append(read)
         return True
 
     def check_done(self, read: AnyRead) -> None:
-        """Take note that one of the checks that follow the parts has ended."""
+        """Record that one of the checks after the parts has ended."""
         if read.state is ReadState.CHECKING and not read.is_over:
             read.checks_left -= 1
             self.advance(read)
 
     def take_failed(self) -> list[AnyRead]:
-        """The requests that have failed since the last call, in the order in which they did."""
+        """Return requests that failed since the last call, in order."""
         failed, self._failed = self._failed, []
         return failed
 
     def take_ended(self) -> list[AnyRead]:
-        """Forget the requests that are over, and return them in the order in which they were."""
+        """Forget requests that are over, and return them in the order in which they ended."""
         ended, self._ended = self._ended, []
         for read in ended:
             read.state = ReadState.ENDED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers are told by their scheduler, and what they tell the workers of another engine."""
+"""Messages from a scheduler to its workers, and between workers of different engines."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .ids import BlockIds, EngineId, RequestId
 from .quoting import one_line
 
 _RequestId: TypeAlias = Annotated[str, Meta(max_length=1 << 10)]
-"""As long as an id may be in a request's parameters."""
+"""A request id, no longer than a request's parameters may have."""
 
 _Entry = TypeVar("_Entry")
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngineAddress:
-    """Where an engine's side channel listens.
+    """The address of an engine's side channel.
 
     Attributes:
-        engine_id: Which should answer; a restarted engine has another id.
+        engine_id: Id of the engine that should answer; a restarted engine has another id.
         host: Host name or address.
         port: TCP port.
     """
@@ -44,22 +44,23 @@ class Receive:
 
     Attributes:
         source: The engine that holds them.
-        remote_request_id: What the request is called there.
-        local_block_ids: The blocks to fill: the last ones of the request's. Without any, there is
-            nothing to read, and the source is only told so.
-        remote_block_ids: The blocks there: the last ones of the request's, too.
-        local_tokens: Tokens of the request up to the end of the last local block to fill, which the
-            last block need not hold in full.
-        remote_tokens: The same there.
-        fingerprint: What the source should offer under that name; None where nothing is to be read
-            and this engine does not know the tokens.
-        secret: What gives the source's offer up in its place; None where it is not needed, or not
-            known, so that the source cannot be told.
-        fault: Why the request cannot be read at all; None where nothing is known against it.
-        trace_headers: What its client's trace is known by; None where it has none.
-        is_early: Its source may not have offered it yet: what it is called there, the blocks, and
-            their part of the fingerprint are still to be found out. Its name is the shared one.
-        attempt: Which attempt of its source's has computed it, where that was found out.
+        remote_request_id: The source's id of the request.
+        local_block_ids: Blocks to fill, the last ones of the request. If there are none, nothing is
+            read, and the source is only notified.
+        remote_block_ids: Blocks at the source, also the last ones of the request.
+        local_tokens: Tokens of the request up to the last one to read into the local blocks; the
+            last block may be partly filled.
+        remote_tokens: The same at the source.
+        fingerprint: Fingerprint that the source should offer; None if nothing is to be read and
+            this engine does not know the tokens.
+        secret: Secret that releases the source's offer in place of the fingerprint; None if it is
+            not needed, or not known, so that the source cannot be notified.
+        fault: Why the request cannot be read at all; None without a known reason.
+        trace_headers: Trace headers of its client's request; None without a trace.
+        is_early: Whether the source may not have offered it yet. Then `remote_request_id` is the
+            shared name, and the source's id, the blocks, and their digest in the fingerprint are
+            still to be found.
+        attempt: Number of the source's attempt that computed it, if that was found; else 0.
     """
 
     source: RemoteEngineAddress
@@ -78,11 +79,11 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class RemoteRequest:
-    """A request as the engine knows it that holds its blocks.
+    """A request at the engine that holds its blocks.
 
     Attributes:
         source: That engine.
-        request_id: What the request is called there.
+        request_id: That engine's id of the request.
     """
 
     source: RemoteEngineAddress
@@ -90,12 +91,12 @@ class RemoteRequest:
 
 
 class Announcement(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """A request that is offered, as workers hear of it before the step that says so.
+    """An offer, sent to workers ahead of the step that also has it.
 
     Attributes:
-        number: Its offer's, among all of this engine's.
+        number: Number of the offer among all of this engine.
         request_id: The request.
-        fingerprint: What is offered.
+        fingerprint: Fingerprint of the offer.
     """
 
     number: int
@@ -104,13 +105,13 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
 
 
 class DoneEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A request whose blocks a reader is through with.
+    """A request whose blocks a reader no longer needs.
 
     Attributes:
-        request_id: The request, as its producer calls it.
-        num_notifiers: How many readers this producer must hear from.
-        num_tokens: With `content` and `blocks`, what the reader took the producer to offer,
-            computed from the reader's own prompt and from what it was told.
+        request_id: The producer's id of the request.
+        num_notifiers: Number of readers that notify this producer.
+        num_tokens: With `content` and `blocks`, the fingerprint that the reader expected, computed
+            from its own prompt and the request's parameters.
         content: See `OfferFingerprint`.
         blocks: See `OfferFingerprint`.
     """
@@ -125,7 +126,7 @@ class DoneEntry(msgspec.Struct, frozen=True, array_like=True):
     def of(
         cls, request_id: RequestId, num_notifiers: int, fingerprint: OfferFingerprint
     ) -> DoneEntry:
-        """What one of `num_notifiers` readers sends its producer."""
+        """Return the entry that one of `num_notifiers` readers sends to the producer."""
         return cls(
             request_id,
             num_notifiers,
@@ -136,15 +137,15 @@ class DoneEntry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def proof(self) -> OfferFingerprint:
-        """What the producer must have offered."""
+        """The fingerprint that the producer must have offered."""
         return OfferFingerprint(self.num_tokens, self.content, self.blocks)
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
-    """A reader is through with the blocks of some requests.
+    """Notification that a reader no longer needs the blocks of some requests.
 
     Attributes:
-        notifier: Names the reader.
+        notifier: Name of the reader.
         releases: The requests.
     """
 
@@ -153,12 +154,12 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
 
 
 class GaveUpEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A request whose blocks a reader does not want, and has not read.
+    """A request whose blocks a reader has not read and does not need.
 
     Attributes:
-        request_id: The request, as its producer calls it.
-        num_notifiers: How many readers this producer must hear from.
-        proof: The secret that the producer's offer went with.
+        request_id: The producer's id of the request.
+        num_notifiers: Number of readers that notify this producer.
+        proof: Secret of the producer's offer.
     """
 
     request_id: _RequestId
@@ -167,10 +168,10 @@ class GaveUpEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag="gave up", array_like=True):
-    """A reader gives up the blocks of some requests, of which it knows no tokens.
+    """Notification that a reader gives up some requests, whose tokens it does not know.
 
     Attributes:
-        notifier: Names the reader.
+        notifier: Name of the reader.
         releases: The requests.
     """
 
@@ -179,10 +180,10 @@ class GaveUp(msgspec.Struct, frozen=True, tag="gave up", array_like=True):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
-    """A reader still wants the blocks of some requests.
+    """Notification that a reader still needs the blocks of some requests, to renew their leases.
 
     Attributes:
-        request_ids: The requests, as their producer calls them.
+        request_ids: The producer's ids of the requests.
     """
 
     request_ids: list[_RequestId]
@@ -191,14 +192,14 @@ class Renew(msgspec.Struct, frozen=True, tag="renew", array_like=True):
 Notification: TypeAlias = Done | GaveUp | Renew
 
 MAX_NOTIFICATION_BYTES = 8 << 10
-"""More goes into several notifications.
+"""Maximum size of a notification; more entries go into several.
 
-NIXL names no limit, and UCX cuts what does not fit a packet. But the receiver's progress thread
-copies a notification in one piece, so that many short ones are better than one of a megabyte.
+NIXL states no limit, and UCX splits messages that do not fit a packet. But the receiver's progress
+thread copies a notification in one piece, so many short ones are better than one of a megabyte.
 """
 
 _NUMBERS_BYTES = 1 + 3 + 2 * 5 + 2 * 9
-"""The most that a release takes beside the bytes of its request's id: heads and numbers."""
+"""Maximum size of an encoded release without its request id: msgpack headers and numbers."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
@@ -208,12 +209,12 @@ _ANNOUNCEMENT_DECODER: msgspec.msgpack.Decoder[Announcement | BoardUpdate] = (
 
 
 def encode_notification(notification: Notification) -> bytes:
-    """Write a notification for the wire."""
+    """Encode a notification."""
     return _ENCODER.encode(notification)
 
 
 def decode_notification(data: bytes) -> Notification:
-    """Read a notification from the wire.
+    """Decode a notification.
 
     Raises:
         RemoteLayoutError: It is not one of ours.
@@ -221,7 +222,7 @@ def decode_notification(data: bytes) -> Notification:
     try:
         notification = _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        # The last two escape from msgspec for strings that are not UTF-8 and for deep nesting.
+        # msgspec lets the last two through, for strings that are not UTF-8 and for deep nesting.
         raise RemoteLayoutError(
             f"a notification of {len(data)} bytes is not understood ({one_line(error)}): run the "
             "same version of the connector on both engines"
@@ -230,27 +231,27 @@ def decode_notification(data: bytes) -> Notification:
 
 
 def encode_announcement(announcement: Announcement | BoardUpdate) -> bytes:
-    """Write an announcement, for workers of the same engine."""
+    """Encode an announcement for workers of the same engine."""
     return _ENCODER.encode(announcement)
 
 
 def decode_announcement(data: bytes) -> Announcement | BoardUpdate:
-    """Read what this engine's own scheduler has written."""
+    """Decode an announcement of this engine's own scheduler."""
     return _ANNOUNCEMENT_DECODER.decode(data)
 
 
 def encode_done(notifier: str, entries: Iterable[DoneEntry]) -> list[bytes]:
-    """What a reader tells one producer, in as few notifications as fit `MAX_NOTIFICATION_BYTES`."""
+    """Encode a reader's releases for one producer, in as few notifications as fit."""
     return _encode_all(partial(Done, notifier), entries, lambda entry: entry.request_id)
 
 
 def encode_gave_up(notifier: str, entries: Iterable[GaveUpEntry]) -> list[bytes]:
-    """The same for what it gives up."""
+    """Encode the requests that a reader gives up, in as few notifications as fit."""
     return _encode_all(partial(GaveUp, notifier), entries, lambda entry: entry.request_id)
 
 
 def encode_renewals(request_ids: Iterable[RequestId]) -> list[bytes]:
-    """The renewal of some requests' leases, in as few notifications as fit."""
+    """Encode the renewal of some requests' leases, in as few notifications as fit."""
     return _encode_all(Renew, sorted(request_ids), lambda request_id: request_id)
 
 
@@ -259,12 +260,12 @@ def _encode_all(
     entries: Iterable[_Entry],
     id_of: Callable[[_Entry], RequestId],
 ) -> list[bytes]:
-    """Write entries in as few notifications as fit `MAX_NOTIFICATION_BYTES`.
+    """Encode entries in as few notifications as fit `MAX_NOTIFICATION_BYTES`.
 
     Args:
-        make: Makes a notification of some entries.
-        entries: All of them.
-        id_of: The request's id in an entry.
+        make: Makes a notification from some entries.
+        entries: All entries.
+        id_of: Returns an entry's request id.
     """
     room_bytes = MAX_NOTIFICATION_BYTES - len(_ENCODER.encode(make([]))) - 4
     return [encode_notification(make(part)) for part in _cut(entries, room_bytes, id_of)]
@@ -273,12 +274,12 @@ def _encode_all(
 def _cut(
     entries: Iterable[_Entry], room_bytes: int, id_of: Callable[[_Entry], RequestId]
 ) -> Iterator[list[_Entry]]:
-    """Cut a list where it does not fit a message any more; an entry alone goes in any case.
+    """Cut entries into lists that fit a message; a list of one entry need not fit.
 
     Args:
-        entries: What to send.
-        room_bytes: Room for them in a message.
-        id_of: The request's id in an entry, all that has no bound of a few bytes.
+        entries: All entries.
+        room_bytes: Room for entries in a message.
+        id_of: Returns an entry's request id, the only field larger than a few bytes.
     """
     part: list[_Entry] = []
     part_bytes = 0

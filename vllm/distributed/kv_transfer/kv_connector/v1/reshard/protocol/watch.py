@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a reader waits for a request that another engine computes, without sockets or clocks.
+"""A reader's wait for a request that another engine computes, without sockets or clocks.
 
-    see a board  ->  nothing yet  ->  known  ->  last chunk  ->  offered
+    read a board ->  nothing yet  ->  known  ->  last chunk  ->  offered
                           |             |             |
-                          +-------------+-------------+---->  a fault: it waits no longer
+                          +-------------+-------------+---->  a fault ends the wait
 
-Time is passed in, in seconds of any clock that only grows.
+Callers pass the time, in seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,59 +15,59 @@ from dataclasses import dataclass
 from .board import State
 
 KNOWN_WITHIN_S = 10.0
-"""A request that its producer does not know by then was not sent there, or under another name. An
-engine that cannot be looked at for as long is gone."""
+"""A request that is not on the producer's board after so long was not sent there, or under another
+name. An engine whose board cannot be read for so long is gone."""
 
 OFFERED_WITHIN_S = 600.0
-"""So long a prompt may wait for its turn and be computed."""
+"""How long a prompt may take to be scheduled and computed."""
 
 BELIEVED_AFTER_S = 0.5
-"""What is found at the first look may be of an earlier request with the same name, which the
-producer takes down when it hears of the new one: it is no fault before this."""
+"""A fault found earlier, before any other state, is ignored: it may be of an earlier request with
+the same name, which the producer removes from the board when it receives the new one."""
 
 COMPUTED_WITHIN_S = 300.0
-"""So long a step may take, as vLLM has it: `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`."""
+"""How long a step may take: vLLM's default of `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`."""
 
 _SHORTEST_REST_S, _LONGEST_REST_S = 1e-3, 10e-3
 _REST_PER_WAIT = 0.02
-"""Looks are as rare as it matters little: what is seen late is so by a fiftieth of the wait."""
+"""Rest between looks, as a share of the wait so far: it delays a result by at most a fiftieth."""
 
 _REST_PER_DISTANCE = 0.05
-"""Around the time at which an offer is expected they are frequent, and rare far from it."""
+"""The same, as a share of the time to or since the expected offer: looks are frequent around it."""
 
 
 class Pace:
-    """How long a producer takes for a token of a step, as the last steps have shown.
+    """A producer's time per token of a step, estimated from its last steps.
 
-    It tells when looks are worth their while, and nothing else: how far back tokens attend, for
-    one, makes it wrong.
+    Use it only to time looks. It is inexact: it ignores, for example, how far back tokens attend.
     """
 
     def __init__(self) -> None:
         self._token_s: float | None = None
 
     def learn(self, num_tokens: int, took_s: float) -> None:
-        """A step of so many tokens took so long until its prompts were offered."""
+        """Record how long a step took until its prompts were offered."""
         token_s = took_s / max(num_tokens, 1)
         before_s = token_s if self._token_s is None else self._token_s
         self._token_s = (before_s + token_s) / 2
 
     def of(self, num_tokens: int) -> float | None:
-        """How long a step may take; None before the first."""
+        """Return the expected time of a step; None before `learn` was called."""
         return None if self._token_s is None else self._token_s * num_tokens
 
 
 @dataclass(slots=True)
 class Watch:
-    """A request that is waited for.
+    """A request that a reader waits for.
 
     Attributes:
-        since_s: Since when.
-        changed_s: When it was last seen to have gone on.
-        heard_s: When its producer could last be looked at.
-        state: The last state that was seen and may lead to an offer; None before the first.
-        takes_s: How long its last chunk may take; None where it is not known.
-        took_s: How long that took, once it is offered; None where its begin was not seen.
+        since_s: Start of the wait.
+        changed_s: When its state was last seen to change.
+        heard_s: When its producer's board was last read.
+        state: Last state seen, other than a fault; None before the first.
+        takes_s: Expected time of its last chunk; None if not known.
+        took_s: Time that the last chunk took; None until it is offered, or if its start was not
+            seen.
     """
 
     since_s: float
@@ -82,16 +82,16 @@ class Watch:
 
     @property
     def may_have_blocks(self) -> bool:
-        """Whether it will be offered without waiting for blocks there.
+        """True if the producer needs no more blocks to offer it, so it may take blocks here.
 
-        Else each engine could wait for the other: this one for an offer, and that one for room,
-        which other offers take up that wait for the blocks that this request has here.
+        Otherwise the engines could deadlock: this one waits for the offer, and the producer for
+        blocks of other offers, whose readers wait for the blocks that this request holds here.
         """
         return self.state is State.LAST_CHUNK or self.state is State.OFFERED
 
     @property
     def rest_s(self) -> float:
-        """How long to rest between two looks: by what was waited so far, or is still to wait."""
+        """Rest before the next look, by the wait so far or the distance to the expected offer."""
         waited_s = self.heard_s - self.changed_s
         rest_s = _REST_PER_WAIT * waited_s
         if self.state is State.LAST_CHUNK and self.takes_s is not None:
@@ -99,16 +99,16 @@ class Watch:
         return min(max(rest_s, _SHORTEST_REST_S), _LONGEST_REST_S)
 
     def stood_still(self, for_s: float) -> None:
-        """The reader could not look for so many seconds."""
+        """Extend all deadlines by a time in which the reader could not look."""
         self.since_s += for_s
         self.changed_s += for_s
         self.heard_s += for_s
 
     def see(self, state: State | None, now_s: float) -> str | None:
-        """Take note of what a board says.
+        """Record the state found on the board; None if the request is not there.
 
         Returns:
-            Why the request is waited for no longer; None where it is.
+            The fault that ends the wait; None if it goes on.
         """
         self.heard_s = now_s
         if state is None:
@@ -123,7 +123,7 @@ class Watch:
         return None
 
     def overdue(self, now_s: float) -> str | None:
-        """Why the request is waited for no longer though nothing new is known; None where it is."""
+        """Return which deadline ends the wait, in words; None if it goes on."""
         if now_s >= self.heard_s + KNOWN_WITHIN_S:
             return f"its engine could not be looked at for {KNOWN_WITHIN_S:g} s"
         if self.state is None and now_s >= self.since_s + KNOWN_WITHIN_S:
@@ -139,7 +139,7 @@ class Watch:
 
     @property
     def due_s(self) -> float:
-        """When `overdue` may first have something to say."""
+        """Earliest time at which `overdue` may return a fault."""
         next_by_s = self.since_s + OFFERED_WITHIN_S
         if self.state is None:
             next_by_s = self.since_s + KNOWN_WITHIN_S

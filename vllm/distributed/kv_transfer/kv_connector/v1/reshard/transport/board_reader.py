@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads rows of another engine's board: see `protocol.board`.
+"""Reads of rows of another engine's board: see `protocol.board`.
 
-Everything here belongs to the connector's thread of the worker that reads.
+Everything here belongs to the connector's thread of the reading worker.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from .connection import PeerConnection
 
 _ROOM_ROWS = 2 * MAX_RECORD_ROWS
-"""1 MiB for each lane: what is looked at with one agent at the same time."""
+"""Rows that can be read with one agent at the same time: 1 MiB for each lane."""
 
 
 class BoardReader:
     """Reads the board of one worker.
 
     Args:
-        buffer: Where rows land.
-        reads: The connection with its engine.
-        board: The list of its rows.
+        buffer: Buffer that rows are read into.
+        reads: Connection with the worker's engine.
+        board: Descriptor list of the board's rows.
     """
 
     def __init__(self, buffer: RowBuffer, reads: PeerConnection, board: Prepared) -> None:
@@ -40,22 +40,22 @@ class BoardReader:
 
     @property
     def num_free(self) -> int:
-        """How many rows can be read now."""
+        """Number of rows that can be read now."""
         return self._buffer.num_free
 
     def post(self, rows: Sequence[int]) -> RowRead:
-        """Read some rows, no more than `num_free`.
+        """Post a read of some rows, at most `num_free`.
 
         Raises:
-            TransferError: NIXL could not begin.
+            TransferError: NIXL refused the read.
         """
         return self._buffer.post(self._reads, self._board, rows)
 
     def take(self, read: RowRead) -> npt.NDArray[np.uint64] | None:
-        """What was read, in the order that was asked for; None while that is under way.
+        """Return the rows of a read, in the order requested; None while it is in flight.
 
         Raises:
-            TransferError: The read has failed.
+            TransferError: The read failed.
         """
         state = self._reads.poll(read.transfer)
         if state is TransferState.IN_FLIGHT:
@@ -68,7 +68,7 @@ class BoardReader:
 
 
 def board_buffer(agent: NixlAgent) -> RowBuffer:
-    """Where the rows of boards land that are read with an agent.
+    """Return a buffer for rows of boards that are read with an agent.
 
     Raises:
         TransferError: The memory cannot be registered.
@@ -80,6 +80,6 @@ def prepare_board(agent: NixlAgent, address: int, peer: str) -> Prepared:
     """Prepare a peer's board to be read.
 
     Raises:
-        TransferError: NIXL does not know the peer, or not this memory of its.
+        TransferError: NIXL does not know the peer, or this memory of the peer.
     """
     return agent.prepare(side_by_side(address, ROW_BYTES, 0, NUM_ROWS), peer, "DRAM")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection of a worker with another engine, over one of its lanes.
+"""A worker's connection with another engine, over one of the worker's lanes.
 
-A connection that fails is not mended. It is retired, and drains beside the next one: see
+A failed connection is not repaired. It is retired, and drains while the next one is in use: see
 `lifetimes` and `lane`.
 """
 
@@ -23,16 +23,16 @@ class PeerConnection:
     """A connection with another engine. It belongs to the connector's thread.
 
     Args:
-        lane: What to read with.
-        lowered: What to read, and which workers to notify.
-        hung_grace_s: How long reads that neither end nor fail are waited for.
-        clock: Seconds that only grow.
+        lane: Lane to read over.
+        lowered: The engine's legs, and the workers to notify.
+        hung_grace_s: How long a retired connection waits for reads that neither complete nor fail.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
-        lane: What it reads with.
-        engine: What to read from it, and which workers to notify.
-        lifetime: What is in flight, and when it may end.
-        leases: Looks up whether what was read was still held.
+        lane: Lane that it reads over.
+        engine: The engine, with its prepared legs and the workers to notify.
+        lifetime: Counts of what is in flight, and when it may be closed.
+        leases: Lease checks of blocks that were read over it.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PeerConnection:
         lane.num_made += 1
 
     def connect_next(self) -> bool:
-        """Connect one more worker of the engine; returns whether all are connected.
+        """Connect one more worker of the engine; return whether all are connected.
 
         Raises:
             TransferError: NIXL does not accept it.
@@ -65,8 +65,8 @@ class PeerConnection:
         """Post a read; see `NixlAgent.read`.
 
         Raises:
-            InDoubtError: It was refused, and may write all the same until the lane is closed.
-            TransferError: It was refused.
+            InDoubtError: The read was refused, but may write until the lane is closed.
+            TransferError: The read was refused.
         """
         try:
             transfer = self.lane.agent.read(local, local_indices, remote, remote_indices)
@@ -77,20 +77,20 @@ class PeerConnection:
         return transfer
 
     def board(self) -> BoardReader | None:
-        """What its board is read with; None where it has none.
+        """Return a reader of the engine's board; None if it has no board.
 
         Raises:
-            TransferError: There is no memory to read it into, or NIXL does not accept it.
+            TransferError: No memory can be registered to read it into, or NIXL does not accept it.
         """
         board = self.engine.board()
         return None if board is None else BoardReader(self.lane.boards, self, board)
 
     def doubt(self) -> None:
-        """A read may have been posted that is not known: it ends with the lane."""
+        """Count a read in doubt: its post raised, so it may write until the lane is closed."""
         self.lifetime.refuse(self._clock())
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """Look at a posted read; one that has ended is counted once."""
+        """Return a posted read's state; count its end once."""
         if transfer.ended_in is not None:
             return transfer.ended_in
         state = self.lane.agent.poll(transfer)
@@ -104,38 +104,38 @@ class PeerConnection:
         return state
 
     def telemetry(self, transfer: Transfer) -> object:
-        """What NIXL measured of a read that is done; None where it cannot tell."""
+        """Return NIXL's measurements of a completed read; None if it has none."""
         return self.lane.agent.telemetry(transfer)
 
     def release(self, transfer: Transfer) -> None:
-        """Give a read back that is done."""
+        """Release a completed read."""
         self.lane.agent.release(transfer)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Send one of the engine's workers a message.
+        """Send a message to one of the engine's workers.
 
         Raises:
-            TransferError: It cannot be reached.
+            TransferError: The worker cannot be reached.
         """
         self.lane.notify(peer, message, self._clock())
 
     @property
     def is_connected(self) -> bool:
-        """Whether it was not closed."""
+        """True until it is closed."""
         return self._is_open
 
     @property
     def close_at_s(self) -> float | None:
-        """When its lane need not stay for it any longer; None while it is open."""
+        """When its lane may be closed as far as it is concerned; None until it is retired."""
         return self.lifetime.close_at_s(wanted=len(self.leases) > 0)
 
     @property
     def is_drained(self) -> bool:
-        """Whether it can be closed by itself: nothing is read with it, or looked up."""
+        """True if it can be closed without its lane: no reads or lookups are under way."""
         return self.lifetime.is_drained and not self.leases
 
     def close(self) -> None:
-        """End it once it is drained, or its lane closed: nothing of it writes any more."""
+        """Close it. It must be drained or its lane closed, so that no read writes any more."""
         if not self._is_open:
             return
         self._is_open = False

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking other engines what they are: all of them at once, on one event loop in one thread.
+"""Handshakes with other engines, concurrent on one event loop in one thread.
 
     request --> resolve the host's name --> wait for a place --> connect --> wait for the answer
         --> have its NIXL metadata tried
 
-Clients name the hosts, so that any number of them may not be there, not answer, or answer with
-anything. Each handshake is a task with one deadline, whatever it waits for; how many are under way
-is bounded, and so is what an answer may hold before it is received (`zmtp`, `bounds`).
+Clients name the hosts, so any number of hosts may not exist, not answer, or answer with anything.
+Each handshake is a task with one deadline for all its stages. The number of handshakes under way is
+bounded, and so is the size of an answer before it is received (`zmtp`, `bounds`).
 """
 
 from __future__ import annotations
@@ -58,29 +58,29 @@ logger = init_logger(__name__)
 DEFAULT_TIMEOUT_S = 10.0
 
 MAX_PENDING = 4096
-"""Handshakes under way, with those that wait; more are refused at once."""
+"""Handshakes under way, waiting ones included; further ones are refused at once."""
 
 MAX_CONNECTIONS = 512
-"""Connections at once, of five descriptors each; the others wait."""
+"""Connections at the same time, of five file descriptors each; further ones wait."""
 
 SMALL_ANSWER_BYTES = 256 << 10
-"""Answers of up to this size are received at once. An engine of eight workers says 100 KiB."""
+"""Answers up to this size are received without waiting. Eight workers' answer takes 100 KiB."""
 
 MAX_LARGE_ANSWERS = 8
-"""Larger answers that are received at once; the others wait."""
+"""Larger answers that are received at the same time; further ones wait."""
 
 _OTHER_FRAMES = 16
-"""Frames of an answer beside its ranks': ZeroMQ's own, an empty one, and a greeting."""
+"""Frames of an answer besides its ranks': ZeroMQ's own, an empty one, and a greeting."""
 
 _RETRY_S, _LAST_RETRY_S = 0.1, 1.0
-"""How soon a connection that failed is tried again, and how soon after many tries."""
+"""Wait before a failed connection is tried again: the first time, and after many tries."""
 
 _REFUSALS = 2
-"""So often an address refuses until that is its answer: something on the way may refuse one of many
+"""Refusals of an address that count as its answer: something on the way may refuse one of many
 connections."""
 
 _NEXT_ADDRESS_S = 0.25
-"""How long one of a name's addresses is tried before the next one is, too (RFC 8305)."""
+"""How long one address of a name is tried before the next is tried, too (RFC 8305)."""
 
 _OTHER_SOCKETS = 16
 
@@ -88,7 +88,7 @@ Answer: TypeAlias = tuple[WorkerDescription, ...]
 
 
 class _Stage(IntEnum):
-    """What a handshake waits for."""
+    """Stages of a handshake, named after what it waits for."""
 
     NAME = 0
     PLACE = 1
@@ -111,7 +111,7 @@ _MISSING = {
     _Stage.PROBE: "answered, but its NIXL metadata was not tried within {} s: see who names so "
     "many hosts, and whether this machine is overloaded; side_channel_key_file makes it needless",
 }
-"""What a handshake still waited for at its end, and what to do about it."""
+"""Error message of a handshake that timed out, by the stage it had reached."""
 
 _REFUSED = (
     "nothing listens there (connection refused), so that the engine has ended or listens "
@@ -125,10 +125,10 @@ class _Handshake:
     """One handshake.
 
     Attributes:
-        address: Where to ask, and which engine should answer.
-        required: What must be equal at both engines; None to take any.
-        stage: How far it has come, with whichever of the host's addresses.
-        num_left: Addresses that have not refused.
+        address: Side channel to ask, and the engine that should answer.
+        required: Factors that must be equal at both engines; None to accept any.
+        stage: Furthest stage reached with any of the host's addresses.
+        num_left: Number of addresses that have not refused.
     """
 
     address: RemoteEngineAddress
@@ -137,11 +137,11 @@ class _Handshake:
     num_left: int = 0
 
     def reach(self, stage: _Stage) -> None:
-        """Take note of how far it has come."""
+        """Record a stage; never goes back to an earlier one."""
         self.stage = max(self.stage, stage)
 
     def error(self, error: RemoteHandshakeError) -> RemoteHandshakeError:
-        """An error that says which engine was asked."""
+        """Return an error with the asked engine's address in its message."""
         address = self.address
         message = f"side channel {quote(address.host)}:{address.port}: {error}"
         if isinstance(error, RemoteEngineChangedError):
@@ -150,18 +150,18 @@ class _Handshake:
 
 
 class HandshakeClient:
-    """Asks engines what they are.
+    """Asks engines for their workers' descriptions.
 
-    `prepare`, `request` and `close` may be called by any thread. Everything else belongs to the
-    client's own thread, which the first two start, and which completes the futures.
+    Any thread may call `prepare`, `request` and `close`. Everything else belongs to the client's
+    own thread, which the first two start, and which completes the futures.
 
     Args:
-        bounds: What an answer may hold.
-        numbers: What follows the verb, as many as upstream's listener of this release takes.
-        key: What engines know one another by; None where they do not.
-        trusted: Where hosts may be; None for anywhere.
-        probe: Tries what may be anybody's NIXL metadata; None to take it as it is. The client
-            closes it.
+        bounds: Bounds on an answer.
+        numbers: Numbers after the verb, as many as upstream's listener of this release takes.
+        key: Key that authenticates engines to one another; None without authentication.
+        trusted: Networks that hosts may be in; None for any.
+        probe: Tries NIXL metadata of unknown origin; None to accept it untried. The client closes
+            it.
         timeout_s: How long a handshake may take, from the call to its end.
     """
 
@@ -188,13 +188,13 @@ class HandshakeClient:
         self._pending: dict[Future[Answer], _Handshake] = {}
 
     def prepare(self, metadata: bytes) -> None:
-        """Have ready what the first handshake would wait for; does not wait.
+        """Start the thread and the probe before the first handshake needs them; does not wait.
 
-        What cannot be had now is tried again when it is needed, and told then.
+        A failure is ignored here: the next handshake tries again, and reports it.
 
         Args:
-            metadata: NIXL's, of an agent of this process. An agent takes 8 ms over the first that
-                it loads and 0.4 ms over others (nixl 1.5.1, UCX over TCP).
+            metadata: NIXL metadata of an agent of this process. An agent takes 8 ms to load its
+                first metadata and 0.4 ms for each further one (nixl 1.5.1, UCX over TCP).
         """
         with self._lock:
             if self._closed or self._loop is not None or self._probe is None:
@@ -205,14 +205,16 @@ class HandshakeClient:
     def request(
         self, address: RemoteEngineAddress, required: Mapping[str, str] | None
     ) -> Future[Answer]:
-        """Ask an engine what it is; does not wait.
+        """Ask an engine for its workers' descriptions; does not wait.
 
         Args:
             address: Where its side channel listens, and which engine should answer.
-            required: What must be equal at both engines, as it is here; None to take any.
+            required: Factors that must be equal at both engines, with their values here; None to
+                accept any.
 
         Returns:
-            What each of its workers says, in the order of ranks, at least one; or one of these:
+            A future of the workers' descriptions, at least one, in the order of ranks; or of one of
+            these errors:
 
                 RemoteUnreachableError     nothing answered in time, or there is no such host
                 RemoteUntrustedError       the host is not where hosts may be
@@ -222,7 +224,7 @@ class HandshakeClient:
                 RemoteHandshakeError       the answer is malformed, out of bounds, contradicts
                                            itself, or ends a process that loads its NIXL metadata
 
-            One that is cancelled, or is under way at `close`, is cancelled.
+            Cancelling it cancels the handshake; `close` cancels all that are under way.
 
         Raises:
             RuntimeError: The client is closed.
@@ -249,9 +251,9 @@ class HandshakeClient:
         return future
 
     def close(self) -> None:
-        """Cancel what is under way, and wait until the thread has ended; may be called repeatedly.
+        """Cancel all handshakes, and wait for the thread to end; may be called repeatedly.
 
-        Threads that look names up end when the resolver lets them, and are not waited for.
+        Does not wait for threads that resolve names: they end when the resolver returns.
         """
         with self._lock:
             if self._closed:
@@ -265,11 +267,11 @@ class HandshakeClient:
             self._probe.close()
 
     def _start(self) -> asyncio.AbstractEventLoop:
-        """Start a thread, with all that belongs to it; nothing is kept where it does not start.
+        """Start the thread and its event loop; leave no loop behind if that fails.
 
         Raises:
-            OSError: There are no more descriptors.
-            RuntimeError: There are no more threads.
+            OSError: No more file descriptors.
+            RuntimeError: No more threads.
         """
         loop = asyncio.new_event_loop()
         thread = threading.Thread(
@@ -297,7 +299,7 @@ class HandshakeClient:
         return loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The thread: what breaks costs what is under way, and the next request begins anew."""
+        """Run the loop until `close`; if it breaks, fail all handshakes (`request` restarts it)."""
         try:
             try:
                 loop.run_until_complete(self._closing.wait())
@@ -311,24 +313,24 @@ class HandshakeClient:
             with self._lock:
                 self._loop, left = None, list(self._pending.items())
                 breakdown = self._breakdown
-            # Where the loop could not even do that, or was asked meanwhile.
+            # Those that the loop could not end, or that were requested meanwhile.
             for future, handshake in left:
                 if breakdown is None:
                     future.cancel()
                 else:
                     with suppress(InvalidStateError):
-                        # It may be cancelled at this moment.
+                        # Its caller may cancel it at this moment.
                         future.set_exception(handshake.error(_broken_off(breakdown)))
 
     async def _end_tasks(self) -> None:
-        """End all that runs on the loop, and all that was about to begin there."""
-        # A task that is cancelled before its first step could not say why it has ended.
+        """End all tasks of the loop, those about to start included."""
+        # Let them start: a task cancelled before its first step could not report why it ended.
         await asyncio.sleep(0)
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         await end([*self._resolver.lookups, *tasks])
 
     async def _shake_hands(self, handshake: _Handshake, deadline_s: float) -> Answer:
-        """Take a handshake through its stages, and say in its errors which engine was asked."""
+        """Run a handshake up to its deadline; its errors name the engine that was asked."""
         try:
             timeout_s = deadline_s - time.monotonic()
             return await asyncio.wait_for(self._find_and_ask(handshake), timeout_s)
@@ -350,10 +352,10 @@ class HandshakeClient:
         raise handshake.error(error)
 
     async def _find_and_ask(self, handshake: _Handshake) -> Answer:
-        """Ask all of a host's addresses, one after another unless the first is quick."""
+        """Ask a host's addresses, each a little later than the last, and take the first answer."""
         if self._probe is not None:
             with suppress(OSError):
-                # It is ready by the time that there is an answer.
+                # It starts while the answer is awaited.
                 self._probe.begin()
         addresses = await self._resolver.resolve(handshake.address)
         handshake.reach(_Stage.PLACE)
@@ -376,10 +378,10 @@ class HandshakeClient:
             await asyncio.wait_for(self._probe.try_all([metadata]), self._timeout_s)
 
     async def _ask(self, address: str, number: int, handshake: _Handshake) -> Answer:
-        """Connect to one address until it answers.
+        """Connect to one address, again and again, until it answers.
 
-        An engine listens before it serves its first request until it ends: a refused connection is
-        its answer, if all of its addresses refuse.
+        An engine listens from before its first request until it ends, so it has ended, or listens
+        elsewhere, if all its addresses refuse.
         """
         await asyncio.sleep(number * _NEXT_ADDRESS_S)
         async with self._connections:
@@ -396,20 +398,20 @@ class HandshakeClient:
                             raise RemoteUnreachableError(_REFUSED) from None
                         break
                 except OSError as error:
-                    # Other faults may be gone with the next try.
+                    # Other faults may be gone at the next try.
                     if error.errno in (errno.EMFILE, errno.ENFILE, socket.EAI_NONAME):
                         raise
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
-        # The other addresses have the word.
+        # It refused: leave the result to the other addresses.
         return await asyncio.Future()
 
     async def _connect_and_ask(self, address: str, handshake: _Handshake) -> Answer:
         """Connect once, ask, and read the answer.
 
         Raises:
-            OSError: The connection failed or was lost, or there are no more descriptors.
-            ProtocolError: The peer does not speak ZeroMQ's protocol, or says more than it may.
+            OSError: The connection failed or was lost, or there are no more file descriptors.
+            ProtocolError: The peer does not speak ZeroMQ's protocol, or exceeds the bounds.
             RemoteHandshakeError: The answer cannot be used.
         """
         port, flags = handshake.address.port, socket.AI_NUMERICHOST
@@ -417,7 +419,7 @@ class HandshakeClient:
         family, *_, place = infos[0]
         with socket.socket(family) as peer:
             peer.setblocking(False)
-            # As ZeroMQ does: it sends a head and a body one after the other.
+            # As ZeroMQ does, because it sends head and body separately.
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.get_running_loop().sock_connect(peer, place)
             with self._context.socket(zmq.REQ) as client:
@@ -446,7 +448,7 @@ class HandshakeClient:
         return reply.workers
 
     async def _exchange(self, client: zmq.asyncio.Socket, handshake: _Handshake) -> list[bytes]:
-        """Ask once ZeroMQ is connected, which includes keys, and wait for the answer."""
+        """Ask once ZeroMQ is connected, and keys are checked; return the frames of the answer."""
         await client.send(self._question)
         handshake.reach(_Stage.ANSWER)
         return await client.recv_multipart()

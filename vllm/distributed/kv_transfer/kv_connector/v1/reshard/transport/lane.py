@@ -2,11 +2,11 @@
 """The agents that a worker reads with: a few lanes, each shared by many peers.
 
 An agent registers the whole cache and holds file descriptors, threads and, with some backends, a
-core. So the number of agents does not grow with the number of peers. A lane's peers share its end:
-only closing its agent fences reads that never end by themselves (see `agent`). When a peer breaks,
-its lane is retired: it posts what its other peers have begun, drains, and is closed, while new
-reads go to the other lanes and to its successor. Peers that broke a short while ago have a lane of
-their own, so that they cannot make the others reconnect again and again.
+core. So the number of agents does not grow with the number of peers. But only closing the agent
+fences reads that never end by themselves (see `agent`), so all peers of a lane end with it. When a
+peer breaks, its lane is retired: it posts what its other peers have begun, drains, and is closed,
+while new reads go to the other lanes and to its successor. Peers that broke a short while ago
+(suspects) share a lane of their own, so that they do not make the others reconnect repeatedly.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ MAX_DRAINING_LANES = 4
 Each holds an agent of 5 to 25 MB and 15 to 50 descriptors: nixl 1.5.1, without threads and with."""
 
 _RETRY_S = 5.0
-"""Rest after a lane could not be made, as where descriptors have run out."""
+"""Wait after a lane could not be made, for example because file descriptors ran out."""
 
 _TALK_S = 0.25
-"""How long an agent without threads is polled after it has sent a message: a first message waits
-for its connection."""
+"""How long an agent without threads is polled after it sent a message: the first message to a peer
+waits for their connection."""
 
 
 class Lane:
-    """An agent, and what its peers share of it.
+    """An agent, with the buffers and descriptor lists that its peers share.
 
     The dialer's thread makes it; from then on it belongs to the connector's thread.
 
@@ -60,8 +60,8 @@ class Lane:
         num_made: Connections made over this lane, closed ones included: NIXL releases a peer's
             descriptors only with the agent (1.5.1, over TCP).
         retired_at_s: When it was retired; None while reads may begin on it.
-        is_forced: Whether to close it once it is retired, whatever is in flight.
-        talks_until_s: Until when a message that was sent may need the agent to be polled.
+        is_forced: Whether to close it once it is retired, even with reads in flight.
+        talks_until_s: Until when the agent may have to be polled for a message to leave.
     """
 
     def __init__(self, agent: NixlAgent) -> None:
@@ -167,7 +167,7 @@ class Lane:
         )
 
     def force(self) -> None:
-        """Close it as soon as it is retired, whatever is in flight."""
+        """Close it as soon as it is retired, even with reads in flight."""
         self.is_forced = True
 
     def close_at_s(self, *, is_crowded: bool = False) -> float | None:
@@ -179,7 +179,7 @@ class Lane:
         if self.retired_at_s is None or self.is_forced:
             return self.retired_at_s
         ends_s = [each.close_at_s for each in self.connections]
-        # Messages of its last requests to their producers may still have to leave.
+        # The last notifications to producers may still have to leave.
         at_s = max([self.talks_until_s, *(end_s for end_s in ends_s if end_s is not None)])
         return min(at_s, self.retired_at_s + PEER_GRACE_S) if is_crowded else at_s
 
@@ -232,7 +232,7 @@ class Lanes:
 
     @property
     def next_try_s(self) -> float:
-        """When to `pick` again where there was no lane, unless something else happens before."""
+        """When to `pick` again after None; infinite if it has to wait for a lane's start or end."""
         is_waiting = self.is_making or len(self._draining) > MAX_DRAINING_LANES
         return math.inf if is_waiting else self._retry_at_s
 
@@ -281,7 +281,7 @@ class Lanes:
             logger.debug("New reads go to other lanes. %s", one_line(lane.summary(now_s)))
 
     def take_due(self, now_s: float) -> list[Lane]:
-        """The lanes to be closed now, of which nothing is known any more."""
+        """Forget the lanes that are due, and return them for the caller to close."""
         due = [
             lane
             for lane in self._draining
@@ -290,7 +290,7 @@ class Lanes:
         ]
         for lane in due:
             summary = one_line(lane.summary(now_s))
-            # Reads that have failed were told of, and so was a lane that is cut.
+            # Failed reads and forced lanes were logged before.
             if any(each.lifetime.in_flight for each in lane.connections) and not lane.is_forced:
                 logger.warning(
                     "Closing a lane whose reads have not ended in time. %s Check that the engines "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether leases still held, and bound what was wanted, once the blocks under them had been read.
+"""Checks after a read that the lease still held and covered the expected tokens and blocks.
 
-All requests that have just been read from one worker are looked up in its table at once, with one
-small read. A producer's worker learns what it offers a step after it has answered: a reader that is
-faster looks again. Everything here belongs to the connector's thread of the worker that reads.
+One small read looks up all requests that were just read from one worker in its lease table. A
+producer's worker enters an offer a step after its engine has answered; a reader that is faster
+looks again. Everything here belongs to the connector's thread of the reading worker.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ if TYPE_CHECKING:
     from .connection import PeerConnection
 
 _NUM_LOOKUPS = 1 << 10
-"""Requests that are looked up at the same time; more wait for their turn."""
+"""Requests that are looked up at the same time; further ones wait."""
 
 _LOOK_AGAIN_S = 0.002
-"""How long to wait before looking again."""
+"""Wait before the second look."""
 
 _MOST_LOOKS = 9
-"""So often a table is looked at that says something else, each time twice as long after the last:
-half a second in all. A producer's answer may be faster than its worker's thread, which enters a
-request when its step begins."""
+"""Looks at an entry with another fingerprint before it counts as a mismatch. Each wait is twice the
+last: half a second in all. A producer may answer before its worker's thread has entered the
+request, which it does when its step begins."""
 
 LookupKey: TypeAlias = tuple[RequestId, int]
-"""A request, and which of those that had this name."""
+"""A request's id, and a number that tells requests with the same id apart."""
 
 
 class LeaseCheckFailure(Enum):
-    """Why what was read cannot be used."""
+    """Why blocks that were read cannot be used."""
 
     PEER = "peer"
-    """The lookup itself has failed."""
+    """The lookup itself failed."""
 
     LEASE = "lease"
-    """Nothing is held under the request's name any more, or it was never offered."""
+    """The producer no longer holds the request, or never offered it."""
 
     FINGERPRINT = "fingerprint"
-    """Something else is held under that name."""
+    """The producer holds other tokens or blocks under the request's id."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTable:
-    """A peer's table.
+    """A peer's lease table, prepared to be read.
 
     Attributes:
-        buckets: The list of its buckets.
-        num_buckets: How many there are.
+        buckets: Descriptor list of its buckets.
+        num_buckets: Number of buckets.
     """
 
     buckets: Prepared
@@ -77,12 +77,12 @@ class PreparedTable:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one lookup.
+    """The result of one lookup.
 
     Attributes:
-        key: Names the lookup.
-        failure: Of what kind the fault is; None where the lease held and bound what was wanted.
-        fault: Why its bytes cannot be trusted, in words; empty where they can.
+        key: Key of the lookup.
+        failure: Kind of fault; None if the lease held and its fingerprint matched.
+        fault: Why the bytes read cannot be trusted, in words; empty if they can.
     """
 
     key: LookupKey
@@ -95,11 +95,11 @@ class _Wanted:
     """One request to look up.
 
     Attributes:
-        key: Names the lookup.
-        remote_request_id: The request, as its producer calls it.
-        fingerprint: What should stand under that name.
-        due_at_s: Until then its request waits for it.
-        num_looks: How often something else stood there when it was looked at.
+        key: Key of the lookup.
+        remote_request_id: The producer's id of the request.
+        fingerprint: Fingerprint that its entry should have.
+        due_at_s: Deadline of the lookup.
+        num_looks: Number of looks that found another fingerprint.
     """
 
     key: LookupKey
@@ -111,7 +111,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lookup:
-    """One read of some buckets of a peer's table, one bucket for each request."""
+    """One read of buckets of a peer's table, one bucket for each request."""
 
     table: PreparedTable
     wanted: list[_Wanted]
@@ -123,14 +123,14 @@ def prepare_table(agent: NixlAgent, table: LeaseTableAddress, peer: str) -> Prep
     """Prepare a peer's table to be read.
 
     Raises:
-        TransferError: NIXL does not know the peer, or not this memory of its.
+        TransferError: NIXL does not know the peer, or this memory of the peer.
     """
     rows = side_by_side(table.address, BUCKET_BYTES, 0, table.num_buckets)
     return PreparedTable(agent.prepare(rows, peer, "DRAM"), table.num_buckets)
 
 
 def lookup_buffer(agent: NixlAgent) -> RowBuffer:
-    """Where the buckets land that are looked up with an agent.
+    """Return a buffer for the buckets that are read with an agent.
 
     Raises:
         TransferError: The memory cannot be registered.
@@ -139,12 +139,12 @@ def lookup_buffer(agent: NixlAgent) -> RowBuffer:
 
 
 class LeaseChecker:
-    """Reads buckets of the tables of one engine's workers.
+    """Looks up leases in the tables of one engine's workers.
 
     Args:
-        buffer: Where they land.
-        reads: The connection with that engine.
-        clock: Seconds that only grow.
+        buffer: Buffer that the buckets are read into.
+        reads: Connection with that engine.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -154,13 +154,13 @@ class LeaseChecker:
         self._reads = reads
         self._clock = clock
         self._wanted: dict[PreparedTable, list[_Wanted]] = defaultdict(list)
-        # Not offered yet, or not as wanted: when to look again, and where.
+        # Not offered yet, or with another fingerprint: when and in which table to look again.
         self._again: list[tuple[float, PreparedTable, _Wanted]] = []
         self._lookups: list[_Lookup] = []
         self._verdicts: list[Verdict] = []
 
     def __len__(self) -> int:
-        """Lookups without a verdict."""
+        """Return the number of lookups without a verdict."""
         waiting = sum(map(len, self._wanted.values())) + len(self._again)
         return waiting + sum(len(lookup.wanted) for lookup in self._lookups)
 
@@ -172,22 +172,22 @@ class LeaseChecker:
         at: PreparedTable,
         due_at_s: float,
     ) -> None:
-        """Look a request up; there will be one verdict.
+        """Queue a lookup, which will get one verdict.
 
         Args:
-            key: Names the lookup.
-            remote_request_id: The request, as its producer calls it.
-            fingerprint: What its producer should offer under that name.
-            at: The table of a worker that its blocks were read from.
-            due_at_s: Until then its request waits for it.
+            key: Key of the lookup.
+            remote_request_id: The producer's id of the request.
+            fingerprint: Fingerprint that the producer should offer under that id.
+            at: Table of a worker that the request's blocks were read from.
+            due_at_s: Deadline of the lookup.
         """
         wanted = _Wanted(key, remote_request_id, fingerprint, due_at_s)
         self._wanted[at].append(wanted)
 
     def advance(self) -> list[Verdict]:
-        """Post what is wanted, and see what was found.
+        """Post queued lookups, and return new verdicts.
 
-        What an unexpected exception comes up with is as it was, for the next call.
+        An unexpected exception leaves its lookup unchanged for the next call.
         """
         now_s = self._clock()
         again, self._again = self._again, []
@@ -214,7 +214,7 @@ class LeaseChecker:
         return self._take_verdicts()
 
     def give_up(self) -> list[Verdict]:
-        """Judge everything that has no verdict yet: no peer is to be heard any more."""
+        """Fail all lookups without a verdict: their connection is given up."""
         fault = "its connection was given up before its lease could be looked up"
         unanswered = [each for wanted in self._wanted.values() for each in wanted]
         unanswered += [wanted for _, _, wanted in self._again]
@@ -226,10 +226,10 @@ class LeaseChecker:
         return self._take_verdicts()
 
     def _fail_overdue(self, now_s: float) -> None:
-        """Fail what was not offered by the time that it is due.
+        """Fail the requests that were not offered by their deadline.
 
-        The producer answers, so that its connection is sound. A request without a verdict would
-        run out of time, and have the connection broken off.
+        Without a verdict they would time out and break the connection, which is sound: the
+        producer's table could be read.
         """
         overdue = [each for each in self._again if each[2].due_at_s <= now_s]
         self._again = [each for each in self._again if each[2].due_at_s > now_s]
@@ -248,7 +248,7 @@ class LeaseChecker:
         return verdicts
 
     def _post(self, table: PreparedTable) -> None:
-        """Look up what is wanted at a table, as far as there is room."""
+        """Post one read for a table's queued lookups, as many as the buffer has room for."""
         wanted = self._wanted[table][: self._buffer.num_free]
         if not wanted:
             return
@@ -270,7 +270,7 @@ class LeaseChecker:
     def _judge(
         self, lookup: _Lookup, now_s: float, *, done: bool
     ) -> tuple[list[Verdict], list[tuple[float, PreparedTable, _Wanted]]]:
-        """What was found, and when to look again for what."""
+        """Return a lookup's verdicts, and the requests to look up again, with when and where."""
         peer = lookup.read.transfer.peer
         if not done:
             fault = f"the lease at {quote(peer)} could not be looked up"
@@ -284,7 +284,7 @@ class LeaseChecker:
             if held.entered and held.fingerprint is None:
                 later.append((now_s + _LOOK_AGAIN_S, lookup.table, wanted))
                 continue
-            # Not every transport reads a line in one piece: part of it may be from before.
+            # Not every transport reads a cache line atomically: part of the entry may be old.
             num_looks = wanted.num_looks + 1
             if held.fingerprint == wanted.fingerprint or num_looks >= _MOST_LOOKS:
                 verdicts.append(_verdict(wanted, held, peer))
@@ -296,7 +296,7 @@ class LeaseChecker:
 
 
 def _verdict(wanted: _Wanted, held: Held, peer: str) -> Verdict:
-    """What a producer's entry means for what was read from it."""
+    """Return the verdict that follows from a producer's entry."""
     if not held.entered:
         return Verdict(
             wanted.key,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connected engine: what to read from which of its ranks, with everything prepared.
+"""A connected engine: the legs to read from each of its ranks, prepared for NIXL.
 
-The dialer's thread lowers it; the connector's thread connects it over a lane.
+The dialer's thread lowers the plan to legs; the connector's thread connects them over a lane.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ logger = init_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LocalCache:
-    """The worker that reads.
+    """The reading worker.
 
     Attributes:
         rank: Its rank.
         cache: Its KV cache.
-        window_groups: The KV-cache groups that keep the last tokens of a sequence only.
+        window_groups: KV-cache groups that keep only the last tokens of a sequence.
     """
 
     rank: MeshRank
@@ -56,12 +56,12 @@ class LocalCache:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStaging:
-    """A staged leg with its lists.
+    """A staged leg with its descriptor lists.
 
     Attributes:
         leg: The leg.
-        arena: The list of our arena.
-        remote: The list of the peer's memory.
+        arena: List for our arena.
+        remote: List for the peer's memory.
     """
 
     leg: StagedLeg
@@ -71,13 +71,13 @@ class PreparedStaging:
 
 @dataclass(frozen=True, slots=True)
 class PreparedLeg:
-    """A leg with its lists.
+    """A leg with its descriptor lists.
 
     Attributes:
         leg: The leg.
-        local: The list of our memory.
-        remote: The list of the peer's memory.
-        staging: The same for reads by way of the arena; None where there is none.
+        local: List for our memory.
+        remote: List for the peer's memory.
+        staging: The same for reads through the arena; None if all its reads go direct.
     """
 
     leg: Leg
@@ -87,9 +87,9 @@ class PreparedLeg:
 
 
 class RequestBlocks:
-    """A request's blocks at both ends, and what they have in common.
+    """A request's blocks at both ends, and where their tokens overlap.
 
-    That is found out once for all legs that have it in common.
+    Legs with the same block geometry share one computed overlap.
 
     Args:
         receive: The request.
@@ -100,11 +100,11 @@ class RequestBlocks:
         self._overlaps: dict[Hashable, Overlap | None] = {}
 
     def select(self, leg: Leg) -> list[Selection]:
-        """What to read of the request with a leg.
+        """Return the selections of a leg to read for the request.
 
         Raises:
             RemoteLayoutError: The blocks that the request names do not exist, or do not hold all
-                tokens that are needed.
+                the tokens needed.
         """
         if leg.per_sequence:
             self._check_state(leg)
@@ -132,7 +132,7 @@ class RequestBlocks:
             )
         remote_tokens, local_tokens = receive.remote_tokens, receive.local_tokens
         if leg.per_sequence:
-            # However long the sequence is, its state is one block of so many rows.
+            # A sequence's state is one block of `chunk_tokens` rows, however long the sequence is.
             remote_tokens = local_tokens = leg.chunk_tokens
         read = leg.read
         src_ids, dst_ids = receive.remote_block_ids[src_group], receive.local_block_ids[dst_group]
@@ -142,9 +142,9 @@ class RequestBlocks:
         return overlap(src_span, dst_span, src.block_tokens, dst.block_tokens)
 
     def _check_state(self, leg: Leg) -> None:
-        """See that the state which is held is that of the very tokens that it is wanted for.
+        """Check that the source holds the state after exactly the tokens needed.
 
-        Keys and values of more tokens hold those of fewer; state does not.
+        Keys and values of more tokens include those of fewer; state does not.
         """
         receive = self._receive
         counts = {
@@ -170,7 +170,7 @@ class RequestBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _LoweredLeg:
-    """A leg, and the same staged; None where it can only be read direct."""
+    """A leg, and its staged form; None if it can only be read direct."""
 
     leg: Leg
     staged: StagedLeg | None
@@ -178,7 +178,7 @@ class _LoweredLeg:
 
 @dataclass(frozen=True, slots=True)
 class _LoweredWorker:
-    """What is read from a worker of an engine, and how many workers notify it; 0: not this one."""
+    """A worker's legs, and how many readers notify it; 0 if this worker does not."""
 
     description: WorkerDescription
     legs: list[_LoweredLeg]
@@ -187,14 +187,14 @@ class _LoweredWorker:
 
 @dataclass(frozen=True, slots=True)
 class LoweredEngine:
-    """What a worker reads from another engine, before anything of it is known to NIXL.
+    """A worker's reads from another engine, lowered to legs that NIXL has not prepared yet.
 
     Attributes:
-        num_ranks: How many workers the engine has.
+        num_ranks: Number of the engine's workers.
         rank: This worker's rank.
-        summary: What is read, in words, for the log.
-        workers: Those that it reads from or notifies.
-        area: Where staged reads stop over; None where all go direct.
+        summary: Description of the reads, for the log.
+        workers: The engine's workers that this one reads from or notifies.
+        area: Arena for staged reads; None if all reads go direct.
     """
 
     num_ranks: int
@@ -210,13 +210,13 @@ def lower_engine(
     local: LocalCache,
     area: StagingArea | None = None,
 ) -> LoweredEngine:
-    """Lower what this worker reads from an engine. Touches no agent.
+    """Lower this worker's reads from an engine to legs. Touches no agent.
 
     Args:
-        descriptions: What the engine's workers say of themselves.
+        descriptions: Descriptions of the engine's workers.
         plan: The plan between that engine and ours.
         local: This worker.
-        area: Where staged reads stop over; None where all go direct.
+        area: Arena for staged reads; None if all reads go direct.
 
     Raises:
         RemoteLayoutError: The caches at the two ends do not fit.
@@ -246,7 +246,7 @@ def _stage(leg: Leg, src: RankCache, area: StagingArea | None) -> StagedLeg | No
         return None
     try:
         staged = stage_leg(leg, src)
-        # Too large an arena is told of here, where the leg can still do without it.
+        # Raises if the arena is too large, here, where the leg can still be read direct.
         area.rows(staged.descriptor_bytes)
     except LocalLayoutError as error:
         logger.warning("Reads of a leg go direct, and are not staged: %s", error)
@@ -255,19 +255,19 @@ def _stage(leg: Leg, src: RankCache, area: StagingArea | None) -> StagedLeg | No
 
 
 class RemoteEngine:
-    """An engine that this worker reads from, or at least notifies.
+    """An engine that this worker reads from or notifies.
 
-    It belongs to the connector's thread. Its workers are connected one by one, which takes NIXL 1
-    to 2 ms each: others are read from in between.
+    It belongs to the connector's thread. Its workers are connected one by one, because each takes
+    NIXL 1 to 2 ms; reads from other engines go on in between.
 
     Args:
-        lane: What to read with.
-        lowered: What to read.
+        lane: Lane to read over.
+        lowered: This worker's reads from the engine.
 
     Attributes:
-        legs: What to read for every request.
-        lease_tables: The table of each of its workers that is read from, by the agent's name.
-        releases: The workers to notify when a request was read, with the number of notifiers.
+        legs: Legs to read for every request.
+        lease_tables: Lease table of each worker that is read from, by the agent's name.
+        releases: Workers to notify when a request was read, with the number of notifiers.
     """
 
     def __init__(self, lane: Lane, lowered: LoweredEngine) -> None:
@@ -275,18 +275,18 @@ class RemoteEngine:
         self._area = lowered.area
         self._unconnected = deque(lowered.workers)
         self._names: list[str] = []
-        # Legs that read from, or into, the same rows share a list, as most staged ones do.
+        # Legs with the same rows at one end share its list, as most staged legs do.
         self._remote: dict[tuple[str, bytes], Prepared] = {}
         self._local: dict[bytes, tuple[Rows, Prepared]] = {}
         self.legs: list[PreparedLeg] = []
         self.lease_tables: dict[str, PreparedTable] = {}
         self.releases: list[tuple[str, int]] = []
-        # Where the board is of the first of its workers that has one, and that one's name.
+        # Board address and agent name of the first worker that has a board.
         self._board_at: tuple[int, str] | None = None
         self._board: Prepared | None = None
 
     def connect_next(self) -> bool:
-        """Connect one more worker; returns whether all are connected.
+        """Connect one more worker; return whether all are connected.
 
         Raises:
             TransferError: NIXL does not accept it.
@@ -306,7 +306,7 @@ class RemoteEngine:
         return not self._unconnected
 
     def board(self) -> Prepared | None:
-        """What its board is read with, which is prepared when one is first looked at.
+        """Return the descriptor list of its board, prepared when first used; None without a board.
 
         Raises:
             TransferError: NIXL does not accept it.
@@ -316,7 +316,7 @@ class RemoteEngine:
         return self._board
 
     def disconnect(self) -> None:
-        """Give everything back to the lane. Nothing of it is in flight."""
+        """Release everything to the lane. Nothing may be in flight."""
         agent = self._lane.agent
         for prepared in self._remote.values():
             agent.release_prepared(prepared)
@@ -358,10 +358,10 @@ class RemoteEngine:
 
 
 def _check_windows(leg: Leg, local: LocalCache) -> None:
-    """See that blocks which hold a window there can fill blocks that hold a window here.
+    """Check that blocks with a sliding window at the source can fill such blocks here.
 
-    The scheduler's blocks, that is: it gives one back when the window has left all of it, however
-    many of the kernel's it stands for. How large those are is all the same.
+    Only sizes of scheduler blocks matter, not of kernel blocks: the scheduler frees a block once
+    the window has left all of it.
     """
     src_tokens = leg.src.tokens_per_id * leg.read.src_tokens.num_shares
     dst_tokens = leg.dst.tokens_per_id * leg.read.dst_tokens.num_shares
@@ -383,10 +383,10 @@ def _check(
     dst_end: LegEnd,
     local_tokens: int,
 ) -> None:
-    """See that a group's remote blocks exist and hold what the local ones need.
+    """Check that a group's remote blocks exist and hold all tokens of the local blocks.
 
-    That is all of the tokens of every local block, also those before a window: once a block is
-    full, requests with other windows find it in the prefix cache.
+    Tokens before a window count, too: once a block is full, requests with other windows find it in
+    the prefix cache.
     """
     ids = span.block_ids
     lowest, highest = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
@@ -404,7 +404,7 @@ def _check(
         )
     if not len(dst.block_ids):
         return
-    # Where a window has moved on, the null block stands in for what was freed.
+    # The null block stands in for blocks that were freed when a window moved on.
     num_gone = 0
     if lowest < end.blocks_per_id:
         null = np.flatnonzero(ids < end.blocks_per_id)
@@ -422,13 +422,13 @@ def _check(
 
 
 def _span(block_ids: Sequence[int], num_tokens: int, end: LegEnd, share: TokenShare) -> BlockSpan:
-    """The span of a request's last blocks, which end with the block of its last token.
+    """Return the span of a request's last blocks, the last of which holds its last token.
 
     Args:
         block_ids: The scheduler's block ids.
         num_tokens: Tokens of the request up to its last one in these blocks.
-        end: Where they are.
-        share: The tokens that are held there. Ranks that share them out have the same block ids.
+        end: The end of the leg that has these blocks.
+        share: Share of the tokens held there. Ranks that share tokens have the same block ids.
     """
     num_ids = -(-num_tokens // (end.tokens_per_id * share.num_shares))
     return BlockSpan(
@@ -439,7 +439,7 @@ def _span(block_ids: Sequence[int], num_tokens: int, end: LegEnd, share: TokenSh
 
 
 def _expand(block_ids: Sequence[int], blocks_per_id: int) -> npt.NDArray[np.int64]:
-    """Replace each block id, below 2**31, by the ids of the blocks that it stands for."""
+    """Replace each scheduler block id (below 2**31) with the ids of its kernel blocks."""
     ids = np.asarray(block_ids, dtype=np.int64)
     if blocks_per_id == 1:
         return ids

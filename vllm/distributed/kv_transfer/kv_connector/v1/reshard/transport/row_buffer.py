@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where small reads land: some rows of a table that another engine's worker shows.
+"""Buffers for small reads: rows of a lease table or a board of another engine's worker.
 
-Lease tables and boards are read so. A row is given to one read at a time. A read that has failed,
-or was refused after it had begun, may still write: its rows are given to no other one until the
-agent is closed.
+A row is used by one read at a time. A read that failed, or was refused after it had begun, may
+still write, so its rows are not used again until the agent is closed.
 
-Everything here belongs to the connector's thread of the worker that reads.
+Everything here belongs to the connector's thread of the reading worker.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class RowRead:
     """Rows that are being read.
 
     Attributes:
-        landed_in: Where, in the order that was asked for.
+        landed_in: Rows of the buffer that it reads into, in the order requested.
         transfer: The read.
     """
 
@@ -42,15 +41,15 @@ class RowRead:
 
 
 class RowBuffer:
-    """Where the rows land that are read with one agent.
+    """A registered buffer for rows that are read with one agent.
 
     Args:
-        agent: The agent; the buffer is registered with it.
-        num_rows: How many can be read at the same time.
-        words_per_row: Of 8 bytes each.
+        agent: Agent to register the buffer with.
+        num_rows: Number of rows that can be read at the same time.
+        words_per_row: Size of a row, in words of 8 bytes.
 
     Attributes:
-        rows: Shape (num_rows, words_per_row).
+        rows: The buffer; shape (num_rows, words_per_row).
 
     Raises:
         TransferError: The memory cannot be registered.
@@ -65,16 +64,16 @@ class RowBuffer:
 
     @property
     def num_free(self) -> int:
-        """How many rows can be read now."""
+        """Number of rows that can be read now."""
         return len(self._free)
 
     def post(self, reads: PeerConnection, table: Prepared, rows: Sequence[int]) -> RowRead:
-        """Read some rows of a table, no more than `num_free`.
+        """Post a read of some rows of a table, at most `num_free`.
 
         Raises:
-            TransferError: NIXL could not begin.
+            TransferError: NIXL refused the read.
         """
-        # Those of a read that may have begun are not given back.
+        # If the read may have begun, these rows are not freed.
         landed_in = np.array([self._free.popleft() for _ in rows], dtype=np.int32)
         wanted = np.array(rows, dtype=np.int32)
         try:
@@ -86,10 +85,10 @@ class RowBuffer:
         return RowRead(landed_in, transfer)
 
     def landed(self, read: RowRead) -> npt.NDArray[np.uint64]:
-        """What a read that is done has brought; shape (rows, words_per_row), a copy."""
+        """Return a copy of the rows of a completed read; shape (rows, words_per_row)."""
         return self.rows[read.landed_in]
 
     def free(self, reads: PeerConnection, read: RowRead) -> None:
-        """Give the rows of a read back that is done."""
+        """Free the rows of a completed read, and release it."""
         self._free.extend(read.landed_in.tolist())
         reads.release(read.transfer)

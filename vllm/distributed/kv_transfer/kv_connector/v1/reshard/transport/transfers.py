@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reads on their way: each part of a request goes direct, or in windows by way of an arena.
+"""Reads under way: each part of a request is read direct, or as a window through the arena.
 
     direct    queued -> posted -> done
     staged    queued -> has a span, posted -> landed, being scattered -> done
 
-What is queued is posted, and what is posted is looked at, as far as the budget of a poll goes; the
-next poll goes on from there. What is prefetched is posted once nothing else is queued, until its
-request is offered, too: no offered request waits for what is not.
+Each poll posts queued parts and checks posted ones until its budget runs out; the next poll goes on
+from there. Prefetched parts are posted only when nothing else is queued, so that no offered request
+waits for one that is not. Once their request is offered, they are queued like all others.
 
-What fails on its way, or is given up, stays here until nothing of it can write any more: until its
-read is done after all, or the connection that it was posted with is closed. Only then it is
-*drained* and its blocks, or its span, may be used for something else.
+A part that fails or is given up stays here while it may still be written: until its read completes
+after all, or the lane that it was posted on is closed. Only then is it *drained*, and its blocks or
+its span may be reused.
 
-An unexpected exception is the part's that it comes up with, while it is posted, and otherwise
-leaves everything so that the next poll goes on with it: a part is taken from where it is once it is
-somewhere else.
+An unexpected exception fails the part that is being posted. Anywhere else it leaves the queues so
+that the next poll goes on: a part is removed from one queue only after it is in the next.
 
-Everything here belongs to the connector's thread of the worker that reads.
+Everything here belongs to the connector's thread of the reading worker.
 """
 
 from __future__ import annotations
@@ -46,23 +45,23 @@ from .staging_area import StagingArea
 logger = init_logger(__name__)
 
 _SPAN_WAIT_S = 0.1
-"""A window goes direct when so long no span was to be had and none was given back."""
+"""A window is read direct when no span was taken, filled or freed for so long."""
 
 _WINDOWS_PER_ARENA = 8
-"""Some windows are scattered while others are being read."""
+"""So many windows fit at least, so that some are scattered while others are being read."""
 
 _MAX_WINDOW_BYTES = 8 << 20
-"""What is scattered soon after it was read is still in a cache of the processor's."""
+"""A window of this size is still in the processor's cache when it is scattered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is read of a leg with one transfer.
+    """The share of a leg that one transfer reads.
 
     Attributes:
         leg: The leg.
-        selections: What of it.
-        window: The same as a window of the arena; None for a direct read.
+        selections: Blocks to read with it.
+        window: The same blocks as a window of the arena; None for a direct read.
     """
 
     leg: PreparedLeg
@@ -72,12 +71,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartFailed:
-    """A part that will not arrive. It may still be written for.
+    """A part that will not arrive. Its read may still write.
 
     Attributes:
-        request_id: Of which request.
-        fault: Why.
-        local: The fault is none of the peer's.
+        request_id: The part's request.
+        fault: Why it failed.
+        local: True if the peer did not cause the fault.
     """
 
     request_id: RequestId
@@ -87,13 +86,13 @@ class PartFailed:
 
 @dataclass(frozen=True, slots=True)
 class PartDrained:
-    """A part that nothing writes for any more. It has arrived unless it has failed before.
+    """A part that can no longer be written. It has arrived unless it failed before.
 
     Attributes:
-        request_id: Of which request.
-        key: Which of its parts.
+        request_id: The part's request.
+        key: The part's key within the request.
         strategy: How it was read.
-        telemetry: What NIXL measured; None where it has not arrived, or NIXL cannot tell.
+        telemetry: NIXL's measurements; None if it has not arrived or NIXL has none.
     """
 
     request_id: RequestId
@@ -107,7 +106,7 @@ PartEvent = PartFailed | PartDrained
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A part on its way."""
+    """A part that is queued or under way."""
 
     request_id: RequestId
     key: int
@@ -119,25 +118,25 @@ class _Running:
     telemetry: Any = None
     unwanted: bool = False
     staged: bool = False
-    # NIXL was asked for it, and may have begun.
+    # NIXL's post was called, so the read may have begun.
     asked: bool = False
 
     def drained(self) -> PartDrained:
-        """Nothing writes for it any more."""
+        """Return the event that nothing can write to it any more."""
         strategy = Strategy.STAGED if self.staged else Strategy.DIRECT
         return PartDrained(self.request_id, self.key, strategy, self.telemetry)
 
 
 @dataclass(slots=True)
 class Transfers:
-    """All parts on their way.
+    """All parts that are queued or under way.
 
-    Both queues keep the order of requests. No part waits for ever in that in front of the arena:
-    one for which there is no span, while none is given back, goes direct.
+    Both queues, for direct and for staged reads, keep the order of requests. No window waits for
+    the arena for ever: if there is no span and none is freed, it is read direct.
 
     Attributes:
-        area: Where staged reads stop over; None where all go direct.
-        has_moved: Whether the last call of `advance` has seen something arrive.
+        area: Arena for staged reads; None if all reads go direct.
+        has_moved: True if the last `advance` saw a read or a copy complete.
     """
 
     area: StagingArea | None = None
@@ -145,24 +144,24 @@ class Transfers:
     _direct: deque[_Running] = field(default_factory=deque)
     _queue: deque[_Running] = field(default_factory=deque)
     _prefetched: deque[_Running] = field(default_factory=deque)
-    # In the order in which they are looked at.
+    # These two are in the order in which they are checked.
     _posted: deque[_Running] = field(default_factory=deque)
     _landed: deque[_Running] = field(default_factory=deque)
     _in_doubt: deque[_Running] = field(default_factory=deque)
     _events: list[PartEvent] = field(default_factory=list)
-    # When a span was last taken, filled or given back.
+    # When a span was last taken, filled or freed.
     _moved_at_s: float = 0.0
-    # There may be spans for more windows than were posted last.
+    # The budget ran out before the windows or the spans did.
     _is_cut_short: bool = False
 
     def __len__(self) -> int:
-        """Parts on their way, those that failed and are not drained among them."""
+        """Return the number of parts, failed ones that are not drained included."""
         queued = len(self._direct) + len(self._queue) + len(self._prefetched)
         return queued + len(self._posted) + len(self._landed) + len(self._in_doubt)
 
     @property
     def is_moving(self) -> bool:
-        """True while a poll soon may have results of requests."""
+        """True while a poll may soon have results of requests."""
         return bool(
             self._direct
             or self._queue
@@ -174,16 +173,16 @@ class Transfers:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether more is to be posted than a poll's budget has allowed."""
+        """True if the last poll's budget ran out before everything queued was posted."""
         return bool(self._direct) or self._is_cut_short
 
     @property
     def is_lingering(self) -> bool:
-        """True while reads are in flight, also of failed requests."""
+        """True while reads are in flight, those of failed requests included."""
         return bool(self._posted)
 
     def cut(self, leg: PreparedLeg, selections: Sequence[Selection]) -> Iterable[Part]:
-        """Choose how to read what was selected of a leg, and cut it into parts."""
+        """Choose how to read a leg's selections, and cut them into parts."""
         if not selections:
             return ()
         area, staging = self.area, leg.staging
@@ -207,27 +206,27 @@ class Transfers:
         first_key: int = 0,
         is_prefetch: bool = False,
     ) -> None:
-        """Read parts of a request, which are posted by `post`; all of them, or none.
+        """Queue parts of a request, for `post` to post.
 
         Args:
             request_id: The request.
             parts: The parts.
-            connection: What to read them with.
-            first_key: The key of the first one; those of the others follow it.
-            is_prefetch: They are read once nothing else is to be.
+            connection: Connection to read them over.
+            first_key: Key of the first part; the others count up from it.
+            is_prefetch: Whether to post them only when nothing else is queued.
         """
         for key, part in enumerate(parts, first_key):
             running = _Running(request_id, key, part, connection)
             (self._prefetched if is_prefetch else self._queue_of(part)).append(running)
 
     def promote(self, request_id: RequestId) -> None:
-        """A request is offered: what is prefetched of it is posted in its turn from now on."""
+        """Queue a request's prefetched parts like all others: it is offered now."""
         for running in [each for each in self._prefetched if each.request_id == request_id]:
             self._queue_of(running.part).append(running)
             self._prefetched.remove(running)
 
     def post(self, now_s: float, budget: Budget) -> None:
-        """Post what is queued, as far as there are spans and the budget goes."""
+        """Post queued parts while there are spans and budget."""
         while self._direct:
             self._post(self._direct[0], now_s, self._direct)
             if budget.is_spent:
@@ -244,22 +243,22 @@ class Transfers:
                 return
 
     def _queue_of(self, part: Part) -> deque[_Running]:
-        """Where a part waits to be posted."""
+        """Return the queue that a part is posted from."""
         return self._direct if part.window is None else self._queue
 
     def give_up(self, request_id: RequestId) -> None:
-        """A request has failed: what was not posted of it ends now, the rest later."""
+        """Drain a failed request's queued parts now; its posted ones drain later."""
         for each in (*self._posted, *self._landed):
             each.unwanted = each.unwanted or each.request_id == request_id
         self._end(self._queues, lambda each: each.request_id == request_id)
 
     def retire(self, connection: PeerConnection) -> None:
-        """Post nothing more of a connection's, and let what waits for its turn fail."""
+        """Fail all parts that are queued for a connection."""
         fault = "its connection was given up before all of it was asked for"
         self._end(self._queues, lambda each: each.connection is connection, fault)
 
     def end(self, lane: Lane) -> None:
-        """A lane is closed: all that was written over it is drained."""
+        """Drain all parts that were posted on a closed lane; fail those still in flight."""
         for each in self._posted:
             if each.connection.lane is lane and not each.unwanted:
                 fault = f"its connection with {quote(_peer(each))} was given up"
@@ -267,14 +266,14 @@ class Transfers:
         self._end((self._posted, self._in_doubt), lambda each: each.connection.lane is lane)
 
     def advance(self, now_s: float, budget: Budget = UNLIMITED) -> list[PartEvent]:
-        """Look at what is on its way, and post what can be.
+        """Check the parts under way, and post queued ones.
 
         Args:
             now_s: The time.
-            budget: As far as it goes; what was not looked at is the first the next time.
+            budget: Limit on the work; the next call starts with the parts that it left unchecked.
 
         Returns:
-            What has happened since the last call.
+            Events since the last call.
         """
         landed = _look(self._posted, lambda each: self._has_left_nixl(each, now_s), budget)
         copied = _look(self._landed, lambda each: self._is_scattered(each, now_s), budget)
@@ -284,7 +283,7 @@ class Transfers:
         return events
 
     def close(self) -> None:
-        """Wait for copies, and forget everything. The connections are closed."""
+        """Wait for copies, and forget all parts. Call it once the connections are closed."""
         if self.area is not None:
             self.area.scatterer.close()
         for parts in (*self._queues, self._posted, self._landed, self._in_doubt):
@@ -292,17 +291,17 @@ class Transfers:
 
     @property
     def _queues(self) -> tuple[deque[_Running], ...]:
-        """What was not posted."""
+        """Queues of parts that are not posted."""
         return self._direct, self._queue, self._prefetched
 
     def _serve_queue(self, now_s: float, budget: Budget) -> None:
-        """Post the windows that there are spans for, in their order."""
+        """Post windows in order while there are spans for them."""
         self._is_cut_short = False
         while self._queue:
             first = self._queue[0]
             area, staging, window = self.area, first.part.leg.staging, first.part.window
             assert area is not None and staging is not None and window is not None
-            # A poll that has failed may have taken it.
+            # An earlier poll that raised may have allocated it.
             span = first.span or area.spans.allocate(
                 window.size_bytes, staging.leg.descriptor_bytes
             )
@@ -317,10 +316,7 @@ class Transfers:
                 return
 
     def _post(self, running: _Running, now_s: float, queue: deque[_Running]) -> None:
-        """Post the first part of a queue: as a window where it has a span, direct where not.
-
-        What has landed with that is not left for a later look.
-        """
+        """Post the first part of a queue: as a window if it has a span, else direct."""
         part, span = running.part, running.span
         leg, staging, window = part.leg, part.leg.staging, part.window
         try:
@@ -347,7 +343,7 @@ class Transfers:
             self._posted.pop()
 
     def _fail_to_post(self, running: _Running, queue: deque[_Running], error: Exception) -> None:
-        """A part was refused, or an exception came up before it was posted, or while it was."""
+        """Fail the first part of a queue, whose post was refused or raised an exception."""
         foreseen = isinstance(error, TransferError)
         fault = str(error) if foreseen else f"it could not be asked for: {error!r}"
         if not foreseen:
@@ -362,14 +358,14 @@ class Transfers:
         queue.popleft()
 
     def _has_left_nixl(self, running: _Running, now_s: float) -> bool:
-        """Look at a posted read; once it is over, take the next step."""
+        """Check a posted read; if it has ended, scatter, drain or fail its part."""
         transfer, connection = running.transfer, running.connection
         assert transfer is not None
         state = connection.poll(transfer)
         if state is TransferState.IN_FLIGHT:
             return False
         if state is TransferState.FAILED:
-            # Also where its request has failed: only the end of its lane drains it.
+            # Even if its request has failed: only closing its lane drains it.
             fault = f"NIXL could not read from {quote(transfer.peer)}"
             self._events.append(PartFailed(running.request_id, fault))
             self._in_doubt.append(running)
@@ -386,13 +382,13 @@ class Transfers:
         return True
 
     def _scatter(self, running: _Running, span: Span) -> None:
-        """Begin to bring a window to where it belongs."""
+        """Begin to copy a window from the arena to its blocks."""
         area, staging, window = self.area, running.part.leg.staging, running.part.window
         assert area is not None and staging is not None and window is not None
         try:
             running.copy = area.scatterer.submit(staging.leg.scatter(window, span))
         except Exception as error:
-            # No memory on the device, or no thread: that is this request's end, not the engine's.
+            # No device memory or no thread: this fails the request, not the engine.
             self._free(running)
             fault = PartFailed(running.request_id, fault_of(error), local=True)
             self._events += fault, running.drained()
@@ -400,7 +396,7 @@ class Transfers:
             self._landed.append(running)
 
     def _is_scattered(self, running: _Running, now_s: float) -> bool:
-        """Look at a copy; once it is made, its span is free."""
+        """Check a copy; if it has ended, free its span and drain its part."""
         assert running.copy is not None
         if not running.copy.done():
             return False
@@ -418,7 +414,7 @@ class Transfers:
         is_meant: Callable[[_Running], bool],
         fault: str | None = None,
     ) -> None:
-        """Parts are drained, and have failed if there is a fault: they leave, in their order."""
+        """Remove parts from queues, in order, as drained; with a fault, also as failed."""
         for queue in queues:
             ended = [each for each in queue if is_meant(each)]
             if not ended:
@@ -435,7 +431,7 @@ class Transfers:
             self._events += events
 
     def _free(self, running: _Running) -> None:
-        """Give a span back that nothing writes into any more."""
+        """Return a part's span once nothing can write into it."""
         if running.span is not None:
             assert self.area is not None
             self.area.spans.free(running.span)
@@ -443,10 +439,10 @@ class Transfers:
 
 
 def _look(parts: deque[_Running], is_through: Callable[[_Running], bool], budget: Budget) -> int:
-    """Look at parts in turns: one that is through leaves, another is the last the next time.
+    """Check parts in turn: remove each that is through, move each other one to the end.
 
     Returns:
-        How many were through.
+        The number of parts removed.
     """
     before = len(parts)
     for _ in range(before):
