@@ -131,7 +131,7 @@ class _Entry:
         num_blocks: Number of blocks that are read into, over all KV-cache groups.
         failed: Whether a worker could not read it.
         in_doubt: Whether all workers have reported that, so that only the second round is due.
-            Until then, something may still write into its blocks.
+            Until that round, something may still write into its blocks.
         blocks: Its blocks, once they are taken from it; None before.
     """
 
