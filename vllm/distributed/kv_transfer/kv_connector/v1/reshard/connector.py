@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`NixlConnector` for any two parallel layouts: a facade over scheduler and worker.
 
-The fork and the plugin register it under that name: select it with
+The fork and the plugin register it under that name. Select it with
 
     --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'
 
@@ -68,9 +68,9 @@ logger = init_logger(__name__)
 class NixlConnector(UpstreamConnector):
     """Upstream's connector with a scheduler and a worker of our own.
 
-    Constructed for a model or a device that these cannot serve, it is upstream's connector, with
-    one log line that says why and what is lost. With pipeline parallelism, which that one lacks, it
-    is refused.
+    For a model or a device that these cannot serve, the constructor returns upstream's connector
+    and logs why, and what is lost. It raises an error if that needs pipeline parallelism, which
+    upstream's lacks.
     """
 
     connector_scheduler: ReshardScheduler | None
@@ -79,7 +79,7 @@ class NixlConnector(UpstreamConnector):
     def __new__(
         cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> upstream.NixlConnector:
-        """Choose between ours and upstream's, from the configuration alone."""
+        """Choose our connector or upstream's, from the configuration alone."""
         reason = _reason_for_upstream(vllm_config, kv_cache_config)
         if reason is None:
             return super().__new__(cls)
@@ -155,50 +155,51 @@ class NixlConnector(UpstreamConnector):
             self._reports = ReadReports()
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Give the scheduler access to the blocks of requests that could not be read."""
+        """Give the scheduler access to the blocks of requests whose reads failed."""
         assert self.connector_scheduler is not None
         self.connector_scheduler.set_kv_cache_manager(kv_cache_manager)
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Show the scheduler how many blocks are free."""
+        """Give the scheduler the block pool, which tells how many blocks are free."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.set_block_pool(gpu_block_pool)
 
     def bind_engine_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Let the engine's core rest where it only waits for workers, which wake it."""
+        """Let the engine's core rest while it only waits for workers, which wake it."""
         assert self.connector_scheduler is not None
         self.connector_scheduler.set_wakeup(wakeup)
 
     def get_idle_timeout(self, num_running: int, num_waiting: int) -> float | None:
-        """For how long the engine's core may wait after a step that has computed nothing."""
+        """Return for how many seconds the core may wait after a step that computed nothing."""
         assert self.connector_scheduler is not None
         return self.connector_scheduler.idle_timeout_s(num_running, num_waiting)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Serve the handshakes of all stages."""
+        """Serve the handshakes of all pipeline stages."""
         assert self.connector_scheduler is not None
         self.connector_scheduler.serve_handshake(metadata)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What this worker says of itself; None where another one speaks for it."""
+        """Return this worker's handshake; None if another worker's covers it."""
         return self._worker.handshake
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Make this worker's KV caches known."""
+        """Register this worker's KV caches for transfers."""
         self._worker.register_kv_caches(kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: object) -> None:
-        """There is no host buffer to copy from or to."""
+        """Do nothing: there is no host buffer to copy from or to."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take up what the scheduler asks for, before the model computes.
+        """Submit what the scheduler requests, before the model computes.
 
-        Not in `start_load_kv`, which later bases call when the model has computed, so that its cost
-        is not in the way. Here it has none; and what others wait for would come a step later, which
-        takes as long as a prompt on a prefill engine: whether their requests are held.
+        Not in `start_load_kv`, which later bases call after the model has computed, to keep its
+        cost out of the way. Submitting here costs nothing. Later, readers would wait a step longer
+        to see that their requests are held, and on a prefill engine a step may take as long as a
+        prompt.
         """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, ReshardConnectorMetadata)
@@ -209,47 +210,47 @@ class NixlConnector(UpstreamConnector):
             self._reports.note_started(begun, connector_metadata.failed)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Reads have begun when the metadata was bound."""
+        """Do nothing: reads began when the metadata was bound."""
 
     def wait_for_save(self) -> None:
-        """Blocks are read from where the model writes them: there is nothing to save."""
+        """Do nothing: blocks are read from where the model writes them."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Requests that were sent and received."""
+        """Return the requests that were sent, and those that were received."""
         return self._worker.get_finished()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Requests that were sent and received, and those of the latter that are not there."""
+        """Return the requests that were sent, those received, and which of the latter failed."""
         sent, drained = self._worker.get_finished()
         received, failed = self._reports.advance(self._worker.take_failed(), drained)
         return transfer_results(sent, received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that could not be read, where requests are not named instead."""
+        """Return blocks that could not be read, if vLLM does not take failed requests instead."""
         if FAILED_READS_ARE_NAMED:
             return set()
         return set().union(*self._worker.take_failed().values())
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
-        """What the scheduler should know, and vLLM would not tell it at once."""
+        """Return reports for the scheduler that vLLM would not pass on at once."""
         news = self._worker.take_news()
         news.failed |= self._reports.take_news()
         return news or None
 
     def take_first_outputs(self) -> Iterable[tuple[int, EngineCoreOutput]]:
-        """What clients are sent of requests that were received with a first token."""
+        """Return outputs for the clients of requests that were received with a first token."""
         assert self.connector_scheduler is not None
         return self.connector_scheduler.first_tokens.take_outputs()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What this worker or scheduler counted; None where it counts nothing."""
+        """Return what this worker or scheduler counted; None if nothing."""
         if self.connector_scheduler is not None:
             return self.connector_scheduler.take_stats()
         return self._worker.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ReshardStats:
-        """Values as they came from a worker; none without."""
+        """Return stats with the values that came from a worker; empty without any."""
         return ReshardStats() if data is None else ReshardStats(data=data)
 
     @classmethod
@@ -260,11 +261,11 @@ class NixlConnector(UpstreamConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ReshardPromMetrics:
-        """What Prometheus shows."""
+        """Return the metrics for Prometheus."""
         return ReshardPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         if self.connector_worker is not None:
             self.connector_worker.close()
         if self.connector_scheduler is not None:
@@ -277,7 +278,7 @@ class NixlConnector(UpstreamConnector):
 
 
 def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Why this engine must be left to upstream's connector; None where it need not."""
+    """Return why this engine must use upstream's connector; None if it need not."""
     assert vllm_config.kv_transfer_config is not None
     if STATE_IS_UPSTREAMS and kv_cache_config.has_mamba_layers:
         return "the model keeps Mamba state"
@@ -287,7 +288,7 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ):
         return "kv_buffer_device is cpu, and the KV cache is not in host memory"
     if current_platform.device_type not in ("cpu", "cuda"):
-        # Workers wait for what the device has still to do by CUDA's events, which ROCm has, too.
+        # Workers wait for the device's pending work with CUDA events, which ROCm has, too.
         return f"the device is {current_platform.device_type}"
     if is_in_two_memories(kv_cache_config):
         return "some layers' KV caches are in the host's memory, and others' are not"
@@ -304,9 +305,9 @@ def _reason_for_upstream(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 
 
 def _refuse_what_upstream_cannot_share(vllm_config: VllmConfig, reason: str) -> None:
-    """Refuse decode context parallelism that upstream's connector would read wrong.
+    """Refuse decode context parallelism that upstream's connector would read wrongly.
 
-    vLLM itself asserts it, but the fork's only where that connector is asked for.
+    vLLM asserts this itself, but in the fork only if that connector is configured.
     """
     parallel_config = vllm_config.parallel_config
     num_shares = parallel_config.decode_context_parallel_size
@@ -322,7 +323,7 @@ def _refuse_what_upstream_cannot_share(vllm_config: VllmConfig, reason: str) -> 
 
 
 def _tell_what_is_lost(reason: str, config: KVTransferConfig) -> None:
-    """Log why this engine is left to upstream's connector, and what comes of it."""
+    """Log why this engine uses upstream's connector, and the consequences."""
     logger.info(
         "Using upstream's NixlConnector: %s. The engines that it exchanges KV caches with need "
         "that one, too, and it has its own limits: no pipeline stages, and TP sizes of which one "
@@ -337,7 +338,7 @@ def _tell_what_is_lost(reason: str, config: KVTransferConfig) -> None:
 
 
 def _context_parallel_reason(vllm_config: VllmConfig) -> str | None:
-    """What spreads the tokens of a block over ranks, if anything does."""
+    """Return which option spreads a block's tokens over ranks; None if none does."""
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(vllm_config.parallel_config, name)) > 1:
             return f"--{name.replace('_', '-')} {size} spreads the tokens of a block over ranks"

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine ends a request whose read has failed, and keeps its blocks until nothing writes.
+"""Ends a request whose read has failed, and keeps its blocks until nothing can write into them.
 
-Of a read that goes wrong a worker learns two things: that it has failed, and, perhaps minutes
-later, that nothing can write into its blocks any more. vLLM has a report for each, but holds the
-first one back until all workers have made the second. Against a peer that hangs that is never. What
-workers tell their connector's scheduler is not held back, so that each request takes one round of
-reports if it is read everywhere, and two if it fails anywhere:
+A worker learns of a failed read in two stages: that it has failed, and, perhaps minutes later, that
+it has drained: nothing can write into its blocks any more. vLLM has a report for each, but holds
+the first back until all workers have made the second, which never happens if a peer hangs. What
+workers send to their connector's scheduler is not held back. So a request takes one round of
+reports if every worker reads it, and two if any of them fails:
 
-    worker       its read fails: tells the scheduler, and reports nothing
-    scheduler    tells all workers in the next step
+    worker       its read fails: notifies the scheduler, and reports nothing to vLLM
+    scheduler    notifies all workers in the next step
     workers      report the request as failed and received, all in that step
-    scheduler    lets vLLM end the request or compute it anew, and keeps its blocks
-    workers      report it as received again, each when nothing writes into its blocks any more
-    scheduler    gives the blocks back
+    scheduler    lets vLLM end the request or recompute it, and keeps its blocks
+    workers      report it as received again, each once its read has drained
+    scheduler    frees the blocks
 
-vLLM counts each round over all workers. One that was through before another failed has made its
-first report then, and makes its second when it is told.
+vLLM counts each round over all workers. A worker that had already finished when another failed has
+thereby made its first report, and makes its second when it is notified.
 
-On 0.22.1 failed reads are reported by their blocks, which are not held back: there every request
-takes one round, and a `ReadBook` lets it pass.
+On 0.22.1 failed reads are reported by their blocks, and not held back: every request takes one
+round there, and `ReadBook` passes it on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class _Read(Enum):
-    """What a worker knows of a request that it has not made its last report of."""
+    """State of a request that a worker has not made its last report of."""
 
     GOING_ON = auto()
     FAILED = auto()
@@ -49,7 +49,7 @@ class _Read(Enum):
 
 
 class ReadReports:
-    """What a worker reports of the requests that it reads. Belongs to the engine's thread."""
+    """A worker's reports of the requests that it reads. Belongs to the engine's thread."""
 
     def __init__(self) -> None:
         self._reads: dict[RequestId, _Read] = {}
@@ -58,14 +58,14 @@ class ReadReports:
         self._news: set[RequestId] = set()
 
     def __len__(self) -> int:
-        """Requests that a report is still due for."""
+        """Return the number of requests for which a report is still due."""
         return len(self._reads.keys() | self._once_more)
 
     def note_started(self, begun: Iterable[RequestId], told: Iterable[RequestId]) -> None:
-        """Hear from the scheduler.
+        """Note what the scheduler sends with a step.
 
         Args:
-            begun: Requests that there is something to read for, from this step on.
+            begun: Requests that have something to read from this step on.
             told: Requests whose reads have failed, here or at another worker.
         """
         self._reads.update(dict.fromkeys(begun, _Read.GOING_ON))
@@ -74,12 +74,12 @@ class ReadReports:
     def advance(
         self, failed: Iterable[RequestId], drained: Iterable[RequestId]
     ) -> tuple[set[RequestId], set[RequestId]]:
-        """What to report in this step.
+        """Return what to report in this step.
 
         Args:
             failed: Requests whose reads have failed at this worker since the last step.
-            drained: Those that nothing writes for any more at this worker, whether or not they have
-                failed. None is ever named again.
+            drained: Requests that nothing at this worker can write for any more, whether or not
+                they have failed. Each is passed once.
 
         Returns:
             The requests to report as received, and those of them to report as failed.
@@ -103,35 +103,36 @@ class ReadReports:
                 self._reads[request_id] = _Read.FAILED_AND_DRAINED
                 continue
             del self._reads[request_id]
-            # A round a step: what is reported is a set.
+            # Reports are sets, so a request's two rounds need two steps.
             (self._once_more if request_id in received else received).add(request_id)
         return received, told
 
     def take_news(self) -> set[RequestId]:
-        """Requests whose reads have failed here, for the scheduler, since the last call."""
+        """Return the requests whose reads have failed here since the last call."""
         news, self._news = self._news, set()
         return news
 
 
 class BlockOwner(Protocol):
-    """What is asked of vLLM's cache manager; that of 0.22.1 has less, and is not shown to us."""
+    """The part of vLLM's cache manager used here; 0.22.1's lacks it, and is not passed to us."""
 
     block_pool: BlockPool
 
     def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
-        """Take the blocks of a request, in the order of its sequence, without giving them back."""
+        """Take a request's blocks, in the order of its sequence, without freeing them."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A request that is being read, or was read in vain.
+    """A request that is being read, or whose read has failed.
 
     Attributes:
         request: The request.
-        num_blocks: How many blocks are read into, of all KV-cache groups.
-        failed: A worker could not read it.
-        in_doubt: All workers have said so, and something may still write into its blocks.
-        blocks: These, where they were taken from it.
+        num_blocks: Number of blocks that are read into, over all KV-cache groups.
+        failed: Whether a worker could not read it.
+        in_doubt: Whether all workers have reported that, so that only the second round is due.
+            Until that round, something may still write into its blocks.
+        blocks: Its blocks, once they are taken from it; None before.
     """
 
     request: Request
@@ -144,13 +145,13 @@ class _Entry:
 class ReadBook:
     """The requests that workers read, and the blocks in doubt. Belongs to the scheduler's thread.
 
-    A request that has ended keeps its blocks, as an aborted one does, until vLLM hears that it was
-    received: it hears so when all workers are drained. One that is to be computed must not wait for
-    that, and must not be computed into these blocks: they are taken from it.
+    An ended request keeps its blocks, as an aborted one does, until it is reported to vLLM as
+    received, once all workers have drained. A request that will be recomputed must not wait for
+    that, and must not be computed into these blocks, so they are taken from it.
 
     Attributes:
-        manager: The owner of the blocks. Without one, a request that is to be computed waits until
-            nothing writes into its blocks.
+        manager: The owner of the blocks. If None, a request that will be recomputed waits until
+            all workers have drained.
     """
 
     def __init__(self) -> None:
@@ -166,26 +167,26 @@ class ReadBook:
 
     @property
     def num_loading(self) -> int:
-        """Requests that wait for blocks, and for nothing else."""
+        """Number of requests that wait only for their blocks to be read."""
         requests = (entry.request for entry in self._entries.values())
         return sum(each.status is RequestStatus.WAITING_FOR_REMOTE_KVS for each in requests)
 
     @property
     def num_taken_blocks(self) -> int:
-        """Blocks that no request has, and that are not to be given to one yet."""
+        """Number of blocks taken from requests and not freed yet."""
         return sum(len(entry.blocks or ()) for entry in self._entries.values())
 
     @property
     def num_blocks_in_doubt(self) -> int:
-        """Blocks of failed requests that a read of some worker may still write into."""
+        """Number of blocks of failed requests that some worker's read may still write into."""
         return sum(entry.num_blocks for entry in self._entries.values() if entry.failed)
 
     def begin(self, request: Request, num_blocks: int) -> None:
-        """Workers are asked to read a request into so many blocks."""
+        """Note that workers are asked to read a request into `num_blocks` blocks."""
         self._entries[request.request_id] = _Entry(request, num_blocks)
 
     def hear(self, request_ids: AbstractSet[RequestId]) -> set[RequestId]:
-        """Take note of requests that a worker could not read; returns those that are news."""
+        """Note requests that a worker could not read; return those that had not failed before."""
         news = set()
         for request_id in request_ids:
             entry = self._entries.get(request_id)
@@ -196,20 +197,20 @@ class ReadBook:
         return news
 
     def take_failed(self) -> set[RequestId]:
-        """Requests that all workers are to report as failed, once each."""
+        """Return the requests that all workers must report as failed, each of them once."""
         to_tell, self._to_tell = self._to_tell, set()
         return to_tell
 
     def settle(self, received: AbstractSet[RequestId]) -> set[RequestId]:
-        """Take note of requests that all workers have reported as received.
+        """Note requests that all workers have reported as received.
 
         Returns:
-            Those that vLLM is to take for received.
+            The requests to pass on to vLLM as received.
         """
         return {request_id for request_id in received if self._settle(request_id)}
 
     def _settle(self, request_id: RequestId) -> bool:
-        """Whether vLLM is to take a request for received that workers have reported."""
+        """Note a round of reports; return whether to pass the request on to vLLM as received."""
         entry = self._entries.get(request_id)
         if entry is None:
             return True
@@ -223,6 +224,6 @@ class ReadBook:
         if entry.blocks is None:
             return True
         assert self.manager is not None
-        # As vLLM does it: those at the end of a sequence are reused first.
+        # In vLLM's order: blocks at the end of a sequence are reused first.
         self.manager.block_pool.free_blocks(reversed(entry.blocks))
         return False

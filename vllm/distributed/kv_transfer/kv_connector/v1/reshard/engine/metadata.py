@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between an engine's scheduler and its workers, in the classes that vLLM carries."""
+"""Messages between an engine's scheduler and its workers, in the classes that vLLM carries."""
 
 from __future__ import annotations
 
@@ -22,39 +22,40 @@ from ..transport.sockets import InternalAddress
 
 @dataclass(frozen=True)
 class ReshardHandshakeMetadata(WorkerHandshake, KVConnectorHandshakeMetadata):
-    """What a worker says of itself to other engines, on its way to its own scheduler."""
+    """A worker's handshake with other engines, on its way to its own scheduler."""
 
 
 @dataclass
 class ReshardConnectorMetadata(KVConnectorMetadata):
-    """What the scheduler asks of the workers in one step.
+    """What the scheduler requests from the workers in one step.
 
     Attributes:
         receive: Requests to read blocks for.
-        given_up: Requests that other engines hold for requests that this one has refused. They are
-            told so.
+        given_up: Remote requests to give up, as this engine refused theirs. Their holders are
+            notified.
         failed: Requests that some worker could not read. Nothing more need be read for them, and
             each worker reports them: see `failed_reads`.
         admitted: Requests that take part in a batch and may be read by another engine.
         withdrawn: Requests that will not be offered.
-        offered: Requests whose blocks are held for another engine, and for how many seconds from
-            now: a duration, because workers on other hosts have other clocks.
-        offered_blocks: How many blocks each of these has, of all KV-cache groups.
-        fingerprints: What each of these offers; of the same requests.
-        secrets: What gives each of these up.
-        trace_headers: What the traces of some of these are known by.
-        num_offers: How many offers the engine has made up to this step. What is announced of them
-            is older than the step.
-        announcer: Where to hear of offers before the step that says so; None where that does not
-            help, or was said before.
-        doorbell: Where to ring; None where the scheduler does not rest, or it was said before.
-        is_idle: The scheduler may rest after this step: what there is to tell later is rung for.
-        awaited: Requests that wait for blocks from now on, and whose leases are to be renewed
-            until they have ended.
-        ended: Requests that do not wait any longer.
-        early: Requests that other engines compute, and may not have offered yet: by the name that
-            both engines have for each.
-        board_updates: What other engines may see of the requests that this one computes.
+        offered: Seconds from now for which each offered request's blocks are held: a duration,
+            because workers on other hosts have other clocks.
+        offered_blocks: Number of blocks of each offered request, over all KV-cache groups.
+        fingerprints: Fingerprint of each of these requests' offers.
+        secrets: Secret that gives up each of these requests.
+        trace_headers: Headers that identify the traces of some of these requests.
+        num_offers: Number of offers that the engine has made up to this step. Their announcements
+            are older than the step.
+        announcer: Address to receive offers from before their step; None if there is no need, or
+            if it was sent before.
+        doorbell: Address to ring; None if the scheduler does not rest, or if it was sent before.
+        is_idle: Whether the scheduler may rest after this step, so that workers must ring when they
+            have something to report.
+        awaited: Requests that wait for blocks from now on, and whose leases are renewed until they
+            have ended.
+        ended: Requests that have stopped waiting.
+        early: Requests that other engines compute and may not have offered yet, each under the name
+            that both engines have for it.
+        board_updates: Changes to what other engines may see of requests that this one computes.
     """
 
     receive: dict[RequestId, Receive] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     board_updates: list[BoardUpdate] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether anything is asked for."""
+        """Return whether anything is requested."""
         return bool(
             self.receive
             or self.given_up
@@ -95,15 +96,15 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):
-    """What workers tell their scheduler in one step, as soon as they know.
+    """What workers report to their scheduler in one step, as soon as they know it.
 
     Attributes:
         failed: Requests that a worker could not read.
-        begun: Requests of `early` of which something is computed.
+        begun: Requests of `early` whose prompts are partly computed.
         admissible: Requests of `early` that may have blocks.
-        faults: Those of them that will not be read, each with the reason.
-        first_tokens: The token that is told with the offer of some of them.
-        offered_s: For how many seconds requests were offered that were received.
+        faults: Requests of `early` that will not be read, each with the reason.
+        first_tokens: First tokens that came with the offers of some requests of `early`.
+        offered_s: Seconds since each received request was seen to be offered.
     """
 
     failed: set[RequestId] = field(default_factory=set)
@@ -117,18 +118,18 @@ class WorkerNews(KVConnectorWorkerMetadata):
         return any(getattr(self, each.name) for each in fields(self))
 
     def add(self, other: WorkerNews) -> None:
-        """Take in what was seen later, or by another worker."""
+        """Add reports that are later, or another worker's."""
         self.failed |= other.failed
         self.begun |= other.begun
         self.admissible |= other.admissible
         self.faults |= other.faults
         self.first_tokens |= other.first_tokens
-        # Each worker has seen the offer by itself: the first of them counts.
+        # Each worker sees the offer by itself: the earliest counts.
         for request_id, offered_s in other.offered_s.items():
             self.offered_s[request_id] = max(offered_s, self.offered_s.get(request_id, 0.0))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
-        """What two workers say."""
+        """Return two workers' reports in one."""
         assert isinstance(other, WorkerNews)
         both = WorkerNews()
         both.add(self)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's reply may cost the engine that asked.
+"""Limits of what an engine's reply may cost the engine that requested it.
 
-A client names the host that is asked, so that a reply may come from anybody. What it may hold is
-bounded by what *we* are: an engine that we could read from serves our model, so that it has about
-our layers, each with no more units than ours has, and shares them out among its ranks.
+A client names the host that the request goes to, so a reply is untrusted. Its limits follow from
+*our* engine: one that we could read from serves our model, so it has about our layers, each with no
+more units than ours, divided among its ranks.
 
-    before a frame is received    how many there are, their size, that of all together
+    before a frame is received    the number of frames, the size of each, their total size
     before it is decoded          the greeting's size, each rank's size, the number of ranks
     rank by rank                  its place in the mesh, its layers, their units
 
-What remains costs as much to decode as an honest reply of the largest engine: ranks of one stage
-hold a layer's units once, or one unit each, and all ranks together hold every layer at most once
-for each of a stage's ranks. Planning is bounded with it, by the pairs of producers and readers of a
-layer.
+A reply within the limits costs no more to decode than an honest one from the largest engine: ranks
+of one stage hold a layer's units once, or one unit each, and all ranks together hold every layer at
+most once for each of a stage's ranks. That also bounds planning, which takes time for each pair of
+a producer and a reader of a layer.
 """
 
 from __future__ import annotations
@@ -25,39 +25,40 @@ from ..plan.mesh import MeshRank
 from ..plan.shards import Layer, Shard
 
 MAX_REPLY_BYTES = 16 << 20
-"""Size of the largest reply, in bytes. That of a hundred workers takes one or two MiB."""
+"""Maximum size of a reply, in bytes. A hundred workers take one or two MiB."""
 
 MAX_AGENT_METADATA_BYTES = 1 << 20
-"""What NIXL has to say of one worker. Of a hundred registered tensors it says 10 KiB over TCP."""
+"""Maximum size of NIXL's metadata of one worker: a hundred registered tensors take 10 KiB over TCP.
+"""
 
 MAX_RANKS = 1024
-"""Workers of one engine, in all stages."""
+"""Maximum number of workers of one engine, in all stages."""
 
 MAX_STAGE_RANKS = 64
-"""Workers of one stage."""
+"""Maximum number of workers of one stage."""
 
 MAX_GREETING_BYTES = 64 << 10
-"""Size of a reply's first frame. An engine's takes 1 KiB. What is unknown in it is passed over
-value by value: 0.2 ms for 64 KiB, on one core."""
+"""Maximum size of a reply's first frame. An engine's takes 1 KiB. Decoding skips unknown parts value
+by value: 0.2 ms for 64 KiB, on one core."""
 
 _OTHERS_UNITS = 256
-"""KV heads of a layer that is none of ours, such as a draft model's."""
+"""Maximum number of KV heads of a layer that we do not have, such as a draft model's."""
 
 _LAYER_BYTES = 512
-"""A layer's description takes 50 to 150 bytes, and its name."""
+"""Maximum size of a layer's description: it takes 50 to 150 bytes, and its name."""
 
 _RANK_BYTES = 16 << 10
-"""What a rank says beside its layers and NIXL's metadata: names of at most a few KiB."""
+"""Maximum size of a rank's other fields: names of at most a few KiB."""
 
 _REMEDY = "run the same model and the same build of the connector on both engines"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyBounds:
-    """What a reply may hold, by what we are.
+    """Limits of a reply, from our own engine.
 
     Attributes:
-        units_by_layer: KV heads of each layer of our engine over all of its ranks, or more where
+        units_by_layer: Number of KV heads of each of our layers, over all of our ranks, or more if
             each rank has one; 1 for MLA.
     """
 
@@ -65,7 +66,7 @@ class ReplyBounds:
 
     @classmethod
     def of(cls, shards: Iterable[Shard]) -> ReplyBounds:
-        """The bounds for engines that one with these shards, all of its ranks', could read from."""
+        """Return the limits for an engine that holds `shards` on all of its ranks together."""
         units: dict[Layer, int] = {}
         for shard in shards:
             for layer, holding in shard.holdings.items():
@@ -74,29 +75,29 @@ class ReplyBounds:
 
     @property
     def max_layers(self) -> int:
-        """Layers that a rank may describe: ours, and no more of a draft model that only it runs."""
+        """Maximum number of layers per rank: ours, and as many of a draft model only it runs."""
         return 2 * len(self.units_by_layer)
 
     @property
     def max_rank_bytes(self) -> int:
-        """Size of one rank's description."""
+        """Maximum size of one rank's description."""
         return MAX_AGENT_METADATA_BYTES + _RANK_BYTES + _LAYER_BYTES * self.max_layers
 
     @property
     def max_reply_bytes(self) -> int:
-        """Size of a reply."""
+        """Maximum size of a reply."""
         return min(MAX_REPLY_BYTES, self.max_rank_bytes * MAX_RANKS)
 
     @property
     def max_frame_bytes(self) -> int:
-        """Size of a frame."""
+        """Maximum size of a frame."""
         return max(MAX_GREETING_BYTES, self.max_rank_bytes)
 
     def check_sizes(self, ranks_bytes: Iterable[int]) -> None:
-        """See that no rank says too much.
+        """Check the size of each rank's description.
 
         Raises:
-            RemoteHandshakeError: One does.
+            RemoteHandshakeError: One is too large.
         """
         if (largest := max(ranks_bytes, default=0)) > self.max_rank_bytes:
             raise RemoteHandshakeError(
@@ -105,11 +106,11 @@ class ReplyBounds:
             )
 
     def begin(self, last_rank: MeshRank, num_ranks: int) -> RankBounds:
-        """Begin to look at ranks one by one, given the last of them in their order.
+        """Return a check for the ranks one by one, given the last rank in order.
 
         Raises:
-            RemoteHandshakeError: So many ranks do not fill a mesh that ends there, or its stages
-                are too large.
+            RemoteHandshakeError: `num_ranks` ranks do not fill a mesh that ends with `last_rank`,
+                or its stages are too large.
         """
         tp_size, pp_size = last_rank.tp_rank + 1, last_rank.pp_rank + 1
         if tp_size * pp_size != num_ranks or tp_size > MAX_STAGE_RANKS:
@@ -122,11 +123,11 @@ class ReplyBounds:
 
 
 class RankBounds:
-    """What is left for the ranks of one reply, taken in their order.
+    """Checks the ranks of one reply in their order.
 
     Args:
-        bounds: What all of the reply may hold.
-        tp_size: How many ranks each stage has.
+        bounds: Limits of the reply as a whole.
+        tp_size: Number of ranks in each stage.
     """
 
     def __init__(self, bounds: ReplyBounds, tp_size: int) -> None:
@@ -137,10 +138,10 @@ class RankBounds:
         self._num_layers = 0
 
     def check(self, shard: Shard) -> None:
-        """Take the next rank into account.
+        """Check the next rank, and count its layers.
 
         Raises:
-            RemoteHandshakeError: It is not the one whose turn it is, or holds more than its share.
+            RemoteHandshakeError: It is out of order, or holds more than its share.
         """
         bounds, tp_size = self._bounds, self._tp_size
         expected = MeshRank(*divmod(self._num_seen, tp_size))
@@ -165,7 +166,7 @@ class RankBounds:
                     f"{_REMEDY}"
                 )
             share = max(1, -(-units // tp_size))
-            # Units may be ranks, where a block is not looked into or each has a single head.
+            # There may be a unit per rank: if blocks are opaque, or if each rank has one head.
             if holding.num_units > max(units, tp_size) or len(holding.units) > share:
                 raise RemoteHandshakeError(
                     f"rank {shard.rank} holds heads {holding.units} of {holding.num_units} of a "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker says of itself to its readers, and how it is written for the wire.
+"""A worker's description of itself for its readers, and its form on the wire.
 
-What a peer writes is bounded and checked before it is used, and nothing but a
-`RemoteHandshakeError` comes out of decoding.
+A peer's description is bounded and checked before it is used, and decoding raises nothing but
+`RemoteHandshakeError`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .bounds import MAX_AGENT_METADATA_BYTES, MAX_STAGE_RANKS
 from .leases import LeaseTableAddress
 from .quoting import one_line, quote
 
-# Bounds of what a peer may say. All are far above what exists. With `_MAX_PLANE_BYTES` they keep
-# every address that is computed from a description within 64 bits.
+# Bounds of a peer's values, all far above any that exist. With `_MAX_PLANE_BYTES` they keep every
+# address computed from a description within 64 bits.
 _Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 _Address: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Stride: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -49,22 +49,22 @@ _AgentMetadata: TypeAlias = Annotated[bytes, Meta(max_length=MAX_AGENT_METADATA_
 _MAX_LAYERS = 1 << 12
 
 _MAX_PLANE_BYTES = 1 << 62
-"""A plane takes fewer bytes: the stride of its blocks times their number."""
+"""Exclusive upper bound of a plane's size: its block stride times its number of blocks."""
 
 _Struct = TypeVar("_Struct")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """What one worker says of itself.
+    """One worker's description of itself.
 
     Attributes:
-        engine_id: The engine that it belongs to; another one after a restart.
-        shard: Its place, and the layers and heads that it holds.
-        cache: Where their bytes lie; the same layers.
-        lease_table: Where it says which requests it holds.
-        agent_metadata: What NIXL needs to connect to it.
-        board_address: Where it says how far it is with requests; 0 where it does not.
+        engine_id: Id of its engine; a new one after a restart.
+        shard: Its place in the mesh, and the layers and heads that it holds.
+        cache: Where the bytes of the same layers are in memory.
+        lease_table: Address of the table of requests that it holds.
+        agent_metadata: NIXL's metadata, which is needed to connect to it.
+        board_address: Address of its board, which shows its requests' progress; 0 without one.
     """
 
     engine_id: str
@@ -93,7 +93,7 @@ class _WirePlane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class _WireLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One layer of a shard and of its cache: `Holding` and `LayerCache`.
 
-    What its bytes mean is one of the worker's `meanings`: layers differ little in that.
+    `meaning` is an index into the worker's `meanings`, of which most layers share one.
     """
 
     layer: _LayerIndex | _LayerName
@@ -116,10 +116,10 @@ class _WireShare(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class _WireWorker(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`WorkerDescription`, with the tokens that it holds of each layer; none if all of all.
+    """`WorkerDescription`, with each layer's share of tokens; none if all layers hold all tokens.
 
-    A field with a default is left out where it, and each behind it, has that. A build that knows of
-    no shares, or of no boards, can then read the description; it refuses others.
+    A field is left out if it and all fields after it have their defaults. Then a build without
+    shares, or without boards, can read the description; it refuses others.
     """
 
     engine_id: _EngineId
@@ -151,7 +151,7 @@ def encode_worker(description: WorkerDescription) -> bytes:
     for each in cache.layers.values():
         if each.meaning not in meanings:
             meanings.append(dict(each.meaning))
-    # A list: msgspec would write a struct with all of its fields, defaults or not.
+    # A list: msgspec would write all fields of a struct, including defaults.
     said: list[object] = [
         description.engine_id,
         shard.rank.pp_rank,
@@ -174,7 +174,7 @@ def encode_worker(description: WorkerDescription) -> bytes:
     if description.board_address:
         said.append(description.board_address)
     data = _ENCODER.encode(said)
-    # One set of rules for both directions: what we say, we would accept.
+    # The same rules for both directions: we write nothing that we would not accept.
     _read_worker(data, LocalLayoutError, "this worker's description")
     return data
 
@@ -184,7 +184,7 @@ def decode_worker(data: bytes, max_layers: int = _MAX_LAYERS) -> WorkerDescripti
 
     Args:
         data: The description.
-        max_layers: Layers that it may have.
+        max_layers: Maximum number of layers.
 
     Raises:
         RemoteHandshakeError: It is malformed, out of bounds, or contradicts itself.
@@ -211,7 +211,7 @@ def _wire_layer(
 def _read_worker(
     data: bytes, error: type[ReshardError], what: str, max_layers: int = _MAX_LAYERS
 ) -> WorkerDescription:
-    """Decode a description and check what types cannot say."""
+    """Decode a description, and check what types cannot express."""
     wire = decode(_WORKER_DECODER, data, error, what)
     rank = MeshRank(wire.pp_rank, wire.tp_rank)
     if len(wire.layers) > max_layers:
@@ -295,7 +295,7 @@ def _read_worker(
 def decode(
     decoder: msgspec.msgpack.Decoder[_Struct], data: bytes, error: type[ReshardError], what: str
 ) -> _Struct:
-    """Decode what may be anything."""
+    """Decode untrusted data."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine answers when another one shakes hands, and how it is written for the wire.
+"""An engine's reply to another engine's handshake, and its form on the wire.
 
     worker     WorkerDescription --encode_worker--> bytes, in a WorkerHandshake
     scheduler  WorkerHandshakes of all workers --encode_reply--> one reply, served to any peer
     peer       reply --decode_reply--> WorkerDescriptions
 
-A reply is frames: a greeting, and one for each worker. It is read in phases, each with types of its
-own, so that a later phase may change from version to version without making an earlier one
-unreadable: what answers (connector and version), then what must be equal (factors), both in the
-greeting, then the workers' descriptions, one by one (`description`). `bounds` says what a reply may
-cost.
+A reply consists of frames: a greeting, and one for each worker. It is read in phases, each with its
+own types, so that a later phase may change between versions while earlier ones stay readable: the
+connector and its version, then what must be equal at both engines (factors), both in the greeting,
+then the workers' descriptions, one by one (`description`). `bounds` limits what a reply may cost.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ from .quoting import one_line, quote
 from .versions import CONNECTOR_NAME, SPOKEN
 
 OUR_VERB = str(SPOKEN).encode()
-"""What a request to a side channel begins with: the versions that it may be answered in."""
+"""First word of a request to a side channel: the versions in which it may be answered."""
 
 OUR_REQUEST = (
     OUR_VERB
     + f" reads from this engine, which runs upstream's NixlConnector: {MEET_UPSTREAMS}".encode()
 )
-"""What a request begins with in full. Upstream's listener logs what it does not know, whatever it
-is; the words behind the verb are for whoever reads that log."""
+"""Beginning of a request. Upstream's listener logs any request that it does not understand; the
+words after the verb are for readers of that log."""
 
 _Words: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
 
 
 @dataclass(frozen=True)
 class WorkerHandshake:
-    """What a worker hands to its engine's scheduler, in another process, for any peer.
+    """A worker's handshake for any peer, which its engine's scheduler serves in another process.
 
     Attributes:
-        factors: What must be equal at both engines, by name.
+        factors: Values that must be equal at both engines, by name.
         body: The worker's description, encoded.
     """
 
@@ -63,12 +62,12 @@ class WorkerHandshake:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an engine has answered.
+    """An engine's decoded reply.
 
     Attributes:
-        version: Of the protocol, which both engines speak.
-        release: Of vLLM, which the engine runs; None where it does not say.
-        workers: What each worker says, in the order of ranks; at least one.
+        version: Version of the protocol that both engines speak.
+        release: Release of vLLM that the engine runs; None if the reply does not say.
+        workers: Descriptions of the workers, in the order of ranks; at least one.
     """
 
     version: int
@@ -77,13 +76,13 @@ class Reply:
 
 
 class _Greeting(msgspec.Struct, frozen=True):
-    """The first phase: what answers. All versions of this connector write these fields.
+    """The first phase. All versions of this connector write these fields.
 
     Attributes:
-        connector: Name of the connector.
-        version: Its version.
-        refusal: Why there is no more than this.
-        compatibility_hash: What upstream's NixlConnector begins its own handshake with.
+        connector: Name of the connector that answers.
+        version: Its version of the protocol.
+        refusal: Why the reply ends here; empty if it does not.
+        compatibility_hash: First field of the handshake of upstream's NixlConnector; None in ours.
     """
 
     connector: _Words = ""
@@ -93,7 +92,7 @@ class _Greeting(msgspec.Struct, frozen=True):
 
 
 class _Terms(msgspec.Struct, frozen=True):
-    """The second phase, which this connector can read in the versions that it speaks."""
+    """The second phase, which is readable in the versions that this connector speaks."""
 
     connector: str
     version: int
@@ -101,7 +100,7 @@ class _Terms(msgspec.Struct, frozen=True):
 
 
 class _UpstreamReply(msgspec.Struct, frozen=True):
-    """What upstream's NixlConnector takes for an answer."""
+    """A reply in the form that upstream's NixlConnector reads."""
 
     compatibility_hash: str
     agent_metadata_bytes: bytes
@@ -115,10 +114,10 @@ _TERMS_DECODER = msgspec.msgpack.Decoder(_Terms)
 def encode_replies(
     handshakes: Mapping[tuple[int, int], WorkerHandshake],
 ) -> dict[int, list[bytes]]:
-    """Write the reply of an engine to any peer: in each version that it speaks, as `encode_reply`.
+    """Return an engine's reply in each version that it speaks, as `encode_reply` writes it.
 
     Args:
-        handshakes: What each worker says, by pipeline and tensor-parallel rank.
+        handshakes: The workers' handshakes, by pipeline and tensor-parallel rank.
     """
     versions = range(SPOKEN.oldest, SPOKEN.newest + 1)
     return {version: encode_reply(handshakes, version) for version in versions}
@@ -127,10 +126,10 @@ def encode_replies(
 def encode_reply(
     handshakes: Mapping[tuple[int, int], WorkerHandshake], version: int = SPOKEN.newest
 ) -> list[bytes]:
-    """Write the reply of an engine in one version.
+    """Write an engine's reply in one version.
 
     Args:
-        handshakes: What each worker says, by pipeline and tensor-parallel rank.
+        handshakes: The workers' handshakes, by pipeline and tensor-parallel rank.
         version: The version.
 
     Returns:
@@ -183,15 +182,15 @@ def encode_reply(
 
 
 def encode_refusal(reason: str) -> bytes:
-    """Write an answer that says no, for a peer that runs any version of this connector."""
+    """Write a refusal, which any version of this connector can read."""
     return _ENCODER.encode(_Greeting(CONNECTOR_NAME, SPOKEN.newest, reason))
 
 
 def encode_refusal_for_upstream() -> bytes:
-    """Write an answer that upstream's NixlConnector reads, and refuses with our reason.
+    """Write a reply that upstream's NixlConnector can read, and refuses with our reason.
 
-    What stands in place of its hash can equal none, and its error message quotes it. Where its
-    check is turned off, it fails on the empty metadata instead.
+    The text in place of its hash equals no hash, and its error message quotes it. If its check is
+    turned off, it fails on the empty metadata instead.
     """
     return _ENCODER.encode(
         _UpstreamReply(
@@ -207,12 +206,12 @@ def decode_reply(
     local_factors: Mapping[str, str] | None,
     bounds: ReplyBounds,
 ) -> Reply:
-    """Read the reply of an engine.
+    """Read an engine's reply.
 
     Args:
-        frames: The reply, at least one.
-        local_factors: What must be equal at both engines, as it is here; None to take any.
-        bounds: What it may hold, as it may come from anybody.
+        frames: The reply's frames, at least one.
+        local_factors: This engine's values that must be equal at both; None to accept any.
+        bounds: Limits of the reply, which is untrusted.
 
     Raises:
         RemoteIncompatibleError: The peer runs another connector or version, or factors differ.
@@ -246,9 +245,9 @@ def decode_reply(
 
 
 def _decode_within(bounds: ReplyBounds, bodies: Sequence[bytes]) -> list[WorkerDescription]:
-    """Decode workers, each only after those before it were found in their order and in bounds."""
+    """Decode workers, each only after all before it proved to be in order and within bounds."""
     bounds.check_sizes(map(len, bodies))
-    # The last one says how large the mesh is.
+    # The last worker gives the size of the mesh.
     last = decode_worker(bodies[-1], bounds.max_layers)
     left = bounds.begin(last.shard.rank, len(bodies))
     workers = []
@@ -260,7 +259,7 @@ def _decode_within(bounds: ReplyBounds, bodies: Sequence[bytes]) -> list[WorkerD
 
 
 def _check_greeting(greeting: _Greeting) -> None:
-    """Refuse an answer of another connector, in a version that is not ours, or that says no."""
+    """Raise for a greeting of another connector, in an unknown version, or with a refusal."""
     if greeting.connector != CONNECTOR_NAME:
         if greeting.compatibility_hash is not None:
             raise RemoteIncompatibleError(

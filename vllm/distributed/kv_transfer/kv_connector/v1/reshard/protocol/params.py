@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kv_transfer_params of a request: what a router passes on from one engine to the next.
+"""The kv_transfer_params of a request, which a router passes on from one engine to the next.
 
-They come from outside, by way of a client, so nothing of them is used before it has been checked.
-Upstream's scheduler takes them as they are; `sanitize_params` checks them before it sees them.
+They come from outside, through a client, so nothing in them is used before it has been checked.
+Upstream's scheduler trusts them; `sanitize_params` checks them before it sees them.
 
-    from a prefill engine, do_remote_prefill   where a prompt's blocks are, which have to be read
-    from a decode engine, do_remote_decode     where blocks of the last turn are, if read at all
+    from a prefill engine, do_remote_prefill   where a prompt's blocks are, which must be read
+    from a decode engine, do_remote_decode     where the last turn's blocks are, which may be read
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Params = dict[str, Any]
 
 _FAULT = "_fault"
 _ASKED = "_remote_blocks_processed"
-"""Upstream's: the workers have been told to read, or that there is nothing to read."""
+"""Upstream's mark that workers have been asked to read, or that there is nothing to read."""
 MARK_EARLY = "_early"
-"""The request is read once its prompt is computed: see `early`."""
+"""Mark of a request that is read once its prompt is computed: see `early`."""
 _OURS = frozenset({_FAULT, _ASKED, MARK_EARLY, "_p_side_truncated"})
-"""What the schedulers note down, and no client may."""
+"""Names that only schedulers may set, and no client."""
 _REMOTE_PREFIX = "remote_"
 
 Text = Annotated[
     str, msgspec.Meta(min_length=1, max_length=1 << 10, pattern=r"\A[^\ud800-\udfff]*\Z")
 ]
-"""JSON may name half a character (a surrogate), which cannot be sent on or looked up."""
+"""Text without surrogates: JSON may hold half a pair, which cannot be sent on or looked up."""
 _BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Secret = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-"""In hexadecimal digits: of 64 bits as a number, a router in JavaScript would keep 53."""
+"""64 bits in hexadecimal: of a number's 64 bits, a router in JavaScript would keep 53."""
 
 
 class RemoteBlocks(msgspec.Struct, frozen=True):
@@ -44,15 +44,15 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
 
     Attributes:
         remote_engine_id: The engine.
-        remote_request_id: What the request is called there.
+        remote_request_id: The request's id there.
         remote_host: Host of its side channel.
         remote_port: TCP port of its side channel.
-        remote_block_ids: The blocks, for each KV-cache group, the last ones of the request's.
-        remote_num_tokens: Tokens of the request up to the last one in these blocks; None or 0 where
-            it is the prompt's.
-        remote_first_token: The token that was sampled behind these; None where it is not told.
-        remote_secret: What gives them up; None where an engine of another build holds them, or a
-            router has dropped it.
+        remote_block_ids: The request's last blocks, for each KV-cache group.
+        remote_num_tokens: Number of the request's tokens up to the last one in these blocks; None
+            or 0 if they end with the prompt.
+        remote_first_token: Token that was sampled after these; None if it was not sent.
+        remote_secret: Secret that gives the blocks up; None if an engine of another build holds
+            them, or a router has dropped it.
     """
 
     remote_engine_id: Text
@@ -66,30 +66,30 @@ class RemoteBlocks(msgspec.Struct, frozen=True):
 
     @property
     def secret(self) -> OfferSecret | None:
-        """The secret, as workers tell it each other."""
+        """The secret as a number, as workers send it to each other."""
         return None if self.remote_secret is None else int(self.remote_secret, 16)
 
 
 def sanitize_params(
     params: Any, *, reads_back: bool, trusted: TrustedPeers | None = None
 ) -> tuple[Params | None, str | None]:
-    """Make parameters fit for a scheduler that believes them.
+    """Make parameters safe for a scheduler that trusts them.
 
     Args:
-        params: What came with a request; None for nothing.
+        params: The request's parameters; None without any.
         reads_back: Whether this engine reads blocks of the last turn from a decode engine.
-        trusted: Where other engines may be; None for anywhere.
+        trusted: Hosts where other engines may be; None for any.
 
     Returns:
-        The parameters as they are, but for names that only schedulers may use; or, where a prompt's
-        blocks should be read and it is not known where from, some that lead to `remote_blocks`
-        returning the fault, so that the request fails or is computed here, as
-        `kv_load_failure_policy` has it; or, where blocks of the last turn need not or cannot be
-        read, the same without them. And why blocks that should be read back cannot be, if so.
+        The parameters, without names that only schedulers may set. If a prompt's blocks must be
+        read from an unknown place, others instead for which `remote_blocks` returns the fault, so
+        that the request fails or is computed here, as `kv_load_failure_policy` says. If the last
+        turn's blocks need not or cannot be read, the same without them.
+        Also, why blocks that should be read back cannot be; None otherwise.
     """
     if params is None:
         return None, None
-    # Options of vLLM's that take anything have brought them by the front end.
+    # Some of vLLM's options take any value, so the front end lets these through.
     if not isinstance(params, dict) or not all(isinstance(name, str) for name in params):
         return faulty(malformed(f"they are no object, but {type(params).__name__}")), None
     if _OURS & params.keys():
@@ -106,9 +106,9 @@ def sanitize_params(
 
 
 def without_source(params: Params) -> Params:
-    """The same, but with nothing to read: the prompt is computed here.
+    """Return the parameters with nothing to read, so that the prompt is computed here.
 
-    A prefill engine still holds what it computes for the next one.
+    A prefill engine still holds what it computes for the next engine.
     """
     return {
         name: value
@@ -118,74 +118,74 @@ def without_source(params: Params) -> Params:
 
 
 def already_requested(params: Params | None) -> bool:
-    """Whether the workers were told of a request's remote blocks already."""
+    """Return whether workers have already received a request's remote blocks."""
     params = params or {}
     return bool(params.get(_ASKED)) and not params.get("do_remote_prefill")
 
 
 def is_disaggregated(params: Params | None) -> bool:
-    """Whether a request's blocks came from another engine, or may go to one."""
+    """Return whether a request's blocks came from another engine, or may go to one."""
     params = params or {}
     return any(params.get(name) for name in ("do_remote_prefill", "do_remote_decode", _ASKED))
 
 
 def remote_request(params: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The engine and the request, as it is called there, whose blocks sanitized parameters name."""
+    """Return the engine and its request id for the blocks that sanitized parameters name."""
     if _FAULT in params or not params.get("remote_block_ids"):
         return None
     return params["remote_engine_id"], params["remote_request_id"]
 
 
 def offered_tokens(params: Params | None) -> int | None:
-    """How many tokens another engine offers, out of sanitized parameters; None if not said.
+    """Return how many tokens another engine offers, from sanitized parameters.
 
-    Without a word, they are the prompt's.
+    None if they do not say, which means all of the prompt's.
     """
     count = (params or {}).get("remote_num_tokens")
     return count if isinstance(count, int) and count > 0 else None
 
 
 def first_token(params: Params | None) -> int | None:
-    """The token behind what is offered, out of sanitized parameters; None without one."""
+    """Return the token after the offered ones, from sanitized parameters; None without one."""
     token = (params or {}).get("remote_first_token")
     return token if isinstance(token, int) and not isinstance(token, bool) else None
 
 
 def is_early(params: Params | None) -> bool:
-    """Whether sanitized parameters name a producer, and no blocks yet."""
+    """Return whether sanitized parameters name a producer, but no blocks yet."""
     return bool((params or {}).get(MARK_EARLY))
 
 
 def remote_blocks(params: Mapping[str, Any]) -> RemoteBlocks | str:
-    """Where to read from, out of sanitized parameters, or why that is not known."""
+    """Return where to read from, from sanitized parameters, or why that is unknown."""
     fault = params.get(_FAULT)
     return fault if isinstance(fault, str) else msgspec.convert(params, RemoteBlocks)
 
 
 def write_secret(secret: OfferSecret) -> str:
-    """A secret as `remote_secret` has it."""
+    """Return a secret in the form of `remote_secret`."""
     return f"{secret:016x}"
 
 
 def _fault(params: Params, trusted: TrustedPeers | None) -> str | None:
-    """What is wrong with parameters that should say where blocks are."""
+    """Return what is wrong with parameters that must say where blocks are; None if nothing."""
     try:
         source = msgspec.convert(params, RemoteBlocks)
     except (msgspec.ValidationError, RecursionError, UnicodeError) as error:
-        # The last one for half a character in the place of something else.
+        # The last one: half a surrogate pair where something else is expected.
         return malformed(str(error))
     return check_host(source.remote_host, trusted)
 
 
 def check_host(host: str, trusted: TrustedPeers | None) -> str | None:
-    """Why an engine at a host is not asked; None where it is."""
+    """Return why no request is sent to an engine at a host; None if it may be."""
     if trusted is not None and (fault := trusted.fault(host)) is not None:
         return f"its kv_transfer_params are not followed: {one_line(fault)}"
     return None
 
 
 def malformed(why: str) -> str:
-    """What is wrong with parameters, in words."""
+    """Return the message for malformed parameters."""
     return (
         f"its kv_transfer_params are malformed ({one_line(why)}): the router must pass on "
         "unchanged those that the other engine returned"
@@ -193,7 +193,7 @@ def malformed(why: str) -> str:
 
 
 def faulty(fault: str) -> Params:
-    """Parameters that make upstream's scheduler ask for a read, which is then refused."""
+    """Return parameters that make upstream's scheduler request a read, which is then refused."""
     address: Params = {"remote_engine_id": "", "remote_request_id": "", "remote_host": ""}
     return {
         "do_remote_prefill": True,

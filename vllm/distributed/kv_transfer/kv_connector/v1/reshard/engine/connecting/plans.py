@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that were made before, for engines of the same layout.
+"""A cache of plans, which engines of the same layout share.
 
-Replicas of an engine differ in their addresses, which planning does not read, and in nothing else
-that it does. Two hundred of them are planned for once.
+Replicas of an engine differ only in their addresses, which planning does not read. So two hundred
+replicas need one plan.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...protocol.quoting import one_line
 from ..caches.drafts import without_missing_drafts
 
 MOST_PLANS = 8
-"""More than there are layouts of engines that one worker reads from; a plan of 128 ranks with 128
-takes 1 MB."""
+"""Number of cached plans, more than the layouts that one worker reads from; a plan of 128 ranks with
+128 takes 1 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Planned:
     """What is read from engines of one layout.
 
     Attributes:
-        missing: Layers of drafts that are not read, as the other engine does not have them.
+        missing: Draft layers that are not read because the other engine does not have them.
         plan: The plan.
     """
 
@@ -42,10 +42,10 @@ class Planner:
     """Plans for one worker's engine. Belongs to the thread that opens connections.
 
     Args:
-        shards: What every worker of this engine holds.
-        replica_offset: Spreads replicas of this engine over holders of the same heads.
-        missing_drafts: What becomes of a draft's layers that the other engine has not.
-        verifies: Whether each plan is checked by other means.
+        shards: Shards of all of this engine's workers.
+        replica_offset: Offset that spreads replicas of this engine over holders of the same heads.
+        missing_drafts: What to do about draft layers that the other engine does not have.
+        verifies: Whether to check each plan by independent means.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Planner:
     ) -> None:
         self._shards, self._replica_offset = shards, replica_offset
         self._missing_drafts, self._verifies = missing_drafts, verifies
-        # By what other engines hold; the one that was wanted last is the last.
+        # By the digest of the other engine's layout; most recently used last.
         self._planned: OrderedDict[bytes, Planned] = OrderedDict()
 
     def plan(self, src: Sequence[Shard]) -> Planned:
-        """Plan to read from an engine, or find the plan for one like it.
+        """Return the plan for reading from an engine, made before for its layout if there is one.
 
         Args:
-            src: What each of its workers holds.
+            src: Shards of all of its workers.
 
         Raises:
             ReshardError: Its layout does not fit ours.
@@ -81,7 +81,7 @@ class Planner:
     def _plan(self, src: Sequence[Shard]) -> Planned:
         needed, missing = without_missing_drafts(src, self._shards, self._missing_drafts)
         plan = plan_reshard(src, needed, replica_offset=self._replica_offset)
-        # It costs many times what planning does.
+        # Verifying costs many times as much as planning.
         if self._verifies and (faults := verify_plan(src, needed, plan)):
             raise RemoteLayoutError(
                 f"no plan fits what the engine says of itself ({one_line(faults[0])}): run the "
@@ -91,9 +91,9 @@ class Planner:
 
 
 def layout_digest(shards: Sequence[Shard]) -> bytes:
-    """What stands for all that planning reads of an engine: its ranks and what each of them holds.
+    """Return a digest of all that planning reads of an engine: its ranks and what each holds.
 
-    The order of ranks is none of it, and that of a rank's layers is.
+    The order of the shards does not matter; the order of a rank's layers does.
     """
     digest = sha256()
     for shard in sorted(shards, key=lambda shard: shard.rank):

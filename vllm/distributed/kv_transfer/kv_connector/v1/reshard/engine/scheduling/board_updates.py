@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill engine's scheduler says of its requests while it computes them.
+"""States of requests that a prefill engine's scheduler shows on its board while it computes them.
 
-    known  ->  last chunk  ->  offered  ->  (the workers take it down when it was read)
+    known  ->  last chunk  ->  offered  ->  (the workers remove it once it has been read)
        +------------+---->  aborted, or empty
 
-Of a prompt that takes several steps, what these have computed can be read while the next is: blocks
-of groups that keep all tokens, as far as they are full. What a step writes is told once its output
-is known, which says that all workers have computed it.
+If a prompt takes several steps, readers can read the results of earlier steps while the next one
+runs: full blocks of groups that keep all tokens. A step's results are shown once its output is
+known, because then all workers have computed it.
 
-The names are those that decode engines derive, too. Where two requests have one name at the
-same time, it does not say which is meant: it is ambiguous until both have ended.
+Decode engines derive the same names. If two requests have one name at the same time, a reader
+cannot tell them apart: the name is ambiguous until both have ended.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Prompt(Protocol):
-    """What a scheduler knows of a request whose prompt it computes.
+    """A request whose prompt a scheduler computes, as far as it is needed here.
 
     Attributes:
-        num_prompt_tokens: How long the prompt is.
-        num_computed_tokens: How many tokens are computed after the steps that are scheduled.
+        num_prompt_tokens: Number of tokens in the prompt.
+        num_computed_tokens: Number of tokens computed after all scheduled steps.
     """
 
     num_prompt_tokens: int
@@ -42,10 +42,10 @@ class Scheduled(NamedTuple):
 
     Attributes:
         request_id: The request.
-        num_before: How many of its tokens are computed before the step.
-        num_after: How many are after it.
-        block_ids: The blocks of each KV-cache group that it has got for the step.
-        begins: They are all that it has: it is new, or begins anew.
+        num_before: Number of its tokens computed before the step.
+        num_after: Number of its tokens computed after the step.
+        block_ids: Blocks that were added for the step, of each KV-cache group.
+        begins: Whether it has no other blocks: it is new, or begins anew.
     """
 
     request_id: RequestId
@@ -56,7 +56,7 @@ class Scheduled(NamedTuple):
 
 
 def scheduled_in(output: SchedulerOutput) -> Iterator[Scheduled]:
-    """The requests of a step."""
+    """Yield the requests of a step."""
     cached, num_scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
     for new in output.scheduled_new_reqs:
         before = new.num_computed_tokens
@@ -74,14 +74,14 @@ class _Computed:
     """A prompt that is being computed.
 
     Attributes:
-        prompt: What the scheduler knows of it.
-        attempt: Which of all that this scheduler has begun to compute; another one each time that
-            it is begun.
+        prompt: The scheduler's request.
+        attempt: Number that the scheduler gives each prompt it begins; a new one if begun anew.
         block_ids: Its blocks, of each KV-cache group.
-        num_begun_with: How many of its tokens were there when its first step was scheduled. Another
-            request may compute them in that very step.
-        num_told: How many are told of as computed.
-        last_step_tokens: How many tokens the step computes that completes it; 0 until then.
+        num_begun_with: Number of its tokens that were cached when its first step was scheduled.
+            Another request may compute them in that very step.
+        num_told: Number of tokens shown as computed.
+        last_step_tokens: Number of tokens that the step computes that completes the prompt; 0 until
+            that step is scheduled.
     """
 
     prompt: Prompt
@@ -92,13 +92,13 @@ class _Computed:
     last_step_tokens: int = 0
 
     def begin(self, scheduled: Scheduled, attempt: int) -> None:
-        """It is computed from its beginning, or from what is cached of it, in a step."""
+        """Start over with a step that computes from the beginning, or behind cached tokens."""
         self.attempt = attempt
         self.block_ids = [list(each) for each in scheduled.block_ids]
         self.num_begun_with, self.num_told = scheduled.num_before, 0
 
     def go_on(self, scheduled: Scheduled) -> None:
-        """A step computes more of it."""
+        """Add the blocks of a step that computes more of the prompt."""
         for ids, more in zip(self.block_ids, scheduled.block_ids, strict=False):
             ids += more
 
@@ -107,11 +107,11 @@ class BoardUpdates:
     """The requests that other engines may wait for. Belongs to the scheduler's thread.
 
     Args:
-        announce: Tells all workers before the next step, where that can be.
-        block_tokens: How many tokens a block of each KV-cache group holds; 0 for groups that do not
-            keep all tokens. Without any, nothing is told of what is computed so far.
-        in_flight: How many of a request's computed tokens are those of steps whose output is not
-            known yet; None where that cannot be said.
+        announce: Sends an update to all workers before the next step, if that is possible.
+        block_tokens: Number of tokens that a block of each KV-cache group holds; 0 for groups that
+            do not keep all tokens. If all are 0, no part of a prompt is shown before its offer.
+        in_flight: Returns how many of a request's computed tokens belong to steps whose output is
+            not known yet; None if that cannot be determined.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class BoardUpdates:
         self._block_tokens = block_tokens
         self._in_flight = in_flight
         self._names: dict[RequestId, str] = {}
-        # Those that have blocks, and whose prompts are being computed.
+        # Requests that have blocks and whose prompts are being computed.
         self._computed: dict[RequestId, _Computed] = {}
-        # Those that have not ended, by name.
+        # Requests that have not ended, by name.
         self._living: dict[str, set[RequestId]] = {}
         self._ambiguous: set[str] = set()
         self._number = 0
@@ -134,11 +134,11 @@ class BoardUpdates:
         self._untold: list[BoardUpdate] = []
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._names)
 
     def add(self, request_id: RequestId, name: str) -> None:
-        """A request has come, of which another engine has that name."""
+        """Add a request that arrived, under the name that another engine has for it."""
         self._names[request_id] = name
         living = self._living.setdefault(name, set())
         living.add(request_id)
@@ -149,16 +149,16 @@ class BoardUpdates:
             self._update(name, State.KNOWN, request_id)
 
     def admit(self, request_id: RequestId, prompt: Prompt) -> None:
-        """A request has its first blocks, and computes its prompt."""
+        """Note that a request has its first blocks and computes its prompt."""
         if request_id in self._names and request_id not in self._computed:
             self._computed[request_id] = _Computed(prompt)
 
     def compute(self, scheduled: Iterable[Scheduled], step_tokens: int) -> None:
-        """A step is scheduled: prompts that it completes need no more blocks.
+        """Show what a scheduled step changes: last chunks, and tokens of earlier steps.
 
         Args:
-            scheduled: The requests in it.
-            step_tokens: How many tokens the step computes, of all of them.
+            scheduled: The requests in the step.
+            step_tokens: Number of tokens that the step computes, over all requests.
         """
         if not self._computed:
             return
@@ -190,7 +190,7 @@ class BoardUpdates:
         block_ids: BlockIds,
         first_token: int | None = None,
     ) -> None:
-        """A request's blocks are held for readers; and the token behind them, where it is told."""
+        """Show that a request's blocks are held for readers, and the next token if it is given."""
         if request_id in self._names:
             computed = self._computed.pop(request_id, None)
             attempt = 0 if computed is None else computed.attempt
@@ -198,12 +198,12 @@ class BoardUpdates:
             self._update_of(request_id, State.OFFERED, encode_record(record))
 
     def end(self, request_id: RequestId, state: State) -> None:
-        """A request has ended, and is not offered."""
+        """Show that a request has ended without an offer, and forget it."""
         self._update_of(request_id, state)
         self.forget([request_id])
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
-        """Requests are held no more: their names may be others'."""
+        """Forget requests that are not held any more; other requests may have their names."""
         for request_id in request_ids:
             name = self._names.pop(request_id, None)
             self._computed.pop(request_id, None)
@@ -218,17 +218,17 @@ class BoardUpdates:
                     self._update(name, None)
 
     def take(self) -> list[BoardUpdate]:
-        """What workers were not told of by a step."""
+        """Return the updates that no step has sent to the workers yet."""
         untold, self._untold = self._untold, []
         return untold
 
     def _tell_computed(self, request_id: RequestId, computed: _Computed) -> None:
-        """Tell how much of a prompt is computed, where that is more than before."""
+        """Show how much of a prompt is computed, if that is more than before."""
         prompt = computed.prompt
         in_flight = self._in_flight(prompt)
         is_ambiguous = self._names[request_id] in self._ambiguous
         if in_flight is None or is_ambiguous or not computed.block_ids:
-            # Without blocks it was in no step yet: its tokens are still to be received here.
+            # Without blocks it was in no step yet: its tokens are still being received here.
             return
         num_tokens = min(prompt.num_computed_tokens - in_flight, prompt.num_prompt_tokens)
         if num_tokens <= max(computed.num_begun_with, computed.num_told):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler offers to other engines, on its way to the workers.
+"""Offers to other engines, on their way from the scheduler to the workers.
 
-Each offer goes with the next step's metadata. Where steps are scheduled before the output of
-earlier ones is known, some have left when an offer is made, and the next one may be taken up when
-they are computed: with a prompt in each, a reader waits for other clients' prompts. There an offer
-is announced as well, and a worker shows it at once.
+Each offer goes with the next step's metadata. If steps are scheduled before the output of earlier
+ones is known, workers may have to compute steps already sent before they see that metadata. Those
+may hold other clients' prompts, which the reader would wait for. So such a scheduler also announces
+each offer, and workers show it at once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def host_for_workers(config: ParallelConfig, host: str) -> str:
-    """Where an engine's workers reach its scheduler; on one machine no other host does.
+    """Return the address where workers reach the scheduler: loopback if all are on one machine.
 
     Args:
-        config: Says whether they are on one machine.
+        config: Configuration that says whether they are on one machine.
         host: Address of this machine that others reach.
     """
     executor = config.distributed_executor_backend
@@ -38,7 +38,7 @@ def host_for_workers(config: ParallelConfig, host: str) -> str:
 
 
 class OfferBook:
-    """Offers that no step has told the workers of. Belongs to the scheduler's thread."""
+    """Offers that no step has sent to the workers yet. Belongs to the scheduler's thread."""
 
     def __init__(self) -> None:
         self._num_blocks: dict[RequestId, int] = {}
@@ -47,11 +47,11 @@ class OfferBook:
         self._trace_headers: dict[RequestId, Mapping[str, str]] = {}
         self._num_offers = 0
         self._announcer: Announcer | None = None
-        # As long as workers were not told.
+        # The announcer's address, until it is sent to the workers.
         self._address: InternalAddress | None = None
 
     def announce_from(self, host: str) -> None:
-        """Announce all further offers, where that can be.
+        """Announce all further offers, if an announcer can be opened.
 
         Args:
             host: Address of this machine that all workers reach.
@@ -71,12 +71,12 @@ class OfferBook:
 
         Args:
             request_id: The request.
-            num_blocks: How many blocks it has, of all KV-cache groups.
-            fingerprint: What they hold.
-            trace_headers: What its trace is known by; None where it has none.
+            num_blocks: Number of blocks, over all KV-cache groups.
+            fingerprint: Fingerprint of the blocks' contents.
+            trace_headers: Headers that identify the request's trace; None without a trace.
 
         Returns:
-            What the engine that is sent the request gives them up with.
+            The secret with which the engine that receives the request may give the blocks up.
         """
         secret = secrets.randbits(64)
         self._num_blocks[request_id] = num_blocks
@@ -89,12 +89,12 @@ class OfferBook:
         return secret
 
     def announce(self, announcement: Announcement | BoardUpdate) -> None:
-        """Tell all workers before the next step, where that can be."""
+        """Send to all workers before the next step, if there is an announcer."""
         if self._announcer is not None:
             self._announcer.tell(encode_announcement(announcement))
 
     def write_to(self, metadata: ReshardConnectorMetadata) -> None:
-        """Have a step tell what is offered since the last one."""
+        """Move the offers made since the last step into a step's metadata."""
         metadata.offered_blocks, self._num_blocks = self._num_blocks, {}
         metadata.fingerprints, self._fingerprints = self._fingerprints, {}
         metadata.secrets, self._secrets = self._secrets, {}
@@ -103,7 +103,7 @@ class OfferBook:
         metadata.announcer, self._address = self._address, None
 
     def close(self) -> None:
-        """Announce nothing any more; may be called repeatedly."""
+        """Stop announcing; may be called repeatedly."""
         if self._announcer is not None:
             self._announcer.close()
             self._announcer = None

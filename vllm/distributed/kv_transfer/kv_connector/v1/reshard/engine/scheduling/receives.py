@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers are to read for a request, as its parameters and its tokens say."""
+"""What workers read for a request, from its parameters and its tokens."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def receive_of(
     num_prefilled: int,
     refusal: str | None = None,
 ) -> Receive:
-    """What to read for a request; with a fault where its parameters do not say so.
+    """Return what to read for a request; with a fault if its parameters are malformed.
 
     Args:
         request: The request.
         local_block_ids: The blocks to fill, of each KV-cache group.
-        num_prefilled: How many tokens of its prompt a prefill engine computes.
-        refusal: Why it will not be offered, if that is known; then it fails in its blocks.
+        num_prefilled: Number of tokens of its prompt that a prefill engine computes.
+        refusal: Why it will not be offered, which makes the read fail; None if it may be.
     """
     source = remote_blocks(request.kv_transfer_params or {})
     if isinstance(source, str):
         nowhere = RemoteEngineAddress("unknown", "unknown", 0)
         return Receive(nowhere, request.request_id, local_block_ids, (), 0, 0, fault=source)
-    # Where it was not said how many tokens are held, as many of the prompt as are computed there.
+    # Without a number of held tokens, assume all tokens of the prompt that are computed there.
     remote_tokens = source.remote_num_tokens or num_prefilled
-    # Where nothing is read of a prompt that is shorter than what is held, that is another's: the
-    # lease ends it. A request that was made up has no prompt, and shows the secret instead.
+    # If nothing is read and the prompt is shorter than what is held, that is another prompt's, and
+    # is left to its lease. A made-up request has no prompt, and shows the secret instead.
     made_up = is_made_up(request)
     is_bound = not made_up and (any(local_block_ids) or request.num_tokens >= remote_tokens)
     early = is_early(request.kv_transfer_params)
@@ -47,7 +47,7 @@ def receive_of(
         source.remote_request_id,
         local_block_ids,
         blocks,
-        # What is being read counts as computed.
+        # Tokens being read already count as computed.
         local_tokens=min(remote_tokens, request.num_computed_tokens),
         remote_tokens=remote_tokens,
         fingerprint=fingerprint_of(request, remote_tokens, blocks) if is_bound else None,
@@ -59,11 +59,11 @@ def receive_of(
 
 
 def address_of(source: RemoteBlocks) -> RemoteEngineAddress:
-    """The engine that a request's parameters name."""
+    """Return the address of the engine that a request's parameters name."""
     return RemoteEngineAddress(source.remote_engine_id, source.remote_host, source.remote_port)
 
 
 def fingerprint_of(request: Request, num_tokens: int, block_ids: BlockIds) -> OfferFingerprint:
-    """The fingerprint of a request's first tokens in blocks of this or of another engine."""
+    """Return the fingerprint of a request's first tokens in this or another engine's blocks."""
     keys = content_keys(request, num_tokens)
     return fingerprint(content_token_ids(request), num_tokens, keys, block_ids)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's half of the connector.
 
-Upstream's scheduler is the base: requests have its states, and routers pass on its parameters. This
-one also serves the handshakes of all stages, and decides which requests wait for blocks, what is
-read, given up and offered, and how many tokens of it; other modules of this folder have the rules.
+It extends upstream's scheduler: requests keep its states, and routers pass on its parameters. It
+also serves the handshakes of all pipeline stages, and decides which requests wait for blocks, and
+which tokens are read, given up and offered. The rules are in the other modules of this folder.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ logger = init_logger(__name__)
 
 
 class ReshardScheduler(NixlConnectorScheduler):
-    """What vLLM's scheduler asks of the connector. Belongs to the scheduler's thread.
+    """The connector as vLLM's scheduler calls it. Belongs to the scheduler's thread.
 
     Attributes:
-        first_tokens: What prefill engines have sampled; answers are taken from there.
+        first_tokens: First tokens that prefill engines have sampled, and the outputs made of them.
     """
 
     _server: HandshakeServer | None = None
@@ -90,7 +90,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._dispatches_early = settings.early_dispatch
         super().__init__(vllm_config, engine_id, kv_cache_config)
         parallel_config = vllm_config.parallel_config
-        # Whether steps are scheduled before the output of earlier ones is known.
+        # True if steps are scheduled before the output of earlier ones is known.
         self._is_ahead = (
             vllm_config.scheduler_config.async_scheduling
             or parallel_config.pipeline_parallel_size > 1
@@ -101,13 +101,13 @@ class ReshardScheduler(NixlConnectorScheduler):
         )
         has_windows = bool(window_groups(kv_cache_config))
         self._counts = TokenCounts(tuple(block_tokens), self._state_groups, has_windows)
-        # Requests that wait for blocks, or wait no longer, since workers were told last.
+        # Requests that began or stopped waiting for blocks since the last step's metadata.
         self._awaited: dict[str, RemoteRequest] = {}
         self._ended: set[str] = set()
-        # Those whose leases workers renew, or are about to.
+        # Requests whose leases workers renew, or will with the next metadata.
         self._renewed: set[str] = set()
         self._offers = OfferBook()
-        # What drafts compute of a step's tokens is not taken for granted.
+        # With drafts, a step's tokens may be rejected: no part of a prompt is shown early.
         is_told = vllm_config.speculative_config is None
         full = full_groups(kv_cache_config) if is_told else frozenset()
         self._board_updates = BoardUpdates(
@@ -115,14 +115,14 @@ class ReshardScheduler(NixlConnectorScheduler):
             [tokens * (group in full) for group, tokens in enumerate(block_tokens)],
             partial(tokens_in_flight, is_ahead=self._is_ahead),
         )
-        # One is the null block. For drafts vLLM keeps more of a request than is counted here.
+        # Less the null block; 0 with drafts, whose extra blocks are not counted here.
         num_blocks = kv_cache_config.num_blocks - 1 if is_told else 0
         longest_blocks = self._counts.num_blocks(vllm_config.model_config.max_model_len)
         self._parking = Parking(num_blocks, longest_blocks)
         self._block_pool: BlockPool | None = None
         self._readers = Readers()
-        # Requests that vLLM made up since workers were told last. Not by their names, which are
-        # what clients say, so that two may have one.
+        # Requests that vLLM made up since the last step's metadata. Not by their own ids, which
+        # clients choose and two requests may share.
         self._given_up: dict[RemoteName, Request] = {}
         self._reads = ReadBook()
         self._has_blocks_in_doubt = False
@@ -139,10 +139,10 @@ class ReshardScheduler(NixlConnectorScheduler):
     def serve_handshake(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Answer other engines' handshakes with what all workers say of themselves.
+        """Answer other engines' handshakes with the descriptions of all workers.
 
         Args:
-            metadata: The workers' handshakes by (pp_rank, tp_rank).
+            metadata: Handshakes of the workers, by (pp_rank, tp_rank).
 
         Raises:
             LocalChannelError: The side channel's port cannot be used.
@@ -164,18 +164,19 @@ class ReshardScheduler(NixlConnectorScheduler):
             self._offers.announce_from(host)
 
     def set_kv_cache_manager(self, manager: Any) -> None:
-        """Set the cache manager, which owns the blocks; that of 0.22.1 is not."""
+        """Set the cache manager, which owns the blocks; never called on 0.22.1."""
         self._reads.manager = manager
 
     def set_block_pool(self, block_pool: BlockPool) -> None:
-        """Set the pool of blocks, to see how many are free."""
+        """Set the block pool, which tells how many blocks are free."""
         self._block_pool = block_pool
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Set what ends a wait of the engine's core, which may wait longer then.
+        """Set the call that ends a wait of the engine's core, and let the core wait longer.
 
-        It may not where it computes in turn with others, where some workers never ring, nor where
-        steps are what a connector of encoders' caches lives by.
+        It may not with data parallelism, where engines step together, nor with prefill context
+        parallelism, where some workers never ring, nor with a connector for encoder caches, which
+        depends on regular steps.
         """
         parallel_config = self.vllm_config.parallel_config
         if (
@@ -188,29 +189,29 @@ class ReshardScheduler(NixlConnectorScheduler):
             host_for_workers(parallel_config, self.side_channel_host),
             wakeup,
             num_workers=parallel_config.world_size,
-            # One is under way in each stage, and one more where they are scheduled ahead.
+            # One in each stage, and one more if steps are scheduled ahead.
             max_concurrent_steps=parallel_config.pipeline_parallel_size + 1,
         )
 
     def idle_timeout_s(self, num_running: int, num_waiting: int) -> float | None:
-        """For how long the engine's core may wait after a step that has computed nothing.
+        """Return for how long the engine's core may wait after a step that computed nothing.
 
         Args:
-            num_running: Requests that are computed.
-            num_waiting: Requests that are not.
+            num_running: Number of running requests.
+            num_waiting: Number of waiting requests.
 
         Returns:
-            Seconds; None where it is to take steps as ever.
+            Seconds; None if the core must take steps as usual.
         """
         return self._idling.timeout_s(num_running, num_waiting, self._reads.num_loading)
 
     def on_new_request(self, request: Request) -> None:
-        """As upstream's, with parameters that it can believe.
+        """Take in a new request as upstream does, with sanitized parameters.
 
-        Blocks are read by one request: their producer lets go when it was heard. Where one prompt
-        has several answers (`n`), the others compute it. So does one under whose name another's
-        read may still be going on. One that vLLM made up reads nothing, and gives up what no
-        request of this engine has had: see `readers`.
+        Only one request reads an offer: its producer frees the blocks once it is notified. If a
+        prompt has several answers (`n`), the others compute it. So does a request whose id another
+        read, still under way, has. A request that vLLM made up reads nothing, and gives up what no
+        request of this engine has read: see `readers`.
         """
         params, fault = self._believable(request)
         if fault is not None:
@@ -219,7 +220,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             )
         made_up = is_made_up(request)
         if params and request.request_id in self._reads and not made_up:
-            # Malformed ones as well: what may still be written is known by its request's name.
+            # Malformed parameters, too: blocks that are still written into go by the request's id.
             params = without_source(params)
         remote = remote_request(params) if params and is_disaggregated(params) else None
         if params and remote is not None:
@@ -250,10 +251,10 @@ class ReshardScheduler(NixlConnectorScheduler):
                 )
 
     def _believable(self, request: Request) -> tuple[Params | None, str | None]:
-        """A request's parameters, sanitized; and why nothing is read back, if so.
+        """Return a request's sanitized parameters, and why nothing is read back, if so.
 
-        One that vLLM made up has no prompt, and its early parameters no secret: the engine that
-        offers it is not told.
+        A request that vLLM made up has no prompt, and early parameters carry no secret: the engine
+        that offers it is not notified.
         """
         params: Any = request.kv_transfer_params
         if self._dispatches_early:
@@ -267,14 +268,15 @@ class ReshardScheduler(NixlConnectorScheduler):
             params, reads_back=self.is_bidirectional_kv_xfer_enabled, trusted=self._trusted
         )
 
-    # Upstream's scheduler promises an int; the connector's interface lets it answer None, and vLLM
-    # then asks again in the next step.
+    # Upstream's scheduler returns an int; the connector's interface also allows None, after which
+    # vLLM asks again in the next step.
     def get_num_new_matched_tokens(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As upstream's, but for requests that are dispatched early, which wait.
+        """Return how many tokens to read, and whether asynchronously; (None, False) to wait.
 
-        They have no blocks as long as `parking` has it. What is cached here whole need not wait.
+        Requests that are dispatched early wait until `parking` lets them have blocks, unless all
+        of their prompt is cached here.
         """
         count, is_async = self._num_to_read(request, num_computed_tokens)
         pool = self._block_pool
@@ -285,16 +287,16 @@ class ReshardScheduler(NixlConnectorScheduler):
         return count, is_async
 
     def _num_to_read(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """As upstream's, but for tokens that are not there or not read: see `token_counts`.
+        """Return how many tokens to read, less those that `token_counts` rules out.
 
-        Upstream takes it that a prompt that is to be read was prefilled whole. Where it has grown
-        since, what is more is computed here.
+        Upstream assumes that all of a prompt was prefilled. If it has grown since, the rest is
+        computed here.
 
         Nothing is read twice: a request that starts over, because it was preempted or because its
-        blocks did not arrive, would wait for ever for a read that is never posted.
+        blocks did not arrive, would wait forever for a read that is never posted.
 
-        Of a prompt that is given as embeddings upstream counts no tokens. They are read as those of
-        any prompt; but not read back, where the last turn's answer is tokens and this one's rows.
+        Upstream counts no tokens for a prompt that is given as embeddings. They are read like any
+        other prompt, but not read back: the last turn's answer is tokens, this turn's is rows.
         """
         params = request.kv_transfer_params
         if already_requested(params):
@@ -319,30 +321,30 @@ class ReshardScheduler(NixlConnectorScheduler):
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
-        """As upstream's; what is left of a prompt is known then."""
+        """Take in a request's new blocks as upstream does, and note that it has them."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._board_updates.admit(request.request_id, request)
         if num_external_tokens:
             self._parking.admit(request.request_id)
 
     def _prefill_backoff(self) -> int:
-        """As upstream's, but at least the last token of a prompt where layers have windows.
+        """Return how many last tokens of a prompt the prefill engine leaves out.
 
-        So many tokens of a prompt are not computed by the prefill engine: the blocks that it holds
-        are those that the window of the next token reaches back to, which the decode engine
-        computes. A scheduler that is patched to hold them, as 0.22.1's, does not ask for this.
+        As upstream's, but at least 1 if layers have windows: a producer holds the blocks that the
+        next token's window reaches back to, so that token is left to the decode engine. It does
+        not apply where the scheduler is patched to hold them, as 0.22.1's is.
         """
         upstreams = 0 if PRODUCERS_KEEP_THE_LAST_WINDOW else int(super()._prefill_backoff())
         return max(upstreams, 1) if window_groups(self.kv_cache_config) else upstreams
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
-        """What the workers are asked to do in this step."""
+        """Return this step's requests to the workers."""
         self._handovers.advance()
         self._board_updates.compute(
             scheduled_in(scheduler_output), scheduler_output.total_num_scheduled_tokens
         )
         wanted: dict[str, tuple[Request, BlockIds]] = {
-            # What follows the blocks, if anything does, is for upstream's worker.
+            # Any further entries are for upstream's worker.
             request_id: entry[:2]
             for request_id, entry in self._reqs_need_recv.items()
         }
@@ -371,7 +373,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         metadata.given_up = [receive for receive in given_up if receive.secret is not None]
         self._given_up.clear()
         for request, block_ids in wanted.values():
-            # Those without blocks are told to their producer, and not reported.
+            # Without blocks, the producer is notified, but workers report nothing.
             if any(block_ids):
                 self._reads.begin(request, sum(map(len, block_ids)))
         metadata.failed = self._reads.take_failed()
@@ -381,7 +383,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """As upstream's; vLLM hears of reads that have failed as `failed_reads` has it."""
+        """Take in the workers' reports; what vLLM sees of failed reads is up to `failed_reads`."""
         super().update_connector_output(connector_output)
         told = connector_output.kv_connector_worker_meta
         if told or connector_output.finished_sending or connector_output.finished_recving:
@@ -402,10 +404,10 @@ class ReshardScheduler(NixlConnectorScheduler):
             self.first_tokens.receive(connector_output.finished_recving)
 
     def take_stats(self) -> ReshardStats | None:
-        """What the scheduler counted since the last call; None where that is nothing.
+        """Return what the scheduler counted since the last call; None if nothing.
 
-        vLLM puts it behind what workers counted in the same step, each of which knows its own
-        blocks in doubt alone: the last value of a gauge counts.
+        vLLM appends it to what workers counted in the same step. A worker counts only its own
+        blocks in doubt, and a gauge's last value counts.
         """
         num_blocks = self._reads.num_blocks_in_doubt
         if num_blocks or self._has_blocks_in_doubt:
@@ -414,18 +416,18 @@ class ReshardScheduler(NixlConnectorScheduler):
         return None if self._stats.is_empty() else self._stats.take()
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must take steps though no request is left: to get blocks back."""
+        """Return whether the engine must step without requests, to get blocks back."""
         return self._reads.num_taken_blocks > 0
 
     def _receive(self, request: Request, local_block_ids: BlockIds) -> Receive:
-        """What to read for a request, which is not parked any more if it was."""
+        """Return what to read for a request, and stop parking it."""
         refusal = self._parking.leave(request.request_id)
         return receive_of(
             request, local_block_ids, self._num_prefilled(request.num_prompt_tokens), refusal
         )
 
     def _num_prefilled(self, num_prompt_tokens: int) -> int:
-        """How many tokens of a prompt a prefill engine computes."""
+        """Return how many tokens of a prompt a prefill engine computes."""
         if PRODUCERS_KEEP_THE_LAST_WINDOW:
             return num_prompt_tokens
         return int(self._get_remote_prefill_token_count(num_prompt_tokens))
@@ -433,13 +435,13 @@ class ReshardScheduler(NixlConnectorScheduler):
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As upstream's; the parameters for the next engine say how many stages there are.
+        """End a request; return whether its blocks are held, and the next engine's parameters.
 
-        Blocks and tokens beyond the answer, as those of drafts, are none of the next engine's. Nor
-        are those of a request that no engine was asked about: workers would never report them as
-        sent. State that has taken in tokens beyond the answer is not offered, nor are blocks that
-        a step in flight may be filling: those of a request that began anew, where the output of
-        the step before that can still end it.
+        As upstream's, but the parameters also say how many pipeline stages there are. Blocks and
+        tokens beyond the answer, such as those of drafts, are not offered. Nor is a request without
+        another engine's parameters: workers would never report it as sent. Nor is state that has
+        taken in tokens beyond the answer, nor blocks that a step in flight may be filling: after a
+        preemption, the output of a step from before it can still end the request.
         """
         self.first_tokens.end(request.request_id)
         self._handovers.end(request.request_id)
@@ -450,7 +452,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 request.request_id, State.ABORTED if was_aborted else State.EMPTY
             )
         if params is not None and self._dispatches_early and params.get("do_remote_prefill"):
-            # What routers take for a sign that the next engine needs this address alone.
+            # Routers take this to mean that the next engine needs only this address.
             params["transfer_mode"] = "push"
         return delay_free, params
 
@@ -499,7 +501,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         return delay_free, params
 
     def _stop_heartbeat(self, req_id: str) -> None:
-        """As upstream's, which calls this when a request was received or has ended."""
+        """Stop renewing a lease; upstream calls this once a request is received or has ended."""
         if req_id in self._renewed:
             self._renewed.remove(req_id)
             if self._awaited.pop(req_id, None) is None:
@@ -507,7 +509,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         super()._stop_heartbeat(req_id)
 
     def shutdown(self) -> None:
-        """Stop answering handshakes, announcing and hearing rings."""
+        """Stop answering handshakes, announcing offers and receiving rings."""
         self._offers.close()
         self._idling.close()
         if self._server is not None:
