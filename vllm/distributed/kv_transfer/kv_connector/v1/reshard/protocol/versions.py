@@ -45,16 +45,16 @@ class VersionRange:
         return newest if newest >= max(self.oldest, other.oldest) else None
 
 
-# A new version is needed whenever two builds would misunderstand each other: with other fields in an
-# answer or in a notification, another factor, or another meaning of a field or of a parameter that a
-# router passes on. A version appends its additions, so that they can be left out for peers that
-# speak only an older one. The tests keep messages of all spoken versions as bytes.
+# A new version is needed whenever two builds would misunderstand each other: with other fields in
+# an answer or in a notification, another factor, or another meaning of a field or of a parameter
+# that a router passes on. A version appends its additions, so that they can be left out for peers
+# that speak only an older one. The tests keep messages of all spoken versions as bytes.
 #
 #   1  first version
-#   2  adjacent keys and values are one plane, requests to the side channel may have two numbers, and
-#      entries of the lease table are bound to tokens and blocks
-#   3  notifications are bound, too, and one may cover many of a producer's requests; layers give the
-#      model's number of heads, the number of blocks that one id stands for, and their attention
+#   2  adjacent keys and values are one plane, requests to the side channel may have two numbers,
+#      and entries of the lease table are bound to tokens and blocks
+#   3  notifications are bound, too, and one may cover many of a producer's requests; layers give
+#      the model's number of heads, the number of blocks that one id stands for, and their attention
 #      backend; planes give the number of heads in a unit, and whether they hold state
 #   4  each worker's description is its own frame
 #   5  layers give the meaning of their bytes instead of their attention backend; a slot may stand
