@@ -309,8 +309,8 @@ def modules() -> Iterator[Path]:
     """What runs while an engine starts, on any base."""
     yield PACKAGE / "connector.py"
     for floor in STARTS:
-        yield from sorted((PACKAGE / floor).glob("*.py"))
-    yield from sorted((ROOT / "bases").glob("*/vllm/**/reshard/engine/*.py"))
+        yield from sorted((PACKAGE / floor).rglob("*.py"))
+    yield from sorted((ROOT / "bases").glob("*/vllm/**/reshard/engine/**/*.py"))
 
 
 def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:

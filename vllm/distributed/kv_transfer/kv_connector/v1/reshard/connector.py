@@ -69,8 +69,8 @@ class NixlConnector(UpstreamConnector):
     """Upstream's connector with a scheduler and a worker of our own.
 
     For a model or a device that these cannot serve, the constructor returns upstream's connector
-    and logs why, and what is lost. It raises an error if that needs pipeline parallelism, which
-    upstream's lacks.
+    and logs why, and what is lost. It raises `LocalLayoutError` if upstream's cannot serve the
+    configuration either: it lacks pipeline parallelism, for one.
     """
 
     connector_scheduler: ReshardScheduler | None

@@ -28,8 +28,7 @@ MAX_REPLY_BYTES = 16 << 20
 """Maximum size of a reply, in bytes. A hundred workers take one or two MiB."""
 
 MAX_AGENT_METADATA_BYTES = 1 << 20
-"""Maximum size of NIXL's metadata of one worker: a hundred registered tensors take 10 KiB over TCP.
-"""
+"""Maximum size of NIXL's metadata of one worker; 100 registered tensors take 10 KiB over TCP."""
 
 MAX_RANKS = 1024
 """Maximum number of workers of one engine, in all stages."""
@@ -38,8 +37,8 @@ MAX_STAGE_RANKS = 64
 """Maximum number of workers of one stage."""
 
 MAX_GREETING_BYTES = 64 << 10
-"""Maximum size of a reply's first frame. An engine's takes 1 KiB. Decoding skips unknown parts value
-by value: 0.2 ms for 64 KiB, on one core."""
+"""Maximum size of a reply's first frame. An engine's takes 1 KiB. Decoding skips unknown parts
+value by value: 0.2 ms for 64 KiB, on one core."""
 
 _OTHERS_UNITS = 256
 """Maximum number of KV heads of a layer that we do not have, such as a draft model's."""

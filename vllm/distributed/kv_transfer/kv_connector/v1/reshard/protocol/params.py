@@ -81,9 +81,9 @@ def sanitize_params(
         trusted: Hosts where other engines may be; None for any.
 
     Returns:
-        The parameters, without names that only schedulers may set. If a prompt's blocks must be
-        read from an unknown place, others instead for which `remote_blocks` returns the fault, so
-        that the request fails or is computed here, as `kv_load_failure_policy` says. If the last
+        The parameters, without names that only schedulers may set. If they are malformed, or name
+        no trusted source for a prompt's blocks, others for which `remote_blocks` returns the fault,
+        so that the request fails or is computed here, as `kv_load_failure_policy` says. If the last
         turn's blocks need not or cannot be read, the same without them.
         Also, why blocks that should be read back cannot be; None otherwise.
     """

@@ -21,8 +21,8 @@ from ...protocol.quoting import one_line
 from ..caches.drafts import without_missing_drafts
 
 MOST_PLANS = 8
-"""Number of cached plans, more than the layouts that one worker reads from; a plan of 128 ranks with
-128 takes 1 MB."""
+"""Number of cached plans: more than the layouts that one worker reads from. A plan of 128 ranks
+with 128 takes 1 MB."""
 
 
 @dataclass(frozen=True, slots=True)
