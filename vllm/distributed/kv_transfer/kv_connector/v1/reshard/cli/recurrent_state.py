@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent state for `kv-plan`: the components that layers keep, and which ranks read them.
 
-An engine uses vLLM's specification of each layer (`engine.recurrent_state`). Without an engine,
-only the entries of `config.json` are available.
+An engine uses vLLM's specification of each layer (`engine.caches.recurrent_state`). Without an
+engine, only the entries of `config.json` are available.
 """
 
 from __future__ import annotations
