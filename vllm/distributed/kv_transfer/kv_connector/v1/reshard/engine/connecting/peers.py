@@ -83,8 +83,8 @@ class Peer:
         failures: Number of consecutive failed handshakes.
         breaks: Number of consecutive connections that broke before `STEADY_S` had passed.
         retry_at_s: When the next handshake may begin.
-        suspect_until_s: Until when it counts as likely to break again; it is kept that long even
-            if it is idle.
+        suspect_until_s: Until when it counts as likely to break again. A broken peer is kept that
+            long, unless the table is full.
         is_proven: True if a request was read from it and passed all checks.
         pace: How fast it computes the prompts that requests here wait for.
     """
