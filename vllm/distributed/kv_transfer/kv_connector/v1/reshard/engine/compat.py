@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the releases of vLLM that this connector runs on do not have in common.
+"""Differences between the releases of vLLM that this connector runs on.
 
-This is the only module that tells one release from another: a test reads all others and sees that
-they do not ask. Each switch is named for what differs, and says which base needs it; it goes when
-that base goes.
+This is the only module that depends on the release: a test checks that no other module does. Each
+switch is named after the difference, and its docstring names the base that needs it. Remove a
+switch together with its base.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _IS_0_22 = Version(_vllm_version).release < (0, 32)
-"""The base is 0.22.1; nothing between it and 0.32.0 is one."""
+"""True if the base is 0.22.1; no release between it and 0.32.0 is a base."""
 
 _IS_BEFORE_0_33 = Version(_vllm_version).release < (0, 33)
-"""The base is 0.22.1 or 0.32.0."""
+"""True if the base is 0.22.1 or 0.32.0."""
 
-# `describe_layer`: how a layer's planes are found in its tensor, which every backend of 0.22.1
-# shapes in its way. `UpstreamConnector`: what ours is derived from, with what 0.22.1 alone asks.
+# `describe_layer`: finds a layer's planes in its tensor; in 0.22.1, each backend has its own shape.
+# `UpstreamConnector`: base class of our connector, with additions that only 0.22.1 requires.
 if _IS_0_22:
     from .caches.cross_layers import CrossLayerConnector as UpstreamConnector
     from .caches.probed_shapes import describe_layer
@@ -38,74 +38,74 @@ else:
     from .caches.cache_views import describe_layer
 
 CACHES_ARE_VIEWS = not _IS_0_22
-"""Whether all layers' caches are views of one form, as they are not in 0.22.1."""
+"""True if the caches of all layers are views of one form; not so in 0.22.1."""
 
 REQUEST_NUMBERS: tuple[int, ...] = (0,) if _IS_0_22 else (0, 0)
-"""What follows the verb in a request to a side channel: the rank, or the stage and the rank.
+"""Numbers after the verb in a request to a side channel: the rank, or the stage and the rank.
 
-Upstream's listener unpacks exactly these; with more or fewer, its thread ends and answers no one
-any more. That of 0.22.1 wants one.
+With more or fewer numbers, the thread of upstream's listener ends, and no request is answered any
+more. The listener of 0.22.1 takes one.
 """
 
 FAILED_READS_ARE_NAMED = not _IS_0_22
-"""Whether a request that could not be read is reported by its id, and not by its blocks.
+"""True if a request that could not be read is reported by its id, not by its blocks.
 
-The scheduler of 0.22.1 learns of blocks, which its patches find in all groups; later ones refuse
-blocks where there are several groups, and take ids always.
+The scheduler of 0.22.1 takes blocks; it is patched to find them in all groups. Later schedulers
+always take ids, and refuse blocks if there are several groups.
 """
 
 LAYERS_SAY_WHAT_IS_SHARED = not _IS_0_22
-"""Whether a layer says that ranks share out its tokens, as one of 0.22.1 does not.
+"""True if a layer's specification says whether ranks divide its tokens; not so in 0.22.1.
 
-Upstream's connector looks since then, too.
+Later, upstream's connector checks this, too.
 """
 
 SLEEP_IS_UPSTREAMS = not _IS_BEFORE_0_33
-"""Whether upstream's connector gives its registrations back before an engine sleeps.
+"""True if upstream's connector unregisters its memory before an engine sleeps.
 
-Those of 0.22.1 and 0.32.0 do not, and go on with memory that is no longer the cache's.
+In 0.22.1 and 0.32.0 it does not, and keeps using memory that no longer belongs to the cache.
 """
 
 STATE_IS_UPSTREAMS = _IS_0_22
-"""Whether models with recurrent state are left to upstream's connector.
+"""True if models with recurrent state are left to upstream's connector.
 
-The scheduler of 0.22.1 does not tell which of a request's blocks has the state, and offers all.
+The scheduler of 0.22.1 does not say which of a request's blocks has the state, and offers all.
 """
 
 PRODUCERS_KEEP_THE_LAST_WINDOW = _IS_0_22
-"""Whether an engine holds what the window of a request's last token reaches back to.
+"""True if an engine holds the blocks in the window of a request's last token.
 
-The scheduler of 0.22.1 is patched to. Later ones are not: a prefill engine stops before that token,
-and what it holds is the window of the next.
+The scheduler of 0.22.1 is patched to hold them. Later schedulers are not: a prefill engine stops
+before that token, and holds the window of the next one.
 """
 
 OUTPUTS_OUTLIVE_PREEMPTION = _IS_0_22
-"""Whether a request that was preempted, and began anew, can be ended by the output of a step from
-before that, so that it is over while its new blocks are being computed.
+"""True if the output of a step from before a request's preemption can still end the request.
 
-The scheduler of 0.22.1 takes such an output for the new one's; later ones know it for stale.
+The request is then over while its new blocks are being computed. The scheduler of 0.22.1 takes such
+an output as current; later schedulers recognise it as stale.
 """
 
 UPSTREAM_COUNTS_ALL_FAILURES = not _IS_0_22
-"""Whether upstream's statistics count handshakes that failed and notifications that came late,
-which those of 0.22.1 have no name for."""
+"""True if upstream's statistics count failed handshakes and late notifications; not in 0.22.1."""
 
 CONNECTORS_GIVE_FIRST_OUTPUTS = hasattr(KVConnectorBase_V1, "take_first_outputs")
-"""Whether a connector may answer a request that it has received, as in the fork since 0.32.0.
+"""True if a connector may answer a request that it has received: in the fork since 0.32.0.
 
-That of 0.22.1 does not ask connectors, nor does any vLLM as released, so that the plugin cannot.
+The fork of 0.22.1 does not call connectors for it, nor does any released vLLM, so the plugin cannot
+answer either.
 """
 
 
 def tokens_in_flight(request: Any, *, is_ahead: bool) -> int | None:
-    """How many of a request's computed tokens are those of steps whose output is not known yet.
+    """Return how many of a request's computed tokens are in steps without a known output yet.
 
     Args:
         request: The request.
-        is_ahead: Steps are scheduled before the output of earlier ones is known.
+        is_ahead: True if steps are scheduled before the output of earlier ones is known.
 
     Returns:
-        That many; None where steps are ahead in 0.22.1, which does not count them.
+        The number of tokens; None if `is_ahead` in 0.22.1, which does not count them.
     """
     if _IS_0_22:
         return None if is_ahead else 0
@@ -113,17 +113,17 @@ def tokens_in_flight(request: Any, *, is_ahead: bool) -> int | None:
 
 
 def is_since(release: str) -> bool:
-    """Whether the base is this release or a later one; 0.22.1 is the first of all."""
+    """Return whether the base is this release or a later one; 0.22.1 is the first base."""
     return Version(_vllm_version).release >= Version(release).release
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """What runners ask a connector for; those of 0.22.1 do not, and have no class for it.
+    """Return a step's results in the form that model runners take; 0.22.1 has no class for it.
 
     Args:
-        sent: Requests that other engines are through with.
-        received: Requests that this worker is through with.
-        failed: Those of the latter that could not be read.
+        sent: Requests that other engines have finished reading.
+        received: Requests that this worker has finished reading, or failed to read.
+        failed: Requests in `received` that could not be read.
     """
     if _IS_0_22:
         return sent, received
@@ -133,9 +133,9 @@ def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> An
 
 
 def tokens_per_slot(spec: Any) -> float:
-    """How many tokens of a sequence a slot of an attention cache stands for.
+    """Return how many tokens of a sequence share one slot of an attention cache.
 
-    0.22.1 says how many slots a block has instead.
+    0.22.1 gives the number of slots in a block instead.
     """
     if _IS_0_22:
         return float(spec.block_size / spec.storage_block_size)
@@ -143,12 +143,12 @@ def tokens_per_slot(spec: Any) -> float:
 
 
 def shares_tokens(spec: Any) -> bool:
-    """Whether decode context parallelism shares out a layer's tokens; 0.22.1 does not say so."""
+    """Return whether decode context parallelism divides a layer's tokens; never in 0.22.1."""
     return not _IS_0_22 and bool(spec.dcp_sharded)
 
 
 def loses_its_middle(spec: Any) -> bool:
-    """Whether a layer keeps a prompt and the last tokens of its answer, as none does in 0.22.1."""
+    """Return whether a layer keeps only a prompt and its answer's last tokens; never in 0.22.1."""
     if _IS_0_22:
         return False
     from vllm.v1.kv_cache_interface import RSWASpec
@@ -157,39 +157,39 @@ def loses_its_middle(spec: Any) -> bool:
 
 
 def is_on_every_rank(spec: Any) -> bool:
-    """Whether all ranks keep the same recurrent state, as none do in 0.22.1."""
+    """Return whether all ranks keep the same recurrent state; never in 0.22.1."""
     return not _IS_0_22 and bool(spec.tp_replicated)
 
 
 def makes_own_scales(cache_config: CacheConfig) -> bool:
-    """Whether an engine computes the scales of its quantized cache, which 0.22.1 still can."""
+    """Return whether an engine computes the scales of its quantized cache; only in 0.22.1."""
     return _IS_0_22 and bool(cache_config.calculate_kv_scales)
 
 
 def keeps_groups_back(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether some KV-cache groups are not to be transferred, which 0.22.1 does not know of."""
+    """Return whether some KV-cache groups must not be transferred; never in 0.22.1."""
     return not _IS_0_22 and not all(
         group.enable_kv_transfer for group in kv_cache_config.kv_cache_groups
     )
 
 
 def is_in_two_memories(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether some layers' caches are in the host's memory, which 0.22.1 does not know of."""
+    """Return whether some layers' caches are in host memory; never in 0.22.1."""
     return not _IS_0_22 and kv_cache_config.hisparse_host_num_blocks is not None
 
 
 def draft_cache_dtype(speculative: SpeculativeConfig, cache_config: CacheConfig) -> str:
-    """The format of drafts' caches: the model's, or one of their own, as 0.22.1 has not."""
+    """Return the format of drafts' caches: their own if set, else the model's, as in 0.22.1."""
     own = None if _IS_0_22 else speculative.kv_cache_dtype
     return str(own or cache_config.cache_dtype)
 
 
 def keeps_turboquants_scales_apart() -> bool:
-    """Whether TurboQuant puts a block's scales behind all else of it, as 0.22.1 never does.
+    """Return whether TurboQuant puts a block's scales after its other data; never in 0.22.1.
 
-    Later ones do where FlyDSL's kernels read: `TurboQuantAttentionImpl._soa_store`. These are of
-    ROCm alone, and to ask for them elsewhere loads operators that end the process: on a CPU without
-    AVX-512, `vllm._C` beside `vllm._C_AVX2`.
+    Later releases do if FlyDSL's kernels read the cache: `TurboQuantAttentionImpl._soa_store`. Only
+    ROCm has them. Elsewhere, checking for them loads operators that end the process: on a CPU
+    without AVX-512, `vllm._C` beside `vllm._C_AVX2`.
     """
     from vllm.platforms import current_platform
 
@@ -201,22 +201,22 @@ def keeps_turboquants_scales_apart() -> bool:
 
 
 def attention_variants(implementation: Any) -> tuple[Any, ...]:
-    """The implementations that one of attention is made of, which of 0.22.1 is one only."""
+    """Return the variants of an attention implementation; only the one itself in 0.22.1."""
     return (implementation,) if _IS_0_22 else tuple(implementation.get_impl_variants())
 
 
 def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
-    """How far drafts read ahead in a prompt, whose last tokens the decode engine then computes.
+    """Return how many tokens drafts read ahead in a prompt; 1 in 0.22.1.
 
-    0.22.1 has no drafts that read further than the next token.
+    The decode engine computes that many last tokens of the prompt.
     """
     return 1 if _IS_0_22 else int(vllm_config.num_prefill_lookahead_tokens)
 
 
 def asks_more_of_forwards(config: VllmConfig) -> bool:
-    """Whether an engine draws or returns more with each token than its id.
+    """Return whether an engine samples or returns more with each token than its id.
 
-    Nothing that 0.22.1 has is looked at: its connectors give no first outputs.
+    False in 0.22.1, where connectors give no first outputs.
     """
     return not _IS_0_22 and (
         config.watermark_config is not None
@@ -225,5 +225,5 @@ def asks_more_of_forwards(config: VllmConfig) -> bool:
     )
 
 
-# What is imported here for others; switches are found by their definitions.
+# Imported here for other modules. Tests find switches by their definitions.
 __all__ = ["UpstreamConnector", "describe_layer"]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What means something else in one release of vLLM than in the next.
+"""Known changes of meaning between releases of vLLM.
 
-Engines of two releases are a pair: what they have in common is this connector's protocol and what
-bytes mean. Where a release is known to mean something else than the one before it, that is listed
-here, with the reason and with what in its source shows it. Each engine says which meaning is its
-own, where it matters to it, and the two are compared as everything else is that must be equal.
+Engines of different releases can be paired if they share this connector's protocol and the meaning
+of bytes. This table lists each release that is known to change a meaning, with the reason and with
+the place in vLLM's source that shows it. Each engine states its own meaning where the change
+affects it; like other settings that must be equal, the two meanings are then compared.
 
-What only rounds otherwise is not listed: numbers in a cache mean what they are.
+Changes that affect only rounding are not listed: they do not change how a number is stored.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..compat import is_since
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that a release means otherwise than those before it.
+    """A change of meaning in one release.
 
     Attributes:
-        since: The first release.
-        reason: What has changed.
-        module: Where its source shows it, within the wheel.
-        sign: What stands there since then, and did not before.
+        since: First release with the new meaning.
+        reason: Description of the change.
+        module: Path of the source file that shows the change, within the wheel.
+        sign: Text that this file contains since then, but not before.
     """
 
     since: str
@@ -34,12 +34,12 @@ class Change:
 
     @property
     def is_here(self) -> bool:
-        """Whether this engine's release has it."""
+        """True if this engine's release has the change."""
         return is_since(self.since)
 
     @property
     def meaning(self) -> str:
-        """Which of the two meanings is this engine's, in words that are the same at both ends."""
+        """This engine's meaning, old or new, in words that are the same at both ends."""
         return f"{'since' if self.is_here else 'before'} vLLM {self.since}"
 
 
@@ -66,4 +66,4 @@ BLACKWELL_SCALES = Change(
 )
 
 CHANGES = (ITEM_HASHES, ROCM_ATTN_VALUES, BLACKWELL_SCALES)
-"""All that are known between the bases."""
+"""All known changes between the bases."""

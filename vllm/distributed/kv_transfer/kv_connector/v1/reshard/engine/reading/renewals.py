@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The leases at other engines that a worker renews while requests wait for the blocks.
 
-The scheduler reports once that a request waits, and which engine holds its blocks. From then on,
-neither long steps nor a stuck rank make a lease run out. The address comes from a client, so leases
+The scheduler reports once that a request waits, and which engine holds its blocks. After that, no
+lease expires because of long steps or a stuck rank. The address comes from a client, so leases
 are renewed per address: a wrong one affects only its own request.
 """
 
@@ -17,10 +17,10 @@ from ...protocol.messages import RemoteEngineAddress, RemoteRequest
 from ..settings import DEFAULT_LEASE_S
 
 RENEWALS_PER_LEASE = 6
-"""As for upstream's heartbeats: several may be lost before a lease runs out."""
+"""The same as for upstream's heartbeats: several can be lost before a lease expires."""
 
 LONGEST_INTERVAL_S = DEFAULT_LEASE_S / RENEWALS_PER_LEASE
-"""Maximum interval: other engines may have shorter leases, unknown to this one."""
+"""Maximum interval: other engines' leases may be shorter than this engine's."""
 
 
 class Renewals:
@@ -41,7 +41,7 @@ class Renewals:
 
     @property
     def next_due_s(self) -> float:
-        """When leases are due for renewal next; infinity if no request waits."""
+        """Time of the next renewal; infinity if no request waits."""
         return self._next_s if self._waiting else math.inf
 
     def begin(self, requests: Mapping[RequestId, RemoteRequest]) -> None:
@@ -59,7 +59,7 @@ class Renewals:
         return {request.source for request in self._waiting.values()}
 
     def take_due(self, now_s: float) -> dict[RemoteEngineAddress, set[RequestId]]:
-        """Return the requests to renew now, by engine; empty before the interval is over."""
+        """Return the requests to renew now, by engine; empty until the next renewal is due."""
         due: dict[RemoteEngineAddress, set[RequestId]] = defaultdict(set)
         if self._waiting and now_s >= self._next_s:
             self._next_s = now_s + self._interval_s
