@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as one JSON object, for programs."""
+"""A report as one JSON object, for programs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .verdicts import Note
 
 
 def plan_document(report: PlanReport | UpstreamReport) -> dict[str, Any]:
-    """Meshes, sizes, every read with its offsets, and which ranks release which.
+    """Return meshes, sizes, every read with its offsets, and the ranks that release each source.
 
-    A read's strategy is None where sizes in bytes are not known. Of a model that is left to
-    upstream's connector there are no reads.
+    A read's strategy is None if sizes in bytes are unknown. The document on a model that is left to
+    upstream's connector has no reads.
     """
     ends = {"prefill": _mesh(report.prefill), "decode": _mesh(report.decode)}
     told = {
@@ -117,7 +117,7 @@ def _shares(read: Read) -> dict[str, Any]:
 
 
 def _share(share: TokenShare) -> dict[str, int] | None:
-    """Which tokens a rank holds; None where these are all."""
+    """Describe which tokens a rank holds; None if it holds all."""
     if share.is_all:
         return None
     return {"index": share.index, "of": share.num_shares, "in_runs_of": share.run_tokens}

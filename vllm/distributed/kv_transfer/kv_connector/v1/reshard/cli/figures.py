@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan costs each rank.
+"""The cost of a plan for each rank.
 
-The figures are read off the legs that the engines themselves would prepare, for caches that exist
-as numbers alone. Nothing is counted here by a rule of its own.
+The figures come from the same legs that engines would prepare, here for synthetic caches without
+memory. This module has no counting rules of its own.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from ..plan.text import only_notified_by
 from .caches import Cache
 
 DESCRIPTOR_TOKENS = 1024
-"""The length of prompt that descriptors are counted for."""
+"""Length of the prompt for which descriptors are counted."""
 
 
 _MOST_STRETCHES = 1 << 16
-"""Stretches of tokens by which it is told how many two shares have in common."""
+"""Maximum number of stretches of tokens to compare for the overlap of two shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFormat:
-    """How both engines keep the KV cache: in pages that hold a block's heads before its tokens.
+    """The KV-cache format of both engines: in a page, heads come before tokens (HND).
 
     Attributes:
-        slot_bytes: Size of one head of one token in one plane, where a layer has none of its own.
-        num_planes: 2 for keys and values, 1 for the latent of MLA.
+        slot_bytes: Size of one head of one token in one plane, unless `slot_bytes_by_layer` has it.
+        num_planes: Number of planes of a layer with heads or a latent.
         src_block_tokens: Tokens in a block of the source.
         dst_block_tokens: Tokens in a block of the destination.
-        window_tokens_by_layer: The layers that keep the last tokens of a sequence only, and how
-            many. Others keep all.
-        slot_bytes_by_layer: The layers whose slots have another size.
-        caches: The layers that are a cache of another kind.
+        window_tokens_by_layer: Number of last tokens of a sequence that a layer keeps; layers
+            without an entry keep all.
+        slot_bytes_by_layer: Slot sizes of layers that differ from `slot_bytes`.
+        caches: Layers with another kind of cache than heads or a latent.
     """
 
     slot_bytes: int
@@ -57,19 +57,19 @@ class CacheFormat:
     caches: Mapping[Layer, Cache] = field(default_factory=dict)
 
     def token_bytes_of(self, layer: Layer) -> float:
-        """Size of one unit of one token, in all planes of a layer."""
+        """Return the bytes of one unit of one token, over all planes of a layer."""
         own = self.caches.get(layer)
         if own is not None:
             return own.state_bytes / own.state_tokens
         return self.num_planes * self.slot_bytes_by_layer.get(layer, self.slot_bytes)
 
     def planes_of(self, layer: Layer, num_units: int, block_tokens: int) -> tuple[Plane, ...]:
-        """The planes of a layer on a rank, in memory that begins at 0.
+        """Return the planes of a layer on a rank, in memory that begins at 0.
 
         Args:
             layer: The layer.
-            num_units: Heads that the rank holds, or the one latent.
-            block_tokens: Tokens in a block of the engine's.
+            num_units: Number of units (heads) that the rank holds; 1 for a latent.
+            block_tokens: Tokens in a block of the engine, unless the layer's kind sets it.
         """
         own = self.caches.get(layer)
         slot_bytes, slot_tokens = self.slot_bytes_by_layer.get(layer, self.slot_bytes), 1
@@ -93,21 +93,19 @@ class CacheFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReadFigures:
-    """What one read moves, for requests whose blocks adjoin at both ends.
+    """The cost of one read, for requests with adjoining blocks at both ends.
 
     Attributes:
         read: The read.
-        portion: Part of all tokens that it moves: 1 unless ranks share them out.
-        token_bytes: Bytes of one token, in all of the read's layers; of a state that several tokens
-            share, or of tokens that several reads do, one's part.
-        request_bytes: Bytes of a prompt, which is read in whole blocks.
-        descriptors: Descriptors of a prompt of `DESCRIPTOR_TOKENS` tokens.
-        descriptor_bytes: Size of one descriptor: what is contiguous at both ends.
-        merged_descriptors: What is left of `descriptors` once those are merged that adjoin at both
-            ends.
-        staged_descriptors: The same of a read by way of an arena, where adjoining at the source is
+        portion: Fraction of all tokens that it moves; 1 unless ranks divide tokens between them.
+        token_bytes: Average bytes per token, over all of the read's layers.
+        request_bytes: Bytes read for a prompt, in whole blocks.
+        descriptors: Number of descriptors for a prompt of `DESCRIPTOR_TOKENS` tokens.
+        descriptor_bytes: Size of the smallest descriptor, which is contiguous at both ends.
+        merged_descriptors: `descriptors` after merging those that adjoin at both ends.
+        staged_descriptors: The same for a read through an arena, where adjoining at the source is
             enough.
-        strategy: What is better for the prompt, by the defaults of `StagingPolicy`.
+        strategy: Strategy for the prompt, by the defaults of `StagingPolicy`.
     """
 
     read: Read
@@ -123,12 +121,12 @@ class ReadFigures:
 
 @dataclass(frozen=True, slots=True)
 class ReaderFigures:
-    """What one destination rank reads, and whom it tells that it has.
+    """The reads and notifications of one destination rank.
 
     Attributes:
         rank: The rank.
         reads: Its reads.
-        only_notifies: Source ranks that it does not read from, and releases nevertheless.
+        only_notifies: Source ranks that it notifies without reading from them.
     """
 
     rank: MeshRank
@@ -137,34 +135,34 @@ class ReaderFigures:
 
     @property
     def fan_in(self) -> int:
-        """Source ranks that it reads from."""
+        """Number of source ranks that it reads from."""
         return len({figures.read.src_rank for figures in self.reads})
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of one token."""
+        """Average bytes per token."""
         return sum(figures.token_bytes for figures in self.reads)
 
     @property
     def request_bytes(self) -> int:
-        """Bytes of a prompt."""
+        """Bytes read for a prompt."""
         return sum(figures.request_bytes for figures in self.reads)
 
     @property
     def descriptors(self) -> int:
-        """Descriptors of a prompt of `DESCRIPTOR_TOKENS` tokens."""
+        """Number of descriptors for a prompt of `DESCRIPTOR_TOKENS` tokens."""
         return sum(figures.descriptors for figures in self.reads)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFigures:
-    """What one source rank serves.
+    """The readers and notifiers of one source rank.
 
     Attributes:
         rank: The rank.
-        fan_out: Destination ranks that read from it; 0 where it is only notified.
+        fan_out: Number of destination ranks that read from it; 0 if it is only notified.
         notifiers: Destination ranks that it waits for before it frees a request's blocks.
-        token_bytes: Bytes of one token that are read from it, by all readers together.
+        token_bytes: Average bytes per token that all readers together read from it.
     """
 
     rank: MeshRank
@@ -175,11 +173,11 @@ class SourceFigures:
 
 @dataclass(frozen=True, slots=True)
 class PlanFigures:
-    """What a plan costs.
+    """The cost of a plan.
 
     Attributes:
-        readers: One a destination rank, in the order of ranks.
-        sources: One a source rank, in the order of ranks.
+        readers: One entry per destination rank, in the order of ranks.
+        sources: One entry per source rank, in the order of ranks.
     """
 
     readers: tuple[ReaderFigures, ...]
@@ -193,13 +191,13 @@ def measure_plan(
     cache_format: CacheFormat,
     prompt_tokens: int,
 ) -> PlanFigures:
-    """Count what a plan moves, for one token and for a prompt.
+    """Measure a plan, per token and for a prompt.
 
     Args:
         plan: The plan.
-        src: The shards that it was made from.
-        dst: The same.
-        cache_format: How the caches lie in memory.
+        src: The source's shards that it was made from.
+        dst: The destination's shards that it was made from.
+        cache_format: Layout of the caches in memory.
         prompt_tokens: Length of the prompt, at least 1.
     """
     src_shards = {shard.rank: shard for shard in src}
@@ -238,7 +236,7 @@ def measure_plan(
 def _measure_read(
     read: Read, src: Shard, dst: Shard, cache_format: CacheFormat, prompt_tokens: int
 ) -> ReadFigures:
-    """Lower a read between synthetic caches, and count what its legs would move."""
+    """Lower a read between synthetic caches, and measure its legs."""
     windows = sorted({cache_format.window_tokens_by_layer.get(layer, 0) for layer in read.layers})
     block_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
     longest_tokens = max(prompt_tokens, DESCRIPTOR_TOKENS)
@@ -270,7 +268,7 @@ def _measure_read(
 
 @dataclass(frozen=True, slots=True)
 class _LegFigures:
-    """A leg's part of `ReadFigures`."""
+    """The contribution of one leg to `ReadFigures`."""
 
     request_bytes: int
     descriptors: int
@@ -283,7 +281,7 @@ class _LegFigures:
 def _measure_leg(
     leg: Leg, staged: StagedLeg, windows: Sequence[int], prompt_tokens: int
 ) -> _LegFigures:
-    """Count what a leg would move; the windows are those of its groups."""
+    """Measure a leg; `windows` has one entry per KV-cache group, 0 for no window."""
     descriptor_bytes = int(leg.src.rows[0, 1])
     counted, request = (
         leg.select(
@@ -315,7 +313,7 @@ def _cache(
     block_tokens: int,
     longest_tokens: int,
 ) -> RankCache:
-    """Some layers of a rank's cache, in memory that begins at 0; one group for each window."""
+    """Return a cache of some layers, in memory that begins at 0, with one group per window."""
     planes = {
         layer: cache_format.planes_of(layer, len(shard.holdings[layer].units), block_tokens)
         for layer in layers
@@ -333,20 +331,20 @@ def _cache(
 
 
 def _portion(read: Read) -> float:
-    """Which part of all tokens both ranks of a read hold."""
+    """Return the fraction of all tokens that both ranks of a read hold."""
     shares = [each for each in (read.src_tokens, read.dst_tokens) if not each.is_all]
     if not shares:
         return 1
     stretch = math.gcd(*(each.run_tokens for each in shares))
     period = math.lcm(*(each.period_tokens for each in shares)) // stretch
-    # Where periods have little in common, the beginning stands for all of it.
+    # If the common period is too long, its beginning is a sample of it.
     stretches = np.arange(min(period, _MOST_STRETCHES)) * stretch
     held = [stretches // each.run_tokens % each.num_shares == each.index for each in shares]
     return float(np.logical_and.reduce(held).mean())
 
 
 def _span(window_tokens: int, num_tokens: int, block_tokens: int, share: TokenShare) -> BlockSpan:
-    """The blocks of a prompt that hold what its last token attends to; a window of 0 is all."""
+    """Return the blocks that a prompt's last token attends to: all of them for a window of 0."""
     first_token = max(0, num_tokens - window_tokens) if window_tokens else 0
     together = block_tokens * share.num_shares
     first_block = first_token // together

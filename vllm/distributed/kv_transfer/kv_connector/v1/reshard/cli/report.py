@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the command's arguments to a plan, and to all that is told about it."""
+"""Makes a plan from the command's arguments, with all data that the command prints about it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MAX_PROMPT_TOKENS = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class UpstreamReport:
-    """What is told of a model that is left to upstream's connector, where nothing is planned.
+    """The report on a model that is left to upstream's connector, without a plan.
 
     Attributes:
-        prefill: The layout that is read from.
-        decode: The layout that reads.
-        model: The model in words.
-        caches: What is known of its kinds of cache.
-        notes: What engines would make of it.
+        prefill: Layout of the prefill engine, which is read from.
+        decode: Layout of the decode engine, which reads.
+        model: Description of the model.
+        caches: Its kinds of cache, without sizes.
+        notes: How engines would treat the model.
     """
 
     prefill: EngineLayout
@@ -44,27 +44,27 @@ class UpstreamReport:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """All that is told about a plan.
+    """The report on a plan.
 
     Attributes:
-        prefill: The layout that is read from.
-        decode: The layout that reads.
-        src: The shards of the prefill engine.
-        dst: The shards of the decode engine.
+        prefill: Layout of the prefill engine, which is read from.
+        decode: Layout of the decode engine, which reads.
+        src: Shards of the prefill engine.
+        dst: Shards of the decode engine.
         plan: The plan.
-        figures: What it costs.
-        num_layers: Layers of the model.
+        figures: Its cost.
+        num_layers: Number of layers of the model.
         num_kv_heads: KV heads of each layer, as given.
-        model: The model in words.
-        is_mla: The model keeps one latent in place of heads.
-        cache_format: How the caches lie in memory.
-        layers: What each layer with a KV cache of its own keeps, where layers differ; by index.
-        knows_bytes: Sizes in bytes are known; else only descriptors can be counted.
-        prompt_tokens: Length of the prompt that a request is counted with.
-        state: What is read of recurrent state.
-        state_element_bytes: Size of an element of it.
+        model: Description of the model.
+        is_mla: True if the model keeps one latent instead of heads.
+        cache_format: Layout of the caches in memory.
+        layers: Sizes of each layer with its own KV cache, by index; empty if all layers are alike.
+        knows_bytes: True if sizes in bytes are known; otherwise only descriptors are counted.
+        prompt_tokens: Length of the prompt of the measured request.
+        state: Reads of recurrent state.
+        state_element_bytes: Size of one element of the state.
         caches: The kinds of cache that layers keep.
-        notes: What engines would make of the model.
+        notes: How engines would treat the model.
     """
 
     prefill: EngineLayout
@@ -88,21 +88,21 @@ class PlanReport:
 
     @property
     def keeps_main(self) -> bool:
-        """Whether layers keep heads or a latent, in blocks as large as `--block-size` says."""
+        """True if layers keep heads or a latent, in blocks of `--block-size` tokens."""
         return not self.caches or _main_name(self.is_mla) in {row.name for row in self.caches}
 
     @property
     def has_shares(self) -> bool:
-        """Whether ranks of one of the engines share tokens out."""
+        """True if the ranks of one of the engines divide tokens between them."""
         return max(self.prefill.num_shares, self.decode.num_shares) > 1
 
     @property
     def has_kinds(self) -> bool:
-        """Whether layers keep more than heads or a latent."""
+        """True if layers keep another kind of cache than heads or a latent."""
         return {row.name for row in self.caches} > {_main_name(self.is_mla)} or not self.keeps_main
 
     def parts(self, figures: ReadFigures) -> Iterator[ReadPart]:
-        """A read, one kind of cache after another."""
+        """Divide a read by kind of cache."""
         by_name: dict[str, list[Layer]] = {}
         for layer in figures.read.layers:
             name = _main_name(self.is_mla) if isinstance(layer, int) else layer.partition("/")[2]
@@ -119,19 +119,19 @@ class PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What the arguments and the model's configuration say together.
+    """Sizes from the arguments and the model's configuration together.
 
     Attributes:
-        num_layers: Layers with a KV cache.
+        num_layers: Number of layers of the model.
         num_kv_heads: KV heads of each layer; 1 for MLA.
-        is_mla: One latent takes the place of keys and values.
-        slot_elements: Elements of one head of one token in one plane; None where nothing says.
+        is_mla: True if one latent replaces keys and values.
+        slot_elements: Elements of one head of one token in one plane; None if unknown.
         dtype: Name of the elements' type.
-        model: What the configuration says, where there is one.
-        keeps_windows: Layers with windows keep no more than these.
-        layers: What each layer keeps, where they differ.
-        caches: What layers keep beside it.
-        has_main: They keep more than `caches`.
+        model: Sizes from the model's configuration; None without one.
+        keeps_windows: True if layers with windows keep only the last tokens.
+        layers: Sizes of each layer with its own KV cache, by index; empty if all layers are alike.
+        caches: Kinds of cache beside heads or a latent, or instead of them.
+        has_main: True if layers keep heads or a latent, not only `caches`.
     """
 
     num_layers: int
@@ -146,12 +146,12 @@ class _Sizes:
     has_main: bool = True
 
     def identity(self, layer: int) -> Layer:
-        """By what a layer's heads or latent are known in the plan."""
+        """Return the name of a layer's heads or latent in the plan."""
         return f"{layer}/{_main_name(self.is_mla)}" if self.caches else layer
 
     @property
     def main_layers(self) -> dict[int, LayerSizes]:
-        """What each layer keeps of heads or of a latent, by index."""
+        """Sizes of the heads or the latent of each layer that keeps them, by index."""
         if not self.has_main:
             return {}
         common = LayerSizes(self.num_kv_heads, self.slot_elements or 1)
@@ -159,10 +159,10 @@ class _Sizes:
 
 
 def make_report(args: argparse.Namespace) -> PlanReport | UpstreamReport:
-    """Plan what the arguments describe, and measure it.
+    """Make and measure the plan that the arguments describe.
 
     Raises:
-        ValueError: An argument is malformed, or vLLM could not run one of the layouts, or this
+        ValueError: An argument is malformed, vLLM could not run one of the layouts, or this
             connector would refuse it.
     """
     sizes = _read_sizes(args)
@@ -202,10 +202,10 @@ def make_report(args: argparse.Namespace) -> PlanReport | UpstreamReport:
 
 
 def _left_to_upstream(args: argparse.Namespace, sizes: _Sizes) -> UpstreamReport:
-    """What is told of a model that this connector does not serve.
+    """Report on a model that this connector does not serve.
 
     Raises:
-        ValueError: Upstream's does not either.
+        ValueError: Upstream's connector does not serve it either.
     """
     prefill, decode = (parse_layout(each, 1) for each in (args.prefill, args.decode))
     if max(prefill.num_shares, decode.num_shares) > 1:
@@ -225,7 +225,7 @@ def _judge(
     decode: ParallelMesh,
     cache_format: CacheFormat,
 ) -> tuple[Note, ...]:
-    """What engines would make of the model, unless sizes are given that take its place."""
+    """Return how engines would treat the model; empty if arguments override its sizes."""
     if sizes.model is None or _overrides(args):
         return ()
     block_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
@@ -237,7 +237,7 @@ def _main_name(is_mla: bool) -> str:
 
 
 def _rows(sizes: _Sizes, cache_format: CacheFormat) -> tuple[CacheRow, ...]:
-    """The kinds of cache: heads or latents of one size and one window each, and others."""
+    """Return one row per kind of cache; for heads or latents, one per size and window."""
     block_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
     kinds: dict[tuple[LayerSizes, int], list[int]] = {}
     for layer, each in sizes.main_layers.items():
@@ -277,7 +277,7 @@ def _rows(sizes: _Sizes, cache_format: CacheFormat) -> tuple[CacheRow, ...]:
 def _plan_state(
     args: argparse.Namespace, sizes: _Sizes, prefill: ParallelMesh, decode: ParallelMesh
 ) -> tuple[StateRead, ...]:
-    """What is read of the model's state, unless sizes are given that take its place."""
+    """Return the reads of the model's state; empty if arguments override its sizes."""
     if sizes.model is None or _overrides(args):
         return ()
     ends = (
@@ -288,10 +288,10 @@ def _plan_state(
 
 
 def _read_sizes(args: argparse.Namespace) -> _Sizes:
-    """The sizes that decide: a number that is given comes before the model's own.
+    """Return the sizes to plan with: an argument takes precedence over the model's configuration.
 
     Raises:
-        ValueError: One is missing or impossible, or the model's configuration cannot be read.
+        ValueError: A size is missing or impossible, or the configuration cannot be read.
     """
     model = None if args.model is None else read_model(args.model)
     is_mla = args.mla or (model is not None and model.is_mla and args.num_kv_heads is None)
@@ -333,16 +333,17 @@ def _read_sizes(args: argparse.Namespace) -> _Sizes:
 
 
 def _overrides(args: argparse.Namespace) -> bool:
-    """Whether sizes are given that take the place of those of the model's layers."""
+    """Return whether an argument overrides the sizes of the model's layers."""
     return args.mla or any(
         given is not None for given in (args.num_layers, args.num_kv_heads, args.head_size)
     )
 
 
 def _keeps_windows(args: argparse.Namespace, model: ModelSizes | None) -> bool:
-    """Whether engines keep windows only: vLLM's hybrid KV-cache manager is on.
+    """Return whether engines keep only windows: whether vLLM's hybrid KV-cache manager is on.
 
-    With this connector it is, unless an option turns it off, or vLLM does, as with chunks.
+    With this connector it is on, unless an option turns it off, or vLLM does, as for chunked
+    windows.
     """
     if args.disable_hybrid_kv_cache_manager is not None:
         return not args.disable_hybrid_kv_cache_manager
@@ -352,7 +353,7 @@ def _keeps_windows(args: argparse.Namespace, model: ModelSizes | None) -> bool:
 def _read_layout(
     args: argparse.Namespace, role: str, sizes: _Sizes, block_tokens: int
 ) -> tuple[EngineLayout, tuple[Shard, ...]]:
-    """The layout of one engine, and what its ranks hold.
+    """Return the layout of one engine and the shards of its ranks.
 
     Raises:
         ValueError: vLLM could not run it.
@@ -378,10 +379,10 @@ def _read_layout(
 
 
 def _check_replicas(role: str, sizes: _Sizes) -> None:
-    """See that an engine can have prefill context parallelism.
+    """Check that an engine can have prefill context parallelism.
 
     Raises:
-        ValueError: It reads, or its model keeps heads.
+        ValueError: The engine reads, or its model keeps heads.
     """
     if role == "decode":
         raise ValueError("an engine with prefill context parallelism cannot read: leave pcp out")
@@ -390,10 +391,10 @@ def _check_replicas(role: str, sizes: _Sizes) -> None:
 
 
 def _check_sharing(sizes: _Sizes) -> None:
-    """See that ranks can share the tokens of all layers out.
+    """Check that ranks can divide the tokens of all layers between them.
 
     Raises:
-        ValueError: Some layers keep what they cannot, or what this command does not know.
+        ValueError: Some layers have windows, or caches that this command cannot divide.
     """
     if sizes.keeps_windows and sizes.model is not None and sizes.model.window_tokens_by_layer:
         raise ValueError(
@@ -407,7 +408,7 @@ def _check_sharing(sizes: _Sizes) -> None:
 
 
 def _cache_format(args: argparse.Namespace, sizes: _Sizes) -> CacheFormat:
-    """How the caches lie in memory; of one element a slot where its size is not known."""
+    """Return the layout of the caches in memory; slots of unknown size count as one element."""
     block_tokens = []
     for role in ("prefill", "decode"):
         own = getattr(args, f"{role}_block_size")
@@ -416,8 +417,8 @@ def _cache_format(args: argparse.Namespace, sizes: _Sizes) -> CacheFormat:
         if block_tokens[-1] < 1:
             raise ValueError(f"{name} is {block_tokens[-1]} but must be at least 1")
         require_size(name, block_tokens[-1])
-    # A head's key and value lie side by side, as since vLLM 0.32; 0.22.1 keeps them apart, which
-    # makes twice as many descriptors of half the size.
+    # A head's key and value are adjacent, as they are since vLLM 0.32. 0.22.1 keeps them apart,
+    # which makes twice as many descriptors of half the size.
     slot_element_bytes = (1 if sizes.is_mla else 2) * element_bytes(sizes.dtype)
     caches: dict[Layer, Cache] = {
         f"{layer}/{each.name}": each for each in sizes.caches for layer in each.layers
@@ -447,7 +448,7 @@ def _cache_format(args: argparse.Namespace, sizes: _Sizes) -> CacheFormat:
 
 
 def _families(layers: Mapping[int, LayerSizes]) -> dict[LayerSizes, list[int]]:
-    """The layers that are alike, in the order of the first of each kind."""
+    """Group layers of equal sizes, ordered by the first layer of each group."""
     families: dict[LayerSizes, list[int]] = {}
     for layer, sizes in layers.items():
         families.setdefault(sizes, []).append(layer)
@@ -455,7 +456,7 @@ def _families(layers: Mapping[int, LayerSizes]) -> dict[LayerSizes, list[int]]:
 
 
 def _in_words(sizes: _Sizes) -> str:
-    """The model in words: 32 layers, 8 KV heads of 128 bfloat16."""
+    """Describe the model, such as "32 layers, 8 KV heads of 128 bfloat16"."""
     dtype = sizes.dtype.removeprefix("torch.")
     text = f"{sizes.num_layers} layer{'s' * (sizes.num_layers != 1)}"
     if not sizes.has_main:

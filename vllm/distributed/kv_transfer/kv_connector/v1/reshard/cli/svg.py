@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan as a drawing: both engines side by side, layers downwards and KV heads to the right.
 
-A layer is at the same height in both engines. Each prefill rank is one rectangle with a colour of
-its own, hatched where no rank reads from it; each read is one rectangle within its decode rank, in
-the colour of the rank that it reads from. Hues tell tensor-parallel ranks apart, and shades tell
-stages apart; both stay apart for people who are colour-blind, and labels say the same in words.
+A layer is at the same height in both engines. Each prefill rank is one rectangle in its own colour,
+hatched if no rank reads from it. Each read is one rectangle within its decode rank, in the colour
+of the rank that it reads from. Hues distinguish tensor-parallel ranks, and shades distinguish
+stages. The colours suit colour-blind readers, and labels repeat them in words.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HUES = (
     (153, 153, 153),
 )
 _SHADES = (1.0, 0.62, 0.82, 0.45)
-"""How much of a stage's hue is colour; the rest is white."""
+"""Fraction of the hue in each stage's colour; the rest is white."""
 
 _MARGIN, _TOP, _GUTTER, _COLUMN_GAP = 24.0, 110.0, 110.0, 8.0
 _LINE, _LETTER = 14.0, 7.4
@@ -39,7 +39,7 @@ _HEIGHT, _MAX_HEIGHT = 480.0, 2400.0
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One engine's half of the drawing: where its columns begin, and how wide they are."""
+    """One engine's half of the drawing: the left edge of its columns, and their width."""
 
     left: float
     column: float
@@ -51,14 +51,14 @@ class _Side:
         return self.mesh.tp_size * (self.column + _COLUMN_GAP) - _COLUMN_GAP
 
     def x(self, tp_rank: int, local_head: int = 0) -> float:
-        """Where one of a rank's heads begins."""
+        """Return the left edge of one of a rank's heads."""
         start = self.left + tp_rank * (self.column + _COLUMN_GAP)
         return start + local_head * self.column / self.heads
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The axis of layers: where the first one begins, and how high each is."""
+    """The axis of layers: the top edge of the first one, and the height of each."""
 
     top: float
     layer: float
@@ -77,15 +77,15 @@ def draw_plan(
     """Draw a plan as SVG.
 
     Args:
-        prefill: The mesh that is read from.
-        decode: The mesh that reads.
-        src: The shards of the prefill engine; layers are indices.
-        dst: The shards of the decode engine.
+        prefill: Mesh of the prefill engine, which is read from.
+        decode: Mesh of the decode engine, which reads.
+        src: Shards of the prefill engine; layers are indices.
+        dst: Shards of the decode engine.
         plan: The plan between the two.
 
     Returns:
-        The document. Rectangles have the class `source`, one for each prefill rank, or `read`, one
-        for each read.
+        The document. It has one rectangle of class `source` per prefill rank, and one of class
+        `read` per read.
     """
     num_layers = 1 + max(int(layer) for shard in dst for layer in shard.holdings)
     num_heads = max(each.num_units for shard in dst for each in shard.holdings.values())
@@ -140,7 +140,7 @@ def draw_plan(
 def _side(
     left: float, mesh: ParallelMesh, shards: Sequence[Shard], narrowest: int | None = None
 ) -> _Side:
-    """As wide as labels want, within bounds: those of a column, or of its narrowest read."""
+    """Return a side with columns wide enough, within limits, for the labels in its narrowest cell."""
     heads = max(len(each.units) for shard in shards for each in shard.holdings.values())
     column = _MIN_COLUMN * heads / (narrowest or heads)
     if mesh.tp_size * (column + _COLUMN_GAP) < _MIN_SIDE:
@@ -149,7 +149,7 @@ def _side(
 
 
 def _engine_heading(svg: Tree.Element, side: _Side, heading: str, shards: Sequence[Shard]) -> None:
-    """The engine's name, and the heads of each column."""
+    """Write the engine's heading, and the heads of each column."""
     _text(svg, side.left, 76, heading, bold=True)
     for shard in shards:
         if shard.rank.pp_rank == 0:
@@ -160,7 +160,7 @@ def _engine_heading(svg: Tree.Element, side: _Side, heading: str, shards: Sequen
 
 
 def _layer_axis(svg: Tree.Element, side: _Side, rows: _Rows, shards: Sequence[Shard]) -> None:
-    """The stages with their layers, left of the engine."""
+    """Write the stages and their layers to the left of the engine."""
     for shard in shards:
         if shard.rank.tp_rank == 0:
             layers = [int(layer) for layer in shard.holdings]
@@ -175,7 +175,7 @@ def _layer_axis(svg: Tree.Element, side: _Side, rows: _Rows, shards: Sequence[Sh
 def _draw_source(
     svg: Tree.Element, side: _Side, rows: _Rows, shard: Shard, *, is_read: bool
 ) -> None:
-    """One prefill rank; hatched if no rank reads from it."""
+    """Draw one prefill rank, hatched if no rank reads from it."""
     layers = [int(layer) for layer in shard.holdings]
     heads = next(iter(shard.holdings.values())).units
     x_range = side.x(shard.rank.tp_rank), side.x(shard.rank.tp_rank) + side.column
@@ -203,7 +203,7 @@ def _cell(
     title: str,
     hatched: bool = False,
 ) -> None:
-    """A rectangle in the colour of a prefill rank, with as many lines of text as fit."""
+    """Draw a rectangle in the colour of a prefill rank, with as many lines of text as fit."""
     red, green, blue = _colour(source)
     width, height = x_range[1] - x_range[0], y_range[1] - y_range[0]
     cell = Tree.SubElement(
@@ -242,7 +242,7 @@ def _slice_lines(layers: Sequence[int], heads: UnitInterval) -> list[str]:
 
 
 def _outline(svg: Tree.Element, side: _Side, rows: _Rows, shard: Shard) -> None:
-    """A frame around all that one decode rank reads."""
+    """Draw a frame around everything that one decode rank reads."""
     layers = [int(layer) for layer in shard.holdings]
     x, y = side.x(shard.rank.tp_rank), rows.y(layers[0])
     stop = rows.y(layers[-1] + 1)
@@ -276,7 +276,7 @@ def _hatching(svg: Tree.Element) -> None:
 
 
 def _colour(rank: MeshRank) -> tuple[int, int, int]:
-    """A rank's own colour, as far as there are enough: stages differ in shade, others in hue."""
+    """Return a rank's colour: hue by TP rank, shade by stage; both repeat in a large mesh."""
     shade = _SHADES[rank.pp_rank % len(_SHADES)]
     red, green, blue = (
         round(255 - shade * (255 - part)) for part in _HUES[rank.tp_rank % len(_HUES)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as tables for people."""
+"""Prints a report as tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WAYS_NOTE = (
 
 
 def print_report(report: PlanReport | UpstreamReport, console: Console) -> None:
-    """Print meshes, kinds of cache, reads, what they cost each rank, and warnings."""
+    """Print meshes, kinds of cache, reads, their cost for each rank, notes and warnings."""
     _print_heading(report, console)
     if isinstance(report, UpstreamReport):
         console.print()
@@ -48,7 +48,7 @@ def print_report(report: PlanReport | UpstreamReport, console: Console) -> None:
         console.print()
         console.print(table)
     _print_notes(report.notes, console)
-    # What is kept instead of heads has blocks that `--block-size` does not change.
+    # Caches that replace heads have blocks that `--block-size` does not change.
     is_chosen = report.knows_bytes and report.keeps_main
     cache_format = report.cache_format if is_chosen else None
     warnings = list(
@@ -69,7 +69,7 @@ def print_report(report: PlanReport | UpstreamReport, console: Console) -> None:
 
 
 def _print_notes(notes: Sequence[Note], console: Console) -> None:
-    """Say what engines would make of it, one note a line."""
+    """Print how engines would treat the model, one note per line."""
     if not notes:
         return
     console.print()
@@ -99,13 +99,13 @@ def _print_heading(report: PlanReport | UpstreamReport, console: Console) -> Non
 
 
 def _layout(layout: EngineLayout) -> str:
-    """An engine, and which of its ranks are read from."""
+    """Describe an engine's layout, and which of its ranks are read from."""
     text = f"{layout}, {_count(layout.num_ranks, 'rank')}"
     return text if layout.num_replicas == 1 else f"{text}, the first of each PCP group read from"
 
 
 def _tokens(block_tokens: tuple[int, int]) -> str:
-    """Tokens in a block, at both ends."""
+    """Describe the number of tokens in a block at both ends."""
     src_tokens, dst_tokens = block_tokens
     if src_tokens == dst_tokens:
         return f"{src_tokens} tokens"
@@ -113,7 +113,7 @@ def _tokens(block_tokens: tuple[int, int]) -> str:
 
 
 def _caches(rows: Sequence[CacheRow]) -> Table:
-    """The kinds of cache that layers keep."""
+    """Return the table of the kinds of cache that layers keep."""
     table = _table("Caches")
     for name in ("cache", "layers", "moved as", "blocks of", "kept"):
         table.add_column(name)
@@ -163,7 +163,7 @@ def _reads(report: PlanReport) -> Table:
 
 
 def _state(report: PlanReport) -> Table:
-    """What is read of recurrent state, once for each request."""
+    """Return the table of the reads of recurrent state, with bytes per request."""
     table = _table("State")
     for name in ("decode", "reads from", "layers", "components", "units"):
         table.add_column(name)
@@ -186,7 +186,7 @@ def _state(report: PlanReport) -> Table:
 
 
 def _ways(report: PlanReport) -> Table:
-    """How each read goes, in the order of `_reads`."""
+    """Return the table of each read's strategy and descriptors, in the order of `_reads`."""
     table = _table("Direct or staged")
     for name in ("decode", "reads from"):
         table.add_column(name)
@@ -270,7 +270,7 @@ def _prefill_ranks(report: PlanReport) -> Table:
 
 
 def _how(report: PlanReport, source: SourceFigures) -> str:
-    """How a source rank is read from: in one way, or in both."""
+    """Return the strategies of the reads from a source rank."""
     if not source.fan_out:
         return "only notified"
     if not report.knows_bytes:
@@ -296,7 +296,7 @@ def _table(title: str) -> Table:
 
 
 def _cells(*texts: str) -> list[Text]:
-    """Cells that are shown as they are: `[0, 4)` is no markup."""
+    """Return cells with literal text, so that rich does not take `[0, 4)` for markup."""
     return [Text(text) for text in texts]
 
 

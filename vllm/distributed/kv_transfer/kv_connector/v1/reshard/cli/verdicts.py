@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines would make of a model, in words: served, refused, or left to upstream's, and where.
+"""How engines would treat a model: serve it, refuse it, or leave it to upstream's connector.
 
-What a block's inside is depends on the attention backend, and so on the GPU and on options that
-`config.json` does not know. Engines compare it when they meet.
+The contents of a block depend on the attention backend, and so on the GPU and on options that are
+not in `config.json`. Engines compare them at the handshake.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .model import ModelSizes
 
 
 class Verdict(Enum):
-    """What becomes of it."""
+    """How engines treat a model or a part of it."""
 
     SERVED = "served"
     REFUSED = "refused"
@@ -27,12 +27,12 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What engines would make of a part of a model, or of all of it.
+    """A verdict on a model or a part of it.
 
     Attributes:
-        verdict: What becomes of it.
-        where: On which devices, and with which options.
-        why: The rest, as one sentence without its end.
+        verdict: The verdict.
+        where: Devices and options that it holds for.
+        why: The reason, as one sentence without a full stop.
     """
 
     verdict: Verdict
@@ -42,11 +42,11 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """An attention backend that arranges heads in blocks as it likes.
+    """An attention backend with its own arrangement of heads in blocks.
 
     Attributes:
-        where: On which devices it is used, and with which options.
-        is_whole: Its blocks are not looked into, and every rank has others of them.
+        where: Its name, with the devices and options that it is used with.
+        is_whole: True if its blocks are opaque and differ from rank to rank.
     """
 
     where: str
@@ -60,7 +60,7 @@ ARRANGED = (
     Backend("ROCM_AITER_FA on AMD with VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"),
     Backend("ROCM_AITER_UNIFIED_ATTN on AMD with VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", is_whole=True),
 )
-"""Backends of attention with heads whose blocks must be equal at both engines."""
+"""Backends for heads that require blocks of equal size at both engines."""
 
 EVERYWHERE = "everywhere"
 FIRST_BASE = "vLLM 0.22.1"
@@ -73,16 +73,16 @@ def judge(
     decode: ParallelMesh,
     block_tokens: tuple[int, int],
 ) -> tuple[Note, ...]:
-    """Say what engines would make of a model with two layouts.
+    """Return how engines with these two layouts would treat a model.
 
     Args:
         model: The model.
-        prefill: The mesh that is read from.
-        decode: The one that reads.
-        block_tokens: Tokens in a block of each.
+        prefill: Mesh of the prefill engine, which is read from.
+        decode: Mesh of the decode engine, which reads.
+        block_tokens: Tokens in a block of the prefill and of the decode engine.
 
     Raises:
-        ValueError: They would refuse it, when they start or each other.
+        ValueError: An engine would refuse the model when it starts, or refuse the other engine.
     """
     if (family := model.family) is not None and not family.is_served:
         return (_left_to_upstream(family, prefill, decode),)
@@ -128,7 +128,7 @@ def _left_to_upstream(family: Family, prefill: ParallelMesh, decode: ParallelMes
 
 
 def _of_family(family: Family, prefill: ParallelMesh, decode: ParallelMesh) -> Iterator[Note]:
-    """What is particular to a family that is served."""
+    """Return the notes on a family that this connector serves."""
     if shared := [each.name for each in family.caches if each.is_whole and each.num_units > 1]:
         note = _uncut(EVERYWHERE, f"whole blocks of {_listed(shared)}", prefill, decode)
         if note.verdict is Verdict.REFUSED:
@@ -157,7 +157,7 @@ def _of_family(family: Family, prefill: ParallelMesh, decode: ParallelMesh) -> I
 def _of_backends(
     prefill: ParallelMesh, decode: ParallelMesh, block_tokens: tuple[int, int]
 ) -> Iterator[Note]:
-    """What backends that arrange blocks as they like do not allow of these layouts."""
+    """Return what the backends in `ARRANGED` refuse of these layouts."""
     if block_tokens[0] != block_tokens[1]:
         yield Note(
             Verdict.REFUSED,
@@ -171,7 +171,7 @@ def _of_backends(
 
 
 def _uncut(where: str, what: str, prefill: ParallelMesh, decode: ParallelMesh) -> Note:
-    """Blocks of a rank's own, which are never cut."""
+    """Return the note on blocks that differ from rank to rank, which need equal TP."""
     if prefill.tp_size == decode.tp_size:
         return Note(Verdict.SERVED, where, f"{what}, as long as TP is the same at both engines")
     return Note(
