@@ -140,7 +140,7 @@ def draw_plan(
 def _side(
     left: float, mesh: ParallelMesh, shards: Sequence[Shard], narrowest: int | None = None
 ) -> _Side:
-    """Return a side with columns wide enough, within limits, for the labels in its narrowest cell."""
+    """Return a side, wide enough within limits for the labels of its narrowest cell."""
     heads = max(len(each.units) for shard in shards for each in shard.holdings.values())
     column = _MIN_COLUMN * heads / (narrowest or heads)
     if mesh.tp_size * (column + _COLUMN_GAP) < _MIN_SIDE:
