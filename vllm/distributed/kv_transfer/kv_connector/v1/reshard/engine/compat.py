@@ -208,7 +208,8 @@ def attention_variants(implementation: Any) -> tuple[Any, ...]:
 def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
     """Return how many tokens drafts read ahead in a prompt; 1 in 0.22.1.
 
-    The decode engine computes that many last tokens of the prompt.
+    In later releases, a prefill engine leaves at least one token fewer than this number, at the end
+    of a prompt, to the decode engine.
     """
     return 1 if _IS_0_22 else int(vllm_config.num_prefill_lookahead_tokens)
 

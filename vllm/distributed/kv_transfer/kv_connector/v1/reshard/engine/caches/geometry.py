@@ -52,13 +52,13 @@ _SERVED_SPECS = frozenset(
         SlidingWindowSpec,
     }
 )
-"""Kinds of layers with a slot per token, whose blocks are freed from the front, if at all. Their
-subclasses keep blocks in other ways, and are not served."""
+"""Kinds of layers with a slot per token. Their blocks are freed only from the front, if at all.
+Subclasses keep blocks differently, and are not served."""
 
 _MLA_SPECS = (MLAAttentionSpec, SlidingWindowMLASpec)
 
 _THEIR_OWN: Mapping[str, str] = MappingProxyType({})
-"""Every layer has the same name in other engines."""
+"""The default: every layer has the same name in other engines."""
 
 
 def describe_cache(
@@ -77,7 +77,7 @@ def describe_cache(
         kv_caches: The tensor of each layer, as the model runner registers it.
         kv_cache_config: This worker's groups and layers.
         backends: The attention backend of each layer.
-        identities: A layer's name in other engines, for layers with another name there.
+        identities: Names in other engines of the layers that have another name there.
         settings: Further settings that may affect the format of unknown backends.
 
     Raises:
@@ -95,7 +95,7 @@ def describe_cache(
         if type(spec) is MambaSpec:
             blocks_per_id = _blocks_per_id(name, len(tensor), kv_cache_config)
             for part in describe_state(tensor, spec):
-                # A backend's order of the state differs between devices.
+                # The order in which a backend stores the state depends on the device.
                 meaning = {
                     "state": f"{backend.get_name()} on {tensor.device.type}",
                     "numbers of the state": part.number_format,
@@ -129,8 +129,8 @@ def unserved_layer(
 
     Args:
         kv_cache_config: The groups and layers of a worker, or of its engine's scheduler.
-        num_shares: Number of ranks that divide a layer's tokens, for layers with divided tokens.
-        over_pcp: True if some of these ranks compute parts of a prompt instead of heads.
+        num_shares: Number of ranks that divide the tokens of a layer between them, if they do.
+        over_pcp: True if these ranks span prefill context parallelism, which divides prompts.
     """
     latent = latent_layers(kv_cache_config)
     for name, (spec, _) in _specs(kv_cache_config).items():
@@ -160,7 +160,7 @@ def shares_of_layers(
     Args:
         kv_cache_config: This worker's groups and layers.
         share: The rank's share of the tokens of such layers.
-        identities: A layer's name in other engines, for layers with another name there.
+        identities: Names in other engines of the layers that have another name there.
     """
     return {
         identities.get(name, name): share
@@ -174,7 +174,7 @@ def tokens_of_blocks(kv_cache_config: KVCacheConfig, num_shares: int) -> list[in
 
     Args:
         kv_cache_config: The groups of an engine's scheduler.
-        num_shares: Number of ranks that divide a layer's tokens, for layers with divided tokens.
+        num_shares: Number of ranks that divide the tokens of a layer between them, if they do.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [spec.block_size * (num_shares if shares_tokens(spec) else 1) for spec in specs]
@@ -192,7 +192,7 @@ def uncut_layers(
         kv_caches: The tensor of each layer.
         kv_cache_config: This worker's groups and layers.
         backends: The attention backend of each layer.
-        identities: A layer's name in other engines, for layers with another name there.
+        identities: Names in other engines of the layers that have another name there.
     """
     return frozenset(
         identities.get(name, name)
@@ -253,7 +253,7 @@ def token_layers(kv_cache_config: KVCacheConfig) -> list[str]:
 
 
 def keeps_no_middle(kv_cache_config: KVCacheConfig) -> bool:
-    """Return whether a layer drops tokens between a prompt and the last tokens of its answer."""
+    """Return whether a layer keeps only a prompt and the last tokens of its answer."""
     return any(loses_its_middle(spec) for spec, _ in _specs(kv_cache_config).values())
 
 
@@ -266,7 +266,7 @@ def latent_layers(
 
     Args:
         kv_cache_config: This worker's groups and layers.
-        identities: A layer's name in other engines, for layers with another name there.
+        identities: Names in other engines of the layers that have another name there.
     """
     latent: set[Layer] = set()
     for name, (spec, _) in _specs(kv_cache_config).items():
@@ -296,7 +296,7 @@ def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]
 def _is_served(spec: KVCacheSpec) -> bool:
     """Return whether a layer keeps state of a known structure, or has slots for its tokens.
 
-    Several tokens may share a slot only where caches are views. A latent is one head on each rank.
+    Several tokens may share a slot only if caches are views. A latent is one head on each rank.
     """
     if type(spec) is MambaSpec:
         return is_known_state(spec)

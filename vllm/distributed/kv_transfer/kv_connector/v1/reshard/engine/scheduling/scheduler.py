@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's half of the connector.
 
-It extends upstream's scheduler: requests keep its states, and routers pass on its parameters. It
-also serves the handshakes of all pipeline stages, and decides which requests wait for blocks, and
-which tokens are read, given up and offered. The rules are in the other modules of this folder.
+It extends upstream's scheduler, and keeps its request states and the parameters that routers pass
+on. It also answers handshakes for all pipeline stages, and decides which requests wait for blocks,
+and which tokens are read, given up and offered. The other modules of this folder have the rules.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ logger = init_logger(__name__)
 
 
 class ReshardScheduler(NixlConnectorScheduler):
-    """The connector as vLLM's scheduler calls it. Belongs to the scheduler's thread.
+    """The part of the connector that vLLM's scheduler calls. Belongs to the scheduler's thread.
 
     Attributes:
-        first_tokens: First tokens that prefill engines have sampled, and the outputs made of them.
+        first_tokens: First tokens sampled by prefill engines, and the outputs made from them.
     """
 
     _server: HandshakeServer | None = None
@@ -104,10 +104,10 @@ class ReshardScheduler(NixlConnectorScheduler):
         # Requests that began or stopped waiting for blocks since the last step's metadata.
         self._awaited: dict[str, RemoteRequest] = {}
         self._ended: set[str] = set()
-        # Requests whose leases workers renew, or will with the next metadata.
+        # Requests whose leases workers renew now, or from the next metadata on.
         self._renewed: set[str] = set()
         self._offers = OfferBook()
-        # With drafts, a step's tokens may be rejected: no part of a prompt is shown early.
+        # With drafts, a step's tokens may be rejected: no part of a prompt goes on the board early.
         is_told = vllm_config.speculative_config is None
         full = full_groups(kv_cache_config) if is_told else frozenset()
         self._board_updates = BoardUpdates(
@@ -115,14 +115,14 @@ class ReshardScheduler(NixlConnectorScheduler):
             [tokens * (group in full) for group, tokens in enumerate(block_tokens)],
             partial(tokens_in_flight, is_ahead=self._is_ahead),
         )
-        # Less the null block; 0 with drafts, whose extra blocks are not counted here.
+        # Without the null block. 0 with drafts, because their extra blocks are not counted here.
         num_blocks = kv_cache_config.num_blocks - 1 if is_told else 0
         longest_blocks = self._counts.num_blocks(vllm_config.model_config.max_model_len)
         self._parking = Parking(num_blocks, longest_blocks)
         self._block_pool: BlockPool | None = None
         self._readers = Readers()
-        # Requests that vLLM made up since the last step's metadata. Not by their own ids, which
-        # clients choose and two requests may share.
+        # Requests that vLLM made up since the last step's metadata. Not keyed by request id, because
+        # clients choose ids, and two requests may share one.
         self._given_up: dict[RemoteName, Request] = {}
         self._reads = ReadBook()
         self._has_blocks_in_doubt = False
@@ -168,14 +168,14 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._reads.manager = manager
 
     def set_block_pool(self, block_pool: BlockPool) -> None:
-        """Set the block pool, which tells how many blocks are free."""
+        """Set the block pool, for the number of free blocks."""
         self._block_pool = block_pool
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Set the call that ends a wait of the engine's core, and let the core wait longer.
+        """Set the call that wakes the engine's core, and let the core wait longer.
 
-        It may not with data parallelism, where engines step together, nor with prefill context
-        parallelism, where some workers never ring, nor with a connector for encoder caches, which
+        Do nothing with data parallelism, where engines step together, with prefill context
+        parallelism, where some workers never ring, and with a connector for encoder caches, which
         depends on regular steps.
         """
         parallel_config = self.vllm_config.parallel_config
@@ -189,12 +189,12 @@ class ReshardScheduler(NixlConnectorScheduler):
             host_for_workers(parallel_config, self.side_channel_host),
             wakeup,
             num_workers=parallel_config.world_size,
-            # One in each stage, and one more if steps are scheduled ahead.
+            # At most one in each stage, and one that is scheduled ahead.
             max_concurrent_steps=parallel_config.pipeline_parallel_size + 1,
         )
 
     def idle_timeout_s(self, num_running: int, num_waiting: int) -> float | None:
-        """Return for how long the engine's core may wait after a step that computed nothing.
+        """Return how long the engine's core may wait after a step that computed nothing.
 
         Args:
             num_running: Number of running requests.
@@ -206,12 +206,13 @@ class ReshardScheduler(NixlConnectorScheduler):
         return self._idling.timeout_s(num_running, num_waiting, self._reads.num_loading)
 
     def on_new_request(self, request: Request) -> None:
-        """Take in a new request as upstream does, with sanitized parameters.
+        """Add a new request as upstream does, with sanitized parameters.
 
-        Only one request reads an offer: its producer frees the blocks once it is notified. If a
-        prompt has several answers (`n`), the others compute it. So does a request whose id another
-        read, still under way, has. A request that vLLM made up reads nothing, and gives up what no
-        request of this engine has read: see `readers`.
+        Only one request reads an offer, because its producer frees the blocks once it is notified.
+        If a prompt has several answers (`n`), the other requests compute it. A request also
+        computes its prompt if a read under the same id is still under way. A request that vLLM made
+        up reads nothing; it gives up an offer that no request of this engine has read: see
+        `readers`.
         """
         params, fault = self._believable(request)
         if fault is not None:
@@ -220,7 +221,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             )
         made_up = is_made_up(request)
         if params and request.request_id in self._reads and not made_up:
-            # Malformed parameters, too: blocks that are still written into go by the request's id.
+            # Even with malformed parameters: this id stands for blocks that are still written into.
             params = without_source(params)
         remote = remote_request(params) if params and is_disaggregated(params) else None
         if params and remote is not None:
@@ -251,10 +252,10 @@ class ReshardScheduler(NixlConnectorScheduler):
                 )
 
     def _believable(self, request: Request) -> tuple[Params | None, str | None]:
-        """Return a request's sanitized parameters, and why nothing is read back, if so.
+        """Return a request's sanitized parameters, and why blocks cannot be read back, or None.
 
-        A request that vLLM made up has no prompt, and early parameters carry no secret: the engine
-        that offers it is not notified.
+        Early parameters of a request that vLLM made up are dropped: without a prompt or a secret,
+        the engine that offers it cannot be notified.
         """
         params: Any = request.kv_transfer_params
         if self._dispatches_early:
@@ -275,8 +276,8 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[int | None, bool]:
         """Return how many tokens to read, and whether asynchronously; (None, False) to wait.
 
-        Requests that are dispatched early wait until `parking` lets them have blocks, unless all
-        of their prompt is cached here.
+        A request that is dispatched early waits until `parking` allows it blocks, unless its whole
+        prompt is cached here.
         """
         count, is_async = self._num_to_read(request, num_computed_tokens)
         pool = self._block_pool
@@ -287,16 +288,16 @@ class ReshardScheduler(NixlConnectorScheduler):
         return count, is_async
 
     def _num_to_read(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens to read, less those that `token_counts` rules out.
+        """Return how many tokens to read, without those that `token_counts` rules out.
 
-        Upstream assumes that all of a prompt was prefilled. If it has grown since, the rest is
-        computed here.
+        Upstream assumes that the whole prompt was prefilled. If the prompt has grown since, the
+        rest is computed here.
 
-        Nothing is read twice: a request that starts over, because it was preempted or because its
+        No request reads twice: a request that starts over, because it was preempted or because its
         blocks did not arrive, would wait forever for a read that is never posted.
 
-        Upstream counts no tokens for a prompt that is given as embeddings. They are read like any
-        other prompt, but not read back: the last turn's answer is tokens, this turn's is rows.
+        Upstream counts no tokens for a prompt of embeddings. Such a prompt is read like any other,
+        but not read back: the last answer consists of tokens, and this prompt of embedding rows.
         """
         params = request.kv_transfer_params
         if already_requested(params):
@@ -321,18 +322,19 @@ class ReshardScheduler(NixlConnectorScheduler):
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
-        """Take in a request's new blocks as upstream does, and note that it has them."""
+        """Record a request's new blocks as upstream does; if it is to be read, stop parking it."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._board_updates.admit(request.request_id, request)
         if num_external_tokens:
             self._parking.admit(request.request_id)
 
     def _prefill_backoff(self) -> int:
-        """Return how many last tokens of a prompt the prefill engine leaves out.
+        """Return how many tokens at the end of a prompt the prefill engine does not compute.
 
-        As upstream's, but at least 1 if layers have windows: a producer holds the blocks that the
-        next token's window reaches back to, so that token is left to the decode engine. It does
-        not apply where the scheduler is patched to hold them, as 0.22.1's is.
+        The same as upstream's, but at least 1 if layers have windows: a producer holds the blocks
+        in the next token's window, so that token is left to the decode engine. The scheduler of
+        0.22.1 is patched to hold the blocks of the last token instead, so upstream's number does
+        not apply there.
         """
         upstreams = 0 if PRODUCERS_KEEP_THE_LAST_WINDOW else int(super()._prefill_backoff())
         return max(upstreams, 1) if window_groups(self.kv_cache_config) else upstreams
@@ -344,7 +346,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             scheduled_in(scheduler_output), scheduler_output.total_num_scheduled_tokens
         )
         wanted: dict[str, tuple[Request, BlockIds]] = {
-            # Any further entries are for upstream's worker.
+            # Further fields are for upstream's worker.
             request_id: entry[:2]
             for request_id, entry in self._reqs_need_recv.items()
         }
@@ -383,7 +385,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in the workers' reports; what vLLM sees of failed reads is up to `failed_reads`."""
+        """Process the workers' reports; `failed_reads` decides what vLLM sees of failed reads."""
         super().update_connector_output(connector_output)
         told = connector_output.kv_connector_worker_meta
         if told or connector_output.finished_sending or connector_output.finished_recving:
@@ -404,10 +406,10 @@ class ReshardScheduler(NixlConnectorScheduler):
             self.first_tokens.receive(connector_output.finished_recving)
 
     def take_stats(self) -> ReshardStats | None:
-        """Return what the scheduler counted since the last call; None if nothing.
+        """Return the scheduler's statistics since the last call; None if there are none.
 
-        vLLM appends it to what workers counted in the same step. A worker counts only its own
-        blocks in doubt, and a gauge's last value counts.
+        vLLM appends them to the workers' statistics of the same step, and takes a gauge's last
+        value: the scheduler's number of blocks in doubt overrides each worker's own number.
         """
         num_blocks = self._reads.num_blocks_in_doubt
         if num_blocks or self._has_blocks_in_doubt:
@@ -416,7 +418,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         return None if self._stats.is_empty() else self._stats.take()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether the engine must step without requests, to get blocks back."""
+        """Return whether the engine must step even without requests, to free blocks."""
         return self._reads.num_taken_blocks > 0
 
     def _receive(self, request: Request, local_block_ids: BlockIds) -> Receive:
@@ -437,11 +439,13 @@ class ReshardScheduler(NixlConnectorScheduler):
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request; return whether its blocks are held, and the next engine's parameters.
 
-        As upstream's, but the parameters also say how many pipeline stages there are. Blocks and
-        tokens beyond the answer, such as those of drafts, are not offered. Nor is a request without
-        another engine's parameters: workers would never report it as sent. Nor is state that has
-        taken in tokens beyond the answer, nor blocks that a step in flight may be filling: after a
-        preemption, the output of a step from before it can still end the request.
+        Unlike upstream's, the parameters include the number of pipeline stages. Not offered are:
+
+        - blocks and tokens beyond the answer, such as those of drafts;
+        - a request without another engine's parameters, which workers would never report as sent;
+        - recurrent state that includes tokens beyond the answer;
+        - blocks that a step in flight may be filling: in 0.22.1, the output of a step from before
+          a preemption can still end the request.
         """
         self.first_tokens.end(request.request_id)
         self._handovers.end(request.request_id)
@@ -452,7 +456,7 @@ class ReshardScheduler(NixlConnectorScheduler):
                 request.request_id, State.ABORTED if was_aborted else State.EMPTY
             )
         if params is not None and self._dispatches_early and params.get("do_remote_prefill"):
-            # Routers take this to mean that the next engine needs only this address.
+            # For routers, this means that the next engine needs only this address.
             params["transfer_mode"] = "push"
         return delay_free, params
 
@@ -501,7 +505,7 @@ class ReshardScheduler(NixlConnectorScheduler):
         return delay_free, params
 
     def _stop_heartbeat(self, req_id: str) -> None:
-        """Stop renewing a lease; upstream calls this once a request is received or has ended."""
+        """Stop renewing a request's lease; upstream calls this once it is received or has ended."""
         if req_id in self._renewed:
             self._renewed.remove(req_id)
             if self._awaited.pop(req_id, None) is None:
