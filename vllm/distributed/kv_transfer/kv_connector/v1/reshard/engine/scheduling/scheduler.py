@@ -121,8 +121,8 @@ class ReshardScheduler(NixlConnectorScheduler):
         self._parking = Parking(num_blocks, longest_blocks)
         self._block_pool: BlockPool | None = None
         self._readers = Readers()
-        # Requests that vLLM made up since the last step's metadata. Not keyed by request id, because
-        # clients choose ids, and two requests may share one.
+        # Requests that vLLM made up since the last step's metadata. Request ids are no keys here:
+        # clients choose them, and two requests may share one.
         self._given_up: dict[RemoteName, Request] = {}
         self._reads = ReadBook()
         self._has_blocks_in_doubt = False
