@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differences between the releases of vLLM that this connector runs on.
 
-This is the only module that depends on the release: a test checks that no other module does. Each
-switch is named after the difference, and its docstring names the base that needs it. Remove a
-switch together with its base.
+Only this module tells one release from another: a test checks that no other module does. Each
+switch is named after the difference, and its docstring names the base that needs it. A switch is
+removed together with that base.
 """
 
 from __future__ import annotations
