@@ -75,7 +75,7 @@ def verdicts(checker: LeaseChecker, count: int) -> list[Verdict]:
 
 def is_put_off(checker: LeaseChecker, key: str = "our a") -> bool:
     """Whether a request is to be looked at again."""
-    return any(wanted.key == key for _, _, wanted in checker._again)
+    return any(wanted.key == key for wanted in checker._again)
 
 
 def until_put_off(checker: LeaseChecker, key: str = "our a") -> None:

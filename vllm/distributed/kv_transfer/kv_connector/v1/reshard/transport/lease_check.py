@@ -98,14 +98,18 @@ class _Wanted:
         key: Key of the lookup.
         remote_request_id: The producer's id of the request.
         fingerprint: Fingerprint that its entry should have.
+        table: Table to look it up in.
         due_at_s: Deadline of the lookup.
+        look_at_s: When to look again, if it was not offered yet or had another fingerprint.
         num_looks: Number of looks that found another fingerprint.
     """
 
     key: LookupKey
     remote_request_id: RequestId
     fingerprint: OfferFingerprint
+    table: PreparedTable
     due_at_s: float
+    look_at_s: float = 0.0
     num_looks: int = 0
 
 
@@ -113,7 +117,6 @@ class _Wanted:
 class _Lookup:
     """One read of buckets of a peer's table, one bucket for each request."""
 
-    table: PreparedTable
     wanted: list[_Wanted]
     names: list[int]
     read: RowRead
@@ -154,8 +157,8 @@ class LeaseChecker:
         self._reads = reads
         self._clock = clock
         self._wanted: dict[PreparedTable, list[_Wanted]] = defaultdict(list)
-        # Not offered yet, or with another fingerprint: when and in which table to look again.
-        self._again: list[tuple[float, PreparedTable, _Wanted]] = []
+        # Requests to look up again.
+        self._again: list[_Wanted] = []
         self._lookups: list[_Lookup] = []
         self._verdicts: list[Verdict] = []
 
@@ -181,7 +184,7 @@ class LeaseChecker:
             at: Table of a worker that the request's blocks were read from.
             due_at_s: Deadline of the lookup.
         """
-        wanted = _Wanted(key, remote_request_id, fingerprint, due_at_s)
+        wanted = _Wanted(key, remote_request_id, fingerprint, at, due_at_s)
         self._wanted[at].append(wanted)
 
     def advance(self) -> list[Verdict]:
@@ -191,11 +194,11 @@ class LeaseChecker:
         """
         now_s = self._clock()
         again, self._again = self._again, []
-        for look_at_s, table, wanted in again:
-            if look_at_s <= now_s < wanted.due_at_s:
-                self._wanted[table].append(wanted)
+        for wanted in again:
+            if wanted.look_at_s <= now_s < wanted.due_at_s:
+                self._wanted[wanted.table].append(wanted)
             else:
-                self._again.append((look_at_s, table, wanted))
+                self._look_later(wanted, now_s)
         for table in list(self._wanted):
             self._post(table)
         for lookup in list(self._lookups):
@@ -207,17 +210,17 @@ class LeaseChecker:
             verdicts, again = self._judge(lookup, now_s, done=done)
             self._lookups.remove(lookup)
             self._verdicts += verdicts
-            self._again += again
+            for wanted in again:
+                self._look_later(wanted, now_s)
             if done:
                 self._buffer.free(self._reads, lookup.read)
-        self._fail_overdue(now_s)
         return self._take_verdicts()
 
     def give_up(self) -> list[Verdict]:
         """Fail all lookups without a verdict: their connection is given up."""
         fault = "its connection was given up before its lease could be looked up"
         unanswered = [each for wanted in self._wanted.values() for each in wanted]
-        unanswered += [wanted for _, _, wanted in self._again]
+        unanswered += self._again
         unanswered += [wanted for lookup in self._lookups for wanted in lookup.wanted]
         self._wanted.clear()
         self._again.clear()
@@ -225,23 +228,20 @@ class LeaseChecker:
         self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered]
         return self._take_verdicts()
 
-    def _fail_overdue(self, now_s: float) -> None:
-        """Fail the requests that were not offered by their deadline.
+    def _look_later(self, wanted: _Wanted, now_s: float) -> None:
+        """Put off a look at a request, or fail it if it was not offered by its deadline.
 
-        Without a verdict they would time out and break the connection, which is sound: the
+        Without a verdict it would time out and break the connection, which is sound: the
         producer's table could be read.
         """
-        overdue = [each for each in self._again if each[2].due_at_s <= now_s]
-        self._again = [each for each in self._again if each[2].due_at_s > now_s]
-        for _, table, wanted in overdue:
-            self._verdicts.append(
-                Verdict(
-                    wanted.key,
-                    LeaseCheckFailure.LEASE,
-                    f"{quote(table.buckets.peer)} did not say in time what it offers: check that "
-                    "the engine runs, and send the request through prefill again",
-                )
-            )
+        if now_s < wanted.due_at_s:
+            self._again.append(wanted)
+            return
+        fault = (
+            f"{quote(wanted.table.buckets.peer)} did not say in time what it offers: check that "
+            "the engine runs, and send the request through prefill again"
+        )
+        self._verdicts.append(Verdict(wanted.key, LeaseCheckFailure.LEASE, fault))
 
     def _take_verdicts(self) -> list[Verdict]:
         verdicts, self._verdicts = self._verdicts, []
@@ -261,7 +261,7 @@ class LeaseChecker:
             self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in wanted]
         else:
             names = [entry.name for entry in entries]
-            self._lookups.append(_Lookup(table, wanted, names, read))
+            self._lookups.append(_Lookup(wanted, names, read))
         if rest := self._wanted[table][len(wanted) :]:
             self._wanted[table] = rest
         else:
@@ -269,8 +269,8 @@ class LeaseChecker:
 
     def _judge(
         self, lookup: _Lookup, now_s: float, *, done: bool
-    ) -> tuple[list[Verdict], list[tuple[float, PreparedTable, _Wanted]]]:
-        """Return a lookup's verdicts, and the requests to look up again, with when and where."""
+    ) -> tuple[list[Verdict], list[_Wanted]]:
+        """Return a lookup's verdicts, and the requests to look up again."""
         peer = lookup.read.transfer.peer
         if not done:
             fault = f"the lease at {quote(peer)} could not be looked up"
@@ -282,7 +282,7 @@ class LeaseChecker:
         ):
             held = look_up(row, name)
             if held.entered and held.fingerprint is None:
-                later.append((now_s + _LOOK_AGAIN_S, lookup.table, wanted))
+                later.append(replace(wanted, look_at_s=now_s + _LOOK_AGAIN_S))
                 continue
             # Not every transport reads a cache line atomically: part of the entry may be old.
             num_looks = wanted.num_looks + 1
@@ -290,8 +290,7 @@ class LeaseChecker:
                 verdicts.append(_verdict(wanted, held, peer))
             else:
                 look_at_s = now_s + _LOOK_AGAIN_S * 2**wanted.num_looks
-                again = replace(wanted, num_looks=num_looks)
-                later.append((look_at_s, lookup.table, again))
+                later.append(replace(wanted, look_at_s=look_at_s, num_looks=num_looks))
         return verdicts, later
 
 
