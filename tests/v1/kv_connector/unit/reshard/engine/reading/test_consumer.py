@@ -44,6 +44,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteEngineAddress,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.states import ReadState
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import TransferState
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.budget import UNLIMITED, Budget
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane, Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
@@ -468,34 +469,73 @@ def test_request_that_was_received_in_time_costs_no_connection(worker):
     assert not broken_off and not worker.reads.take_failed() and worker.reads.next_due_s is None
 
 
+class Checked:
+    """A request that was read completely, and what its holder's table is looked up with.
+
+    Args:
+        prefetching: The worker that read it.
+        monkeypatch: Records what is broken off.
+    """
+
+    def __init__(self, prefetching: Prefetching, monkeypatch: pytest.MonkeyPatch) -> None:
+        holder, self.table, self.now_s = MemoryAgent(f"holder-{uuid.uuid4()}"), LeaseTable(64), 1.0
+        holder.register([(self.table.address.address, self.table.address.size_bytes, 0)])
+        self.table.add("p-x")
+        self.connection, self.worker = prefetching.connection, prefetching.worker
+        self.agent = self.connection.lane.agent
+        name = self.agent.connect(holder.metadata())
+        lookups = self.connection.lane.lookups
+        self.connection.leases = LeaseChecker(lookups, self.agent, lambda: self.now_s)
+        tables = {name: prepare_table(self.agent, self.table.address, name)}
+        self.connection.engine.lease_tables = tables
+        self.broken_off: list = []
+        monkeypatch.setattr(
+            self.worker.peers, "break_off", lambda *what: self.broken_off.append(what)
+        )
+        prefetching.compute(8)
+        prefetching.see(done(0))
+        monkeypatch.setattr(Transfers, "cut", lambda *_: [])
+        prefetching.offer()
+        assert self.worker.reads.next_due_s == 601.0
+
+    def advance(self, *at_s: float) -> None:
+        """Advance at some times."""
+        for self.now_s in at_s:
+            self.worker.reads.advance(self.now_s, UNLIMITED)
+
+
+@pytest.fixture
+def checked(prefetching, monkeypatch) -> Checked:
+    """A request whose lookup is queued."""
+    return Checked(prefetching, monkeypatch)
+
+
 @pytest.mark.parametrize("last_look_at_s", [1.0, 600.5], ids=["long before", "just before"])
-def test_request_that_is_not_offered_in_time_costs_no_connection(
-    prefetching, monkeypatch, last_look_at_s
-):
+def test_request_that_is_not_offered_in_time_costs_no_connection(checked, last_look_at_s):
     """Its producer answers: other requests are read from it as before."""
-    holder, table, now_s = MemoryAgent(f"holder-{uuid.uuid4()}"), LeaseTable(64), [1.0]
-    holder.register([(table.address.address, table.address.size_bytes, 0)])
-    table.add("p-x")
-    connection, worker = prefetching.connection, prefetching.worker
-    agent = connection.lane.agent
-    name = agent.connect(holder.metadata())
-    connection.leases = LeaseChecker(connection.lane.lookups, agent, lambda: now_s[0])
-    connection.engine.lease_tables = {name: prepare_table(agent, table.address, name)}
-    broken_off: list = []
-    monkeypatch.setattr(worker.peers, "break_off", lambda *what: broken_off.append(what))
-    prefetching.compute(8)
-    prefetching.see(done(0))
-    monkeypatch.setattr(Transfers, "cut", lambda *_: [])
-    prefetching.offer()
-    for at_s in (1.0, 1.0, last_look_at_s):
-        now_s[0] = at_s
-        worker.reads.advance(at_s, UNLIMITED)
-    assert len(connection.leases) == 1 and worker.reads.next_due_s == 601.0
-    now_s[0] = 601.0
-    worker.reads.advance(601.0, UNLIMITED)
-    assert worker.poll(now_s=601.0) == worker.failed == ["d"]
-    assert worker.stats.data["read_failures"] == ["lease"]
-    assert not broken_off and not connection.leases
+    checked.advance(1.0, 1.0, last_look_at_s)
+    assert len(checked.connection.leases) == 1
+    checked.advance(601.0)
+    assert checked.worker.poll(now_s=601.0) == checked.worker.failed == ["d"]
+    assert checked.worker.stats.data["read_failures"] == ["lease"]
+    assert not checked.broken_off and not checked.connection.leases
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_only_a_look_that_hangs_costs_the_connection(checked, monkeypatch, hangs):
+    """One that is under way when its request is due may have been posted just before."""
+    checked.advance(1.0, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(checked.agent, "poll", lambda _: TransferState.IN_FLIGHT)
+        checked.advance(600.9995, 601.0)
+        assert checked.worker.poll(now_s=601.0) == checked.worker.failed == ["d"]
+        assert checked.worker.stats.data["read_failures"] == ["deadline"]
+        checked.advance(610.0)
+        assert not checked.broken_off and len(checked.connection.leases) == 1
+        if hangs:
+            checked.advance(611.0)
+    checked.advance(610.5, 610.5)
+    assert bool(checked.broken_off) is hangs and not checked.connection.leases
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from ..protocol.leases import (
     entry_of,
     look_up,
 )
+from ..protocol.lifetimes import PEER_GRACE_S
 from ..protocol.quoting import one_line, quote
 from .agent import NixlAgent, Prepared, TransferState
 from .row_buffer import RowBuffer, RowRead
@@ -115,11 +116,20 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lookup:
-    """One read of buckets of a peer's table, one bucket for each request."""
+    """One read of buckets of a peer's table, one bucket for each request.
+
+    Attributes:
+        wanted: The requests.
+        names: Their names in the table.
+        read: The read.
+        hangs_at_s: When it counts as hung: once the first request is due, but not before it has
+            taken `PEER_GRACE_S`. One that was posted just before says nothing of its peer.
+    """
 
     wanted: list[_Wanted]
     names: list[int]
     read: RowRead
+    hangs_at_s: float
 
 
 def prepare_table(agent: NixlAgent, table: LeaseTableAddress, peer: str) -> PreparedTable:
@@ -200,11 +210,10 @@ class LeaseChecker:
             else:
                 self._look_later(wanted, now_s)
         for table in list(self._wanted):
-            self._post(table)
+            self._post(table, now_s)
         for lookup in list(self._lookups):
             state = self._reads.poll(lookup.read.transfer)
-            hangs = now_s >= max(wanted.due_at_s for wanted in lookup.wanted)
-            if state is TransferState.IN_FLIGHT and not hangs:
+            if state is TransferState.IN_FLIGHT and now_s < lookup.hangs_at_s:
                 continue
             done = state is TransferState.DONE
             verdicts, again = self._judge(lookup, now_s, done=done)
@@ -231,7 +240,7 @@ class LeaseChecker:
     def _look_later(self, wanted: _Wanted, now_s: float) -> None:
         """Put off a look at a request, or fail it if it was not offered by its deadline.
 
-        Without a verdict it would time out and break the connection, which is sound: the
+        Without a verdict it would time out, and its log line would not say what it waited for: the
         producer's table could be read.
         """
         if now_s < wanted.due_at_s:
@@ -247,7 +256,7 @@ class LeaseChecker:
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
-    def _post(self, table: PreparedTable) -> None:
+    def _post(self, table: PreparedTable, now_s: float) -> None:
         """Post one read for a table's queued lookups, as many as the buffer has room for."""
         wanted = self._wanted[table][: self._buffer.num_free]
         if not wanted:
@@ -261,7 +270,9 @@ class LeaseChecker:
             self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in wanted]
         else:
             names = [entry.name for entry in entries]
-            self._lookups.append(_Lookup(wanted, names, read))
+            due_at_s = min(each.due_at_s for each in wanted)
+            hangs_at_s = max(due_at_s, now_s + PEER_GRACE_S)
+            self._lookups.append(_Lookup(wanted, names, read, hangs_at_s))
         if rest := self._wanted[table][len(wanted) :]:
             self._wanted[table] = rest
         else:

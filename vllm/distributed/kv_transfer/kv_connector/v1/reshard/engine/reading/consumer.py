@@ -241,7 +241,7 @@ class ConsumerSide:
         self._events += self._transfers.advance(now_s, budget)
         for event in taken_once_done(self._events):
             self._apply(event, now_s)
-        # Before deadlines, which break connections off: a request not offered in time costs none.
+        # Before deadlines: the line of a request that was not offered in time says so.
         for verdict in self._lease_checks.advance(now_s):
             self._judge(verdict)
         for reading in self._readings.overdue(now_s):
@@ -412,7 +412,7 @@ class ConsumerSide:
             is_connected = reading.peer is not None and reading.peer.connection is not None
             waited_for = f"its turn at {where}" if is_connected else f"{where} to be connected"
         else:
+            # A lookup that hangs is told of by `LeaseChecks`, which breaks the connection off.
             waited_for = f"its lease to be looked up at {where}"
-            self._break_off(reading, now_s)
         reason = f"waited {self._timeout_s:g} s for {waited_for}"
         self._fail(reading, reason, ReadFailure.DEADLINE)
