@@ -38,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.fingerprint i
     OfferFingerprint,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import LeaseTable
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.ledgers import ConsumerLedger
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.lifetimes import Lifetime
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages import (
     Receive,
@@ -401,6 +402,15 @@ def test_exception_while_something_is_prefetched_is_not_the_requests_end(prefetc
     assert prefetching.started == [(0, True)]
     assert prefetching.see(done(0)) == []
     assert prefetching.started == [(0, True), (2, False)]
+
+
+def test_part_that_was_not_begun_does_not_count_as_read(prefetching, monkeypatch):
+    """Where an exception comes up before its reads, also those of the first part."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ConsumerLedger, "prefetch", lambda *_: 1 / 0)
+        prefetching.compute(5)
+    prefetching.offer()
+    assert prefetching.selected[-1].local_block_ids == [[7, 8]]
 
 
 def test_request_that_fails_while_it_is_prefetched_does_not_wait_for_ever(prefetching, monkeypatch):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ...memory.leg import Leg
 from ...protocol.ids import BlockIds
@@ -68,30 +68,25 @@ class Prefetched:
 
     Attributes:
         groups: The groups read, fixed by the first part. Other groups are read whole at the end.
+        connection: The connection they are read with.
         part: The last part read, which names all source blocks so far; None before the first.
         num_tokens: Number of tokens of the sequence that the reads cover.
-        connection: The connection they are read with; None before the first part.
         is_invalid: True if some of it cannot be used: all is read again once no read is under way.
     """
 
-    groups: FullGroups = field(default_factory=lambda: FullGroups({}, {}))
+    groups: FullGroups
+    connection: PeerConnection
     part: Receive | None = None
     num_tokens: int = 0
-    connection: PeerConnection | None = None
     is_invalid: bool = False
 
-    def next(self, part: Receive, groups: FullGroups) -> Receive | None:
-        """Return the computed blocks that were not read yet.
-
-        Args:
-            part: The part that is computed.
-            groups: The groups to read if this is the first part.
+    def next(self, part: Receive) -> Receive | None:
+        """Return the computed blocks of a part that were not read yet.
 
         Returns:
             The blocks, as a request of that part; None if no further block is full at both ends.
         """
-        if self.part is not None:
-            groups = self.groups
+        groups = self.groups
         if not groups.dst_tokens:
             return None
         computed_tokens = min(part.remote_tokens, part.local_tokens)
@@ -115,19 +110,8 @@ class Prefetched:
             remote_tokens=until,
         )
 
-    def take(
-        self, part: Receive, wanted: Receive, groups: FullGroups, connection: PeerConnection
-    ) -> None:
-        """Record that the reads of a part begin.
-
-        Args:
-            part: The part that is computed.
-            wanted: The result of `next` for that part.
-            groups: The groups passed to `next`.
-            connection: The connection to read with.
-        """
-        if self.part is None:
-            self.groups, self.connection = groups, connection
+    def take(self, part: Receive, wanted: Receive) -> None:
+        """Record that the reads of a part have begun, and what `next` returned for it."""
         self.part, self.num_tokens = part, wanted.local_tokens
 
     def is_of(self, more: Receive, connection: PeerConnection) -> bool:
@@ -139,10 +123,10 @@ class Prefetched:
                 have restarted, with the same ids and numbers.
         """
         part = self.part
-        if part is None:
-            return not self.is_invalid
         if self.is_invalid or connection is not self.connection:
             return False
+        if part is None:
+            return True
         known = part.source, part.remote_request_id, part.attempt
         if known != (more.source, more.remote_request_id, more.attempt):
             return False

@@ -138,22 +138,23 @@ class Prefetcher:
         now_s: float,
     ) -> None:
         reading = self._readings.by_id.get(request_id)
-        prefetched = (reading and reading.prefetched) or Prefetched()
-        if not prefetched.is_of(part, connection):
-            if reading is not None:
+        if reading is None or reading.prefetched is None:
+            assert self.window_groups is not None
+            legs = (each.leg for each in connection.engine.legs)
+            groups = FullGroups.of(legs, part.remote_block_ids, self.window_groups)
+            prefetched = Prefetched(groups, connection)
+        else:
+            prefetched = reading.prefetched
+            if not prefetched.is_of(part, connection):
                 self._invalidate(reading)
-            return
-        assert self.window_groups is not None
-        legs = (each.leg for each in connection.engine.legs)
-        groups = FullGroups.of(legs, part.remote_block_ids, self.window_groups)
-        wanted = prefetched.next(part, groups)
+                return
+        wanted = prefetched.next(part)
         if wanted is None:
             return
         parts = self._parts_of(wanted, connection)
         if reading is None:
             reading = self._readings.add(request_id, receive, None, now_s, ReadState.PREFETCHING)
         reading.prefetched = prefetched
-        prefetched.take(part, wanted, groups, connection)
         keys = reading.take_keys(len(parts))
         self._readings.ledger.prefetch(reading, keys)
         try:
@@ -166,6 +167,8 @@ class Prefetcher:
             for key in keys:
                 self._readings.ledger.part_drained(reading, key)
             raise
+        # Only now: what was not begun must not count as read.
+        prefetched.take(part, wanted)
 
     def _parts_of(self, wanted: Receive, connection: PeerConnection) -> list[Part]:
         """Return the parts to read some blocks in; raises RemoteLayoutError if they don't exist."""
