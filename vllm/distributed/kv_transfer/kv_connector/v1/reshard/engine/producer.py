@@ -6,7 +6,7 @@ All of this belongs to the connector's thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.logger import init_logger
 
@@ -26,12 +26,27 @@ from .traces import PREFIX, Trace, trace_of_offer
 logger = init_logger(__name__)
 
 
-@dataclass(slots=True)
-class _TracedOffer:
-    """The trace of an offer, and since when the offer is held."""
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request that is computed or held.
 
-    trace: Trace
+    Attributes:
+        state: Its state.
+        since_s: Since when it is in that state.
+        num_blocks: Number of blocks it holds; 0 before its offer.
+        trace: The trace of its offer; None before the offer, or where its client traces nothing.
+    """
+
+    state: HeldState
     since_s: float
+    num_blocks: int = 0
+    trace: Trace | None = None
+
+    def end_trace(self, end: HeldState, last_reader: str, now_s: float) -> None:
+        """Export the trace span of an offer, with the reason for its end."""
+        if self.trace is not None:
+            ended = {PREFIX + "end": end.value, PREFIX + "last_reader": last_reader}
+            self.trace.span("offer", self.since_s, now_s, ended)
 
 
 class ProducerSide:
@@ -64,13 +79,10 @@ class ProducerSide:
         self._board = board
         if board is not None:
             agent.register([(board.address, board.size_bytes, 0)], "DRAM")
-        self._num_blocks: dict[RequestId, int] = {}
+        self._requests: dict[RequestId, _Request] = {}
         self._held_blocks = 0
         self._counted_blocks = 0
         self._num_offers = 0
-        self._traces: dict[RequestId, _TracedOffer] = {}
-        # The state of each request, and since when.
-        self._states: dict[RequestId, tuple[HeldState, float]] = {}
         # Requests no longer held and not reported yet, each with its last reader; empty if there
         # was none, or if it was done before the offer.
         self._gone: dict[RequestId, str] = {}
@@ -95,11 +107,10 @@ class ProducerSide:
         self._ledger.withdraw(metadata.withdrawn)
         for request_id in metadata.withdrawn:
             self._table.remove(request_id)
-            self._hold(request_id, 0)
-            self._enter(request_id, HeldState.WITHDRAWN, now_s)
+            self._end(request_id, HeldState.WITHDRAWN, now_s)
         self._ledger.admit(metadata.admitted)
         for request_id in metadata.admitted:
-            self._enter(request_id, HeldState.ADMITTED, now_s)
+            self._set_state(request_id, _Request(HeldState.ADMITTED, now_s))
             if not self._table.add(request_id):
                 logger.warning(
                     "Request %s will not be read: too many requests are held for other engines.",
@@ -111,16 +122,14 @@ class ProducerSide:
             self._table.publish(request_id, fingerprint)
             secret = metadata.secrets.get(request_id)
             num_blocks = metadata.offered_blocks.get(request_id, 0)
-            is_held = self._ledger.offer(request_id, now_s + lease_s, fingerprint, secret)
-            if is_held:
-                self._hold(request_id, num_blocks)
-                self._enter(request_id, HeldState.OFFERED, now_s, f", for {lease_s:g} s")
-            if headers := metadata.trace_headers.get(request_id):
-                trace = trace_of_offer(self._name, headers, num_blocks)
-                self._traces[request_id] = _TracedOffer(trace, now_s)
-                if not is_held:
-                    # Its readers were done before the offer.
-                    self._end_trace(request_id, HeldState.RELEASED, "", now_s)
+            headers = metadata.trace_headers.get(request_id)
+            trace = trace_of_offer(self._name, headers, num_blocks) if headers else None
+            offered = _Request(HeldState.OFFERED, now_s, num_blocks, trace)
+            if self._ledger.offer(request_id, now_s + lease_s, fingerprint, secret):
+                self._set_state(request_id, offered, f", for {lease_s:g} s")
+            else:
+                # Its readers were done before the offer.
+                offered.end_trace(HeldState.RELEASED, "", now_s)
         if self._board is not None:
             # Last, so that a reader which sees an offer on the board finds its lease.
             self._board.tell(metadata.board_updates)
@@ -146,9 +155,7 @@ class ProducerSide:
         self._hear(now_s)
         self._gone |= dict.fromkeys(self._ledger.take_released(), "")
         for request_id, reader in self._gone.items():
-            more = f", last read by {quote(reader)}" if reader else ""
-            self._enter(request_id, HeldState.RELEASED, now_s, more)
-            self._end_trace(request_id, HeldState.RELEASED, reader, now_s)
+            self._end(request_id, HeldState.RELEASED, now_s, reader)
         expiries = self._ledger.expire(now_s)
         self._gone |= {expiry.request_id: "" for expiry in expiries}
         for expiry in expiries:
@@ -160,12 +167,10 @@ class ProducerSide:
                 expiry.heard,
                 "an unknown number of" if expiry.awaited is None else one_line(expiry.awaited),
             )
-            self._enter(expiry.request_id, HeldState.EXPIRED, now_s)
-            self._end_trace(expiry.request_id, HeldState.EXPIRED, "", now_s)
+            self._end(expiry.request_id, HeldState.EXPIRED, now_s)
         for request_id in self._gone:
             # Before the scheduler may reuse the blocks: see `leases`.
             self._table.remove(request_id)
-            self._hold(request_id, 0)
             if self._board is not None:
                 self._board.release(request_id)
         self._tell_mismatches()
@@ -229,35 +234,31 @@ class ProducerSide:
                 quote(mismatch.notifier),
             )
 
-    def _enter(self, request_id: RequestId, state: HeldState, now_s: float, more: str = "") -> None:
+    def _set_state(self, request_id: RequestId, request: _Request, more: str = "") -> None:
         """Record and log a request's next state."""
-        after = ""
-        if request_id in self._states:
-            before, since_s = self._states[request_id]
-            after = f", after {now_s - since_s:.3f} s as {one_line(before.value)}"
+        before = self._requests.get(request_id)
+        after, blocks_before = "", 0
+        if before is not None:
+            after_s, blocks_before = request.since_s - before.since_s, before.num_blocks
+            after = f", after {after_s:.3f} s as {one_line(before.state.value)}"
         logger.debug(
             "Request %s: %s, with %d blocks%s%s.",
             quote(request_id),
-            state.value,
-            self._num_blocks.get(request_id, 0),
+            request.state.value,
+            request.num_blocks,
             one_line(after),
             one_line(more),
         )
-        if state in (HeldState.ADMITTED, HeldState.OFFERED):
-            self._states[request_id] = state, now_s
-        else:
-            self._states.pop(request_id, None)
+        self._held_blocks += request.num_blocks - blocks_before
+        self._requests[request_id] = request
 
-    def _end_trace(
-        self, request_id: RequestId, state: HeldState, last_reader: str, now_s: float
+    def _end(
+        self, request_id: RequestId, state: HeldState, now_s: float, last_reader: str = ""
     ) -> None:
-        """Export the trace span of an offer, with the reason for its end."""
-        if (traced := self._traces.pop(request_id, None)) is not None:
-            ended = {PREFIX + "end": state.value, PREFIX + "last_reader": last_reader}
-            traced.trace.span("offer", traced.since_s, now_s, ended)
-
-    def _hold(self, request_id: RequestId, num_blocks: int) -> None:
-        """Set the number of blocks that a request holds."""
-        self._held_blocks += num_blocks - self._num_blocks.pop(request_id, 0)
-        if num_blocks:
-            self._num_blocks[request_id] = num_blocks
+        """Log and trace a request's last state, and forget the request."""
+        more = f", last read by {quote(last_reader)}" if last_reader else ""
+        request = self._requests.get(request_id) or _Request(state, now_s)
+        self._set_state(request_id, replace(request, state=state, since_s=now_s), more)
+        del self._requests[request_id]
+        self._held_blocks -= request.num_blocks
+        request.end_trace(state, last_reader, now_s)
