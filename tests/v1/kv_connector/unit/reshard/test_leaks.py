@@ -111,8 +111,7 @@ def test_reader_forgets_what_it_has_read():
         for part in range(3):
             ledger.part_drained(read, part)
         ledger.check_done(read)
-        ledger.take_failed()
-        ledger.take_ended()
+        ledger.take()
     assert sizes(ledger) == before
 
 

@@ -367,14 +367,10 @@ class Consumer:
         return self.ledger.part_drained(self.read, part)
 
     @property
-    def failed(self) -> list[str | None]:
-        """Faults that are told of now."""
-        return [each.fault for each in self.ledger.take_failed()]
-
-    @property
-    def ended(self) -> list[str | None]:
-        """Faults of what is told of as over now; None for what was received."""
-        return [each.fault for each in self.ledger.take_ended()]
+    def told(self) -> tuple[list[str | None], list[str | None]]:
+        """Faults of what is told of as failed now, and as over; None for what was received."""
+        failed, ended = self.ledger.take()
+        return [each.fault for each in failed], [each.fault for each in ended]
 
 
 class TestConsumer:
@@ -383,21 +379,21 @@ class TestConsumer:
     def test_request_is_received_after_its_last_part(self):
         """Once, and not before."""
         a = Consumer()
-        assert a.ledger.by_id == {"a": a.read} and a.ended == []
+        assert a.ledger.by_id == {"a": a.read} and a.told == ([], [])
         a.ledger.post(a.read, [0, 1])
         assert not a.drain(0)
         assert a.read.parts == {1} and a.read.state is ReadState.READING
-        assert a.ended == []
+        assert a.told == ([], [])
         assert a.drain(1)
-        assert a.ended == [None]
-        assert a.ended == [] and len(a.ledger) == 0 and a.read.state is ReadState.ENDED
+        assert a.told == ([], [None])
+        assert a.told == ([], []) and len(a.ledger) == 0 and a.read.state is ReadState.ENDED
 
     def test_request_without_parts_ends_at_once(self):
         """A full prefix-cache hit has nothing to wait for."""
         a = Consumer()
         a.ledger.post(a.read, [])
         assert a.read.state is ReadState.READING
-        assert a.ledger.advance(a.read) and a.ended == [None]
+        assert a.ledger.advance(a.read) and a.told == ([], [None])
 
     def test_checks_follow_the_parts(self):
         """A request is received when what arrived has been looked up."""
@@ -407,16 +403,16 @@ class TestConsumer:
         # As after an exception, when what has happened is taken note of once more.
         assert a.drain(0) and a.read.checks_left == 2
         a.ledger.check_done(a.read)
-        assert a.ended == []
+        assert a.told == ([], [])
         a.ledger.check_done(a.read)
-        assert a.ended == [None]
+        assert a.told == ([], [None])
 
     def test_request_that_waits_fails_and_ends_at_once(self):
         """Nothing was posted for it that could write."""
         a = Consumer()
         assert a.ledger.fail(a.read, "no answer")
-        assert a.failed == a.ended == ["no answer"]
-        assert not a.ledger.fail(a.read, "again") and a.failed == []
+        assert a.told == (["no answer"], ["no answer"])
+        assert not a.ledger.fail(a.read, "again") and a.told == ([], [])
 
     def test_failure_is_told_at_once_and_ends_with_the_last_part(self):
         """Blocks are another's only when nothing writes into them any more."""
@@ -424,12 +420,11 @@ class TestConsumer:
         a.ledger.post(a.read, [0, 1], pending_checks=1)
         assert a.ledger.fail(a.read, "lost")
         assert not a.ledger.fail(a.read, "lost as well")
-        assert a.failed == ["lost"]
-        assert a.failed == [] and a.ended == []
+        assert a.told == (["lost"], [])
         assert not a.drain(0)
-        assert a.ended == [] and a.read.state is ReadState.FAILED
+        assert a.told == ([], []) and a.read.state is ReadState.FAILED
         assert not a.drain(1)
-        assert a.ended == ["lost"]
+        assert a.told == ([], ["lost"])
 
     def test_checks_of_a_failed_request_are_not_waited_for(self):
         """They write into no blocks; what they find does not matter any more."""
@@ -438,16 +433,16 @@ class TestConsumer:
         a.drain(0)
         a.ledger.check_done(a.read)
         assert a.ledger.fail(a.read, "lease ran out")
-        assert a.ended == ["lease ran out"]
+        assert a.told == (["lease ran out"], ["lease ran out"])
         a.ledger.check_done(a.read)
-        assert a.ended == []
+        assert a.told == ([], [])
 
     def test_failure_is_taken_note_of_at_once(self, monkeypatch):
         """Whatever else raises: it is not failed again, and would never end."""
         a = Consumer()
         monkeypatch.setattr(ConsumerLedger, "advance", lambda *_: 1 / 0)
         assert a.ledger.fail(a.read, "lease ran out")
-        assert a.failed == a.ended == ["lease ran out"]
+        assert a.told == (["lease ran out"], ["lease ran out"])
 
     def test_request_that_is_over_does_not_fail(self):
         """It was received, though nothing has heard of that yet."""
@@ -455,7 +450,7 @@ class TestConsumer:
         a.ledger.post(a.read, [])
         a.ledger.advance(a.read)
         assert not a.ledger.fail(a.read, "too late")
-        assert a.ended == [None] and a.failed == []
+        assert a.told == ([], [None])
 
     def test_request_that_is_prefetched_goes_on_to_wait(self):
         """Its parts are accounted for, and none of them ends it."""
@@ -467,18 +462,18 @@ class TestConsumer:
         assert a.read.state is ReadState.WAITING
         a.ledger.post(a.read, [3], pending_checks=1)
         assert not a.drain(3) and a.drain(2)
-        assert a.ended == []
+        assert a.told == ([], [])
         a.ledger.check_done(a.read)
-        assert a.ended == [None]
+        assert a.told == ([], [None])
 
     def test_request_that_fails_while_it_is_prefetched_ends_once_it_is_drained(self):
         """Also where nothing was posted of it since."""
         a = Consumer(ReadState.PREFETCHING)
         a.ledger.prefetch(a.read, [0, 1])
         a.drain(0)
-        assert a.ledger.fail(a.read, "aborted") and a.ended == []
+        assert a.ledger.fail(a.read, "aborted") and a.told == (["aborted"], [])
         assert not a.drain(1)
-        assert a.ended == ["aborted"]
+        assert a.told == ([], ["aborted"])
 
 
 class ConsumerMachine(RuleBasedStateMachine):
@@ -564,15 +559,12 @@ class ConsumerMachine(RuleBasedStateMachine):
         return not self.parts[request_id] and self.steps[request_id] > 0
 
     @invariant()
-    def failures_are_told_once_and_at_once(self):
-        """Each failed request."""
-        self.told += [outcome.request_id for outcome in self.ledger.take_failed()]
+    def each_is_told_of_in_time(self):
+        """Who has failed, at once; as over, who has no parts and has failed or has no step left."""
+        failed, ended = self.ledger.take()
+        self.told += [outcome.request_id for outcome in failed]
         assert len(self.told) == len(set(self.told)) and set(self.told) == self.failed
-
-    @invariant()
-    def requests_end_when_nothing_writes(self):
-        """Exactly the requests without parts have ended, that failed or have no steps left."""
-        for outcome in self.ledger.take_ended():
+        for outcome in ended:
             assert outcome.request_id not in self.ended
             self.ended[outcome.request_id] = outcome.fault
         over = {

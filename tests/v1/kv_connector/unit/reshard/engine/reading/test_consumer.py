@@ -23,6 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.connecting.peer
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.early.watched_requests import (
     Refusal,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.completions import (
+    Completions,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.reading.consumer import (
     ConsumerSide,
 )
@@ -119,8 +122,9 @@ class Worker:
             assert error is None
             self.reads.on_connected(peer)
         self.reads.begin(now_s, budget)
-        self.failed += self.reads.take_failed()
-        return sorted(self.reads.take_received())
+        completions = self.reads.take_completions()
+        self.failed += completions.failed
+        return sorted(completions.received)
 
     def _ask(self, address: RemoteEngineAddress) -> Future:
         self.handshakes.append(Future())
@@ -233,7 +237,7 @@ def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, mon
     copied = PartDrained("a", 0, Strategy.STAGED)
     monkeypatch.setattr(Transfers, "advance", lambda *_: [copied])
     worker.reads.advance(1.0, UNLIMITED)
-    assert set(worker.reads.take_failed()) == {"a"} and worker.poll() == ["a"]
+    assert worker.poll(now_s=1.0) == worker.failed == ["a"]
 
 
 class Prefetching:
@@ -475,8 +479,8 @@ def test_request_that_was_received_in_time_costs_no_connection(worker):
     broken_off: list = []
     worker.peers.break_off = lambda connection, now_s: broken_off.append(connection)
     worker.reads.advance(600.0, UNLIMITED)
-    assert worker.reads.take_received() == {"a"}
-    assert not broken_off and not worker.reads.take_failed() and worker.reads.next_due_s is None
+    assert worker.reads.take_completions() == Completions(received={"a"}, offered_at_s={"a": 0.0})
+    assert not broken_off and worker.reads.next_due_s is None
 
 
 class Checked:
@@ -561,5 +565,5 @@ def test_line_of_a_request_that_was_not_begun_in_time(
         worker.answer()
         worker.peers.advance(0.0)
     worker.reads.advance(600.0, UNLIMITED)
-    assert set(worker.reads.take_failed()) == {"a"}
+    assert set(worker.reads.take_completions().failed) == {"a"}
     assert "waited 600 s for " + waited_for.format("engine0 at p0.example:5600") in caplog_vllm.text

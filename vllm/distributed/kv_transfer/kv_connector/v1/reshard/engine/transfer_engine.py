@@ -204,9 +204,10 @@ class TransferEngine:
         for connection in taken_once_done(self.peers.broken):
             self.transfers.retire(connection)
         report = self._report
-        report.failed |= self.consumer.take_failed()
-        report.received |= self.consumer.take_received()
-        report.offered_at_s |= self.consumer.take_offered()
+        completions = self.consumer.take_completions()
+        report.failed |= completions.failed
+        report.received |= completions.received
+        report.offered_at_s |= completions.offered_at_s
         self._renewals.end((*report.failed, *report.received))
         if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)

@@ -347,7 +347,7 @@ class ConsumerLedger(Generic[AnyRead]):
     lease check, write nothing there, and a failed request does not wait for them.
 
     Attributes:
-        by_id: Requests by id, until `take_ended` returns them.
+        by_id: Requests by id, until `take` returns them as over.
     """
 
     def __init__(self) -> None:
@@ -429,18 +429,19 @@ class ConsumerLedger(Generic[AnyRead]):
             read.checks_left -= 1
             self.advance(read)
 
-    def take_failed(self) -> list[AnyRead]:
-        """Return requests that failed since the last call, in order."""
-        failed, self._failed = self._failed, []
-        return failed
+    def take(self) -> tuple[list[AnyRead], list[AnyRead]]:
+        """Return what has happened since the last call.
 
-    def take_ended(self) -> list[AnyRead]:
-        """Forget requests that are over, and return them in the order in which they ended."""
-        ended, self._ended = self._ended, []
+        Returns:
+            The requests that failed, and those that are over, which the ledger forgets; each in
+            order. A request that failed and is over is in both.
+        """
+        failed, ended = self._failed, self._ended
+        self._failed, self._ended = [], []
         for read in ended:
             read.state = ReadState.ENDED
             del self.by_id[read.request_id]
-        return ended
+        return failed, ended
 
 
 def _expect(read: Read, state: ReadState) -> None:

@@ -6,7 +6,7 @@ All of this belongs to the connector's thread.
 
 from __future__ import annotations
 
-from collections import deque
+from dataclasses import dataclass, field
 
 from vllm.logger import init_logger
 
@@ -33,6 +33,21 @@ _REMEDIES = {
 }
 
 
+@dataclass(slots=True)
+class Completions:
+    """What has become of requests.
+
+    Attributes:
+        failed: Requests that have failed, each with its blocks, which may still be written.
+        received: Requests that are over: received, or failed and drained.
+        offered_at_s: Since when each successfully received request could be read.
+    """
+
+    failed: dict[RequestId, frozenset[int]] = field(default_factory=dict)
+    received: set[RequestId] = field(default_factory=set)
+    offered_at_s: dict[RequestId, float] = field(default_factory=dict)
+
+
 class CompletionHandler:
     """Counts requests that are over, logs failures, and notifies producers.
 
@@ -54,43 +69,28 @@ class CompletionHandler:
         self._notifier = notifier
         self._stats = stats
         self._doubt = doubt
-        # Requests taken from the ledger, not processed yet.
-        self._failed: deque[Reading] = deque()
-        self._ended: deque[Reading] = deque()
-        self._offered_at_s: dict[RequestId, float] = {}
 
-    def take_offered(self) -> dict[RequestId, float]:
-        """Return since when each newly received request, failed ones aside, could be read."""
-        offered_at_s, self._offered_at_s = self._offered_at_s, {}
-        return offered_at_s
-
-    def take_failed(self) -> dict[RequestId, frozenset[int]]:
-        """Return the requests failed since the last call, with their block ids."""
-        self._failed += self._readings.ledger.take_failed()
-        failed = {}
-        while self._failed:
-            reading = self._failed.popleft()
+    def take(self, now_s: float) -> Completions:
+        """Return what has become of requests since the last call, and tell all who wait for it."""
+        completions = Completions()
+        failed, ended = self._readings.ledger.take()
+        for reading in failed:
             block_ids = frozenset[int]().union(*reading.receive.local_block_ids)
-            failed[reading.request_id] = block_ids
+            completions.failed[reading.request_id] = block_ids
             try:
                 self._conclude_failed(reading, len(block_ids) if reading.parts else 0)
             except Exception:
                 _tell_cut_short(reading)
-        return failed
-
-    def take_received(self, now_s: float) -> set[RequestId]:
-        """Return requests that are over; notify the producers of those that were read."""
-        self._ended += self._readings.ledger.take_ended()
-        received = set()
-        while self._ended:
-            reading = self._ended.popleft()
-            received.add(reading.request_id)
+        for reading in ended:
+            completions.received.add(reading.request_id)
+            if reading.fault is None:
+                completions.offered_at_s[reading.request_id] = reading.offered_at_s
             try:
                 self._conclude(reading, now_s)
                 reading.tell(now_s)
             except Exception:
                 _tell_cut_short(reading)
-        return received
+        return completions
 
     def _conclude_failed(self, reading: Reading, num_in_doubt: int) -> None:
         """Record, log and release a failed request.
@@ -131,7 +131,6 @@ class CompletionHandler:
             assert reading.connection is not None
             reading.connection.lifetime.end_request()
             self._stats.record_exposed_transfer(now_s - reading.offered_at_s)
-            self._offered_at_s[reading.request_id] = reading.offered_at_s
             # Without lease tables, no read or check has proven the peer.
             if reading.peer is not None and reading.lease_tables:
                 reading.peer.is_proven = True

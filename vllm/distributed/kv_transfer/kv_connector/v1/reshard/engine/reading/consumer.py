@@ -32,7 +32,7 @@ from ..connecting.peers import Peer, PeerTable
 from ..early.watched_requests import Refusal
 from ..queues import taken_once_done
 from ..stats import ReadFailure, ReshardStats
-from .completions import CompletionHandler
+from .completions import CompletionHandler, Completions
 from .doubt import BlocksInDoubt
 from .lease_checks import LeaseChecks
 from .notifier import Notifier
@@ -261,17 +261,9 @@ class ConsumerSide:
         lane.close()
         self._transfers.end(lane)
 
-    def take_failed(self) -> dict[RequestId, frozenset[int]]:
-        """Return the requests failed since the last call, with their block ids."""
-        return self._completions.take_failed()
-
-    def take_received(self) -> set[RequestId]:
-        """Return requests that are over; notify the producers of those that were read."""
-        return self._completions.take_received(self._now_s)
-
-    def take_offered(self) -> dict[RequestId, float]:
-        """Return since when each newly received request, failed ones aside, could be read."""
-        return self._completions.take_offered()
+    def take_completions(self) -> Completions:
+        """Return what has become of requests since the last call; notify their producers."""
+        return self._completions.take(self._now_s)
 
     def _begin_next(
         self, request_id: RequestId, receive: Receive, connection: PeerConnection, now_s: float
