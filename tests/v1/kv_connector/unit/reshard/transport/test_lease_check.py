@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.leases import
     WORDS_PER_BUCKET,
     LeaseTable,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport import lease_check
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import (
     NixlAgent,
     Transfer,
@@ -217,6 +218,26 @@ def test_producer_that_does_not_offer_in_time_is_told_apart(reader, offers):
     assert (verdict.key, verdict.failure) == ("our a", LeaseCheckFailure.LEASE)
     assert f"{producer.agent.name} did not say in time what it offers" in verdict.fault
     assert len(checker) == 0
+
+
+def test_exception_over_one_request_costs_no_other_its_verdict(reader, monkeypatch):
+    """Each has one, with the next call at the latest."""
+    producer, now_s = Holder(), [0.0]
+    checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
+    table = producer.seen_by(reader)
+    for name, due_at_s in (("a", 40.0), ("b", 30.0), ("c", 30.0)):
+        producer.table.add(name)
+        checker.check_later(f"our {name}", name, OFFER, table, due_at_s)
+    until_put_off(checker)
+    now_s[0] = 30.0
+    with monkeypatch.context() as patch:
+        patch.setattr(lease_check, "quote", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            checker.advance()
+    assert len(checker) == 3
+    assert [verdict.key for verdict in checker.advance()] == ["our b", "our c"]
+    now_s[0] = 40.0
+    assert [verdict.key for verdict in verdicts(checker, 1)] == ["our a"]
 
 
 def test_last_look_before_a_request_is_due_counts(reader):

@@ -9,7 +9,7 @@ looks again. Everything here belongs to the connector's thread of the reading wo
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -168,7 +168,7 @@ class LeaseChecker:
         self._clock = clock
         self._wanted: dict[PreparedTable, list[_Wanted]] = defaultdict(list)
         # Requests to look up again.
-        self._again: list[_Wanted] = []
+        self._again: deque[_Wanted] = deque()
         self._lookups: list[_Lookup] = []
         self._verdicts: list[Verdict] = []
 
@@ -203,12 +203,14 @@ class LeaseChecker:
         An unexpected exception leaves its lookup unchanged for the next call.
         """
         now_s = self._clock()
-        again, self._again = self._again, []
-        for wanted in again:
-            if wanted.look_at_s <= now_s < wanted.due_at_s:
+        for wanted in list(self._again):
+            if now_s >= wanted.due_at_s:
+                self._verdicts.append(_not_offered(wanted))
+            elif now_s >= wanted.look_at_s:
                 self._wanted[wanted.table].append(wanted)
             else:
-                self._look_later(wanted, now_s)
+                self._again.append(wanted)
+            self._again.popleft()
         for table in list(self._wanted):
             self._post(table, now_s)
         for lookup in list(self._lookups):
@@ -219,8 +221,7 @@ class LeaseChecker:
             verdicts, again = self._judge(lookup, now_s, done=done)
             self._lookups.remove(lookup)
             self._verdicts += verdicts
-            for wanted in again:
-                self._look_later(wanted, now_s)
+            self._again += again
             if done:
                 self._buffer.free(self._reads, lookup.read)
         return self._take_verdicts()
@@ -236,21 +237,6 @@ class LeaseChecker:
         self._lookups.clear()
         self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered]
         return self._take_verdicts()
-
-    def _look_later(self, wanted: _Wanted, now_s: float) -> None:
-        """Put off a look at a request, or fail it if it was not offered by its deadline.
-
-        Without a verdict it would time out, and its log line would not say what it waited for: the
-        producer's table could be read.
-        """
-        if now_s < wanted.due_at_s:
-            self._again.append(wanted)
-            return
-        fault = (
-            f"{quote(wanted.table.buckets.peer)} did not say in time what it offers: check that "
-            "the engine runs, and send the request through prefill again"
-        )
-        self._verdicts.append(Verdict(wanted.key, LeaseCheckFailure.LEASE, fault))
 
     def _take_verdicts(self) -> list[Verdict]:
         verdicts, self._verdicts = self._verdicts, []
@@ -292,17 +278,30 @@ class LeaseChecker:
             lookup.wanted, lookup.names, self._buffer.landed(lookup.read), strict=True
         ):
             held = look_up(row, name)
-            if held.entered and held.fingerprint is None:
-                later.append(replace(wanted, look_at_s=now_s + _LOOK_AGAIN_S))
-                continue
-            # Not every transport reads a cache line atomically: part of the entry may be old.
-            num_looks = wanted.num_looks + 1
-            if held.fingerprint == wanted.fingerprint or num_looks >= _MOST_LOOKS:
-                verdicts.append(_verdict(wanted, held, peer))
+            num_looks, rest_s = wanted.num_looks, _LOOK_AGAIN_S
+            if not held.entered or held.fingerprint is not None:
+                # Not every transport reads a cache line atomically: part of the entry may be old.
+                num_looks, rest_s = num_looks + 1, rest_s * 2**num_looks
+                if held.fingerprint == wanted.fingerprint or num_looks >= _MOST_LOOKS:
+                    verdicts.append(_verdict(wanted, held, peer))
+                    continue
+            if now_s < wanted.due_at_s:
+                later.append(replace(wanted, look_at_s=now_s + rest_s, num_looks=num_looks))
             else:
-                look_at_s = now_s + _LOOK_AGAIN_S * 2**wanted.num_looks
-                later.append(replace(wanted, look_at_s=look_at_s, num_looks=num_looks))
+                verdicts.append(_not_offered(wanted))
         return verdicts, later
+
+
+def _not_offered(wanted: _Wanted) -> Verdict:
+    """Return the verdict on a request that was not offered by its deadline.
+
+    Without one it would time out, and its log line would blame the lookup: the table could be read.
+    """
+    fault = (
+        f"{quote(wanted.table.buckets.peer)} did not say in time what it offers: check that "
+        "the engine runs, and send the request through prefill again"
+    )
+    return Verdict(wanted.key, LeaseCheckFailure.LEASE, fault)
 
 
 def _verdict(wanted: _Wanted, held: Held, peer: str) -> Verdict:
