@@ -101,16 +101,6 @@ def is_known_state(spec: MambaSpec) -> bool:
     return not family.convolved or bool(_parts(spec, family))
 
 
-def component_names(spec: MambaSpec) -> list[str]:
-    """Return the names of a known state's components, in the order of a page.
-
-    Args:
-        spec: vLLM's specification of the layer.
-    """
-    family = _FAMILIES[spec.mamba_type.name]
-    return [*family.convolved, *([_RECURRENT] if family.has_recurrent else [])]
-
-
 def describe_state(tensor: torch.Tensor, spec: MambaSpec) -> list[StateComponent]:
     """Return the components of a layer's state, in the order of a page.
 
