@@ -34,7 +34,7 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
     lost_blocks,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
-    describe_cache,
+    layers_of_worker,
     unserved_layer,
     window_groups,
 )
@@ -209,7 +209,7 @@ def cache_of(spec) -> None:
     """Describe the cache of one layer."""
     tensors = {"layer": forms.empty(4, 2, 16, 8)}
     config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
-    describe_cache(tensors, config, {"layer": forms.backend()})
+    layers_of_worker(tensors, config, {"layer": forms.backend()})
 
 
 def test_caches_that_hold_no_slots_for_tokens_are_refused():
@@ -227,8 +227,8 @@ def test_slots_of_several_tokens():
     if CACHES_ARE_VIEWS:
         tensors = {"layer": forms.empty(4, 1, 4, 8, mla=True)}
         config = KVCacheConfig(4, [], [KVCacheGroupSpec(["layer"], spec)])
-        cache = describe_cache(tensors, config, {"layer": forms.backend(mla=True)})
-        (plane,) = cache.layers["layer"].planes
+        layers = layers_of_worker(tensors, config, {"layer": forms.backend(mla=True)})
+        (plane,) = layers["layer"].cache.planes
         assert (plane.block_tokens, plane.slot_tokens) == (16, 4)
 
 

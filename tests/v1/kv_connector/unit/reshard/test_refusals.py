@@ -149,14 +149,14 @@ REFUSALS = [
         "test_connector.py::test_scales_of_an_engines_own_are_refused",
     ),
     Refusal(
-        "geometry.describe_cache",
+        "geometry.layers_of_worker",
         "_not_served(name, spec)",
         GETS_IT,
         "specifications are known when a connector is constructed",
         "test_hybrid.py::test_caches_that_hold_no_slots_for_tokens_are_refused",
     ),
     Refusal(
-        "geometry.describe_cache",
+        "geometry.layers_of_worker",
         "no layer of this worker has a KV cache",
         HAS_IT_NOT,
         "it asks for the shape of the first cache",

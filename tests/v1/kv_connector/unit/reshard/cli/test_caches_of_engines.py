@@ -124,7 +124,7 @@ def test_every_layer_is_as_the_engine_has_it(family, rows, tmp_path):
     """Kinds, layers, bytes, blocks, windows, and whether blocks are looked into."""
     kept = kept_by(tmp_path, WHOLE[family])
     engines = {}
-    for name, layer in described(kept).layers.items():
+    for name, layer in described(kept).items():
         (plane,) = layer.planes
         spec = kept[name][0]
         window = getattr(spec, "sliding_window", None)
@@ -171,7 +171,7 @@ def test_minimax_m3_is_as_the_engine_has_it(rows, module_of):
             "index keys": (keys.get_kv_cache_spec(config), keys.get_attn_backend()),
             "heads": (heads, backend),
         }
-    ).layers
+    )
     found = rows(MINIMAX_M3, "--block-size", "128")
     assert [(row["cache"], row["layers"]) for row in found] == [
         ("heads", [0, 1, 2, 3]),
@@ -189,9 +189,7 @@ def test_hy_v4_is_as_the_engine_has_it(rows, module_of):
     backend = module_of("hy_v4", "nvidia.flashmla_sparse").HYV4FlashMLASparseBackend
     latent = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     index = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8)
-    layers = described(
-        {"latent": (latent, backend), "indexer": (index, DeepseekV32IndexerBackend)}
-    ).layers
+    layers = described({"latent": (latent, backend), "indexer": (index, DeepseekV32IndexerBackend)})
     found = rows(HY_V4, "--block-size", "64")
     assert [(row["cache"], row["layers"]) for row in found] == [
         ("latent", [0, 1, 2, 3]),
@@ -221,7 +219,7 @@ def test_inkling_is_as_the_engine_has_it(rows, module_of, monkeypatch):
             num_kv_heads=heads, head_dim=size, hidden_size=256, kernel_size=4, prefix=name
         )
         spec = state.get_kv_cache_spec(vllm_config)
-        layers = described({name: (spec, state.get_attn_backend())}).layers
+        layers = described({name: (spec, state.get_attn_backend())})
         (plane,) = layers[name].planes
         row = found[name]
         assert row["token_bytes"] == plane.num_heads * plane.slot_bytes / plane.slot_tokens
@@ -248,7 +246,7 @@ def test_kimi_linear_is_as_the_engine_has_it(rows, tmp_path):
         mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
     )
     engines = {}
-    for name, layer in described({"layer": (spec, GDNAttentionBackend)}).layers.items():
+    for name, layer in described({"layer": (spec, GDNAttentionBackend)}).items():
         (plane,) = layer.planes
         num_bytes = plane.num_heads * plane.block_tokens * plane.slot_bytes
         engines[name.removeprefix("layer/")] = num_bytes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.figures import (
     DESCRIPTOR_TOKENS,
-    CacheFormat,
+    CacheSizes,
     measure_plan,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.strategy import Strategy
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import Paral
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
 
-SIZES = CacheFormat(slot_bytes=256, num_planes=2, src_block_tokens=16, dst_block_tokens=16)
+SIZES = CacheSizes(slot_bytes=256, num_planes=2, src_block_tokens=16, dst_block_tokens=16)
 
 
 def engine(*, pp: int = 1, tp: int = 1, heads: int = 1, layers: int = 4):
@@ -28,9 +28,9 @@ def engine(*, pp: int = 1, tp: int = 1, heads: int = 1, layers: int = 4):
     return shard_model(ParallelMesh(pp, tp), layers, heads)
 
 
-def measured(src, dst, cache_format=SIZES, prompt_tokens=1024):
+def measured(src, dst, cache_sizes=SIZES, prompt_tokens=1024):
     """The figures of the plan between two engines."""
-    return measure_plan(plan_reshard(src, dst), src, dst, cache_format, prompt_tokens)
+    return measure_plan(plan_reshard(src, dst), src, dst, cache_sizes, prompt_tokens)
 
 
 @settings(max_examples=60)
@@ -45,8 +45,8 @@ def test_reads_of_a_rank_are_its_share_of_the_bytes(
 ):
     """Over its reads a rank gets layers x heads x planes x slot bytes for each token, no more."""
     src, dst = data.draw(engine_pairs)
-    cache_format = CacheFormat(slot_bytes, num_planes, 16, 16)
-    figures = measured(src, dst, cache_format, prompt_tokens=16 * blocks)
+    cache_sizes = CacheSizes(slot_bytes, num_planes, 16, 16)
+    figures = measured(src, dst, cache_sizes, prompt_tokens=16 * blocks)
     for reader, shard in zip(figures.readers, sorted(dst, key=lambda s: s.rank), strict=True):
         cells = sum(len(each.units) for each in shard.holdings.values())
         assert reader.rank == shard.rank
@@ -67,8 +67,8 @@ def test_descriptors_move_the_bytes_that_they_are_counted_for(
     src, dst = data.draw(engine_pairs)
     tokens = 2 * DESCRIPTOR_TOKENS
     # A multiple of every size of block, and of the prompt that descriptors are counted for.
-    cache_format = CacheFormat(64, 2, src_tokens, dst_tokens)
-    figures = measured(src, dst, cache_format, prompt_tokens=3 * tokens)
+    cache_sizes = CacheSizes(64, 2, src_tokens, dst_tokens)
+    figures = measured(src, dst, cache_sizes, prompt_tokens=3 * tokens)
     for reader in figures.readers:
         for read in reader.reads:
             assert read.request_bytes == read.token_bytes * 3 * tokens
@@ -141,7 +141,7 @@ def test_merging_leaves_no_more_and_staging_no_more_than_that(
 ):
     """What adjoins at both ends adjoins at the source, and every run is at least one descriptor."""
     src, dst = data.draw(engine_pairs)
-    figures = measured(src, dst, CacheFormat(64, 2, src_tokens, dst_tokens))
+    figures = measured(src, dst, CacheSizes(64, 2, src_tokens, dst_tokens))
     for reader in figures.readers:
         for read in reader.reads:
             assert 1 <= read.merged_descriptors <= read.descriptors
@@ -150,8 +150,8 @@ def test_merging_leaves_no_more_and_staging_no_more_than_that(
 
 def test_unequal_blocks_move_one_head_of_the_common_tokens():
     """Blocks of 16 and 24 tokens share runs of 8 tokens of one head."""
-    cache_format = CacheFormat(256, 2, 16, 24)
-    (reader,) = measured(engine(heads=2), engine(heads=2), cache_format).readers
+    cache_sizes = CacheSizes(256, 2, 16, 24)
+    (reader,) = measured(engine(heads=2), engine(heads=2), cache_sizes).readers
     assert reader.reads[0].descriptor_bytes == 8 * 256
 
 
@@ -161,17 +161,15 @@ def test_unequal_blocks_move_one_head_of_the_common_tokens():
 )
 def test_windows_are_read_in_whole_blocks(prompt_tokens, window_tokens, read_blocks):
     """What the last token attends to, and the rest of the first block that it lies in."""
-    cache_format = CacheFormat(256, 2, 16, 16, {0: window_tokens} if window_tokens else {})
+    cache_sizes = CacheSizes(256, 2, 16, 16, {0: window_tokens} if window_tokens else {})
     (reader,) = measured(
-        engine(layers=1), engine(layers=1), cache_format, prompt_tokens=prompt_tokens
+        engine(layers=1), engine(layers=1), cache_sizes, prompt_tokens=prompt_tokens
     ).readers
     assert reader.request_bytes == read_blocks * 16 * 2 * 256
 
 
 def test_windows_are_counted_by_layer():
     """One layer of two keeps its window only: the other is read in full."""
-    cache_format = CacheFormat(256, 2, 16, 16, {1: 16})
-    (reader,) = measured(
-        engine(layers=2), engine(layers=2), cache_format, prompt_tokens=256
-    ).readers
+    cache_sizes = CacheSizes(256, 2, 16, 16, {1: 16})
+    (reader,) = measured(engine(layers=2), engine(layers=2), cache_sizes, prompt_tokens=256).readers
     assert reader.request_bytes == (16 + 1) * 16 * 2 * 256

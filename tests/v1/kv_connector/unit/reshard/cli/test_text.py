@@ -10,7 +10,7 @@ from rich.console import Console
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.advice import advise, bytes_text
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.figures import (
-    CacheFormat,
+    CacheSizes,
     measure_plan,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.cli.layouts import EngineLayout
@@ -20,14 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import Paral
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.reshard import plan_reshard
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import shard_model
 
-PAGES = CacheFormat(slot_bytes=256, num_planes=2, src_block_tokens=16, dst_block_tokens=16)
+PAGES = CacheSizes(slot_bytes=256, num_planes=2, src_block_tokens=16, dst_block_tokens=16)
 
 
-def report(prefill, decode, heads=8, *, cache_format=PAGES, is_mla=False, knows_bytes=True):
+def report(prefill, decode, heads=8, *, cache_sizes=PAGES, is_mla=False, knows_bytes=True):
     """All that is told of a plan for 80 layers."""
     src, dst = shard_model(prefill, 80, heads), shard_model(decode, 80, heads)
     plan = plan_reshard(src, dst)
-    figures = measure_plan(plan, src, dst, cache_format, 1024)
+    figures = measure_plan(plan, src, dst, cache_sizes, 1024)
     return PlanReport(
         prefill=EngineLayout(prefill),
         decode=EngineLayout(decode),
@@ -39,7 +39,7 @@ def report(prefill, decode, heads=8, *, cache_format=PAGES, is_mla=False, knows_
         num_kv_heads=heads,
         model="80 layers",
         is_mla=is_mla,
-        cache_format=cache_format,
+        cache_sizes=cache_sizes,
         layers={},
         knows_bytes=knows_bytes,
         prompt_tokens=1024,
@@ -49,8 +49,8 @@ def report(prefill, decode, heads=8, *, cache_format=PAGES, is_mla=False, knows_
 def warnings(prefill, decode, heads=8, **options):
     """What is warned of."""
     whole = report(ParallelMesh(*prefill), ParallelMesh(*decode), heads, **options)
-    cache_format = whole.cache_format if whole.knows_bytes else None
-    return list(advise(whole.figures, whole.src, whole.dst, cache_format, is_mla=whole.is_mla))
+    cache_sizes = whole.cache_sizes if whole.knows_bytes else None
+    return list(advise(whole.figures, whole.src, whole.dst, cache_sizes, is_mla=whole.is_mla))
 
 
 def test_good_layouts_are_not_warned_of():
@@ -60,46 +60,46 @@ def test_good_layouts_are_not_warned_of():
 
 def test_small_descriptors_name_the_block_size_that_helps():
     """With the block size that is named there is no warning any more."""
-    tiny = CacheFormat(100, 2, 16, 16)
-    (warning,) = warnings((1, 8), (1, 4), cache_format=tiny)
+    tiny = CacheSizes(100, 2, 16, 16)
+    (warning,) = warnings((1, 8), (1, 4), cache_sizes=tiny)
     assert "8 of 8 reads move as little as 1.562 KiB at a time" in warning
     assert "give both engines --block-size 64" in warning
-    assert warnings((1, 8), (1, 4), cache_format=CacheFormat(100, 2, 64, 64)) == []
-    assert len(warnings((1, 8), (1, 4), cache_format=CacheFormat(100, 2, 32, 32))) == 1
+    assert warnings((1, 8), (1, 4), cache_sizes=CacheSizes(100, 2, 64, 64)) == []
+    assert len(warnings((1, 8), (1, 4), cache_sizes=CacheSizes(100, 2, 32, 32))) == 1
 
 
 def test_small_descriptors_that_are_staged_are_told_apart():
     """Pages that are half a page at the other end are staged, and direct reads still are slow."""
-    (warning,) = warnings((1, 8), (1, 4), cache_format=CacheFormat(64, 2, 16, 16))
+    (warning,) = warnings((1, 8), (1, 4), cache_sizes=CacheSizes(64, 2, 16, 16))
     assert "8 of 8 reads" in warning
     assert "--block-size 64; `auto` stages 8 of them, which merges" in warning
 
 
 def test_large_descriptors_that_are_staged_are_not_counted_among_small_ones():
     """TP3 to TP2: two heads of a block are 4 KiB and staged, one alone is less and goes direct."""
-    of_128 = CacheFormat(128, 2, 16, 16)
-    (warning,) = warnings((1, 3), (1, 2), 6, cache_format=of_128)
-    whole = report(ParallelMesh(1, 3), ParallelMesh(1, 2), 6, cache_format=of_128)
+    of_128 = CacheSizes(128, 2, 16, 16)
+    (warning,) = warnings((1, 3), (1, 2), 6, cache_sizes=of_128)
+    whole = report(ParallelMesh(1, 3), ParallelMesh(1, 2), 6, cache_sizes=of_128)
     assert any(read.strategy == "staged" for read in whole.figures.readers[0].reads)
     assert "2 of 4 reads" in warning and "stages" not in warning
 
 
 def test_small_descriptors_of_unequal_blocks_want_equal_ones():
     """Where blocks differ, a larger block would not help."""
-    (warning,) = warnings((1, 1), (1, 1), cache_format=CacheFormat(64, 2, 16, 64))
+    (warning,) = warnings((1, 1), (1, 1), cache_sizes=CacheSizes(64, 2, 16, 64))
     assert "the same --block-size, not 16 and 64" in warning
 
 
 def test_descriptors_of_unknown_size_are_not_warned_of():
     """A size that is not known is not called small."""
-    tiny = CacheFormat(1, 2, 16, 16)
-    assert warnings((1, 1), (1, 1), cache_format=tiny, knows_bytes=False) == []
+    tiny = CacheSizes(1, 2, 16, 16)
+    assert warnings((1, 1), (1, 1), cache_sizes=tiny, knows_bytes=False) == []
 
 
 def test_replicas_of_prefill_are_named():
     """16 ranks keep one latent, of which one is read: it serves 16 times its share."""
-    latent = CacheFormat(1152, 1, 16, 16)
-    burdened, replicated = warnings((1, 16), (1, 1), 1, cache_format=latent, is_mla=True)
+    latent = CacheSizes(1152, 1, 16, 16)
+    burdened, replicated = warnings((1, 16), (1, 1), 1, cache_sizes=latent, is_mla=True)
     assert "prefill pp0tp0 serves up to 16 times an equal share" in burdened
     assert "the latent of MLA on 16 ranks of a stage; 15 of its 16 ranks" in replicated
 

@@ -31,8 +31,9 @@ from vllm.distributed import (
     initialize_model_parallel,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
-    describe_cache,
+    layers_of_worker,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import LayerCache
 
 _SPARSE_MLA = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 _NUM_BLOCKS = 4
@@ -110,15 +111,16 @@ def kept_by(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[KVCac
         }
 
 
-def described(kept: Mapping[str, tuple[Any, type]]) -> Any:
+def described(kept: Mapping[str, tuple[Any, type]]) -> dict[Any, LayerCache]:
     """What this connector makes of such layers: their caches on one rank."""
     tensors = {name: _cache(spec) for name, (spec, _) in kept.items()}
     groups = [KVCacheGroupSpec([name], spec) for name, (spec, _) in kept.items()]
-    return describe_cache(
+    layers = layers_of_worker(
         tensors,
         KVCacheConfig(_NUM_BLOCKS, [], groups),
         {name: backend for name, (_, backend) in kept.items()},
     )
+    return {name: layer.cache for name, layer in layers.items()}
 
 
 def _cache(spec: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.bases import RELEASE
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
-    describe_cache,
+    layers_of_worker,
 )
 
 if RELEASE == "0.32.0":
@@ -46,9 +46,9 @@ class Cache:
 
     Attributes:
         spec: The layers' specification.
-        described: What the connector says of all layers.
+        layers: What the connector says of each layer.
         views: What the release takes for each layer's cache.
-        planes: What the connector says of each layer.
+        planes: The planes that it finds in each.
         arrangement: How it says that a block is filled.
     """
 
@@ -75,10 +75,9 @@ class Cache:
         places = get_kv_cache_config_from_groups(config, groups, 0)
         kernel_blocks = None if kernel_tokens is None else [kernel_tokens]
         self.views = allocate_kv_cache(places, torch.device("cpu"), order, kernel_blocks)
-        self.described = describe_cache(self.views, places, dict.fromkeys(LAYERS, backend))
-        described = self.described.layers
-        self.planes = {name: layer.planes for name, layer in described.items()}
-        self.arrangement = described[LAYERS[0]].meaning["arrangement"]
+        self.layers = layers_of_worker(self.views, places, dict.fromkeys(LAYERS, backend))
+        self.planes = {name: layer.cache.planes for name, layer in self.layers.items()}
+        self.arrangement = self.layers[LAYERS[0]].cache.meaning["arrangement"]
         storage = self.views[LAYERS[0]].untyped_storage()
         self._address = storage.data_ptr()
         self._memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()

@@ -19,8 +19,10 @@ from itertools import cycle
 import pytest
 import torch
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tests.bases import requires_base
+from tests.v1.kv_connector.unit.reshard.engine.configs import stand_at, worker_config
 from tests.v1.kv_connector.unit.reshard.engine.workers import (
     NUM_BLOCKS,
     OFFER,
@@ -35,6 +37,8 @@ from tests.v1.kv_connector.unit.reshard.engine.workers import (
 )
 from tests.v1.kv_connector.unit.reshard.protocol.tables import seen, strike
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.devices import CacheDevice
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.worker import ReshardWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.description import (
     decode_worker,
@@ -174,6 +178,25 @@ def test_empty_read_does_not_take_somebody_elses_blocks(engines, caplog_vllm, fi
 
 
 @every_strategy
+def test_caches_are_described_with_their_blocks_and_device(engines):
+    """Blocks are those that the scheduler counts, whatever the kernel's are."""
+    (worker,) = engines("prefill", blocks_per_id=2).workers.values()
+    cache = decode_worker(worker.handshake.body).cache
+    assert (cache.num_block_ids, cache.device_id) == (NUM_BLOCKS, 0)
+    assert {layer.blocks_per_id for layer in cache.layers.values()} == {2}
+
+
+def test_worker_without_caches_is_refused(monkeypatch):
+    """The message says which option gives the stage a layer."""
+    stand_at(monkeypatch, MeshRank(0, 0))
+    config = worker_config(tp=1, extra_config={})
+    with (
+        closing(ReshardWorker(config, "decode", KVCacheConfig(4, [], []))) as worker,
+        pytest.raises(LocalLayoutError, match=r"no layer of this worker .*VLLM_PP_LAYER_PARTITION"),
+    ):
+        worker.register_kv_caches({})
+
+
 def test_threads_know_the_device_when_they_begin(engines, monkeypatch):
     """That which makes agents begins before the connector's, and registers the same caches."""
     found = {}

@@ -139,17 +139,10 @@ class Rank:
         self.cache = Cache(kind.backend, spec, side.layout, NUM_BLOCKS, side.kernel_tokens)
         for view in self.cache.views.values():
             view.zero_()
-        described = self.cache.described
-        layers = {name: described.layers[name] for name in self.layers}
-        self.described = RankCache(described.num_block_ids, 0, layers)
-        alone = frozenset(self.layers)
-        self.shard = shard_of_worker(
-            rank,
-            side.tp,
-            self.described,
-            alone if kind.is_latent else frozenset(),
-            alone if kind.is_whole and not kind.is_latent else frozenset(),
-        )
+        layers = {name: self.cache.layers[name] for name in self.layers}
+        caches = {name: layer.cache for name, layer in layers.items()}
+        self.described = RankCache(NUM_BLOCKS, 0, caches)
+        self.shard = shard_of_worker(rank, side.tp, layers)
 
     def write(self, whole: dict[str, tuple[torch.Tensor, torch.Tensor]], tokens: range) -> None:
         """Write tokens of a sequence, of which all heads are given."""

@@ -28,6 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import (
     RemoteIncompatibleError,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.compatibility import (
+    _REMEDIES,
+    RELEASE_FACTOR,
     check_compatibility,
 )
 
@@ -99,6 +101,11 @@ def test_what_must_not_differ(change, message):
     remote = compatibility_factors(config(**change))
     with pytest.raises(RemoteIncompatibleError, match=message):
         check_compatibility(BASE, remote)
+
+
+def test_each_factor_has_its_remedy():
+    """None is answered with the advice for names that a build does not know."""
+    assert BASE.keys() - {RELEASE_FACTOR} <= _REMEDIES.keys()
 
 
 DRAFTING = compatibility_factors(config(speculative=speculative()))

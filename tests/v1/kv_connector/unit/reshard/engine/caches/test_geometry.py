@@ -22,11 +22,13 @@ from vllm.v1.kv_cache_interface import (
 from tests.bases import requires_base
 from tests.v1.kv_connector.unit.reshard import forms
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
-    describe_cache,
     keeps_no_middle,
-    latent_layers,
+    layers_of_worker,
     memory_regions,
     window_groups,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.ownership import (
+    Split,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
 
@@ -44,7 +46,10 @@ def config(*layers: str, spec=FULL, blocks: int = BLOCKS) -> KVCacheConfig:
 def cache_of(spec, tensor: torch.Tensor | None = None, *, blocks: int = BLOCKS):
     """The cache of one layer with the given specification."""
     tensor = forms.empty(blocks, HEADS, TOKENS, SIZE) if tensor is None else tensor
-    return describe_cache({"layer": tensor}, config("layer", spec=spec), {"layer": forms.backend()})
+    layers = layers_of_worker(
+        {"layer": tensor}, config("layer", spec=spec), {"layer": forms.backend()}
+    )
+    return layers["layer"].cache
 
 
 @requires_base("0.32.0", "0.33.0", reason="it has no such layers")
@@ -75,9 +80,7 @@ def test_prompts_with_a_window_of_answers_are_as_all_others():
 def test_every_slot_is_found(token_major):
     """Address and strides lead to the very element that indexing the tensor gives."""
     tensor = forms.empty(BLOCKS, HEADS, TOKENS, SIZE, token_major=token_major)
-    cache = cache_of(FULL, tensor)
-    assert (cache.num_block_ids, cache.device_id) == (BLOCKS, 0)
-    planes = cache.layers["layer"].planes
+    planes = cache_of(FULL, tensor).planes
     views = forms.as_planes(tensor)
     for number, plane in enumerate(planes):
         assert (plane.num_heads, plane.block_tokens, plane.slot_tokens) == (HEADS, TOKENS, 1)
@@ -94,26 +97,40 @@ def test_the_latent_of_mla_is_one_plane():
     tensor = forms.empty(BLOCKS, 1, TOKENS, 576, mla=True, dtype=torch.bfloat16)
     spec = MLAAttentionSpec(**LATENT, dtype=torch.bfloat16)
     names = {"layer": forms.backend(mla=True)}
-    cache = describe_cache({"layer": tensor}, config("layer", spec=spec), names)
-    (plane,) = cache.layers["layer"].planes
+    layers = layers_of_worker({"layer": tensor}, config("layer", spec=spec), names)
+    (plane,) = layers["layer"].cache.planes
     assert (plane.num_heads, plane.slot_bytes, plane.slot_tokens) == (1, 2 * 576, 1)
     assert plane.slot_stride_bytes == plane.slot_bytes
     assert plane.block_stride_bytes == TOKENS * plane.slot_bytes
 
 
-def test_latent_layers_are_told_apart():
-    """A draft model's layers may be of another kind than the model's."""
+@pytest.mark.parametrize("shaped", ["plainly", "in a way that is not known"])
+def test_each_layer_is_divided_in_its_own_way(shaped):
+    """A draft's layers may be of another kind; blocks of unknown inside are each rank's own."""
+    known = shaped == "plainly"
     groups = [
         KVCacheGroupSpec(["latent"], MLAAttentionSpec(**LATENT, dtype=torch.half)),
         KVCacheGroupSpec(["draft"], FULL),
     ]
-    assert latent_layers(KVCacheConfig(BLOCKS, [], groups)) == {"latent"}
+    tensors = {
+        "latent": forms.empty(BLOCKS, 1, TOKENS, 576, mla=True, dtype=torch.half),
+        "draft": forms.empty(BLOCKS, HEADS, TOKENS, SIZE),
+    }
+    backends = {
+        name: forms.backend(mla=name == "latent") if known else forms.backend_of("elsewhere", "OWN")
+        for name in tensors
+    }
+    names = {"draft": "draft0@draft-of-ours"}
+    layers = layers_of_worker(tensors, KVCacheConfig(BLOCKS, [], groups), backends, names)
+    assert {name: layer.split for name, layer in layers.items()} == {
+        "latent": Split.LATENT,
+        "draft0@draft-of-ours": Split.UNITS if known else Split.RANKS,
+    }
 
 
 def test_smaller_kernel_blocks_are_counted():
     """Where the kernel's blocks are halves of the scheduler's, an id stands for two."""
-    cache = cache_of(FULL, forms.empty(2 * BLOCKS, HEADS, TOKENS, SIZE))
-    assert (cache.num_block_ids, next(iter(cache.layers.values())).blocks_per_id) == (BLOCKS, 2)
+    assert cache_of(FULL, forms.empty(2 * BLOCKS, HEADS, TOKENS, SIZE)).blocks_per_id == 2
 
 
 def test_groups_are_kept_and_foreign_layers_left_out():
@@ -127,8 +144,8 @@ def test_groups_are_kept_and_foreign_layers_left_out():
     shared = forms.empty(BLOCKS, HEADS, TOKENS, SIZE)
     tensors = {"full": shared, "window": shared}
     backends = dict.fromkeys(tensors, forms.backend())
-    cache = describe_cache(tensors, KVCacheConfig(BLOCKS, [], groups), backends)
-    assert {name: layer.group for name, layer in cache.layers.items()} == {"full": 0, "window": 1}
+    layers = layers_of_worker(tensors, KVCacheConfig(BLOCKS, [], groups), backends)
+    assert {name: layer.cache.group for name, layer in layers.items()} == {"full": 0, "window": 1}
     assert memory_regions(tensors) == [(shared.data_ptr(), shared.nbytes, 0)]
 
 
@@ -137,15 +154,14 @@ def test_layers_that_share_anothers_cache_have_none_of_their_own():
     owned, other = (forms.empty(BLOCKS, HEADS, TOKENS, SIZE) for _ in range(2))
     tensors = {"owner": owned, "sharer": owned, "other": other}
     backends = dict.fromkeys(tensors, forms.backend())
-    cache = describe_cache(tensors, config(*tensors), backends)
-    assert list(cache.layers) == ["owner", "other"]
+    assert list(layers_of_worker(tensors, config(*tensors), backends)) == ["owner", "other"]
 
 
 def test_scales_beside_what_they_scale_are_read_with_it():
     """A slot is then larger than its numbers."""
     spec = dataclasses.replace(FULL, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
     tensor = forms.empty(BLOCKS, HEADS, TOKENS, SIZE + 4, dtype=torch.int8)
-    planes = cache_of(spec, tensor).layers["layer"].planes
+    planes = cache_of(spec, tensor).planes
     assert {plane.slot_bytes for plane in planes} == {2 // len(planes) * (SIZE + 4)}
 
 
@@ -178,4 +194,4 @@ def test_blocks_that_the_scheduler_does_not_count_are_refused():
 def test_worker_without_layers_is_refused():
     """There is nothing to transfer."""
     with pytest.raises(LocalLayoutError, match="no layer"):
-        describe_cache({}, config("layer"), {})
+        layers_of_worker({}, config("layer"), {})

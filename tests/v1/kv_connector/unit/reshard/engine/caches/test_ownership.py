@@ -6,15 +6,13 @@ from __future__ import annotations
 import pytest
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.ownership import (
+    Split,
+    WorkerLayer,
     refuse_shared_names,
     shard_of_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import LocalLayoutError
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import (
-    LayerCache,
-    Plane,
-    RankCache,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.cache import LayerCache, Plane
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.mesh import MeshRank
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
     Holding,
@@ -23,21 +21,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.plan.shards import (
 )
 
 
-def cache(**heads: tuple[int, ...]) -> RankCache:
-    """A cache whose layers have planes of so many heads."""
-    return RankCache(
-        8,
-        0,
-        {
-            name: LayerCache(tuple(Plane(0, 64, 64, 8, 8, each, 8) for each in planes), 0)
-            for name, planes in heads.items()
-        },
-    )
+def layer(*heads: int, split: Split = Split.UNITS, shares_tokens: bool = False) -> WorkerLayer:
+    """A layer whose planes have so many heads."""
+    planes = tuple(Plane(0, 64, 64, 8, 8, each, 8) for each in heads)
+    return WorkerLayer(LayerCache(planes, 0), split, shares_tokens)
 
 
 def test_each_layer_counts_its_own_heads():
     """Several heads are a rank's own; a single one may be a neighbour's, too; a latent is all's."""
-    shard = shard_of_worker(MeshRank(1, 2), 4, cache(a=(3, 3), b=(1,), c=(1,)), {"c"})
+    layers = {"a": layer(3, 3), "b": layer(1), "c": layer(1, split=Split.LATENT)}
+    shard = shard_of_worker(MeshRank(1, 2), 4, layers)
     assert shard.rank == MeshRank(1, 2)
     assert dict(shard.holdings) == {
         "a": Holding(UnitInterval(6, 9), 12),
@@ -49,14 +42,13 @@ def test_each_layer_counts_its_own_heads():
 def test_ranks_that_share_tokens_out_have_one_head_among_them():
     """Two of four have a head's tokens each; blocks that are not looked into stay a rank's own."""
     share = TokenShare(1, 2, 16)
-    shard = shard_of_worker(
-        MeshRank(0, 3),
-        4,
-        cache(a=(1,), b=(1,), c=(1,), d=(1,)),
-        {"c"},
-        {"d"},
-        {"a": share, "c": share, "d": share},
-    )
+    layers = {
+        "a": layer(1, shares_tokens=True),
+        "b": layer(1),
+        "c": layer(1, split=Split.LATENT, shares_tokens=True),
+        "d": layer(1, split=Split.RANKS, shares_tokens=True),
+    }
+    shard = shard_of_worker(MeshRank(0, 3), 4, layers, share)
     assert dict(shard.holdings) == {
         "a": Holding(UnitInterval(1, 2), 2, True, share),
         "b": Holding(UnitInterval(3, 4), 4, may_repeat=True),
@@ -67,22 +59,21 @@ def test_ranks_that_share_tokens_out_have_one_head_among_them():
 
 def test_one_rank_knows_everything():
     """There is nobody who could have the same head."""
-    shard = shard_of_worker(MeshRank(0, 0), 1, cache(a=(1,)), set())
+    shard = shard_of_worker(MeshRank(0, 0), 1, {"a": layer(1)})
     assert dict(shard.holdings) == {"a": Holding(UnitInterval(0, 1), 1)}
 
 
-@pytest.mark.parametrize(("planes", "latent"), [((2, 1), set()), ((2,), {"a"})])
-def test_planes_that_are_not_split_alike_are_refused(planes, latent):
+@pytest.mark.parametrize("unlike", [layer(2, 1), layer(2, split=Split.LATENT)])
+def test_planes_that_are_not_split_alike_are_refused(unlike):
     """The layer is named, with what its planes have."""
     with pytest.raises(LocalLayoutError, match=r"layer a keeps .* not split alike"):
-        shard_of_worker(MeshRank(0, 0), 2, cache(a=planes), latent)
+        shard_of_worker(MeshRank(0, 0), 2, {"a": unlike})
 
 
 def test_layers_of_one_name_on_two_stages_are_refused():
     """Readers would take the one for the other; ranks of one stage may have the same."""
     first, second, other = (
-        shard_of_worker(MeshRank(*rank), 2, cache(a=(1,)), set())
-        for rank in ((0, 0), (0, 1), (1, 0))
+        shard_of_worker(MeshRank(*rank), 2, {"a": layer(1)}) for rank in ((0, 0), (0, 1), (1, 0))
     )
     refuse_shared_names([first, second])
     with pytest.raises(LocalLayoutError, match="layer a is on stages 0 and 1"):

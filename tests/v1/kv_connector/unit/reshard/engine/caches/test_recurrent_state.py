@@ -44,13 +44,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches import (
     recurrent_state as state_module,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.geometry import (
-    describe_cache,
-    latent_layers,
+    layers_of_worker,
     state_groups,
     token_layers,
     unserved_layer,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.ownership import (
+    Split,
+    WorkerLayer,
     shard_of_worker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.engine.caches.recurrent_state import (
@@ -504,23 +505,22 @@ def test_state_that_is_not_known_is_none_of_ours(monkeypatch, shapes):
     named = "layer a keeps MambaSpec in a form that is not known here"
     assert unserved_layer(cache) == named
     with pytest.raises(LocalLayoutError, match=named):
-        describe_cache({"a": torch.zeros(4, 1, 1, 4096, dtype=torch.int8)}, cache, {})
+        layers_of_worker({"a": torch.zeros(4, 1, 1, 4096, dtype=torch.int8)}, cache, {})
     known = replace(spec, shapes=((3, 24), (4, 4, 4)), dtypes=(torch.float32,) * 2)
     assert unserved_layer(KVCacheConfig(4, [], [KVCacheGroupSpec(["a"], known)])) is None
 
 
 def test_state_of_every_rank_is_one_unit():
-    """Each rank says that it has all of it, and not a share that nobody else has."""
+    """Each rank says that it has all of it, but where ranks compute parts of a prompt."""
     spec = FAMILIES["short convolution, on every rank"].spec(2)
     cache_config = KVCacheConfig(4, [], [KVCacheGroupSpec(["conv"], spec)])
     assert unserved_layer(cache_config) is None
+    assert unserved_layer(cache_config, 2, over_pcp=True).startswith("layer conv keeps no latent")
     tensor = torch.zeros(4, 1, 1, spec.page_size_bytes, dtype=torch.int8)
     backend = SimpleNamespace(get_name=lambda: "SHORT_CONV")
-    cache = describe_cache({"conv": tensor}, cache_config, {"conv": backend})
-    latent = latent_layers(cache_config)
-    assert latent == cache.layers.keys() == {"conv/x"}
+    layers = layers_of_worker({"conv": tensor}, cache_config, {"conv": backend})
     for rank in range(2):
-        shard = shard_of_worker(MeshRank(0, rank), 2, cache, latent)
+        shard = shard_of_worker(MeshRank(0, rank), 2, layers)
         assert shard.holdings == {"conv/x": Holding(UnitInterval(0, 1), 1)}
 
 
@@ -599,12 +599,13 @@ def _described(family: StateFamily, tp: int, tp_rank: int, dim_first: bool):
     """A rank's shard and cache as from address 0 on, and its pages."""
     pages = family.pages(7, tp, tp_rank, dim_first)
     tensor = torch.from_numpy(pages.view(np.int8))[:, None, None]
-    layers = {
+    caches = {
         part.name: LayerCache(
             (replace(part.plane, address=part.plane.address - tensor.data_ptr()),), 0
         )
         for part in describe_state(tensor, family.spec(tp))
     }
-    cache = RankCache(NUM_BLOCKS, 0, layers)
-    latent = set(layers) if family.replicated else set()
-    return shard_of_worker(MeshRank(0, tp_rank), tp, cache, latent), cache, pages
+    split = Split.LATENT if family.replicated else Split.UNITS
+    layers = {name: WorkerLayer(cache, split) for name, cache in caches.items()}
+    shard = shard_of_worker(MeshRank(0, tp_rank), tp, layers)
+    return shard, RankCache(NUM_BLOCKS, 0, caches), pages

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from ..memory.strategy import Strategy
 from ..plan.shards import Shard
 from ..plan.text import ranks_text
-from .figures import CacheFormat, PlanFigures, SourceFigures
+from .figures import CacheSizes, PlanFigures, SourceFigures
 
 SMALL_DESCRIPTOR_BYTES = 4096
 """Descriptors below this size cost more to post than to transfer."""
@@ -32,7 +32,7 @@ def advise(
     figures: PlanFigures,
     src: Sequence[Shard],
     dst: Sequence[Shard],
-    cache_format: CacheFormat | None,
+    cache_sizes: CacheSizes | None,
     *,
     is_mla: bool,
 ) -> Iterator[str]:
@@ -42,11 +42,11 @@ def advise(
         figures: The plan's costs.
         src: The shards of the prefill engine.
         dst: The shards of the decode engine.
-        cache_format: The caches' layout in memory; None if sizes in bytes are not known.
+        cache_sizes: Sizes of the caches; None if sizes in bytes are not known.
         is_mla: True if the model keeps one latent instead of heads.
     """
-    if cache_format is not None:
-        yield from _small_descriptors(figures, cache_format)
+    if cache_sizes is not None:
+        yield from _small_descriptors(figures, cache_sizes)
     yield from _uneven_sources(figures)
     what = "the latent of MLA" if is_mla else "every KV head"
     if (replicas := _replicas(src)) > 1:
@@ -63,7 +63,7 @@ def advise(
         )
 
 
-def _small_descriptors(figures: PlanFigures, cache_format: CacheFormat) -> Iterator[str]:
+def _small_descriptors(figures: PlanFigures, cache_sizes: CacheSizes) -> Iterator[str]:
     """Report reads with small descriptors."""
     reads = [read for reader in figures.readers for read in reader.reads]
     sizes = [read.descriptor_bytes for read in reads]
@@ -71,7 +71,7 @@ def _small_descriptors(figures: PlanFigures, cache_format: CacheFormat) -> Itera
     if not small:
         return
     shares = {each for read in reads for each in (read.read.src_tokens, read.read.dst_tokens)}
-    src_tokens, dst_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+    src_tokens, dst_tokens = cache_sizes.src_block_tokens, cache_sizes.dst_block_tokens
     most_tokens = max(src_tokens, dst_tokens)
     are_cut = any(not each.is_all and each.run_tokens < most_tokens for each in shares)
     num_staged = sum(

@@ -34,8 +34,8 @@ _MOST_STRETCHES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class CacheFormat:
-    """The KV-cache format of both engines: in a page, heads come before tokens (HND).
+class CacheSizes:
+    """The sizes of both engines' caches; in a page, heads come before tokens (HND).
 
     Attributes:
         slot_bytes: Size of one head of one token in one plane, unless `slot_bytes_by_layer` has it.
@@ -188,7 +188,7 @@ def measure_plan(
     plan: ReshardPlan,
     src: Iterable[Shard],
     dst: Iterable[Shard],
-    cache_format: CacheFormat,
+    cache_sizes: CacheSizes,
     prompt_tokens: int,
 ) -> PlanFigures:
     """Measure a plan, per token and for a prompt.
@@ -197,14 +197,14 @@ def measure_plan(
         plan: The plan.
         src: The source's shards that it was made from.
         dst: The destination's shards that it was made from.
-        cache_format: Layout of the caches in memory.
+        cache_sizes: Sizes of the caches of both engines.
         prompt_tokens: Length of the prompt, at least 1.
     """
     src_shards = {shard.rank: shard for shard in src}
     dst_shards = {shard.rank: shard for shard in dst}
     all_figures = [
         _measure_read(
-            read, src_shards[read.src_rank], dst_shards[read.dst_rank], cache_format, prompt_tokens
+            read, src_shards[read.src_rank], dst_shards[read.dst_rank], cache_sizes, prompt_tokens
         )
         for read in plan.reads
     ]
@@ -234,14 +234,14 @@ def measure_plan(
 
 
 def _measure_read(
-    read: Read, src: Shard, dst: Shard, cache_format: CacheFormat, prompt_tokens: int
+    read: Read, src: Shard, dst: Shard, cache_sizes: CacheSizes, prompt_tokens: int
 ) -> ReadFigures:
     """Lower a read between synthetic caches, and measure its legs."""
-    windows = sorted({cache_format.window_tokens_by_layer.get(layer, 0) for layer in read.layers})
-    block_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+    windows = sorted({cache_sizes.window_tokens_by_layer.get(layer, 0) for layer in read.layers})
+    block_tokens = cache_sizes.src_block_tokens, cache_sizes.dst_block_tokens
     longest_tokens = max(prompt_tokens, DESCRIPTOR_TOKENS)
     src_cache, dst_cache = (
-        _cache(read.layers, shard, cache_format, windows, tokens, longest_tokens)
+        _cache(read.layers, shard, cache_sizes, windows, tokens, longest_tokens)
         for shard, tokens in zip((src, dst), block_tokens, strict=True)
     )
     figures = [
@@ -252,7 +252,7 @@ def _measure_read(
     return ReadFigures(
         read,
         portion,
-        portion * read.num_units * sum(map(cache_format.token_bytes_of, read.layers)),
+        portion * read.num_units * sum(map(cache_sizes.token_bytes_of, read.layers)),
         request_bytes=sum(each.request_bytes for each in figures),
         descriptors=sum(each.descriptors for each in figures),
         descriptor_bytes=min(each.descriptor_bytes for each in figures),
@@ -308,23 +308,21 @@ def _measure_leg(
 def _cache(
     layers: Iterable[Layer],
     shard: Shard,
-    cache_format: CacheFormat,
+    cache_sizes: CacheSizes,
     windows: Sequence[int],
     block_tokens: int,
     longest_tokens: int,
 ) -> RankCache:
     """Return a cache of some layers, in memory that begins at 0, with one group per window."""
     planes = {
-        layer: cache_format.planes_of(layer, len(shard.holdings[layer].units), block_tokens)
+        layer: cache_sizes.planes_of(layer, len(shard.holdings[layer].units), block_tokens)
         for layer in layers
     }
     return RankCache(
         num_block_ids=max(-(-longest_tokens // each[0].block_tokens) for each in planes.values()),
         device_id=0,
         layers={
-            layer: LayerCache(
-                each, windows.index(cache_format.window_tokens_by_layer.get(layer, 0))
-            )
+            layer: LayerCache(each, windows.index(cache_sizes.window_tokens_by_layer.get(layer, 0)))
             for layer, each in planes.items()
         },
     )

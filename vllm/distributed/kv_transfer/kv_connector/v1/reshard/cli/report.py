@@ -13,7 +13,7 @@ from ..plan.shards import Layer, Shard, shard_model
 from ..plan.text import layers_text
 from ..plan.verify import verify_plan
 from .caches import Cache, CacheRow, ReadPart, shard_kinds
-from .figures import CacheFormat, PlanFigures, ReadFigures, measure_plan
+from .figures import CacheSizes, PlanFigures, ReadFigures, measure_plan
 from .layouts import EngineLayout, parse_layout, parse_partition, read_run_tokens
 from .limits import MAX_LAYERS, require_size, require_units
 from .model import LayerSizes, ModelSizes, element_bytes, read_model
@@ -57,7 +57,7 @@ class PlanReport:
         num_kv_heads: KV heads of each layer, as given.
         model: Description of the model.
         is_mla: True if the model keeps one latent instead of heads.
-        cache_format: Layout of the caches in memory.
+        cache_sizes: Sizes of the caches of both engines.
         layers: Sizes of each layer with its own KV cache, by index; empty if all layers are alike.
         knows_bytes: True if sizes in bytes are known; otherwise only descriptors are counted.
         prompt_tokens: Length of the prompt of the measured request.
@@ -77,7 +77,7 @@ class PlanReport:
     num_kv_heads: int
     model: str
     is_mla: bool
-    cache_format: CacheFormat
+    cache_sizes: CacheSizes
     layers: Mapping[int, LayerSizes]
     knows_bytes: bool
     prompt_tokens: int
@@ -113,7 +113,7 @@ class PlanReport:
                 tuple(int(str(layer).partition("/")[0]) for layer in layers),
                 figures.read.num_units
                 * figures.portion
-                * sum(map(self.cache_format.token_bytes_of, layers)),
+                * sum(map(self.cache_sizes.token_bytes_of, layers)),
             )
 
 
@@ -168,9 +168,9 @@ def make_report(args: argparse.Namespace) -> PlanReport | UpstreamReport:
     sizes = _read_sizes(args)
     if sizes.caches and any(each.unserved for each in sizes.caches):
         return _left_to_upstream(args, sizes)
-    cache_format = _cache_format(args, sizes)
-    prefill, src = _read_layout(args, "prefill", sizes, cache_format.src_block_tokens)
-    decode, dst = _read_layout(args, "decode", sizes, cache_format.dst_block_tokens)
+    cache_sizes = _cache_sizes(args, sizes)
+    prefill, src = _read_layout(args, "prefill", sizes, cache_sizes.src_block_tokens)
+    decode, dst = _read_layout(args, "decode", sizes, cache_sizes.dst_block_tokens)
     plan = plan_reshard(src, dst)
     faults = verify_plan(src, dst, plan)
     assert not faults, faults
@@ -185,19 +185,19 @@ def make_report(args: argparse.Namespace) -> PlanReport | UpstreamReport:
         src=src,
         dst=dst,
         plan=plan,
-        figures=measure_plan(plan, src, dst, cache_format, args.prompt_tokens),
+        figures=measure_plan(plan, src, dst, cache_sizes, args.prompt_tokens),
         num_layers=sizes.num_layers,
         num_kv_heads=sizes.num_kv_heads if args.num_kv_heads is None else args.num_kv_heads,
         model=_in_words(sizes),
         is_mla=sizes.is_mla,
-        cache_format=cache_format,
+        cache_sizes=cache_sizes,
         layers=sizes.layers,
         knows_bytes=sizes.slot_elements is not None,
         prompt_tokens=args.prompt_tokens,
         state=_plan_state(args, sizes, prefill.mesh, decode.mesh),
         state_element_bytes=element_bytes(sizes.dtype),
-        caches=_rows(sizes, cache_format),
-        notes=_judge(args, sizes, prefill.mesh, decode.mesh, cache_format),
+        caches=_rows(sizes, cache_sizes),
+        notes=_judge(args, sizes, prefill.mesh, decode.mesh, cache_sizes),
     )
 
 
@@ -223,12 +223,12 @@ def _judge(
     sizes: _Sizes,
     prefill: ParallelMesh,
     decode: ParallelMesh,
-    cache_format: CacheFormat,
+    cache_sizes: CacheSizes,
 ) -> tuple[Note, ...]:
     """Return how engines would treat the model; empty if arguments override its sizes."""
     if sizes.model is None or _overrides(args):
         return ()
-    block_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+    block_tokens = cache_sizes.src_block_tokens, cache_sizes.dst_block_tokens
     return judge(sizes.model, prefill, decode, block_tokens)
 
 
@@ -236,16 +236,16 @@ def _main_name(is_mla: bool) -> str:
     return "latent" if is_mla else "heads"
 
 
-def _rows(sizes: _Sizes, cache_format: CacheFormat) -> tuple[CacheRow, ...]:
+def _rows(sizes: _Sizes, cache_sizes: CacheSizes) -> tuple[CacheRow, ...]:
     """Return one row per kind of cache; for heads or latents, one per size and window."""
-    block_tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+    block_tokens = cache_sizes.src_block_tokens, cache_sizes.dst_block_tokens
     kinds: dict[tuple[LayerSizes, int], list[int]] = {}
     for layer, each in sizes.main_layers.items():
-        window = cache_format.window_tokens_by_layer.get(sizes.identity(layer), 0)
+        window = cache_sizes.window_tokens_by_layer.get(sizes.identity(layer), 0)
         kinds.setdefault((each, window), []).append(layer)
     rows = []
     for (each, window), layers in kinds.items():
-        token_bytes = each.num_kv_heads * cache_format.token_bytes_of(sizes.identity(layers[0]))
+        token_bytes = each.num_kv_heads * cache_sizes.token_bytes_of(sizes.identity(layers[0]))
         moved = "slots" if sizes.is_mla else "heads"
         rows.append(
             CacheRow(
@@ -407,8 +407,8 @@ def _check_sharing(sizes: _Sizes) -> None:
         )
 
 
-def _cache_format(args: argparse.Namespace, sizes: _Sizes) -> CacheFormat:
-    """Return the layout of the caches in memory; slots of unknown size count as one element."""
+def _cache_sizes(args: argparse.Namespace, sizes: _Sizes) -> CacheSizes:
+    """Return the sizes of both caches; slots of unknown size count as one element."""
     block_tokens = []
     for role in ("prefill", "decode"):
         own = getattr(args, f"{role}_block_size")
@@ -433,7 +433,7 @@ def _cache_format(args: argparse.Namespace, sizes: _Sizes) -> CacheFormat:
         windows |= {
             layer: each.window_tokens for layer, each in caches.items() if each.window_tokens
         }
-    return CacheFormat(
+    return CacheSizes(
         slot_bytes=slot_element_bytes * (sizes.slot_elements or 1),
         num_planes=1,
         src_block_tokens=block_tokens[0],

@@ -50,9 +50,9 @@ def print_report(report: PlanReport | UpstreamReport, console: Console) -> None:
     _print_notes(report.notes, console)
     # Caches that replace heads have blocks that `--block-size` does not change.
     is_chosen = report.knows_bytes and report.keeps_main
-    cache_format = report.cache_format if is_chosen else None
+    cache_sizes = report.cache_sizes if is_chosen else None
     warnings = list(
-        advise(report.figures, report.src, report.dst, cache_format, is_mla=report.is_mla)
+        advise(report.figures, report.src, report.dst, cache_sizes, is_mla=report.is_mla)
     )
     if not report.knows_bytes:
         console.print(
@@ -87,8 +87,8 @@ def _print_heading(report: PlanReport | UpstreamReport, console: Console) -> Non
         ("model", report.model),
     ]
     if isinstance(report, PlanReport) and report.keeps_main:
-        cache_format = report.cache_format
-        tokens = cache_format.src_block_tokens, cache_format.dst_block_tokens
+        cache_sizes = report.cache_sizes
+        tokens = cache_sizes.src_block_tokens, cache_sizes.dst_block_tokens
         rows.append(
             ("cache", f"blocks of {_tokens(tokens)}, heads before tokens within a block (HND)")
         )

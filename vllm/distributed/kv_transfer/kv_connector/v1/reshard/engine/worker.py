@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from vllm.platforms import current_platform
 
+from ..memory.cache import RankCache
 from ..plan.shards import Shard
 from ..protocol.board import Board
 from ..protocol.bounds import ReplyBounds
@@ -39,15 +40,7 @@ from ..transport.transfers import Transfers
 from .caches.cache_formats import settings_fingerprint
 from .caches.drafts import draft_identities
 from .caches.factors import compared_factors, compatibility_factors
-from .caches.geometry import (
-    describe_cache,
-    latent_layers,
-    memory_regions,
-    shares_of_layers,
-    token_layers,
-    uncut_layers,
-    window_groups,
-)
+from .caches.geometry import layers_of_worker, memory_regions, token_layers, window_groups
 from .caches.ownership import refuse_shared_names, shard_of_worker
 from .caches.ranks import gather_shards, num_ranks_of_stage, rank_of_worker, tokens_of_worker
 from .compat import REQUEST_NUMBERS, attention_variants
@@ -166,19 +159,21 @@ class ReshardWorker:
         Raises:
             LocalLayoutError: The caches cannot be transferred.
         """
-        self._device.place = next(iter(kv_caches.values())).device
         self._fill_scales(kv_caches)
         backends = self._backends(kv_caches)
         # No draft keeps state, and some models number state layers on from the others.
         drafts = draft_identities(self._vllm_config, token_layers(self._kv_cache_config))
         settings = settings_fingerprint(self._vllm_config)
-        cache = describe_cache(kv_caches, self._kv_cache_config, backends, drafts, settings)
-        latent = latent_layers(self._kv_cache_config, drafts)
-        uncut = uncut_layers(kv_caches, self._kv_cache_config, backends, drafts)
-        shares = shares_of_layers(self._kv_cache_config, self._share, drafts)
+        layers = layers_of_worker(kv_caches, self._kv_cache_config, backends, drafts, settings)
+        self._device.place = device = next(iter(kv_caches.values())).device
+        cache = RankCache(
+            self._kv_cache_config.num_blocks,
+            device.index or 0,
+            {name: layer.cache for name, layer in layers.items()},
+        )
         parallel_config = self._vllm_config.parallel_config
         num_ranks = num_ranks_of_stage(parallel_config)
-        shard = shard_of_worker(self._rank, num_ranks, cache, latent, uncut, shares)
+        shard = shard_of_worker(self._rank, num_ranks, layers, self._share)
         shards = gather_shards(shard, parallel_config)
         refuse_shared_names(shards)
         regions = memory_regions(kv_caches)

@@ -281,35 +281,25 @@ def _cut(needed: UnitInterval, held: list[UnitInterval]) -> Iterator[UnitInterva
     return (UnitInterval(start, stop) for start, stop in zip(starts, stops, strict=True))
 
 
+_Slice: TypeAlias = tuple[UnitInterval, int, int, TokenShare, TokenShare]
+"""What a `Read` says after its layers."""
+
+
 def _merge_layers(pieces: Iterable[_Piece], src: _Boxes, dst: _Boxes) -> Iterator[Read]:
     """Join the pieces that differ only in the layer."""
-    # The pair of shares is None without any: pairs take longer to look up.
-    layers_by_slice: dict[
-        tuple[MeshRank, MeshRank, UnitInterval, int, int, tuple[TokenShare, TokenShare] | None],
-        list[Layer],
-    ] = defaultdict(list)
+    layers_by_slice: dict[tuple[MeshRank, MeshRank, _Slice], list[Layer]] = defaultdict(list)
     for piece in pieces:
         there, here = src[piece.src_rank][piece.layer], dst[piece.dst_rank][piece.layer]
-        are_all = there.tokens.num_shares == here.tokens.num_shares == 1
-        layers_by_slice[
-            piece.dst_rank,
-            piece.src_rank,
+        slice_ = (
             piece.units,
             piece.units.start - there.units.start,
             piece.units.start - here.units.start,
-            None if are_all else (there.tokens, here.tokens),
-        ].append(piece.layer)
-    for slice_, layers in layers_by_slice.items():
-        dst_rank, src_rank, units, src_offset, dst_offset, shares = slice_
-        yield Read(
-            dst_rank,
-            src_rank,
-            tuple(layers),
-            units,
-            src_offset,
-            dst_offset,
-            *(shares or (ALL_TOKENS, ALL_TOKENS)),
+            there.tokens,
+            here.tokens,
         )
+        layers_by_slice[piece.dst_rank, piece.src_rank, slice_].append(piece.layer)
+    for (dst_rank, src_rank, slice_), layers in layers_by_slice.items():
+        yield Read(dst_rank, src_rank, tuple(layers), *slice_)
 
 
 def _releases(

@@ -13,7 +13,6 @@ from types import MappingProxyType
 import torch
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -26,8 +25,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ...errors import ASK_FOR_UPSTREAMS, LocalLayoutError
-from ...memory.cache import LayerCache, Plane, RankCache
-from ...plan.shards import Layer, TokenShare
+from ...memory.cache import LayerCache, Plane
+from ...plan.shards import Layer
 from ..compat import (
     CACHES_ARE_VIEWS,
     describe_layer,
@@ -38,7 +37,8 @@ from ..compat import (
 )
 from .arrangement import Arrangement
 from .cache_formats import cache_format
-from .recurrent_state import component_names, describe_state, is_known_state
+from .ownership import Split, WorkerLayer
+from .recurrent_state import describe_state, is_known_state
 
 _WINDOW_SPECS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Kinds of layers that keep only the last tokens of a sequence."""
@@ -57,21 +57,18 @@ Subclasses keep blocks differently, and are not served."""
 
 _MLA_SPECS = (MLAAttentionSpec, SlidingWindowMLASpec)
 
-_THEIR_OWN: Mapping[str, str] = MappingProxyType({})
-"""The default: every layer has the same name in other engines."""
 
-
-def describe_cache(
+def layers_of_worker(
     kv_caches: Mapping[str, torch.Tensor],
     kv_cache_config: KVCacheConfig,
     backends: Mapping[str, type[AttentionBackend]],
-    identities: Mapping[str, str] = _THEIR_OWN,
+    identities: Mapping[str, str] = MappingProxyType({}),
     settings: str = "",
-) -> RankCache:
-    """Describe where every layer's keys and values, or its state, lie in this worker's memory.
+) -> dict[Layer, WorkerLayer]:
+    """Describe every layer of this worker, under the name by which other engines know it.
 
-    A layer that shares another layer's cache is left out. Each component of a layer's state
-    becomes a separate layer.
+    The order is that of the groups. A layer that shares another layer's cache is left out. Each
+    component of a layer's state becomes a separate layer.
 
     Args:
         kv_caches: The tensor of each layer, as the model runner registers it.
@@ -84,7 +81,7 @@ def describe_cache(
         LocalLayoutError: A layer cannot be served, its blocks do not match the scheduler's, or
             they are not contiguous although they must be.
     """
-    layers: dict[Layer, LayerCache] = {}
+    layers: dict[Layer, WorkerLayer] = {}
     seen: set[tuple[tuple[Plane, ...], int]] = set()
     for name, (spec, group) in _specs(kv_cache_config).items():
         if name not in kv_caches:
@@ -94,23 +91,23 @@ def describe_cache(
         tensor, backend, known_as = kv_caches[name], backends[name], identities.get(name, name)
         if type(spec) is MambaSpec:
             blocks_per_id = _blocks_per_id(name, len(tensor), kv_cache_config)
+            split = Split.LATENT if is_on_every_rank(spec) else Split.UNITS
             for part in describe_state(tensor, spec):
                 # The order in which a backend stores the state depends on the device.
                 meaning = {
                     "state": f"{backend.get_name()} on {tensor.device.type}",
                     "numbers of the state": part.number_format,
                 }
-                layers[f"{known_as}/{part.name}"] = LayerCache(
-                    (part.plane,), group, blocks_per_id, meaning
-                )
+                cache = LayerCache((part.plane,), group, blocks_per_id, meaning)
+                layers[f"{known_as}/{part.name}"] = WorkerLayer(cache, split)
             continue
         kept = cache_format(backend, spec, tensor, settings)
         num_blocks, planes = describe_layer(name, tensor, spec, backend, kept.arrangement)
         blocks_per_id = _blocks_per_id(name, num_blocks, kv_cache_config)
         if (planes, group) not in seen:
-            layers[known_as] = LayerCache(
-                planes, group, blocks_per_id, kept.meaning, kept.keys_lead
-            )
+            cache = LayerCache(planes, group, blocks_per_id, kept.meaning, kept.keys_lead)
+            split = _split_of(spec, kept.arrangement)
+            layers[known_as] = WorkerLayer(cache, split, shares_tokens(spec))
         seen.add((planes, group))
     if not layers:
         raise LocalLayoutError(
@@ -118,8 +115,14 @@ def describe_cache(
             "stage a layer that has one with VLLM_PP_LAYER_PARTITION, or leave out "
             "--kv-transfer-config"
         )
-    device = next(iter(kv_caches.values())).get_device()
-    return RankCache(kv_cache_config.num_blocks, max(device, 0), layers)
+    return layers
+
+
+def _split_of(spec: KVCacheSpec, arrangement: Arrangement) -> Split:
+    """Return how the ranks of a stage divide a layer that keeps tokens."""
+    if isinstance(spec, _MLA_SPECS):
+        return Split.LATENT
+    return Split.RANKS if arrangement is Arrangement.PAGE else Split.UNITS
 
 
 def unserved_layer(
@@ -132,7 +135,6 @@ def unserved_layer(
         num_shares: Number of ranks that divide the tokens of a layer between them, if they do.
         over_pcp: True if these ranks span prefill context parallelism, which divides prompts.
     """
-    latent = latent_layers(kv_cache_config)
     for name, (spec, _) in _specs(kv_cache_config).items():
         if not _is_served(spec):
             return _not_served(name, spec)
@@ -141,32 +143,15 @@ def unserved_layer(
                 f"layer {name} has one slot for several tokens, and with "
                 f"--decode-context-parallel-size {num_shares} it is not known which rank has which"
             )
-        if over_pcp and name not in latent:
+        # State of every TP rank, too: vLLM keeps no state with prefill context parallelism, so that
+        # nothing says whether ranks that compute parts of a prompt end with the same one.
+        if over_pcp and not isinstance(spec, _MLA_SPECS):
             return (
                 f"layer {name} keeps no latent, and where --decode-context-parallel-size "
                 f"{num_shares} spans --prefill-context-parallel-size, ranks count as of one "
                 "latent"
             )
     return None
-
-
-def shares_of_layers(
-    kv_cache_config: KVCacheConfig,
-    share: TokenShare,
-    identities: Mapping[str, str] = _THEIR_OWN,
-) -> dict[Layer, TokenShare]:
-    """Return this rank's token share for each layer whose tokens are divided between ranks.
-
-    Args:
-        kv_cache_config: This worker's groups and layers.
-        share: The rank's share of the tokens of such layers.
-        identities: Names in other engines of the layers that have another name there.
-    """
-    return {
-        identities.get(name, name): share
-        for name, (spec, _) in _specs(kv_cache_config).items()
-        if shares_tokens(spec)
-    }
 
 
 def tokens_of_blocks(kv_cache_config: KVCacheConfig, num_shares: int) -> list[int]:
@@ -178,30 +163,6 @@ def tokens_of_blocks(kv_cache_config: KVCacheConfig, num_shares: int) -> list[in
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [spec.block_size * (num_shares if shares_tokens(spec) else 1) for spec in specs]
-
-
-def uncut_layers(
-    kv_caches: Mapping[str, torch.Tensor],
-    kv_cache_config: KVCacheConfig,
-    backends: Mapping[str, type[AttentionBackend]],
-    identities: Mapping[str, str] = _THEIR_OWN,
-) -> frozenset[Layer]:
-    """Return the layers whose blocks are opaque and differ from rank to rank.
-
-    Args:
-        kv_caches: The tensor of each layer.
-        kv_cache_config: This worker's groups and layers.
-        backends: The attention backend of each layer.
-        identities: Names in other engines of the layers that have another name there.
-    """
-    return frozenset(
-        identities.get(name, name)
-        for name, (spec, _) in _specs(kv_cache_config).items()
-        if name in kv_caches
-        and isinstance(spec, AttentionSpec)
-        and not isinstance(spec, _MLA_SPECS)
-        and cache_format(backends[name], spec, kv_caches[name], "").arrangement is Arrangement.PAGE
-    )
 
 
 def _blocks_per_id(name: str, num_blocks: int, kv_cache_config: KVCacheConfig) -> int:
@@ -255,27 +216,6 @@ def token_layers(kv_cache_config: KVCacheConfig) -> list[str]:
 def keeps_no_middle(kv_cache_config: KVCacheConfig) -> bool:
     """Return whether a layer keeps only a prompt and the last tokens of its answer."""
     return any(loses_its_middle(spec) for spec, _ in _specs(kv_cache_config).values())
-
-
-def latent_layers(
-    kv_cache_config: KVCacheConfig, identities: Mapping[str, str] = _THEIR_OWN
-) -> frozenset[Layer]:
-    """Return the layers that every rank holds whole: MLA's latents, and replicated state.
-
-    They include the layer of an indexer beside MLA.
-
-    Args:
-        kv_cache_config: This worker's groups and layers.
-        identities: Names in other engines of the layers that have another name there.
-    """
-    latent: set[Layer] = set()
-    for name, (spec, _) in _specs(kv_cache_config).items():
-        known_as = identities.get(name, name)
-        if isinstance(spec, _MLA_SPECS):
-            latent.add(known_as)
-        elif isinstance(spec, MambaSpec) and is_on_every_rank(spec):
-            latent.update(f"{known_as}/{part}" for part in component_names(spec))
-    return frozenset(latent)
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> dict[str, tuple[KVCacheSpec, int]]:

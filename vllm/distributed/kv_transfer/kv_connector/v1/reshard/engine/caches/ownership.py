@@ -10,11 +10,12 @@ attention need no special rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 
 from ...errors import ASK_FOR_UPSTREAMS, LocalLayoutError
-from ...memory.cache import LayerCache, RankCache
+from ...memory.cache import LayerCache
 from ...plan.mesh import MeshRank
 from ...plan.shards import (
     ALL_TOKENS,
@@ -26,28 +27,48 @@ from ...plan.shards import (
     holding_of_rank,
 )
 
-_NONE_SHARED: Mapping[Layer, TokenShare] = MappingProxyType({})
-"""Every rank holds all tokens of its units."""
+
+class Split(Enum):
+    """How the ranks of a stage divide a layer."""
+
+    UNITS = "units"
+    """Each rank has units of its own, or copies where there are fewer units than ranks."""
+
+    LATENT = "one latent"
+    """Every rank has all of it: MLA's latents, and replicated state."""
+
+    RANKS = "ranks"
+    """Blocks are opaque and differ from rank to rank; nothing else is known about them."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLayer:
+    """One layer of a worker.
+
+    Attributes:
+        cache: Its cache.
+        split: How the ranks of the worker's stage divide it.
+        shares_tokens: True if ranks with the same units divide their tokens.
+    """
+
+    cache: LayerCache
+    split: Split = Split.UNITS
+    shares_tokens: bool = False
 
 
 def shard_of_worker(
     rank: MeshRank,
     tp_size: int,
-    cache: RankCache,
-    latent: Set[Layer],
-    uncut: Set[Layer] = frozenset(),
-    shares: Mapping[Layer, TokenShare] = _NONE_SHARED,
+    layers: Mapping[Layer, WorkerLayer],
+    share: TokenShare = ALL_TOKENS,
 ) -> Shard:
     """Return the shard of one worker.
 
     Args:
         rank: The worker's rank.
         tp_size: Number of workers that each layer is split over.
-        cache: The worker's cache.
-        latent: Layers that keep one latent, which is not split.
-        uncut: Layers with opaque blocks that differ from rank to rank. Their units are ranks:
-            nothing else is known about them.
-        shares: The worker's token share for each layer whose tokens are divided between ranks.
+        layers: The worker's layers.
+        share: Its share of the tokens of layers whose tokens are divided between ranks.
 
     Raises:
         LocalLayoutError: The planes of a layer have different numbers of heads.
@@ -55,16 +76,10 @@ def shard_of_worker(
     return Shard(
         rank,
         {
-            layer: _holding(
-                rank.tp_rank,
-                tp_size,
-                layer,
-                layer_cache,
-                shares.get(layer, ALL_TOKENS),
-                is_latent=layer in latent,
-                is_uncut=layer in uncut,
+            name: _holding(
+                rank.tp_rank, tp_size, name, layer, share if layer.shares_tokens else ALL_TOKENS
             )
-            for layer, layer_cache in cache.layers.items()
+            for name, layer in layers.items()
         },
     )
 
@@ -91,21 +106,15 @@ def refuse_shared_names(shards: Iterable[Shard]) -> None:
 
 
 def _holding(
-    tp_rank: int,
-    tp_size: int,
-    layer: Layer,
-    cache: LayerCache,
-    tokens: TokenShare,
-    *,
-    is_latent: bool,
-    is_uncut: bool,
+    tp_rank: int, tp_size: int, name: Layer, layer: WorkerLayer, tokens: TokenShare
 ) -> Holding:
-    if is_uncut:
+    if layer.split is Split.RANKS:
         return Holding(UnitInterval(tp_rank, tp_rank + 1), tp_size, tokens=tokens)
-    counts = sorted({plane.num_heads // plane.heads_per_unit for plane in cache.planes})
+    counts = sorted({plane.num_heads // plane.heads_per_unit for plane in layer.cache.planes})
+    is_latent = layer.split is Split.LATENT
     if len(counts) > 1 or (is_latent and counts != [1]):
         raise LocalLayoutError(
-            f"layer {layer} keeps {' and '.join(map(str, counts))} heads in its planes, which are "
+            f"layer {name} keeps {' and '.join(map(str, counts))} heads in its planes, which are "
             f"not split alike{', of one latent' if is_latent else ''}: {ASK_FOR_UPSTREAMS}"
         )
     if is_latent:

@@ -75,11 +75,11 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class StateComponent:
-    """One component of a layer's state.
+class StatePlane:
+    """The plane of one component of a layer's state.
 
     Attributes:
-        name: Its name, without the layer's.
+        name: Name of the component, without the layer's.
         plane: Its place in memory.
         number_format: Type of its elements, such as `float32`.
     """
@@ -101,18 +101,8 @@ def is_known_state(spec: MambaSpec) -> bool:
     return not family.convolved or bool(_parts(spec, family))
 
 
-def component_names(spec: MambaSpec) -> list[str]:
-    """Return the names of a known state's components, in the order of a page.
-
-    Args:
-        spec: vLLM's specification of the layer.
-    """
-    family = _FAMILIES[spec.mamba_type.name]
-    return [*family.convolved, *([_RECURRENT] if family.has_recurrent else [])]
-
-
-def describe_state(tensor: torch.Tensor, spec: MambaSpec) -> list[StateComponent]:
-    """Return the components of a layer's state, in the order of a page.
+def describe_state(tensor: torch.Tensor, spec: MambaSpec) -> list[StatePlane]:
+    """Return the planes of a layer's state, in the order of a page.
 
     Args:
         tensor: The layer's pages, of any type; its first dimension is the block.
@@ -131,7 +121,7 @@ def describe_state(tensor: torch.Tensor, spec: MambaSpec) -> list[StateComponent
             else _convolved(address, block_bytes, spec, family)
         )
         components += [
-            StateComponent(
+            StatePlane(
                 part,
                 replace(plane, heads_per_unit=plane.num_heads) if is_on_every_rank(spec) else plane,
                 number_format,
