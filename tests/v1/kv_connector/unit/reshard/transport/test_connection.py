@@ -111,9 +111,9 @@ def test_reads_messages_and_lookups(monkeypatch, make_source, make_reader):
     for table in connection.engine.lease_tables.values():
         connection.leases.check_later((table.buckets.peer, 1), "r", OFFER, table, 1e9)
     assert not connection.is_drained
-    verdicts = []
-    wait_until(lambda: verdicts.extend(connection.leases.advance()) or len(verdicts) == 2)
-    assert [each.failure for each in verdicts] == [None, None] and connection.is_drained
+    results = []
+    wait_until(lambda: results.extend(connection.leases.advance()) or len(results) == 2)
+    assert [each.failure for each in results] == [None, None] and connection.is_drained
     connection.close()
     connection.close()
     assert not connection.is_connected and not lane.connections

@@ -78,7 +78,7 @@ class Network:
         self.now_s = 0.0
         self.makes_lanes = True
         lanes = Lanes(self._make_lane, num_lanes)
-        self.table = PeerTable(self._ask, self._connect, lanes, idle_limit_s, lambda: awaited)
+        self.table = PeerTable(self._dial, self._connect, lanes, idle_limit_s, lambda: awaited)
 
     def answer(self, handshake: Future | None = None, tp_size: int = 1) -> RemoteEngineStub:
         """A handshake succeeds, by default the last one."""
@@ -95,7 +95,7 @@ class Network:
         """The lane that was asked for last is there."""
         self.lanes[-1].set_result(self.reader.make_lane())
 
-    def _ask(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
+    def _dial(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
         self.handshakes.append(Future())
         return self.handshakes[-1]
 
@@ -287,10 +287,10 @@ def test_connection_that_is_still_to_be_asked_is_kept(table, network):
     table.break_off(old, 1.0)
     close_due(table, 1.0)
     assert old.is_connected
-    verdicts = []
-    while not verdicts:
-        verdicts = old.leases.advance()
-    assert [each.failure for each in verdicts] == [None]
+    results = []
+    while not results:
+        results = old.leases.advance()
+    assert [each.failure for each in results] == [None]
     close_due(table, 1.0)
     assert not old.is_connected
 

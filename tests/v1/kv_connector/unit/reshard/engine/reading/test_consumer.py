@@ -91,7 +91,7 @@ class Worker:
         self.handshakes: list[Future] = []
         self.connections: list[Connection] = []
         self.failed: list[str] = []
-        self.peers = PeerTable(self._ask, self._connect, lanes(), 600.0)
+        self.peers = PeerTable(self._dial, self._connect, lanes(), 600.0)
         transfers, self.stats = Transfers(), ReshardStats()
         notifier = Notifier("me", self.stats)
         self.reads = ConsumerSide(self.peers, transfers, notifier, self.stats, 600.0)
@@ -120,7 +120,7 @@ class Worker:
         self.failed += self.reads.take_failed()
         return sorted(self.reads.take_received())
 
-    def _ask(self, address: RemoteEngineAddress) -> Future:
+    def _dial(self, address: RemoteEngineAddress) -> Future:
         self.handshakes.append(Future())
         return self.handshakes[-1]
 

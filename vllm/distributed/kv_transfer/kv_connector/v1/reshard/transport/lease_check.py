@@ -76,7 +76,7 @@ class PreparedTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LookupResult:
     """The result of one lookup.
 
     Attributes:
@@ -157,10 +157,10 @@ class LeaseChecker:
         # Not offered yet, or with another fingerprint: when and in which table to look again.
         self._again: list[tuple[float, PreparedTable, _Wanted]] = []
         self._lookups: list[_Lookup] = []
-        self._verdicts: list[Verdict] = []
+        self._results: list[LookupResult] = []
 
     def __len__(self) -> int:
-        """Return the number of lookups without a verdict."""
+        """Return the number of lookups without a result."""
         waiting = sum(map(len, self._wanted.values())) + len(self._again)
         return waiting + sum(len(lookup.wanted) for lookup in self._lookups)
 
@@ -172,7 +172,7 @@ class LeaseChecker:
         at: PreparedTable,
         due_at_s: float,
     ) -> None:
-        """Queue a lookup, which will get one verdict.
+        """Queue a lookup, which will get one result.
 
         Args:
             key: Key of the lookup.
@@ -184,8 +184,8 @@ class LeaseChecker:
         wanted = _Wanted(key, remote_request_id, fingerprint, due_at_s)
         self._wanted[at].append(wanted)
 
-    def advance(self) -> list[Verdict]:
-        """Post queued lookups, and return new verdicts.
+    def advance(self) -> list[LookupResult]:
+        """Post queued lookups, and return new results.
 
         An unexpected exception leaves its lookup unchanged for the next call.
         """
@@ -204,17 +204,17 @@ class LeaseChecker:
             if state is TransferState.IN_FLIGHT and not hangs:
                 continue
             done = state is TransferState.DONE
-            verdicts, again = self._judge(lookup, now_s, done=done)
+            results, again = self._judge(lookup, now_s, done=done)
             self._lookups.remove(lookup)
-            self._verdicts += verdicts
+            self._results += results
             self._again += again
             if done:
                 self._buffer.free(self._reads, lookup.read)
         self._fail_overdue(now_s)
-        return self._take_verdicts()
+        return self._take_results()
 
-    def give_up(self) -> list[Verdict]:
-        """Fail all lookups without a verdict: their connection is given up."""
+    def give_up(self) -> list[LookupResult]:
+        """Fail all lookups without a result: their connection is given up."""
         fault = "its connection was given up before its lease could be looked up"
         unanswered = [each for wanted in self._wanted.values() for each in wanted]
         unanswered += [wanted for _, _, wanted in self._again]
@@ -222,20 +222,22 @@ class LeaseChecker:
         self._wanted.clear()
         self._again.clear()
         self._lookups.clear()
-        self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered]
-        return self._take_verdicts()
+        self._results += [
+            LookupResult(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered
+        ]
+        return self._take_results()
 
     def _fail_overdue(self, now_s: float) -> None:
         """Fail the requests that were not offered by their deadline.
 
-        Without a verdict they would time out and break the connection, which is sound: the
+        Without a result they would time out and break the connection, which is sound: the
         producer's table could be read.
         """
         overdue = [each for each in self._again if each[2].due_at_s <= now_s]
         self._again = [each for each in self._again if each[2].due_at_s > now_s]
         for _, table, wanted in overdue:
-            self._verdicts.append(
-                Verdict(
+            self._results.append(
+                LookupResult(
                     wanted.key,
                     LeaseCheckFailure.LEASE,
                     f"{quote(table.buckets.peer)} did not say in time what it offers: check that "
@@ -243,9 +245,9 @@ class LeaseChecker:
                 )
             )
 
-    def _take_verdicts(self) -> list[Verdict]:
-        verdicts, self._verdicts = self._verdicts, []
-        return verdicts
+    def _take_results(self) -> list[LookupResult]:
+        results, self._results = self._results, []
+        return results
 
     def _post(self, table: PreparedTable) -> None:
         """Post one read for a table's queued lookups, as many as the buffer has room for."""
@@ -258,7 +260,9 @@ class LeaseChecker:
             read = self._buffer.post(self._reads, table.buckets, buckets)
         except TransferError as error:
             fault = str(error)
-            self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in wanted]
+            self._results += [
+                LookupResult(each.key, LeaseCheckFailure.PEER, fault) for each in wanted
+            ]
         else:
             names = [entry.name for entry in entries]
             self._lookups.append(_Lookup(table, wanted, names, read))
@@ -269,14 +273,16 @@ class LeaseChecker:
 
     def _judge(
         self, lookup: _Lookup, now_s: float, *, done: bool
-    ) -> tuple[list[Verdict], list[tuple[float, PreparedTable, _Wanted]]]:
-        """Return a lookup's verdicts, and the requests to look up again, with when and where."""
+    ) -> tuple[list[LookupResult], list[tuple[float, PreparedTable, _Wanted]]]:
+        """Return a lookup's results, and the requests to look up again, with when and where."""
         peer = lookup.read.transfer.peer
         if not done:
             fault = f"the lease at {quote(peer)} could not be looked up"
-            failed = [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted]
+            failed = [
+                LookupResult(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted
+            ]
             return failed, []
-        verdicts, later = [], []
+        results, later = [], []
         for wanted, name, row in zip(
             lookup.wanted, lookup.names, self._buffer.landed(lookup.read), strict=True
         ):
@@ -287,18 +293,18 @@ class LeaseChecker:
             # Not every transport reads a cache line atomically: part of the entry may be old.
             num_looks = wanted.num_looks + 1
             if held.fingerprint == wanted.fingerprint or num_looks >= _MOST_LOOKS:
-                verdicts.append(_verdict(wanted, held, peer))
+                results.append(_result(wanted, held, peer))
             else:
                 look_at_s = now_s + _LOOK_AGAIN_S * 2**wanted.num_looks
                 again = replace(wanted, num_looks=num_looks)
                 later.append((look_at_s, lookup.table, again))
-        return verdicts, later
+        return results, later
 
 
-def _verdict(wanted: _Wanted, held: Held, peer: str) -> Verdict:
-    """Return the verdict that follows from a producer's entry."""
+def _result(wanted: _Wanted, held: Held, peer: str) -> LookupResult:
+    """Return the result that follows from a producer's entry."""
     if not held.entered:
-        return Verdict(
+        return LookupResult(
             wanted.key,
             LeaseCheckFailure.LEASE,
             f"its lease at {quote(peer)} had run out when all was read: give readers longer there "
@@ -306,10 +312,10 @@ def _verdict(wanted: _Wanted, held: Held, peer: str) -> Verdict:
         )
     assert held.fingerprint is not None
     if (difference := held.fingerprint.difference(wanted.fingerprint)) is not None:
-        return Verdict(
+        return LookupResult(
             wanted.key,
             LeaseCheckFailure.FINGERPRINT,
             f"what {quote(peer)} holds under its name {one_line(difference)}: send the decode "
             "engine the very prompt that was prefilled, and pass kv_transfer_params on unchanged",
         )
-    return Verdict(wanted.key)
+    return LookupResult(wanted.key)

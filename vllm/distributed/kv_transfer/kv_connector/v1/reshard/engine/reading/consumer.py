@@ -25,7 +25,7 @@ from ...protocol.states import ReadState
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
-from ...transport.lease_check import Verdict
+from ...transport.lease_check import LookupResult
 from ...transport.remote import LocalCache, RequestBlocks
 from ...transport.transfers import PartDrained, PartEvent, PartFailed, Transfers
 from ..connecting.peers import Peer, PeerTable
@@ -242,8 +242,8 @@ class ConsumerSide:
         for event in taken_once_done(self._events):
             self._apply(event, now_s)
         # Before deadlines, which break connections off: a request not offered in time costs none.
-        for verdict in self._lease_checks.advance(now_s):
-            self._judge(verdict)
+        for result in self._lease_checks.advance(now_s):
+            self._judge(result)
         for reading in self._readings.overdue(now_s):
             self._run_out_of_time(reading, now_s)
         self._doubt.contain(now_s)
@@ -256,8 +256,8 @@ class ConsumerSide:
         for connection in list(lane.connections):
             self._transfers.retire(connection)
             self._lease_checks.give_up(connection)
-        for verdict in self._lease_checks.verdicts(self._now_s):
-            self._judge(verdict)
+        for result in self._lease_checks.results(self._now_s):
+            self._judge(result)
         lane.close()
         self._transfers.end(lane)
 
@@ -372,14 +372,14 @@ class ConsumerSide:
             fault = "its connection was given up before its lease could be looked up"
             self._fail(reading, fault, ReadFailure.TRANSFER)
 
-    def _judge(self, verdict: Verdict) -> None:
+    def _judge(self, result: LookupResult) -> None:
         """Apply the result of a lease check."""
-        reading = self._readings.find(verdict.key)
+        reading = self._readings.find(result.key)
         if reading is None:
             return
         try:
-            if verdict.failure is not None:
-                self._fail(reading, verdict.fault, READ_FAILURES[verdict.failure])
+            if result.failure is not None:
+                self._fail(reading, result.fault, READ_FAILURES[result.failure])
             self._ledger.check_done(reading)
         except Exception as error:
             self._lose(reading.request_id, error)
