@@ -109,17 +109,19 @@ class RequestBlocks:
         if leg.per_sequence:
             self._check_state(leg)
         src, dst = leg.src, leg.dst
-        src_sizes = src.num_blocks, src.block_tokens, src.blocks_per_id
-        dst_sizes = dst.block_tokens, dst.blocks_per_id
-        shares = leg.read.src_tokens, leg.read.dst_tokens
-
-        def overlap_of(groups: tuple[int, int]) -> Overlap | None:
-            key = groups, src_sizes, dst_sizes, shares, leg.per_sequence
+        geometry = (
+            (src.num_blocks, src.block_tokens, src.blocks_per_id, leg.read.src_tokens),
+            (dst.block_tokens, dst.blocks_per_id, leg.read.dst_tokens),
+            leg.per_sequence,
+        )
+        selections: list[Selection] = []
+        for groups, planes in leg.planes_by_groups:
+            key = groups, geometry
             if key not in self._overlaps:
                 self._overlaps[key] = self._overlap(leg, *groups)
-            return self._overlaps[key]
-
-        return leg.selections(overlap_of)
+            if (common := self._overlaps[key]) is not None:
+                selections.append(Selection(common, planes))
+        return selections
 
     def _overlap(self, leg: Leg, src_group: int, dst_group: int) -> Overlap | None:
         receive, (src, dst) = self._receive, (leg.src, leg.dst)
