@@ -206,7 +206,7 @@ class _Reader:
         )
         began_s = time.perf_counter()
         selected, parts = RequestBlocks(receive), list[Part]()
-        for leg in self._connection.engine.legs:
+        for leg in self._connection.legs:
             parts += self._transfers.cut(leg, selected.select(leg.leg))
         self._transfers.start(REQUEST, parts, self._connection)
         ended: list[PartEvent] = []
@@ -233,7 +233,7 @@ class _Reader:
     def _results(self, receive: Receive) -> list[LookupResult]:
         """Look the lease up at every worker that was read from."""
         leases, due_at_s = self._connection.leases, time.monotonic() + DEADLINE_S
-        tables = self._connection.engine.lease_tables.values()
+        tables = self._connection.lease_tables.values()
         assert receive.fingerprint is not None
         for number, table in enumerate(tables):
             leases.check_later((REQUEST, number), REQUEST, receive.fingerprint, table, due_at_s)

@@ -282,7 +282,7 @@ def test_connection_that_is_still_to_be_asked_is_kept(table, network):
     """Whoever has read all of his blocks is told whether they were held."""
     peer = connected(table, network)
     old = peer.connection
-    (lease_table,) = old.engine.lease_tables.values()
+    (lease_table,) = old.lease_tables.values()
     old.leases.check_later(("a", 1), "r", OFFER, lease_table, 1e9)
     table.break_off(old, 1.0)
     close_due(table, 1.0)
@@ -574,7 +574,7 @@ def test_neighbour_that_is_being_connected_goes_to_the_next_lane(table, network)
     table.advance(2.0)
     table.advance(2.0)
     assert peer.connection.lane is network.lanes[1].result() and not table.is_connecting
-    assert len(peer.connection.engine.releases) == len(engine.agents) == 2
+    assert len(peer.connection.releases) == len(engine.agents) == 2
     assert len(network.handshakes) == 2
     close_due(table, 2.0)
     assert not half.is_connected and not half.lane.agent.is_open

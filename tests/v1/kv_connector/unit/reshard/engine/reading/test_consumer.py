@@ -66,7 +66,9 @@ class Connection:
         self.lifetime = Lifetime(100.0)
         self.leases: list[str] = []
         self.is_connected = self.is_drained = True
-        self.engine = SimpleNamespace(legs=[], lease_tables={}, releases=[])
+        self.legs: list[object] = []
+        self.lease_tables: dict[str, object] = {}
+        self.releases: list[tuple[str, int]] = []
 
     def connect_next(self) -> bool:
         """All of its workers are connected."""
@@ -225,7 +227,7 @@ def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, mon
     worker.answer()
     worker.peers.advance(0.0)
     (connection,) = worker.connections
-    connection.engine.legs, connection.engine.lease_tables = [part], {"p": None}
+    connection.legs, connection.lease_tables = [part], {"p": None}
     assert worker.poll() == []
     connection.is_connected = False
     copied = PartDrained("a", 0, Strategy.STAGED)
@@ -270,12 +272,12 @@ class Prefetching:
         worker.answer()
         worker.poll()
         self.connection = peer.connection
-        self.connection.engine.legs = [self.leg]
+        self.connection.legs = [self.leg]
         self.looked_up: list[tuple] = []
         self.connection.leases = SimpleNamespace(
             check_later=lambda *what: self.looked_up.append(what), advance=list
         )
-        self.connection.engine.lease_tables = {"p": None}
+        self.connection.lease_tables = {"p": None}
 
     def compute(self, num_tokens: int, attempt: int = 1) -> None:
         """The source has computed some of the prompt."""
@@ -480,7 +482,7 @@ def test_request_that_is_not_offered_in_time_costs_no_connection(
     agent = connection.lane.agent
     name = agent.connect(holder.metadata())
     connection.leases = LeaseChecker(connection.lane.lookups, agent, lambda: now_s[0])
-    connection.engine.lease_tables = {name: prepare_table(agent, table.address, name)}
+    connection.lease_tables = {name: prepare_table(agent, table.address, name)}
     broken_off: list = []
     monkeypatch.setattr(worker.peers, "break_off", lambda *what: broken_off.append(what))
     prefetching.compute(8)

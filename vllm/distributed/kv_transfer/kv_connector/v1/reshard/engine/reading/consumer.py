@@ -287,7 +287,7 @@ class ConsumerSide:
 
     def _begin(self, reading: Reading, connection: PeerConnection, now_s: float) -> None:
         """Queue the reads of a request."""
-        request_id, engine = reading.request_id, connection.engine
+        request_id = reading.request_id
         if self._doubt.are_too_many and reading.peer is not None and reading.peer.is_suspect(now_s):
             reason = f"{self._doubt.count:d} blocks may still be written by earlier reads"
             self._fail(reading, reason, ReadFailure.DOUBT)
@@ -298,7 +298,7 @@ class ConsumerSide:
             return
         try:
             blocks = RequestBlocks(rest)
-            selected = [(leg, blocks.select(leg.leg)) for leg in engine.legs]
+            selected = [(leg, blocks.select(leg.leg)) for leg in connection.legs]
         except ReshardError as error:
             self._fail(reading, str(error), ReadFailure.PARAMETERS)
             return
@@ -308,7 +308,7 @@ class ConsumerSide:
         reading.connection = connection
         reading.lease_tables = [
             table
-            for name, table in engine.lease_tables.items()
+            for name, table in connection.lease_tables.items()
             if name in read_from or reading.prefetched is not None
         ]
         keys, num_tables = reading.take_keys(len(parts)), len(reading.lease_tables)

@@ -144,7 +144,7 @@ class Prefetcher:
                 self._invalidate(reading)
             return
         assert self.window_groups is not None
-        legs = (each.leg for each in connection.engine.legs)
+        legs = (each.leg for each in connection.legs)
         groups = FullGroups.of(legs, part.remote_block_ids, self.window_groups)
         wanted = prefetched.next(part, groups)
         if wanted is None:
@@ -172,7 +172,7 @@ class Prefetcher:
         blocks = RequestBlocks(wanted)
         return [
             part
-            for leg in connection.engine.legs
+            for leg in connection.legs
             if not leg.leg.per_sequence
             for part in self._transfers.cut(leg, blocks.select(leg.leg))
         ]
