@@ -45,7 +45,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.connection i
     PeerConnection,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lane import Lane
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import Verdict
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LookupResult
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.remote import (
     LocalCache,
     RequestBlocks,
@@ -206,7 +206,7 @@ class _Reader:
         )
         began_s = time.perf_counter()
         selected, parts = RequestBlocks(receive), list[Part]()
-        for leg in self._connection.engine.legs:
+        for leg in self._connection.legs:
             parts += self._transfers.cut(leg, selected.select(leg.leg))
         self._transfers.start(REQUEST, parts, self._connection)
         ended: list[PartEvent] = []
@@ -219,7 +219,7 @@ class _Reader:
         wait_until(is_over, "a read")
         taken_s = time.perf_counter() - began_s
         self.faults = [str(each) for each in ended if not isinstance(each, PartDrained)]
-        self.faults += [verdict.fault for verdict in self._verdicts(receive) if verdict.fault]
+        self.faults += [result.fault for result in self._results(receive) if result.fault]
         if difference := rank.difference():
             self.faults.append(difference)
         return taken_s
@@ -230,21 +230,21 @@ class _Reader:
         self._connection.close()
         self._lane.close()
 
-    def _verdicts(self, receive: Receive) -> list[Verdict]:
+    def _results(self, receive: Receive) -> list[LookupResult]:
         """Look the lease up at every worker that was read from."""
         leases, due_at_s = self._connection.leases, time.monotonic() + DEADLINE_S
-        tables = self._connection.engine.lease_tables.values()
+        tables = self._connection.lease_tables.values()
         assert receive.fingerprint is not None
         for number, table in enumerate(tables):
             leases.check_later((REQUEST, number), REQUEST, receive.fingerprint, table, due_at_s)
-        verdicts: list[Verdict] = []
+        results: list[LookupResult] = []
 
         def is_told() -> bool:
-            verdicts.extend(leases.advance())
-            return len(verdicts) == len(tables)
+            results.extend(leases.advance())
+            return len(results) == len(tables)
 
         wait_until(is_told, "a lookup")
-        return verdicts
+        return results
 
 
 @contextmanager

@@ -7,8 +7,6 @@ tomorrow is counted, too.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
@@ -89,7 +87,7 @@ def test_notifier_forgets_what_it_has_told():
     before = sizes(notifier)
     for number in range(NUM_REQUESTS):
         peers = [(f"p{number % 2 * number}", 1), ("p0", 2)]
-        producers = RecordingConnection("p0", engine=SimpleNamespace(releases=peers))
+        producers = RecordingConnection("p0", releases=peers)
         notifier.release(read_of(str(number)), producers)
         notifier.renew([str(number)], producers)
         notifier.flush()

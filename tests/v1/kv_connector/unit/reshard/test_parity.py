@@ -186,7 +186,7 @@ def test_data_parallel_replicas_share_the_producers(engines):
         progress.until(p, sent=request)
         assert_received(d, [3, 4, 1], whole)
         (connection,) = d.connections
-        names += connection.engine.lease_tables
+        names += connection.lease_tables
     assert len(set(names)) == 4
 
 

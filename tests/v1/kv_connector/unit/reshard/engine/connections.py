@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.errors import TransferError
@@ -17,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 
 OFFER = OfferFingerprint(48, 1, 2)
-ENGINE = SimpleNamespace(releases=[("p0", 1), ("p1", 3)])
+RELEASES = (("p0", 1), ("p1", 3))
 
 
 def read_of(request_id: str) -> Receive:
@@ -29,8 +30,8 @@ def read_of(request_id: str) -> Receive:
 class RecordingConnection:
     """A connection with an engine, some of whose workers can be reached."""
 
-    def __init__(self, *unreachable: str, engine: SimpleNamespace = ENGINE) -> None:
-        self.engine = engine
+    def __init__(self, *unreachable: str, releases: Sequence[tuple[str, int]] = RELEASES) -> None:
+        self.releases = releases
         self.unreachable = unreachable
         self.sent: list[tuple[str, object]] = []
         self.lane, self.lifetime = self, Lifetime(60.0)

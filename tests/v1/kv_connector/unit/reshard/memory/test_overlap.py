@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from math import gcd
+from unittest.mock import Mock
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory import overlap as overlap_module
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.memory.overlap import (
     BlockSpan,
     Overlap,
@@ -70,22 +72,23 @@ def test_parts_of_an_overlap_are_all_of_it(src, dst, blocks_at_once):
     if common is None:
         return
     chunk_tokens, found = gcd(src[1], dst[1]), {}
-    common.count("something", lambda: 7)
+    common.merged["a shape"] = common.num_src_runs
     for first in range(0, len(common.src_blocks), blocks_at_once):
         part = common.part(first, first + blocks_at_once)
         assert len(part.src_blocks) <= blocks_at_once
         firsts = part.src_block_ids[part.first_chunks]
         assert firsts.tolist() == part.src_blocks.tolist()
-        assert part.count("something", lambda: 8) == 8
+        blocks = set(part.src_blocks.tolist())
+        assert part.num_src_runs == sum(block - 1 not in blocks for block in blocks)
+        assert not part.merged
         found |= tokens_in(part, chunk_tokens)
     assert found == tokens_in(common, chunk_tokens)
 
 
-def test_numbers_are_computed_once():
-    """For each key."""
+def test_runs_are_counted_once(monkeypatch):
+    """However many ranks have the same blocks."""
     span = BlockSpan(np.arange(4), 0)
     common = overlap(span, span, 4, 4)
-    asked: list[int] = []
-    for key in (1, 2, 1, 2):
-        assert common.count(key, lambda key=key: asked.append(key) or 10 * key) == 10 * key
-    assert asked == [1, 2]
+    monkeypatch.setattr(overlap_module, "_steps", steps := Mock(wraps=overlap_module._steps))
+    assert [common.num_src_runs for _ in range(3)] == [1, 1, 1]
+    assert steps.call_count == 1

@@ -223,7 +223,7 @@ class Worker:
 
         lanes = Lanes(lambda: waking(dialer.make_lane()), random.choice((1, 1, 2)))
         peers = PeerTable(
-            lambda address: waking(dialer.ask(address)), connect, lanes, world.limits.idle_limit_s
+            lambda address: waking(dialer.dial(address)), connect, lanes, world.limits.idle_limit_s
         )
         transfers, notifier = Transfers(area), Notifier(self.name, stats)
         reads = ConsumerSide(peers, transfers, notifier, stats, world.limits.read_timeout_s)

@@ -165,6 +165,6 @@ def read_block(
 ) -> Transfer:
     """Post a read of one block of the first leg; by default the first that holds something."""
     source = int(BLOCKS[0].block_ids[0]) if source_block is None else source_block
-    leg = connection.engine.legs[0]
+    leg = connection.legs[0]
     indices = [np.array([each], dtype=np.int32) for each in (block, source)]
     return connection.read(leg.local, indices[0], leg.remote, indices[1])

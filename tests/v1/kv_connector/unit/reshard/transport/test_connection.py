@@ -70,12 +70,12 @@ def test_workers_are_connected_one_by_one(reader):
     """After each, its legs, its table and its name are there, and no other's."""
     engine, lane = RemoteEngineStub(2), reader.make_lane()
     connection = PeerConnection(lane, reader.lowered(engine), HUNG_GRACE_S, lambda: NOW_S)
-    assert lane.connections == {connection: None} and not connection.engine.legs
+    assert lane.connections == {connection: None} and not connection.legs
     for number, agent in enumerate(engine.agents, start=1):
         assert connection.connect_next() is (number == 2)
-        assert connection.engine.releases[-1] == (agent.name, 1)
-        assert len(connection.engine.lease_tables) == len(connection.engine.releases) == number
-        assert {leg.remote.peer for leg in connection.engine.legs} == {
+        assert connection.releases[-1] == (agent.name, 1)
+        assert len(connection.lease_tables) == len(connection.releases) == number
+        assert {leg.remote.peer for leg in connection.legs} == {
             each.name for each in engine.agents[:number]
         }
     assert connection.connect_next() is True
@@ -95,7 +95,7 @@ def test_reads_messages_and_lookups(monkeypatch, make_source, make_reader):
     assert lists
     source_blocks = BLOCKS[0].block_ids
     transfers = []
-    for leg in connection.engine.legs:
+    for leg in connection.legs:
         spans = (BLOCKS, BLOCKS)
         remote, local = leg.leg.indices(leg.leg.select(*spans))
         transfers.append(connection.read(leg.local, local, leg.remote, remote))
@@ -108,12 +108,12 @@ def test_reads_messages_and_lookups(monkeypatch, make_source, make_reader):
     for head, rank in enumerate(engine.ranks):
         wanted = rank.bytes()[:, :, source_blocks, 0]
         assert np.array_equal(landed[:, :, source_blocks, head], wanted)
-    for table in connection.engine.lease_tables.values():
+    for table in connection.lease_tables.values():
         connection.leases.check_later((table.buckets.peer, 1), "r", OFFER, table, 1e9)
     assert not connection.is_drained
-    verdicts = []
-    wait_until(lambda: verdicts.extend(connection.leases.advance()) or len(verdicts) == 2)
-    assert [each.failure for each in verdicts] == [None, None] and connection.is_drained
+    results = []
+    wait_until(lambda: results.extend(connection.leases.advance()) or len(results) == 2)
+    assert [each.failure for each in results] == [None, None] and connection.is_drained
     connection.close()
     connection.close()
     assert not connection.is_connected and not lane.connections
@@ -162,7 +162,7 @@ def test_failed_read_is_in_doubt_until_its_lane_is_closed(reader):
 
 def test_lookups_keep_a_connection(connection):
     """Though nothing is in flight between two looks."""
-    (table, *_) = connection.engine.lease_tables.values()
+    (table, *_) = connection.lease_tables.values()
     connection.leases.check_later(("a", 1), "r", OFFER, table, 1e9)
     connection.lifetime.retire(NOW_S)
     assert not connection.lifetime.in_flight and not connection.is_drained
@@ -171,7 +171,7 @@ def test_lookups_keep_a_connection(connection):
 
 def test_message_is_on_its_way_for_a_moment(connection):
     """Its lane knows until when it may have to be polled."""
-    (name, _), *_ = connection.engine.releases
+    (name, _), *_ = connection.releases
     assert connection.lane.talks_until_s == 0.0
     connection.notify(name, b"done")
     assert NOW_S < connection.lane.talks_until_s < NOW_S + 1.0

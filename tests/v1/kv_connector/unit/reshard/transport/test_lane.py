@@ -201,7 +201,7 @@ def test_retired_lane_ends_with_the_last_of_its_connections(making, reader):
     one, two, three = (reader.connected(lanes.ready[0], engine, lambda: 10.0) for engine in engines)
     transfer = read_block(one)
     two.lifetime.begin_request()
-    (table,) = three.engine.lease_tables.values()
+    (table,) = three.lease_tables.values()
     three.leases.check_later(("a", 1), "r", OFFER, table, 1e9)
     lane = retired(lanes, one, two, three)
     hung_at_s = 10.0 + HUNG_GRACE_S
@@ -372,7 +372,7 @@ def test_engine_that_is_connected_twice_is_forgotten_once(make_agents):
     new.release(transfer)
     source, landed = engine.ranks[0].bytes(), reader.rank.bytes()
     assert (source != landed).any()
-    ((name, _),) = new.engine.releases
+    ((name, _),) = new.releases
     new.notify(name, b"done")
 
     def heard() -> list[tuple[str, bytes]]:

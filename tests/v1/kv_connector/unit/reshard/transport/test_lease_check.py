@@ -29,8 +29,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import (
     LeaseChecker,
     LeaseCheckFailure,
+    LookupResult,
     PreparedTable,
-    Verdict,
     lookup_buffer,
     prepare_table,
 )
@@ -64,9 +64,9 @@ def reader() -> NixlAgent:
     return NixlAgent(f"reader-{uuid.uuid4()}", num_threads=0, polled=True)
 
 
-def verdicts(checker: LeaseChecker, count: int) -> list[Verdict]:
+def results(checker: LeaseChecker, count: int) -> list[LookupResult]:
     """Advance until there are so many."""
-    found: list[Verdict] = []
+    found: list[LookupResult] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(found) < count:
         assert time.monotonic() < deadline
@@ -94,8 +94,8 @@ def test_only_held_requests_pass(reader):
     checker, table = LeaseChecker(lookup_buffer(reader), reader), producer.seen_by(reader)
     for name in "abcd":
         checker.check_later(f"our {name}", name, OFFER, table, DUE_S)
-    found = {verdict.key: verdict for verdict in verdicts(checker, 4)}
-    assert {name for name, verdict in found.items() if verdict.failure is None} == {
+    found = {result.key: result for result in results(checker, 4)}
+    assert {name for name, result in found.items() if result.failure is None} == {
         "our a",
         "our c",
     }
@@ -112,7 +112,7 @@ def test_one_read_serves_all_requests_of_a_step(reader, monkeypatch):
     for number in range(10):
         checker.check_later(f"our {number}", str(number), OFFER, tables[0], DUE_S)
     checker.check_later("our 0", "0", OFFER, tables[1], DUE_S)
-    assert all(verdict.failure is None for verdict in verdicts(checker, 11))
+    assert all(result.failure is None for result in results(checker, 11))
     assert len(posted) == 2
 
 
@@ -123,10 +123,10 @@ def test_more_lookups_than_there_is_room_for_take_turns(reader):
     checker, table = LeaseChecker(buffer, reader), producer.seen_by(reader)
     for number in range(20):
         checker.check_later(f"our {number}", str(number), OFFER, table, DUE_S)
-    found = verdicts(checker, 20)
-    held = {verdict.key for verdict in found if verdict.failure is None}
+    found = results(checker, 20)
+    held = {result.key for result in found if result.failure is None}
     assert held == {f"our {number}" for number in range(0, 20, 2)}
-    assert len({verdict.key for verdict in found}) == 20
+    assert len({result.key for result in found}) == 20
     assert buffer.num_free == 3
 
 
@@ -146,9 +146,9 @@ def test_lookup_that_cannot_be_posted_is_a_fault(reader, monkeypatch):
     monkeypatch.setattr(reader, "read", refuse)
     checker.check_later("our a", "a", OFFER, lost, DUE_S)
     checker.check_later("our b", "b", OFFER, table, DUE_S)
-    found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
-    assert found["our b"] == Verdict("our b")
-    assert found["our a"] == Verdict("our a", LeaseCheckFailure.PEER, "no")
+    found = {result.key: result for result in results(checker, 2)}
+    assert found["our b"] == LookupResult("our b")
+    assert found["our a"] == LookupResult("our a", LeaseCheckFailure.PEER, "no")
     assert buffer.num_free == len(buffer.rows)
 
 
@@ -165,9 +165,9 @@ def test_room_of_a_failed_lookup_is_nobody_elses(reader, monkeypatch, refused):
 
     monkeypatch.setattr(reader, "read", begin)
     checker.check_later("our a", "a", OFFER, table, DUE_S)
-    (verdict,) = verdicts(checker, 1)
-    assert verdict.failure is LeaseCheckFailure.PEER
-    assert ("not any more" if refused else "could not be looked up") in verdict.fault
+    (result,) = results(checker, 1)
+    assert result.failure is LeaseCheckFailure.PEER
+    assert ("not any more" if refused else "could not be looked up") in result.fault
     assert buffer.num_free == len(buffer.rows) - 1 and len(checker) == 0
 
 
@@ -186,7 +186,7 @@ def test_everything_unanswered_is_given_up_with_the_connection(reader, monkeypat
     assert checker.advance() == []
     checker.check_later("waiting", "c", OFFER, table, DUE_S)
     assert len(checker) == 3
-    found = {verdict.key: verdict.failure for verdict in checker.give_up()}
+    found = {result.key: result.failure for result in checker.give_up()}
     assert found == dict.fromkeys(("early", "posted", "waiting"), LeaseCheckFailure.PEER)
     assert len(checker) == 0 and checker.give_up() == []
 
@@ -200,7 +200,7 @@ def test_producer_that_has_not_offered_yet_is_looked_at_again(reader):
     until_put_off(checker)
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
-    assert verdicts(checker, 1) == [Verdict("our a")]
+    assert results(checker, 1) == [LookupResult("our a")]
 
 
 @pytest.mark.parametrize("offers", ["nothing", "something else"])
@@ -214,13 +214,13 @@ def test_producer_that_does_not_offer_in_time_is_told_apart(reader, offers):
     checker.check_later("our a", "a", OFFER, producer.seen_by(reader), 30.0)
     until_put_off(checker)
     now_s[0] = 30.0
-    (verdict,) = checker.advance()
-    assert (verdict.key, verdict.failure) == ("our a", LeaseCheckFailure.LEASE)
-    assert f"{producer.agent.name} did not say in time what it offers" in verdict.fault
+    (result,) = checker.advance()
+    assert (result.key, result.failure) == ("our a", LeaseCheckFailure.LEASE)
+    assert f"{producer.agent.name} did not say in time what it offers" in result.fault
     assert len(checker) == 0
 
 
-def test_exception_over_one_request_costs_no_other_its_verdict(reader, monkeypatch):
+def test_exception_over_one_request_costs_no_other_its_result(reader, monkeypatch):
     """Each has one, with the next call at the latest."""
     producer, now_s = Holder(), [0.0]
     checker = LeaseChecker(lookup_buffer(reader), reader, clock=lambda: now_s[0])
@@ -235,9 +235,9 @@ def test_exception_over_one_request_costs_no_other_its_verdict(reader, monkeypat
         with pytest.raises(ZeroDivisionError):
             checker.advance()
     assert len(checker) == 3
-    assert [verdict.key for verdict in checker.advance()] == ["our b", "our c"]
+    assert [result.key for result in checker.advance()] == ["our b", "our c"]
     now_s[0] = 40.0
-    assert [verdict.key for verdict in verdicts(checker, 1)] == ["our a"]
+    assert [result.key for result in results(checker, 1)] == ["our a"]
 
 
 def test_last_look_before_a_request_is_due_counts(reader):
@@ -257,8 +257,8 @@ def test_last_look_before_a_request_is_due_counts(reader):
     assert checker.advance() == [] and len(checker) == 1
     wait_until(lambda: reader.poll(checker._lookups[0].read.transfer) is TransferState.DONE)
     now_s[0] = 30.0
-    (verdict,) = checker.advance()
-    assert verdict.failure is LeaseCheckFailure.LEASE and len(checker) == 0
+    (result,) = checker.advance()
+    assert result.failure is LeaseCheckFailure.LEASE and len(checker) == 0
 
 
 def test_what_is_bound_to_something_else_is_told_apart(reader):
@@ -268,8 +268,8 @@ def test_what_is_bound_to_something_else_is_told_apart(reader):
     checker, table = LeaseChecker(lookup_buffer(reader), reader), producer.seen_by(reader)
     checker.check_later("our a", "a", OFFER, table, DUE_S)
     checker.check_later("our b", "b", OFFER, table, DUE_S)
-    found = {verdict.key: verdict for verdict in verdicts(checker, 2)}
-    assert found["our b"] == Verdict("our b")
+    found = {result.key: result for result in results(checker, 2)}
+    assert found["our b"] == LookupResult("our b")
     assert found["our a"].failure is LeaseCheckFailure.FINGERPRINT
     assert "is of 40 tokens, and 48 are wanted here" in found["our a"].fault
 
@@ -283,7 +283,7 @@ def test_entry_that_was_read_in_two_pieces_is_looked_at_again(reader):
     until_put_off(checker)
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
-    assert verdicts(checker, 1) == [Verdict("our a")]
+    assert results(checker, 1) == [LookupResult("our a")]
 
 
 def test_request_that_is_entered_late_is_looked_at_again(reader):
@@ -295,7 +295,7 @@ def test_request_that_is_entered_late_is_looked_at_again(reader):
     producer.table.add("a")
     producer.table.publish("a", OFFER)
     now_s[0] = 1.0
-    assert verdicts(checker, 1) == [Verdict("our a")]
+    assert results(checker, 1) == [LookupResult("our a")]
 
 
 def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
@@ -317,8 +317,8 @@ def test_request_that_is_not_entered_is_not_looked_at_for_ever(reader):
         if is_put_off(checker):
             now_s[0] += 0.001
         assert time.monotonic() < deadline
-    (verdict,) = found
-    assert verdict.failure is LeaseCheckFailure.LEASE
+    (result,) = found
+    assert result.failure is LeaseCheckFailure.LEASE
     assert len(posted) == 9 and 0.5 < posted[-1] < 0.6
 
 
@@ -334,6 +334,6 @@ def test_lookup_that_hangs_fails(reader, monkeypatch):
     checker.check_later("our a", "a", OFFER, table, 120.0)
     assert checker.advance() == [] and len(checker) == 1
     clock[0] = 120.0
-    (verdict,) = checker.advance()
-    assert verdict.failure is LeaseCheckFailure.PEER and len(checker) == 0
+    (result,) = checker.advance()
+    assert result.failure is LeaseCheckFailure.PEER and len(checker) == 0
     assert buffer.num_free == free - 1

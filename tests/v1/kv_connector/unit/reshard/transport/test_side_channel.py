@@ -11,10 +11,11 @@ import struct
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -524,10 +525,12 @@ class TestStrangers:
         )
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
-        async def give_up(*_: object) -> None:
+        async def give_up(*work: Coroutine[Any, Any, object]) -> None:
+            for each in work:
+                each.close()
             raise SystemExit
 
-        monkeypatch.setattr(HandshakeServer, "_serve_until", give_up)
+        monkeypatch.setattr(side_channel, "first_of", give_up)
         with serving() as server:
             wait_until(lambda: lines)
             port = server.port

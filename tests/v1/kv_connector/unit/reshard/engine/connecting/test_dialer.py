@@ -137,7 +137,7 @@ def answer(engines: Engines, *descriptions: WorkerDescription) -> None:
 def test_answer_is_lowered(dialer, engines, reader):
     """Every layer of every worker is read, and each worker is told once."""
     engine = RemoteEngineStub(tp_size=2)
-    lowering = dialer.ask(ADDRESS)
+    lowering = dialer.dial(ADDRESS)
     assert engines.asked == [ADDRESS] and not lowering.done()
     answer(engines, *engine.descriptions.values())
     lowered = lowering.result(DEADLINE_S)
@@ -154,7 +154,7 @@ def test_answer_is_lowered(dialer, engines, reader):
 def test_order_of_an_answer_means_nothing(dialer, engines):
     """Workers are known by their rank."""
     engine = RemoteEngineStub(tp_size=2)
-    lowering = dialer.ask(ADDRESS)
+    lowering = dialer.dial(ADDRESS)
     answer(engines, *reversed(engine.descriptions.values()))
     ranks = [each.description.shard.rank for each in lowering.result(DEADLINE_S).workers]
     assert ranks == sorted(engine.descriptions)
@@ -162,7 +162,7 @@ def test_order_of_an_answer_means_nothing(dialer, engines):
 
 def test_agents_have_no_part_in_an_answer(dialer, engines, agents):
     """Neither is one made, nor does any have to be."""
-    lowering = dialer.ask(ADDRESS)
+    lowering = dialer.dial(ADDRESS)
     answer(engines, *RemoteEngineStub().descriptions.values())
     lowering.result(DEADLINE_S)
     assert not agents.made
@@ -170,7 +170,7 @@ def test_agents_have_no_part_in_an_answer(dialer, engines, agents):
 
 def test_engine_that_does_not_answer_is_told(dialer, engines):
     """With what the handshake says."""
-    lowering = dialer.ask(ADDRESS)
+    lowering = dialer.dial(ADDRESS)
     engines.answers[-1].set_exception(RemoteUnreachableError("it does not answer"))
     with pytest.raises(RemoteUnreachableError, match="does not answer"):
         lowering.result(DEADLINE_S)
@@ -185,21 +185,21 @@ def test_layout_that_does_not_fit_is_told(dialer, engines):
     wrong = WorkerDescription(
         "engine", shard, description.cache, description.lease_table, description.agent_metadata
     )
-    lowering = dialer.ask(ADDRESS)
+    lowering = dialer.dial(ADDRESS)
     answer(engines, wrong)
     with pytest.raises(RemoteLayoutError):
         lowering.result(DEADLINE_S)
-    lowering = dialer.ask(ADDRESS)
+    lowering = dialer.dial(ADDRESS)
     answer(engines, description)
     assert lowering.result(DEADLINE_S).num_ranks == 1
 
 
 def test_answer_that_nobody_waits_for_is_not_lowered(dialer, engines):
     """Its peer was forgotten meanwhile; the thread goes on to the next one."""
-    forgotten = dialer.ask(ADDRESS)
+    forgotten = dialer.dial(ADDRESS)
     forgotten.cancel()
     answer(engines, *RemoteEngineStub().descriptions.values())
-    lowering = dialer.ask(ADDRESS)
+    lowering = dialer.dial(ADDRESS)
     answer(engines, *RemoteEngineStub().descriptions.values())
     assert lowering.result(DEADLINE_S).num_ranks == 1
     assert forgotten.cancelled()
@@ -259,7 +259,7 @@ def test_nothing_is_made_once_it_is_closed(dialer, agents, engines):
     """What is being made is its taker's; what waits is not begun, and answers fail."""
     agents.goes_on.clear()
     first, second = dialer.make_lane(), dialer.make_lane()
-    lowering = dialer.ask(ADDRESS)
+    lowering = dialer.dial(ADDRESS)
     assert agents.asked.wait(DEADLINE_S)
     dialer.close()
     agents.goes_on.set()

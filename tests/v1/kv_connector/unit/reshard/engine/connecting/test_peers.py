@@ -78,7 +78,7 @@ class Network:
         self.now_s = 0.0
         self.makes_lanes = True
         lanes = Lanes(self._make_lane, num_lanes)
-        self.table = PeerTable(self._ask, self._connect, lanes, idle_limit_s, lambda: awaited)
+        self.table = PeerTable(self._dial, self._connect, lanes, idle_limit_s, lambda: awaited)
 
     def answer(self, handshake: Future | None = None, tp_size: int = 1) -> RemoteEngineStub:
         """A handshake succeeds, by default the last one."""
@@ -95,7 +95,7 @@ class Network:
         """The lane that was asked for last is there."""
         self.lanes[-1].set_result(self.reader.make_lane())
 
-    def _ask(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
+    def _dial(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
         self.handshakes.append(Future())
         return self.handshakes[-1]
 
@@ -282,15 +282,15 @@ def test_connection_that_is_still_to_be_asked_is_kept(table, network):
     """Whoever has read all of his blocks is told whether they were held."""
     peer = connected(table, network)
     old = peer.connection
-    (lease_table,) = old.engine.lease_tables.values()
+    (lease_table,) = old.lease_tables.values()
     old.leases.check_later(("a", 1), "r", OFFER, lease_table, 1e9)
     table.break_off(old, 1.0)
     close_due(table, 1.0)
     assert old.is_connected
-    verdicts = []
-    while not verdicts:
-        verdicts = old.leases.advance()
-    assert [each.failure for each in verdicts] == [None]
+    results = []
+    while not results:
+        results = old.leases.advance()
+    assert [each.failure for each in results] == [None]
     close_due(table, 1.0)
     assert not old.is_connected
 
@@ -574,7 +574,7 @@ def test_neighbour_that_is_being_connected_goes_to_the_next_lane(table, network)
     table.advance(2.0)
     table.advance(2.0)
     assert peer.connection.lane is network.lanes[1].result() and not table.is_connecting
-    assert len(peer.connection.engine.releases) == len(engine.agents) == 2
+    assert len(peer.connection.releases) == len(engine.agents) == 2
     assert len(network.handshakes) == 2
     close_due(table, 2.0)
     assert not half.is_connected and not half.lane.agent.is_open

@@ -71,7 +71,9 @@ class Connection:
         self.lifetime = Lifetime(100.0)
         self.leases: list[str] = []
         self.is_connected = self.is_drained = True
-        self.engine = SimpleNamespace(legs=[], lease_tables={}, releases=[])
+        self.legs: list[object] = []
+        self.lease_tables: dict[str, object] = {}
+        self.releases: list[tuple[str, int]] = []
 
     def connect_next(self) -> bool:
         """All of its workers are connected."""
@@ -96,7 +98,7 @@ class Worker:
         self.handshakes: list[Future] = []
         self.connections: list[Connection] = []
         self.failed: list[str] = []
-        self.peers = PeerTable(self._ask, self._connect, lanes(), 600.0)
+        self.peers = PeerTable(self._dial, self._connect, lanes(), 600.0)
         transfers, self.stats = Transfers(), ReshardStats()
         notifier = Notifier("me", self.stats)
         self.reads = ConsumerSide(self.peers, transfers, notifier, self.stats, 600.0)
@@ -126,7 +128,7 @@ class Worker:
         self.failed += completions.failed
         return sorted(completions.received)
 
-    def _ask(self, address: RemoteEngineAddress) -> Future:
+    def _dial(self, address: RemoteEngineAddress) -> Future:
         self.handshakes.append(Future())
         return self.handshakes[-1]
 
@@ -231,7 +233,7 @@ def test_request_that_is_copied_after_its_connection_has_ended_fails(worker, mon
     worker.answer()
     worker.peers.advance(0.0)
     (connection,) = worker.connections
-    connection.engine.legs, connection.engine.lease_tables = [part], {"p": None}
+    connection.legs, connection.lease_tables = [part], {"p": None}
     assert worker.poll() == []
     connection.is_connected = False
     copied = PartDrained("a", 0, Strategy.STAGED)
@@ -276,12 +278,12 @@ class Prefetching:
         worker.answer()
         worker.poll()
         self.connection = peer.connection
-        self.connection.engine.legs = [self.leg]
+        self.connection.legs = [self.leg]
         self.looked_up: list[tuple] = []
         self.connection.leases = SimpleNamespace(
             check_later=lambda *what: self.looked_up.append(what), advance=list
         )
-        self.connection.engine.lease_tables = {"p": None}
+        self.connection.lease_tables = {"p": None}
 
     def compute(self, num_tokens: int, attempt: int = 1) -> None:
         """The source has computed some of the prompt."""
@@ -501,7 +503,7 @@ class Checked:
         lookups = self.connection.lane.lookups
         self.connection.leases = LeaseChecker(lookups, self.agent, lambda: self.now_s)
         tables = {name: prepare_table(self.agent, self.table.address, name)}
-        self.connection.engine.lease_tables = tables
+        self.connection.lease_tables = tables
         self.broken_off: list = []
         monkeypatch.setattr(
             self.worker.peers, "break_off", lambda *what: self.broken_off.append(what)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -81,7 +80,7 @@ def test_requests_of_one_turn_share_a_notification():
     src = shard_model(ParallelMesh(8, 16), 16, 16)
     dst = shard_model(ParallelMesh(1, 1), 16, 16)
     counts = [(str(each.src_rank), len(each.notifiers)) for each in plan_reshard(src, dst).releases]
-    producers = RecordingConnection(engine=SimpleNamespace(releases=counts))
+    producers = RecordingConnection(releases=counts)
     notifier = Notifier("d0", ReshardStats())
     for number in range(10):
         notifier.release(read_of(f"p-{number}"), producers)

@@ -110,7 +110,7 @@ class ReshardWorker:
         lanes = Lanes(lambda: self._waking(self._dialer.make_lane()), self._settings.lanes())
         renewals = Renewals(self._settings.lease_s)
         peers = PeerTable(
-            self._ask,
+            self._dial,
             self._connect,
             lanes,
             self._settings.engine_ttl_s,
@@ -265,9 +265,9 @@ class ReshardWorker:
         """Hand over an announcement ahead of its step. Called by the listener's thread."""
         self._thread.hand_over(decode_announcement(message))
 
-    def _ask(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
+    def _dial(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
         """Request an engine's layout. Called by the connector's thread, which the result wakes."""
-        return self._waking(self._dialer.ask(address))
+        return self._waking(self._dialer.dial(address))
 
     def _connect(self, lane: Lane, lowered: LoweredEngine) -> PeerConnection:
         grace_s = self._settings.kv_hung_peer_timeout_s

@@ -13,9 +13,8 @@ end has the same share: a row stands for tokens that adjoin in the sequence at b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -138,7 +137,7 @@ class Leg:
         dst: The destination's end.
         planes_by_groups: For each pair of a source and a destination KV-cache group, the positions
             of the planes of its layers; shape (planes,), int64.
-        shape: Key for cached counts; equal for legs with the same layout of head runs.
+        shape: Key of `Overlap.merged`; equal for legs with the same layout of head runs.
     """
 
     read: Read
@@ -188,28 +187,11 @@ class Leg:
             src_blocks: The request's blocks at the source, one span for each KV-cache group.
             dst_blocks: The same at the destination.
         """
-        return self.selections(
-            lambda groups: overlap(
-                src_blocks[groups[0]],
-                dst_blocks[groups[1]],
-                self.src.block_tokens,
-                self.dst.block_tokens,
-            )
-        )
-
-    def selections(
-        self, overlap_of: Callable[[tuple[int, int]], Overlap | None]
-    ) -> list[Selection]:
-        """Return the same as `select`, with overlaps from the caller.
-
-        Args:
-            overlap_of: Function from a source and a destination group to the overlap of their
-                blocks, or to None.
-        """
+        sizes = self.src.block_tokens, self.dst.block_tokens
         return [
             Selection(common, planes)
-            for groups, planes in self.planes_by_groups
-            if (common := overlap_of(groups)) is not None
+            for (src, dst), planes in self.planes_by_groups
+            if (common := overlap(src_blocks[src], dst_blocks[dst], *sizes)) is not None
         ]
 
     def indices(self, selections: Sequence[Selection]) -> tuple[Indices, Indices]:
@@ -241,8 +223,7 @@ class Leg:
         if not (self.src.may_adjoin and self.dst.may_adjoin):
             return self.num_descriptors(selections)
         return self._head_runs_per_plane * sum(
-            each.overlap.count(self.shape, partial(self._num_merged, each)) * len(each.planes)
-            for each in selections
+            self._num_merged(each) * len(each.planes) for each in selections
         )
 
     @property
@@ -256,10 +237,13 @@ class Leg:
         return self.num_heads // self.run.num_heads
 
     def _num_merged(self, selection: Selection) -> int:
-        """Count the merged descriptors of the first head run."""
-        ends = self._descriptors(selection, np.zeros(1, dtype=np.int64))
-        addresses = self.src.addresses(ends[0]), self.dst.addresses(ends[1])
-        return count_merged(addresses, int(self.src.rows[0, 1]))
+        """Count the merged descriptors of the first head run, once for legs of one shape."""
+        counts = selection.overlap.merged
+        if self.shape not in counts:
+            ends = self._descriptors(selection, np.zeros(1, dtype=np.int64))
+            addresses = self.src.addresses(ends[0]), self.dst.addresses(ends[1])
+            counts[self.shape] = count_merged(addresses, int(self.src.rows[0, 1]))
+        return counts[self.shape]
 
     def _descriptors(
         self, selection: Selection, head_runs: npt.NDArray[np.int64]

@@ -15,8 +15,9 @@ token's *position* counts these, which differs from its place in the sequence:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +57,7 @@ class BlockSpan:
         return start * self.tokens.num_shares, stop * self.tokens.num_shares
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Overlap:
     """The tokens that a request has at both ends, in one pair of KV-cache groups.
 
@@ -74,6 +75,7 @@ class Overlap:
         src_blocks: The source's blocks without repetition; shape (blocks,), int64.
         first_chunks: Index of the first chunk of each block in `src_blocks`; shape (blocks,),
             int64.
+        merged: Numbers of merged descriptors that legs have counted, by `Leg.shape`.
     """
 
     src: BlockSpan
@@ -83,20 +85,12 @@ class Overlap:
     dst_block_ids: npt.NDArray[np.int64]
     src_blocks: npt.NDArray[np.int64]
     first_chunks: npt.NDArray[np.int64]
-    _counts: dict[Hashable, int] = field(default_factory=dict, repr=False)
+    merged: dict[Hashable, int] = field(default_factory=dict, init=False, repr=False)
 
-    def count(self, key: Hashable, count: Callable[[], int]) -> int:
-        """Return a number that depends on the overlap and a key, computed once for each key."""
-        if key not in self._counts:
-            self._counts[key] = count()
-        return self._counts[key]
-
-    @property
+    @cached_property
     def num_src_runs(self) -> int:
         """Number of runs of blocks that adjoin at the source."""
-        return self.count(
-            "source's runs", lambda: 1 + int(np.count_nonzero(_steps(self.src_blocks) != 1))
-        )
+        return 1 + int(np.count_nonzero(_steps(self.src_blocks) != 1))
 
     def part(self, first: int, stop: int) -> Overlap:
         """Return the part of the overlap that lies in some of the source's blocks.
@@ -115,7 +109,6 @@ class Overlap:
             dst_block_ids=self.dst_block_ids[chunks],
             src_blocks=self.src_blocks[first:stop],
             first_chunks=self.first_chunks[first:stop] - edges[0],
-            _counts={},
         )
 
 

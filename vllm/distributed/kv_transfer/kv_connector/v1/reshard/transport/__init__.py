@@ -13,7 +13,7 @@ doorbell                    how workers wake a scheduler that takes no steps
 sockets                     how one listens
 cpu                         what is for engines on CPU only
 lane                        the agents that peers share
-connection, remote          a connection with an engine over a lane, and what is prepared for it
+connection, remote          a connection with an engine over a lane, and what is read over it
 transfers, budget           reads in flight, and for how long a poll looks after them
 staging_area, scatter       the arena's memory, and copies out of it
 lease_check                 whether what was read was still held

@@ -7,20 +7,29 @@ A failed connection is not repaired. It is retired, and drains while the next on
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
-from ..errors import InDoubtError
-from ..memory.leg import Indices
+from vllm.logger import init_logger
+
+from ..errors import InDoubtError, TransferError
+from ..memory.leg import Indices, Rows
 from ..protocol.lifetimes import Lifetime
+from ..protocol.quoting import one_line, quote
 from .agent import Prepared, Transfer, TransferState
-from .board_reader import BoardReader
+from .board_reader import BoardReader, prepare_board
 from .lane import Lane
-from .lease_check import LeaseChecker
-from .remote import LoweredEngine, RemoteEngine
+from .lease_check import LeaseChecker, PreparedTable, prepare_table
+from .remote import LoweredEngine, LoweredLeg, PreparedLeg, PreparedStaging
+
+logger = init_logger(__name__)
 
 
 class PeerConnection:
-    """A connection with another engine. It belongs to the connector's thread.
+    """A connection with another engine, which this worker reads from or notifies.
+
+    It belongs to the connector's thread. The engine's workers are connected one by one, because
+    each takes NIXL 1 to 2 ms; reads from other engines go on in between.
 
     Args:
         lane: Lane to read over.
@@ -30,19 +39,32 @@ class PeerConnection:
 
     Attributes:
         lane: Lane that it reads over.
-        engine: The engine, with its prepared legs and the workers to notify.
         lifetime: Counts of what is in flight, and when it may be closed.
         leases: Lease checks of blocks that were read over it.
+        legs: Legs to read for every request.
+        lease_tables: Lease table of each worker that is read from, by the agent's name.
+        releases: Workers to notify when a request was read, with the number of notifiers.
     """
 
     def __init__(
         self, lane: Lane, lowered: LoweredEngine, hung_grace_s: float, clock: Callable[[], float]
     ) -> None:
         self.lane = lane
-        self.engine = RemoteEngine(lane, lowered)
         self.lifetime = Lifetime(hung_grace_s)
         self.leases = LeaseChecker(lane.lookups, self, clock)
+        self.legs: list[PreparedLeg] = []
+        self.lease_tables: dict[str, PreparedTable] = {}
+        self.releases: list[tuple[str, int]] = []
         self._clock = clock
+        self._area = lowered.area
+        self._unconnected = deque(lowered.workers)
+        self._names: list[str] = []
+        # Legs with the same rows at one end share its list, as most staged legs do.
+        self._remote: dict[tuple[str, bytes], Prepared] = {}
+        self._local: dict[bytes, tuple[Rows, Prepared]] = {}
+        # Board address and agent name of the first worker that has a board.
+        self._board_at: tuple[int, str] | None = None
+        self._board: Prepared | None = None
         self._is_open = True
         lane.connections[self] = None
         lane.num_made += 1
@@ -53,7 +75,19 @@ class PeerConnection:
         Raises:
             TransferError: NIXL does not accept it.
         """
-        return self.engine.connect_next()
+        if self._unconnected:
+            worker = self._unconnected.popleft()
+            name = self.lane.connect(worker.description.agent_metadata)
+            self._names.append(name)
+            if worker.legs:
+                table = prepare_table(self.lane.agent, worker.description.lease_table, name)
+                self.lease_tables[name] = table
+            if self._board_at is None and (address := worker.description.board_address):
+                self._board_at = address, name
+            self.legs += [self._prepare(each, name) for each in worker.legs]
+            if worker.num_notifiers:
+                self.releases.append((name, worker.num_notifiers))
+        return not self._unconnected
 
     def read(
         self,
@@ -82,8 +116,11 @@ class PeerConnection:
         Raises:
             TransferError: No memory can be registered to read it into, or NIXL does not accept it.
         """
-        board = self.engine.board()
-        return None if board is None else BoardReader(self.lane.boards, self, board)
+        if self._board_at is None:
+            return None
+        if self._board is None:
+            self._board = prepare_board(self.lane.agent, *self._board_at)
+        return BoardReader(self.lane.boards, self, self._board)
 
     def doubt(self) -> None:
         """Count a read in doubt: its post raised, so it may write until the lane is closed."""
@@ -142,5 +179,46 @@ class PeerConnection:
         del self.lane.connections[self]
         if self.lane.agent.is_open:
             assert self.is_drained, "what may still write ends with its lane"
-            self.engine.disconnect()
+            self._release_all()
         self.lifetime.close()
+
+    def _release_all(self) -> None:
+        """Release everything to the lane."""
+        agent = self.lane.agent
+        for prepared in self._remote.values():
+            agent.release_prepared(prepared)
+        for table in self.lease_tables.values():
+            agent.release_prepared(table.buckets)
+        if self._board is not None:
+            agent.release_prepared(self._board)
+        for rows, _ in self._local.values():
+            self.lane.release_local_list(rows)
+        for name in self._names:
+            self.lane.disconnect(name)
+
+    def _prepare(self, lowered: LoweredLeg, name: str) -> PreparedLeg:
+        leg, staged = lowered.leg, lowered.staged
+        staging = None
+        if staged is not None and self._area is not None:
+            try:
+                arena = self._local_list(self._area.rows(staged.descriptor_bytes))
+                staging = PreparedStaging(staged, arena, self._remote_list(staged.src.rows, name))
+            except TransferError as error:
+                logger.warning(
+                    "Reads from %s go direct, and are not staged: %s", quote(name), one_line(error)
+                )
+        return PreparedLeg(
+            leg, self._local_list(leg.dst.rows), self._remote_list(leg.src.rows, name), staging
+        )
+
+    def _local_list(self, rows: Rows) -> Prepared:
+        key = rows.tobytes()
+        if key not in self._local:
+            self._local[key] = rows, self.lane.local_list(rows)
+        return self._local[key][1]
+
+    def _remote_list(self, rows: Rows, name: str) -> Prepared:
+        key = name, rows.tobytes()
+        if key not in self._remote:
+            self._remote[key] = self.lane.agent.prepare(rows, name)
+        return self._remote[key]

@@ -320,17 +320,13 @@ class Lanes:
             TransferError: The lane could not be made.
         """
         making = self._slots[slot]
-        if making is None and now_s >= self._retry_at_s:
-            try:
+        try:
+            if making is None and now_s >= self._retry_at_s:
                 self._slots[slot] = self._make()
-            except Exception as fault:
-                # No thread can be started.
-                self._retry_at_s = now_s + _RETRY_S
-                raise TransferError(
-                    f"no NIXL agent can be made to read with: {one_line(fault)}"
-                ) from fault
-        elif making is not None and making.done() and not _is_made(making):
-            error = None if making.cancelled() else making.exception()
+            elif making is not None and making.done():
+                making.result()
+        except BaseException as error:
+            # The dialer's thread passes on whatever ends its task, or no thread can be started.
             self._slots[slot] = None
             self._retry_at_s = now_s + _RETRY_S
             raise TransferError(

@@ -77,7 +77,7 @@ class PreparedTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LookupResult:
     """The result of one lookup.
 
     Attributes:
@@ -170,10 +170,10 @@ class LeaseChecker:
         # Requests to look up again.
         self._again: deque[_Wanted] = deque()
         self._lookups: list[_Lookup] = []
-        self._verdicts: list[Verdict] = []
+        self._results: list[LookupResult] = []
 
     def __len__(self) -> int:
-        """Return the number of lookups without a verdict."""
+        """Return the number of lookups without a result."""
         waiting = sum(map(len, self._wanted.values())) + len(self._again)
         return waiting + sum(len(lookup.wanted) for lookup in self._lookups)
 
@@ -185,7 +185,7 @@ class LeaseChecker:
         at: PreparedTable,
         due_at_s: float,
     ) -> None:
-        """Queue a lookup, which will get one verdict.
+        """Queue a lookup, which will get one result.
 
         Args:
             key: Key of the lookup.
@@ -197,15 +197,15 @@ class LeaseChecker:
         wanted = _Wanted(key, remote_request_id, fingerprint, at, due_at_s)
         self._wanted[at].append(wanted)
 
-    def advance(self) -> list[Verdict]:
-        """Post queued lookups, and return new verdicts.
+    def advance(self) -> list[LookupResult]:
+        """Post queued lookups, and return new results.
 
         An unexpected exception leaves its lookup unchanged for the next call.
         """
         now_s = self._clock()
         for wanted in list(self._again):
             if now_s >= wanted.due_at_s:
-                self._verdicts.append(_not_offered(wanted))
+                self._results.append(_not_offered(wanted))
             elif now_s >= wanted.look_at_s:
                 self._wanted[wanted.table].append(wanted)
             else:
@@ -218,16 +218,16 @@ class LeaseChecker:
             if state is TransferState.IN_FLIGHT and now_s < lookup.hangs_at_s:
                 continue
             done = state is TransferState.DONE
-            verdicts, again = self._judge(lookup, now_s, done=done)
+            results, again = self._judge(lookup, now_s, done=done)
             self._lookups.remove(lookup)
-            self._verdicts += verdicts
+            self._results += results
             self._again += again
             if done:
                 self._buffer.free(self._reads, lookup.read)
-        return self._take_verdicts()
+        return self._take_results()
 
-    def give_up(self) -> list[Verdict]:
-        """Fail all lookups without a verdict: their connection is given up."""
+    def give_up(self) -> list[LookupResult]:
+        """Fail all lookups without a result: their connection is given up."""
         fault = "its connection was given up before its lease could be looked up"
         unanswered = [each for wanted in self._wanted.values() for each in wanted]
         unanswered += self._again
@@ -235,12 +235,14 @@ class LeaseChecker:
         self._wanted.clear()
         self._again.clear()
         self._lookups.clear()
-        self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered]
-        return self._take_verdicts()
+        self._results += [
+            LookupResult(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered
+        ]
+        return self._take_results()
 
-    def _take_verdicts(self) -> list[Verdict]:
-        verdicts, self._verdicts = self._verdicts, []
-        return verdicts
+    def _take_results(self) -> list[LookupResult]:
+        results, self._results = self._results, []
+        return results
 
     def _post(self, table: PreparedTable, now_s: float) -> None:
         """Post one read for a table's queued lookups, as many as the buffer has room for."""
@@ -253,7 +255,9 @@ class LeaseChecker:
             read = self._buffer.post(self._reads, table.buckets, buckets)
         except TransferError as error:
             fault = str(error)
-            self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in wanted]
+            self._results += [
+                LookupResult(each.key, LeaseCheckFailure.PEER, fault) for each in wanted
+            ]
         else:
             names = [entry.name for entry in entries]
             due_at_s = min(each.due_at_s for each in wanted)
@@ -266,14 +270,16 @@ class LeaseChecker:
 
     def _judge(
         self, lookup: _Lookup, now_s: float, *, done: bool
-    ) -> tuple[list[Verdict], list[_Wanted]]:
-        """Return a lookup's verdicts, and the requests to look up again."""
+    ) -> tuple[list[LookupResult], list[_Wanted]]:
+        """Return a lookup's results, and the requests to look up again."""
         peer = lookup.read.transfer.peer
         if not done:
             fault = f"the lease at {quote(peer)} could not be looked up"
-            failed = [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted]
+            failed = [
+                LookupResult(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted
+            ]
             return failed, []
-        verdicts, later = [], []
+        results, later = [], []
         for wanted, name, row in zip(
             lookup.wanted, lookup.names, self._buffer.landed(lookup.read), strict=True
         ):
@@ -283,17 +289,17 @@ class LeaseChecker:
                 # Not every transport reads a cache line atomically: part of the entry may be old.
                 num_looks, rest_s = num_looks + 1, rest_s * 2**num_looks
                 if held.fingerprint == wanted.fingerprint or num_looks >= _MOST_LOOKS:
-                    verdicts.append(_verdict(wanted, held, peer))
+                    results.append(_result(wanted, held, peer))
                     continue
             if now_s < wanted.due_at_s:
                 later.append(replace(wanted, look_at_s=now_s + rest_s, num_looks=num_looks))
             else:
-                verdicts.append(_not_offered(wanted))
-        return verdicts, later
+                results.append(_not_offered(wanted))
+        return results, later
 
 
-def _not_offered(wanted: _Wanted) -> Verdict:
-    """Return the verdict on a request that was not offered by its deadline.
+def _not_offered(wanted: _Wanted) -> LookupResult:
+    """Return the result on a request that was not offered by its deadline.
 
     Without one it would time out, and its log line would blame the lookup: the table could be read.
     """
@@ -301,13 +307,13 @@ def _not_offered(wanted: _Wanted) -> Verdict:
         f"{quote(wanted.table.buckets.peer)} did not say in time what it offers: check that "
         "the engine runs, and send the request through prefill again"
     )
-    return Verdict(wanted.key, LeaseCheckFailure.LEASE, fault)
+    return LookupResult(wanted.key, LeaseCheckFailure.LEASE, fault)
 
 
-def _verdict(wanted: _Wanted, held: Held, peer: str) -> Verdict:
-    """Return the verdict that follows from a producer's entry."""
+def _result(wanted: _Wanted, held: Held, peer: str) -> LookupResult:
+    """Return the result that follows from a producer's entry."""
     if not held.entered:
-        return Verdict(
+        return LookupResult(
             wanted.key,
             LeaseCheckFailure.LEASE,
             f"its lease at {quote(peer)} had run out when all was read: give readers longer there "
@@ -315,10 +321,10 @@ def _verdict(wanted: _Wanted, held: Held, peer: str) -> Verdict:
         )
     assert held.fingerprint is not None
     if (difference := held.fingerprint.difference(wanted.fingerprint)) is not None:
-        return Verdict(
+        return LookupResult(
             wanted.key,
             LeaseCheckFailure.FINGERPRINT,
             f"what {quote(peer)} holds under its name {one_line(difference)}: send the decode "
             "engine the very prompt that was prefilled, and pass kv_transfer_params on unchanged",
         )
-    return Verdict(wanted.key)
+    return LookupResult(wanted.key)

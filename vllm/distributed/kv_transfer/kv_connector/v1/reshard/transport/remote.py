@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connected engine: the legs to read from each of its ranks, prepared for NIXL.
+"""What is read from another engine: the legs of each of its ranks, and a request's blocks in them.
 
-The dialer's thread lowers the plan to legs; the connector's thread connects them over a lane.
+The dialer's thread lowers the plan to legs; the connector's thread prepares them for NIXL when it
+connects (`connection`).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from vllm.logger import init_logger
 
-from ..errors import LocalLayoutError, RemoteLayoutError, TransferError
+from ..errors import LocalLayoutError, RemoteLayoutError
 from ..memory.cache import RankCache
-from ..memory.leg import Leg, LegEnd, Rows, Selection
+from ..memory.leg import Leg, LegEnd, Selection
 from ..memory.lowering import lower_read
 from ..memory.overlap import BlockSpan, Overlap, overlap
 from ..memory.staging import StagedLeg, stage_leg
@@ -27,14 +26,9 @@ from ..plan.shards import TokenShare
 from ..plan.text import describe_reads
 from ..protocol.description import WorkerDescription
 from ..protocol.messages import Receive
-from ..protocol.quoting import one_line, quote
+from ..protocol.quoting import quote
 from .agent import Prepared
-from .board_reader import prepare_board
-from .lease_check import PreparedTable, prepare_table
 from .staging_area import StagingArea
-
-if TYPE_CHECKING:
-    from .lane import Lane
 
 logger = init_logger(__name__)
 
@@ -109,17 +103,19 @@ class RequestBlocks:
         if leg.per_sequence:
             self._check_state(leg)
         src, dst = leg.src, leg.dst
-        src_sizes = src.num_blocks, src.block_tokens, src.blocks_per_id
-        dst_sizes = dst.block_tokens, dst.blocks_per_id
-        shares = leg.read.src_tokens, leg.read.dst_tokens
-
-        def overlap_of(groups: tuple[int, int]) -> Overlap | None:
-            key = groups, src_sizes, dst_sizes, shares, leg.per_sequence
+        geometry = (
+            (src.num_blocks, src.block_tokens, src.blocks_per_id, leg.read.src_tokens),
+            (dst.block_tokens, dst.blocks_per_id, leg.read.dst_tokens),
+            leg.per_sequence,
+        )
+        selections: list[Selection] = []
+        for groups, planes in leg.planes_by_groups:
+            key = groups, geometry
             if key not in self._overlaps:
                 self._overlaps[key] = self._overlap(leg, *groups)
-            return self._overlaps[key]
-
-        return leg.selections(overlap_of)
+            if (common := self._overlaps[key]) is not None:
+                selections.append(Selection(common, planes))
+        return selections
 
     def _overlap(self, leg: Leg, src_group: int, dst_group: int) -> Overlap | None:
         receive, (src, dst) = self._receive, (leg.src, leg.dst)
@@ -169,7 +165,7 @@ class RequestBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _LoweredLeg:
+class LoweredLeg:
     """A leg, and its staged form; None if it can only be read direct."""
 
     leg: Leg
@@ -181,7 +177,7 @@ class _LoweredWorker:
     """A worker's legs, and how many readers notify it; 0 if this worker does not."""
 
     description: WorkerDescription
-    legs: list[_LoweredLeg]
+    legs: list[LoweredLeg]
     num_notifiers: int
 
 
@@ -221,13 +217,13 @@ def lower_engine(
     Raises:
         RemoteLayoutError: The caches at the two ends do not fit.
     """
-    legs: dict[MeshRank, list[_LoweredLeg]] = {}
+    legs: dict[MeshRank, list[LoweredLeg]] = {}
     for read in plan.reads_of(local.rank):
         src = descriptions[read.src_rank].cache
         lowered = legs.setdefault(read.src_rank, [])
         for leg in lower_read(read, src, local.cache):
             _check_windows(leg, local)
-            lowered.append(_LoweredLeg(leg, _stage(leg, src, area)))
+            lowered.append(LoweredLeg(leg, _stage(leg, src, area)))
     notifiers = {each.src_rank: len(each.notifiers) for each in plan.notified_by(local.rank)}
     return LoweredEngine(
         len(descriptions),
@@ -252,109 +248,6 @@ def _stage(leg: Leg, src: RankCache, area: StagingArea | None) -> StagedLeg | No
         logger.warning("Reads of a leg go direct, and are not staged: %s", error)
         return None
     return staged if staged.slice_bytes <= area.memory.nbytes else None
-
-
-class RemoteEngine:
-    """An engine that this worker reads from or notifies.
-
-    It belongs to the connector's thread. Its workers are connected one by one, because each takes
-    NIXL 1 to 2 ms; reads from other engines go on in between.
-
-    Args:
-        lane: Lane to read over.
-        lowered: This worker's reads from the engine.
-
-    Attributes:
-        legs: Legs to read for every request.
-        lease_tables: Lease table of each worker that is read from, by the agent's name.
-        releases: Workers to notify when a request was read, with the number of notifiers.
-    """
-
-    def __init__(self, lane: Lane, lowered: LoweredEngine) -> None:
-        self._lane = lane
-        self._area = lowered.area
-        self._unconnected = deque(lowered.workers)
-        self._names: list[str] = []
-        # Legs with the same rows at one end share its list, as most staged legs do.
-        self._remote: dict[tuple[str, bytes], Prepared] = {}
-        self._local: dict[bytes, tuple[Rows, Prepared]] = {}
-        self.legs: list[PreparedLeg] = []
-        self.lease_tables: dict[str, PreparedTable] = {}
-        self.releases: list[tuple[str, int]] = []
-        # Board address and agent name of the first worker that has a board.
-        self._board_at: tuple[int, str] | None = None
-        self._board: Prepared | None = None
-
-    def connect_next(self) -> bool:
-        """Connect one more worker; return whether all are connected.
-
-        Raises:
-            TransferError: NIXL does not accept it.
-        """
-        if self._unconnected:
-            worker = self._unconnected.popleft()
-            name = self._lane.connect(worker.description.agent_metadata)
-            self._names.append(name)
-            if worker.legs:
-                table = prepare_table(self._lane.agent, worker.description.lease_table, name)
-                self.lease_tables[name] = table
-            if self._board_at is None and (address := worker.description.board_address):
-                self._board_at = address, name
-            self.legs += [self._prepare(each, name) for each in worker.legs]
-            if worker.num_notifiers:
-                self.releases.append((name, worker.num_notifiers))
-        return not self._unconnected
-
-    def board(self) -> Prepared | None:
-        """Return the descriptor list of its board, prepared when first used; None without a board.
-
-        Raises:
-            TransferError: NIXL does not accept it.
-        """
-        if self._board is None and self._board_at is not None:
-            self._board = prepare_board(self._lane.agent, *self._board_at)
-        return self._board
-
-    def disconnect(self) -> None:
-        """Release everything to the lane. Nothing may be in flight."""
-        agent = self._lane.agent
-        for prepared in self._remote.values():
-            agent.release_prepared(prepared)
-        for table in self.lease_tables.values():
-            agent.release_prepared(table.buckets)
-        if self._board is not None:
-            agent.release_prepared(self._board)
-        for rows, _ in self._local.values():
-            self._lane.release_local_list(rows)
-        for name in self._names:
-            self._lane.disconnect(name)
-
-    def _prepare(self, lowered: _LoweredLeg, name: str) -> PreparedLeg:
-        leg, staged = lowered.leg, lowered.staged
-        staging = None
-        if staged is not None and self._area is not None:
-            try:
-                arena = self._local_list(self._area.rows(staged.descriptor_bytes))
-                staging = PreparedStaging(staged, arena, self._remote_list(staged.src.rows, name))
-            except TransferError as error:
-                logger.warning(
-                    "Reads from %s go direct, and are not staged: %s", quote(name), one_line(error)
-                )
-        return PreparedLeg(
-            leg, self._local_list(leg.dst.rows), self._remote_list(leg.src.rows, name), staging
-        )
-
-    def _local_list(self, rows: Rows) -> Prepared:
-        key = rows.tobytes()
-        if key not in self._local:
-            self._local[key] = rows, self._lane.local_list(rows)
-        return self._local[key][1]
-
-    def _remote_list(self, rows: Rows, name: str) -> Prepared:
-        key = name, rows.tobytes()
-        if key not in self._remote:
-            self._remote[key] = self._lane.agent.prepare(rows, name)
-        return self._remote[key]
 
 
 def _check_windows(leg: Leg, local: LocalCache) -> None:

@@ -154,7 +154,7 @@ class HandshakeServer:
         self._counters = ServerCounters()
         self._complained_at_s: dict[_Complaint, float] = {}
         self._lock = threading.Lock()
-        self._running: _Running | None = None
+        self._started: _Started | None = None
 
     @property
     def port(self) -> int:
@@ -173,35 +173,34 @@ class HandshakeServer:
             LocalChannelError: The address cannot be bound.
         """
         with self._lock:
-            if self._running is not None:
+            if self._started is not None:
                 return
             listener = self._listen()
-            running = _Running(asyncio.new_event_loop(), asyncio.Event())
-            running.thread = threading.Thread(
+            loop, stopping = asyncio.new_event_loop(), asyncio.Event()
+            thread = threading.Thread(
                 target=self._run,
-                args=(listener, running),
+                args=(listener, loop, stopping),
                 name="reshard-handshake-server",
                 daemon=True,
             )
             try:
-                running.thread.start()
+                thread.start()
             except BaseException:
                 listener.close()
-                running.loop.close()
+                loop.close()
                 raise
-            self._running = running
+            self._started = _Started(thread, loop, stopping)
 
     def close(self) -> None:
         """Stop listening and wait until the thread has ended; may be called repeatedly."""
         with self._lock:
-            if self._running is None:
+            if self._started is None:
                 return
-            running, self._running = self._running, None
+            started, self._started = self._started, None
             # The loop is closed if the thread has ended by itself.
             with suppress(RuntimeError):
-                running.loop.call_soon_threadsafe(running.stopping.set)
-            assert running.thread is not None
-            running.thread.join()
+                started.loop.call_soon_threadsafe(started.stopping.set)
+            started.thread.join()
 
     def _listen(self) -> socket.socket:
         """Open the listening TCP socket.
@@ -228,23 +227,21 @@ class HandshakeServer:
         self._port = listener.getsockname()[1]
         return listener
 
-    def _run(self, listener: socket.socket, running: _Running) -> None:
+    def _run(
+        self, listener: socket.socket, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event
+    ) -> None:
         """Run the server's thread: answer until stopped."""
         try:
-            with listener, closing(running.loop):
-                running.loop.run_until_complete(self._serve_until(running.stopping, listener))
+            with listener, closing(loop):
+                loop.run_until_complete(first_of(stopping.wait(), self._keep_serving(listener)))
         finally:
-            if not running.stopping.is_set():
+            if not stopping.is_set():
                 logger.error(
                     "Side channel %s:%d has ended: no other engine can connect to this one any "
                     "more; restart this engine.",
                     quote(self._host),
                     self._port,
                 )
-
-    async def _serve_until(self, stopping: asyncio.Event, listener: socket.socket) -> None:
-        """Answer until stopped."""
-        await first_of(stopping.wait(), self._keep_serving(listener))
 
     async def _keep_serving(self, listener: socket.socket) -> NoReturn:
         """Answer, opening new ZeroMQ sockets after each breakdown."""
@@ -364,13 +361,13 @@ class HandshakeServer:
         )
 
 
-@dataclass(slots=True)
-class _Running:
+@dataclass(frozen=True, slots=True)
+class _Started:
     """A started server's thread, and what is needed to stop it."""
 
+    thread: threading.Thread
     loop: asyncio.AbstractEventLoop
     stopping: asyncio.Event
-    thread: threading.Thread | None = None
 
 
 def _read_request(frame: bytes) -> _Request | None:

@@ -261,7 +261,7 @@ class Transfers:
         """Drain all parts that were posted on a closed lane; fail those still in flight."""
         for each in self._posted:
             if each.connection.lane is lane and not each.unwanted:
-                fault = f"its connection with {quote(_peer(each))} was given up"
+                fault = f"its connection with {quote(each.part.leg.remote.peer)} was given up"
                 self._events.append(PartFailed(each.request_id, fault))
         self._end((self._posted, self._in_doubt), lambda each: each.connection.lane is lane)
 
@@ -452,7 +452,3 @@ def _look(parts: deque[_Running], is_through: Callable[[_Running], bool], budget
         if budget.is_spent:
             break
     return before - len(parts)
-
-
-def _peer(running: _Running) -> str:
-    return str(running.part.leg.remote.peer)

@@ -106,7 +106,7 @@ class Dialer:
             verifies=local.verifies_plans,
         )
 
-    def ask(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
+    def dial(self, address: RemoteEngineAddress) -> Future[LoweredEngine]:
         """Ask an engine, and plan and lower the reads from it; does not block.
 
         The future raises the errors of a `HandshakeClient`, and `ReshardError` if the engine's

@@ -55,7 +55,7 @@ most of them is renewed, even if it is in use."""
 _LOOK_AGAIN_S = 1.0
 """Delay before checking again whether a peer that is due to be forgotten has become idle."""
 
-Ask = Callable[[RemoteEngineAddress], Future[LoweredEngine]]
+Dial = Callable[[RemoteEngineAddress], Future[LoweredEngine]]
 """Asks an engine for its layout and plans what to read from it; does not block."""
 
 Connect = Callable[[Lane, LoweredEngine], PeerConnection]
@@ -138,7 +138,7 @@ class PeerTable:
     the same address, is a separate peer until it has answered.
 
     Args:
-        ask: Asks an engine for its layout.
+        dial: Asks an engine for its layout.
         connect: Makes a connection over a lane.
         lanes: Lanes over which peers are connected.
         idle_limit_s: Seconds without a request after which a peer is forgotten; 0 or less for
@@ -153,7 +153,7 @@ class PeerTable:
 
     def __init__(
         self,
-        ask: Ask,
+        dial: Dial,
         connect: Connect,
         lanes: Lanes,
         idle_limit_s: float,
@@ -161,7 +161,7 @@ class PeerTable:
     ) -> None:
         self.lanes = lanes
         self._awaited = awaited
-        self._ask = ask
+        self._dial = dial
         self._connect = connect
         self._idle_limit_s = idle_limit_s if idle_limit_s > 0 else math.inf
         self._peers: dict[RemoteEngineAddress, Peer] = {}
@@ -309,7 +309,7 @@ class PeerTable:
         if not peer.is_opening:
             return
         if peer.lowered is None and peer.handshake is None:
-            peer.handshake = self._ask(peer.address)
+            peer.handshake = self._dial(peer.address)
         if peer.handshake is not None:
             if not peer.handshake.done():
                 return

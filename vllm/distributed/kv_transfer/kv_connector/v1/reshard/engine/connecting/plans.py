@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal
 
+import msgspec
+
 from ...errors import RemoteLayoutError
 from ...plan.reshard import ReshardPlan, plan_reshard
 from ...plan.shards import Layer, Shard
@@ -95,14 +97,7 @@ def layout_digest(shards: Sequence[Shard]) -> bytes:
 
     The order of the shards does not matter; the order of a rank's layers does.
     """
-    digest = sha256()
-    for shard in sorted(shards, key=lambda shard: shard.rank):
-        rank = shard.rank
-        lines = [f"rank {rank.pp_rank} {rank.tp_rank}"]
-        lines += [
-            f"{layer!r} {held.units.start} {held.units.stop} {held.num_units} {held.may_repeat} "
-            f"{held.tokens}"
-            for layer, held in shard.holdings.items()
-        ]
-        digest.update("\n".join((*lines, "")).encode(errors="surrogatepass"))
-    return digest.digest()
+    in_order = sorted(shards, key=lambda shard: shard.rank)
+    # Encodes every attribute, without a call of Python for each layer.
+    encoded = msgspec.msgpack.encode([(each.rank, [*each.holdings.items()]) for each in in_order])
+    return sha256(encoded).digest()

@@ -25,7 +25,7 @@ from ...protocol.states import ReadState
 from ...transport.budget import Budget
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane
-from ...transport.lease_check import Verdict
+from ...transport.lease_check import LookupResult
 from ...transport.remote import LocalCache, RequestBlocks
 from ...transport.transfers import PartDrained, PartEvent, PartFailed, Transfers
 from ..connecting.peers import Peer, PeerTable
@@ -242,8 +242,8 @@ class ConsumerSide:
         for event in taken_once_done(self._events):
             self._apply(event, now_s)
         # Before deadlines: the line of a request that was not offered in time says so.
-        for verdict in self._lease_checks.advance(now_s):
-            self._judge(verdict)
+        for result in self._lease_checks.advance(now_s):
+            self._judge(result)
         for reading in self._readings.overdue(now_s):
             self._run_out_of_time(reading, now_s)
         self._doubt.contain(now_s)
@@ -256,8 +256,8 @@ class ConsumerSide:
         for connection in list(lane.connections):
             self._transfers.retire(connection)
             self._lease_checks.give_up(connection)
-        for verdict in self._lease_checks.verdicts(self._now_s):
-            self._judge(verdict)
+        for result in self._lease_checks.results(self._now_s):
+            self._judge(result)
         lane.close()
         self._transfers.end(lane)
 
@@ -279,7 +279,7 @@ class ConsumerSide:
 
     def _begin(self, reading: Reading, connection: PeerConnection, now_s: float) -> None:
         """Queue the reads of a request."""
-        request_id, engine = reading.request_id, connection.engine
+        request_id = reading.request_id
         if self._doubt.are_too_many and reading.peer is not None and reading.peer.is_suspect(now_s):
             reason = f"{self._doubt.count:d} blocks may still be written by earlier reads"
             self._fail(reading, reason, ReadFailure.DOUBT)
@@ -290,7 +290,7 @@ class ConsumerSide:
             return
         try:
             blocks = RequestBlocks(rest)
-            selected = [(leg, blocks.select(leg.leg)) for leg in engine.legs]
+            selected = [(leg, blocks.select(leg.leg)) for leg in connection.legs]
         except ReshardError as error:
             self._fail(reading, str(error), ReadFailure.PARAMETERS)
             return
@@ -300,7 +300,7 @@ class ConsumerSide:
         reading.connection = connection
         reading.lease_tables = [
             table
-            for name, table in engine.lease_tables.items()
+            for name, table in connection.lease_tables.items()
             if name in read_from or reading.prefetched is not None
         ]
         keys, num_tables = reading.take_keys(len(parts)), len(reading.lease_tables)
@@ -364,14 +364,14 @@ class ConsumerSide:
             fault = "its connection was given up before its lease could be looked up"
             self._fail(reading, fault, ReadFailure.TRANSFER)
 
-    def _judge(self, verdict: Verdict) -> None:
+    def _judge(self, result: LookupResult) -> None:
         """Apply the result of a lease check."""
-        reading = self._readings.find(verdict.key)
+        reading = self._readings.find(result.key)
         if reading is None:
             return
         try:
-            if verdict.failure is not None:
-                self._fail(reading, verdict.fault, READ_FAILURES[verdict.failure])
+            if result.failure is not None:
+                self._fail(reading, result.fault, READ_FAILURES[result.failure])
             self._ledger.check_done(reading)
         except Exception as error:
             self._lose(reading.request_id, error)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from ...transport.connection import PeerConnection
-from ...transport.lease_check import LeaseCheckFailure, Verdict
+from ...transport.lease_check import LeaseCheckFailure, LookupResult
 from ..connecting.peers import PeerTable
 from ..queues import taken_once_done
 from .readings import Reading
@@ -28,14 +28,14 @@ class LeaseChecks:
         # Connections with lookups under way.
         self._looking: dict[PeerConnection, None] = {}
         # Each with the connection of its lookup; None once that has ended.
-        self._verdicts: deque[tuple[PeerConnection | None, Verdict]] = deque()
+        self._results: deque[tuple[PeerConnection | None, LookupResult]] = deque()
 
     def __bool__(self) -> bool:
         """True while a lookup is under way."""
         return bool(self._looking)
 
     def begin(self, reading: Reading) -> None:
-        """Queue a lookup of a request in each of its lease tables; each yields one verdict."""
+        """Queue a lookup of a request in each of its lease tables; each yields one result."""
         receive, connection = reading.receive, reading.connection
         assert receive.fingerprint is not None and connection is not None
         if reading.lease_tables:
@@ -49,23 +49,23 @@ class LeaseChecks:
                 reading.due_at_s,
             )
 
-    def advance(self, now_s: float) -> Iterator[Verdict]:
-        """Advance the lookups, and yield their verdicts as `verdicts` does."""
+    def advance(self, now_s: float) -> Iterator[LookupResult]:
+        """Advance the lookups, and yield their results as `results` does."""
         for connection in list(self._looking):
-            self._verdicts += ((connection, each) for each in connection.leases.advance())
-            yield from self.verdicts(now_s)
+            self._results += ((connection, each) for each in connection.leases.advance())
+            yield from self.results(now_s)
             if not connection.leases:
                 del self._looking[connection]
 
     def give_up(self, connection: PeerConnection) -> None:
-        """Fail the lookups of a connection that ends; `verdicts` yields the failures."""
+        """Fail the lookups of a connection that ends; `results` yields the failures."""
         self._looking.pop(connection, None)
-        self._verdicts += ((None, each) for each in connection.leases.give_up())
+        self._results += ((None, each) for each in connection.leases.give_up())
 
-    def verdicts(self, now_s: float) -> Iterator[Verdict]:
-        """Yield the verdicts so far, and break off connections whose lookups failed."""
-        for connection, verdict in taken_once_done(self._verdicts):
-            if connection is not None and verdict.failure is LeaseCheckFailure.PEER:
+    def results(self, now_s: float) -> Iterator[LookupResult]:
+        """Yield the results so far, and break off connections whose lookups failed."""
+        for connection, result in taken_once_done(self._results):
+            if connection is not None and result.failure is LeaseCheckFailure.PEER:
                 # Even if its request has failed meanwhile: nothing else reports the broken peer.
                 self._peers.break_off(connection, now_s)
-            yield verdict
+            yield result

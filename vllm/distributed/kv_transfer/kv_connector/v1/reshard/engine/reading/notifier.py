@@ -58,7 +58,7 @@ class Notifier:
             producers: The connection with the producers' engine.
         """
         request_id = receive.remote_request_id
-        for peer, num_notifiers in producers.engine.releases:
+        for peer, num_notifiers in producers.releases:
             entry: DoneEntry | GaveUpEntry
             if receive.secret is not None:
                 entry = GaveUpEntry(request_id, num_notifiers, receive.secret)
@@ -75,7 +75,7 @@ class Notifier:
             Whether a notification was sent to each producer.
         """
         messages = encode_renewals(request_ids)
-        errors = [self._notify(producers, peer, messages) for peer, _ in producers.engine.releases]
+        errors = [self._notify(producers, peer, messages) for peer, _ in producers.releases]
         return not any(errors)
 
     def flush(self) -> None:

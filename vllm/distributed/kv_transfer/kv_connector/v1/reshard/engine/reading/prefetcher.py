@@ -140,7 +140,7 @@ class Prefetcher:
         reading = self._readings.by_id.get(request_id)
         if reading is None or reading.prefetched is None:
             assert self.window_groups is not None
-            legs = (each.leg for each in connection.engine.legs)
+            legs = (each.leg for each in connection.legs)
             groups = FullGroups.of(legs, part.remote_block_ids, self.window_groups)
             prefetched = Prefetched(groups, connection)
         else:
@@ -175,7 +175,7 @@ class Prefetcher:
         blocks = RequestBlocks(wanted)
         return [
             part
-            for leg in connection.engine.legs
+            for leg in connection.legs
             if not leg.leg.per_sequence
             for part in self._transfers.cut(leg, blocks.select(leg.leg))
         ]
