@@ -158,7 +158,7 @@ class PrefillEngine(Engine):
         # All blocks are its own from the beginning.
         blocks = [] if before else [list(ticket.blocks)]
         step = Scheduled(ticket.request_id, before, after, blocks, begins=not before)
-        self.board_updates.compute([step], after - before)
+        self.board_updates.compute([step])
         self.hand_over(num_offers=self._num_offers, **asked)
         prompt.num_computed_tokens, prompt.num_in_flight = after, after - before
 

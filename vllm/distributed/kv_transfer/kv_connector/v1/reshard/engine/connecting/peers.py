@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from ...errors import TransferError
 from ...protocol.ids import RequestId
 from ...protocol.messages import Receive, RemoteEngineAddress
-from ...protocol.watch import Pace
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane, Lanes
 from ...transport.remote import LoweredEngine
@@ -86,7 +85,6 @@ class Peer:
         suspect_until_s: Until when it counts as likely to break again. A broken peer is kept that
             long, unless the table is full.
         is_proven: True if a request was read from it and passed all checks.
-        pace: How fast it computes the prompts that requests here wait for.
     """
 
     address: RemoteEngineAddress
@@ -106,7 +104,6 @@ class Peer:
     retry_at_s: float = 0.0
     suspect_until_s: float = 0.0
     is_proven: bool = False
-    pace: Pace = field(default_factory=Pace)
 
     @property
     def is_idle(self) -> bool:

@@ -342,9 +342,7 @@ class ReshardScheduler(NixlConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """Return this step's requests to the workers."""
         self._handovers.advance()
-        self._board_updates.compute(
-            scheduled_in(scheduler_output), scheduler_output.total_num_scheduled_tokens
-        )
+        self._board_updates.compute(scheduled_in(scheduler_output))
         wanted: dict[str, tuple[Request, BlockIds]] = {
             # Further fields are for upstream's worker.
             request_id: entry[:2]
