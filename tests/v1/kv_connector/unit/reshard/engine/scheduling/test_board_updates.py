@@ -92,7 +92,7 @@ def test_requests_that_nobody_waits_for_are_not_told_of():
     """As those of clients that ask this engine alone."""
     updates, announced = made()
     complete(updates, "a")
-    updates.end("a", State.ABORTED)
+    updates.finish("a", State.ABORTED)
     updates.forget(["a"])
     assert not announced
 
@@ -104,7 +104,7 @@ def test_two_requests_of_one_name_are_ambiguous_until_both_have_ended():
         updates.add(request_id, "x")
     complete(updates, "a")
     updates.offer("a", 40, [[1]])
-    updates.end("b", State.ABORTED)
+    updates.finish("b", State.ABORTED)
     assert states(updates) == [("x", State.KNOWN), ("x", State.AMBIGUOUS)]
     updates.forget(["a"])
     assert states(updates) == [("x", None)]

@@ -43,7 +43,7 @@ class PeerConnection:
         self.lifetime = Lifetime(hung_grace_s)
         self.leases = LeaseChecker(lane.lookups, self, clock)
         self._clock = clock
-        self._is_open = True
+        self._is_connected = True
         lane.connections[self] = None
         lane.num_made += 1
 
@@ -122,7 +122,7 @@ class PeerConnection:
     @property
     def is_connected(self) -> bool:
         """True until it is closed."""
-        return self._is_open
+        return self._is_connected
 
     @property
     def close_at_s(self) -> float | None:
@@ -136,9 +136,9 @@ class PeerConnection:
 
     def close(self) -> None:
         """Close it. It must be drained or its lane closed, so that no read writes any more."""
-        if not self._is_open:
+        if not self._is_connected:
             return
-        self._is_open = False
+        self._is_connected = False
         del self.lane.connections[self]
         if self.lane.agent.is_open:
             assert self.is_drained, "what may still write ends with its lane"

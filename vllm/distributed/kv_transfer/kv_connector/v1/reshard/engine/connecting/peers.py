@@ -346,7 +346,7 @@ class PeerTable:
     def _fail_handshake(self, peer: Peer, now_s: float) -> None:
         peer.failures += 1
         peer.is_opening = False
-        # Requests and heartbeats that requested the peer meanwhile fail with this handshake.
+        # Requests and renewals that requested the peer meanwhile fail with this handshake.
         peer.wanted = False
         peer.retry_at_s = now_s + _back_off_s(peer.failures)
         peer.broken, peer.lowered = True, None
@@ -374,7 +374,7 @@ class PeerTable:
 
     def _retire_lane(self, lane: Lane, now_s: float) -> None:
         """Retire a lane and all its connections; does nothing if the lane is already retired."""
-        if not lane.is_open:
+        if lane.is_retired:
             return
         for peer in self._peers.values():
             if peer.connection is not None and peer.connection.lane is lane:
@@ -385,13 +385,13 @@ class PeerTable:
             each.lifetime.retire(now_s)
         # Last: after this, a second call returns early, and would not retire the rest.
         self.lanes.retire(lane, now_s)
-        self._retired = [each for each in self._retired if each.lane.is_open]
+        self._retired = [each for each in self._retired if not each.lane.is_retired]
 
     def _retire(self, peer: Peer, now_s: float) -> None:
         """Retire a peer's connection, so that its reads in flight drain."""
         if peer.connection is not None:
             peer.connection.lifetime.retire(now_s)
-            if peer.connection.lane.is_open:
+            if not peer.connection.lane.is_retired:
                 self._retired.append(peer.connection)
             peer.connection, peer.retired = None, peer.connection
             if peer.waiting:

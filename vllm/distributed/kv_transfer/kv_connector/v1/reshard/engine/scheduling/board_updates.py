@@ -191,7 +191,7 @@ class BoardUpdates:
             record = Record.of(request_id, num_tokens, block_ids, first_token, attempt)
             self._update_of(request_id, State.OFFERED, encode_record(record))
 
-    def end(self, request_id: RequestId, state: State) -> None:
+    def finish(self, request_id: RequestId, state: State) -> None:
         """Show that a request has ended without an offer, and forget it."""
         self._update_of(request_id, state)
         self.forget([request_id])
