@@ -25,7 +25,7 @@ FASTER_S, SLOWER_S = 0.25, 0.75
 def book(monkeypatch, tmp_path):
     """Offers of a scheduler whose engine has the module, and what workers heard of them."""
     heard: list[bytes] = []
-    announcer = SimpleNamespace(address=None, tell=heard.append, close=lambda: None)
+    announcer = SimpleNamespace(address=None, send=heard.append, close=lambda: None)
     monkeypatch.setattr(offers, "open_announcer", lambda _: announcer)
     # What the module takes the place of, comes back.
     monkeypatch.setattr(OfferBook, "announce", OfferBook.announce)

@@ -133,7 +133,7 @@ def test_renewals_end_with_their_requests():
         source = RemoteEngineAddress(f"p{number}", "host", 1)
         renewals.begin({str(number): RemoteRequest(source, "p-a")})
         renewals.take_due(float(number))
-        renewals.end([str(number)])
+        renewals.stop([str(number)])
     assert sizes(renewals) == before
 
 

@@ -47,7 +47,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.agent import
     Transfer,
     TransferState,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Announcer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import (
+    open_announcer,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.side_channel import (
     HandshakeServer,
 )
@@ -138,7 +140,7 @@ class Fleet:
         self._engines = [self.source, *self.readers]
         self._steady = self.source.serve()
         self._whole = fill(self.source, _SOURCE)
-        self._announcer = Announcer("127.0.0.1")
+        self._announcer = open_announcer("127.0.0.1")
         self.source.start(announcer=self._announcer.address)
         self._server: HandshakeServer | None = None
         self._numbers = count(1)
@@ -164,7 +166,7 @@ class Fleet:
         names = [
             f"{number} {each.engine_id} {which}" for each in self.readers for which in range(4)
         ]
-        self._announcer.tell(encode_announcement(Announcement(number, names[0], OFFER)))
+        self._announcer.send(encode_announcement(Announcement(number, names[0], OFFER)))
         self.source.offer(*names, lease_s=LEASE_S)
         held = [each.producer for each in self.source.transfer_engines.values()]
         # Readers give a holder half a second for that, which a busy machine may take.

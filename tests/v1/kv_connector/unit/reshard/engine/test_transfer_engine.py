@@ -230,4 +230,4 @@ def test_connection_that_died_while_it_was_idle_costs_nothing(engines, monkeypat
     read("second", [2, 6, 5])
     (worker,) = d.workers.values()
     assert not lost_blocks(worker)
-    assert peer.connection is not died and not died.lifetime.is_open
+    assert peer.connection is not died and died.lifetime.is_retired

@@ -55,7 +55,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     RemoteRequest,
     encode_announcement,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Announcer
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import (
+    open_announcer,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.lease_check import LeaseChecker
 
 LAYOUTS = {
@@ -609,14 +611,14 @@ def test_reader_need_not_wait_for_the_step_with_the_offer(engines):
     whole = fill(p, [5, 2, 9])
     progress = Progress(p, d)
     announcement = encode_announcement(Announcement(1, "p-a", OFFER))
-    with closing(Announcer("127.0.0.1")) as announcer:
+    with closing(open_announcer("127.0.0.1")) as announcer:
         p.start(announcer=announcer.address)
         p.start(admitted={"p-a"})
         d.start(receive={"d-a": receive(address, [3, 4, 1], [5, 2, 9])})
 
         def step() -> None:
             # Nobody hears it who is not connected yet.
-            announcer.tell(announcement)
+            announcer.send(announcement)
             progress.step()
 
         wait_until(lambda: progress.received[d.engine_id, MeshRank(0, 0)], step)

@@ -81,13 +81,6 @@ def test_record_says_what_is_offered():
     assert sighting(board, "y") == Sighting(None)
 
 
-def test_step_that_completes_a_prompt_says_how_long_it_is():
-    """Readers look when it should be over."""
-    board = Board(ENGINE)
-    board.tell([BoardUpdate(1, "x", State.LAST_CHUNK, "a", step_tokens=8192)])
-    assert sighting(board, "x") == Sighting(State.LAST_CHUNK, step_tokens=8192)
-
-
 def computed(number: int, num_tokens: int, request_id: str = "a", name: str = "x") -> BoardUpdate:
     """A update of what is computed of a prompt."""
     record = encode_record(Record.of(request_id, num_tokens, [[*range(num_tokens)]]))
@@ -105,9 +98,9 @@ def test_readers_find_what_is_computed_so_far():
         assert (found.state, found.num_computed) == (State.KNOWN, num_tokens)
         record = record_at(board, found.computed)
         assert record is not None and record.blocks() == [[*range(num_tokens)]]
-    board.tell([BoardUpdate(4, "x", State.LAST_CHUNK, "a", step_tokens=9)])
+    board.tell([BoardUpdate(4, "x", State.LAST_CHUNK, "a")])
     found = sighting(board, "x")
-    assert (found.state, found.step_tokens, found.num_computed) == (State.LAST_CHUNK, 9, 400)
+    assert (found.state, found.num_computed) == (State.LAST_CHUNK, 400)
     board.tell([BoardUpdate(5, "x", State.OFFERED, "a", encode_record(Record.of("a", 4, [[1]])))])
     found = sighting(board, "x")
     assert found.offered is not None and not found.num_computed and found.computed is None
@@ -154,7 +147,7 @@ def test_half_of_the_room_is_for_offers():
 def test_builds_that_know_nothing_of_it_are_not_misled():
     """They look for the name alone, and find what it always said."""
     board = Board(ENGINE)
-    board.tell([BoardUpdate(1, "x", State.LAST_CHUNK, "a", step_tokens=9), computed(2, 16)])
+    board.tell([BoardUpdate(1, "x", State.LAST_CHUNK, "a"), computed(2, 16)])
     bucket, name = board_entry(ENGINE, "x")
     entries = rows_of(board)[bucket].reshape(-1, 4)
     (words,) = entries[entries[:, 0] == np.uint64(name)].tolist()
@@ -231,7 +224,7 @@ def test_announcement_is_ahead_of_its_step_and_never_behind():
     """What a step has told is not taken back by what was announced before."""
     board = Board(ENGINE)
     begun, offered = (
-        BoardUpdate(2, "x", State.LAST_CHUNK, "a", step_tokens=4),
+        BoardUpdate(2, "x", State.LAST_CHUNK, "a"),
         BoardUpdate(3, "x", State.OFFERED, "a", encode_record(Record.of("a", 4, [[1]]))),
     )
     board.announce(offered)

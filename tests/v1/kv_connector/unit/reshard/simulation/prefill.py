@@ -158,7 +158,7 @@ class PrefillEngine(Engine):
         # All blocks are its own from the beginning.
         blocks = [] if before else [list(ticket.blocks)]
         step = Scheduled(ticket.request_id, before, after, blocks, begins=not before)
-        self.board_updates.compute([step], after - before)
+        self.board_updates.compute([step])
         self.hand_over(num_offers=self._num_offers, **asked)
         prompt.num_computed_tokens, prompt.num_in_flight = after, after - before
 
@@ -190,7 +190,7 @@ class PrefillEngine(Engine):
     def withdraw(self, offer: Offer) -> None:
         """Abort a request that was not offered: its blocks are free at once."""
         request_id = offer.ticket.request_id
-        self.board_updates.end(request_id, State.ABORTED)
+        self.board_updates.finish(request_id, State.ABORTED)
         self.hand_over(num_offers=self._num_offers, withdrawn={request_id})
         self._end(offer)
 

@@ -21,18 +21,19 @@ from tests.v1.kv_connector.unit.reshard.transport.channels import (
     wait_until,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import (
-    Announcer,
-    Listener,
     listen_to,
     open_announcer,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.sockets import InternalAddress
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.sockets import (
+    InternalAddress,
+    Sender,
+)
 
 
 @pytest.fixture
-def announcer() -> Iterator[Announcer]:
+def announcer() -> Iterator[Sender]:
     """A scheduler's."""
-    opened = Announcer(HOST)
+    opened = open_announcer(HOST)
     yield opened
     opened.close()
 
@@ -41,18 +42,18 @@ def announcer() -> Iterator[Announcer]:
 def listening_to(address: InternalAddress) -> Iterator[list[bytes]]:
     """A worker that listens; yields what it has heard."""
     heard: list[bytes] = []
-    listener = Listener(address, heard.append)
+    listener = listen_to(address, heard.append)
     try:
         yield heard
     finally:
         listener.close()
 
 
-def speak_until_heard(announcer: Announcer, *workers: list[bytes]) -> None:
+def speak_until_heard(announcer: Sender, *workers: list[bytes]) -> None:
     """Connections take a moment, in which nothing is heard."""
 
     def is_heard() -> bool:
-        announcer.tell(b"hello")
+        announcer.send(b"hello")
         return all(workers)
 
     wait_until(is_heard)
@@ -69,7 +70,7 @@ def test_all_workers_hear_everything_in_order(announcer):
     with listening_to(announcer.address) as first, listening_to(announcer.address) as second:
         speak_until_heard(announcer, first, second)
         for message in said:
-            announcer.tell(message)
+            announcer.send(message)
         for heard in (first, second):
             wait_until(lambda heard=heard: heard[-1] == said[-1])
             assert heard[-len(said) :] == said
@@ -120,14 +121,14 @@ def test_who_does_not_listen_holds_up_nobody(announcer):
         goes_on.wait()
 
     num_messages = 3000
-    hung = Listener(announcer.address, hang)
+    hung = listen_to(announcer.address, hang)
     try:
         speak_until_heard(announcer, late)
         with listening_to(announcer.address) as heard:
             speak_until_heard(announcer, heard)
             for number in range(num_messages):
                 # More than the system keeps of a connection.
-                announcer.tell(number.to_bytes(1 << 15, "little"))
+                announcer.send(number.to_bytes(1 << 15, "little"))
                 if number % 100 == 0:
                     # Who reads is not so far behind that it would miss something.
                     wait_until(lambda number=number: len(heard) > number)
@@ -135,7 +136,7 @@ def test_who_does_not_listen_holds_up_nobody(announcer):
             goes_on.set()
 
             def end_is_heard() -> bool:
-                announcer.tell(b"end")
+                announcer.send(b"end")
                 return late[-1] == heard[-1] == b"end"
 
             wait_until(end_is_heard)
@@ -147,7 +148,7 @@ def test_who_does_not_listen_holds_up_nobody(announcer):
 
 def test_closed_ones_leave_nothing(announcer):
     """Neither threads nor sockets, whoever goes first, and however often it is said."""
-    listener = Listener(announcer.address, lambda _: None)
+    listener = listen_to(announcer.address, lambda _: None)
     assert listeners()
     announcer.close()
     announcer.close()
@@ -165,7 +166,7 @@ def test_all_of_its_threads_stay_off_the_models_cores(announcer):
     own = os.sched_getaffinity(0)
     process = psutil.Process()
     before = {each.id for each in process.threads()}
-    listener = Listener(announcer.address, lambda _: None, {max(own)})
+    listener = listen_to(announcer.address, lambda _: None, {max(own)})
     try:
         new = {each.id for each in process.threads()} - before
         assert len(new) >= 3
@@ -222,10 +223,10 @@ def test_message_that_cannot_be_taken_up_is_not_the_last(announcer, caplog_vllm)
             raise ValueError("nobody thought of this")
         heard.append(message)
 
-    listener = Listener(announcer.address, hear)
+    listener = listen_to(announcer.address, hear)
     try:
         speak_until_heard(announcer, heard)
-        announcer.tell(b"odd")
+        announcer.send(b"odd")
         heard.clear()
         speak_until_heard(announcer, heard)
         assert "An announcement is lost" in caplog_vllm.text

@@ -139,7 +139,7 @@ def test_retired_lane_has_a_successor(making, reader):
     read_block(reader.connected(old, RemoteEngineStub()))
     lanes.retire(old, 1.0)
     lanes.retire(old, 2.0)
-    assert not old.is_open and old.retired_at_s == 1.0
+    assert old.is_retired and old.retired_at_s == 1.0
     assert lanes.draining == (old,) and lanes.ready == (other,) and len(lanes) == 2
     assert lanes.pick(1.0, is_suspect=False) is other
     (successor,) = making.make_all()
@@ -179,7 +179,7 @@ def test_lane_that_cannot_be_made_costs_nobody_while_there_is_another(making):
 def test_open_lane_stays(making, reader):
     """With connections and without."""
     (lane,) = ready_lanes(making, 1).ready
-    assert lane.is_open and lane.is_drained and lane.close_at_s() is None
+    assert not lane.is_retired and lane.is_drained and lane.close_at_s() is None
     connection = reader.connected(lane, RemoteEngineStub())
     read_block(connection)
     assert not lane.is_drained and lane.close_at_s() is None

@@ -218,9 +218,9 @@ def test_failed_read_is_not_quiet_until_its_connection_has_ended(one_window_part
     assert "could not read from peer" in failures(events)["r"] and drained(events) == []
     assert transfers.area.spans.free_bytes == max(planes_in_arena - 1, 0) * PLANE_BYTES
     assert len(transfers) == 1 and not agent.released and not copies.made
-    transfers.end(Connection())
+    transfers.on_lane_closed(Connection())
     assert drained(transfers.advance(0.0)) == []
-    transfers.end(agent)
+    transfers.on_lane_closed(agent)
     assert drained(transfers.advance(0.0)) == [("r", 0)]
     assert transfers.area.spans.free_bytes == planes_in_arena * PLANE_BYTES
     assert len(transfers) == 0
@@ -256,7 +256,7 @@ def test_connection_that_is_cut_fails_what_was_in_flight(one_window_parts):
     """Which is quiet then, too."""
     transfers, agent, _ = make(0)
     start(transfers, "r", one_window_parts[:2], agent, 0.0)
-    transfers.end(agent)
+    transfers.on_lane_closed(agent)
     events = transfers.advance(0.0)
     assert "connection with peer was given up" in failures(events)["r"]
     assert drained(events) == [("r", 0), ("r", 1)]
@@ -346,7 +346,7 @@ def test_read_that_was_refused_after_it_began_is_not(one_window_parts):
     events = transfers.advance(0.0)
     assert failures(events) == {"r": "not any more"} and drained(events) == []
     assert transfers.area.spans.free_bytes == 3 * PLANE_BYTES
-    transfers.end(agent)
+    transfers.on_lane_closed(agent)
     assert drained(transfers.advance(0.0)) == [("r", 0)]
     assert transfers.area.spans.free_bytes == 4 * PLANE_BYTES
 

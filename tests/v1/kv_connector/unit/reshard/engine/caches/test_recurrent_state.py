@@ -419,7 +419,7 @@ def test_state_of_a_prompt_that_is_prefetched_is_read_at_its_end(engines, decode
     p.start(
         admitted={"p-a"},
         board_updates=[
-            BoardUpdate(1, "a", State.KNOWN, "p-a", encode_record(computed), 0, computed_tokens)
+            BoardUpdate(1, "a", State.KNOWN, "p-a", encode_record(computed), computed_tokens)
         ],
     )
     request = Receive(address, "a", list(D_IDS), [], NUM_TOKENS, NUM_TOKENS, OFFER, is_early=True)

@@ -415,7 +415,7 @@ def test_silent_engine_is_forgotten(table, network):
     table.advance(IDLE_LIMIT_S)
     assert len(table) == 0
     close_due(table, IDLE_LIMIT_S)
-    assert not network.opened[0].is_connected and network.opened[0].lane.is_open
+    assert not network.opened[0].is_connected and not network.opened[0].lane.is_retired
 
 
 @pytest.mark.parametrize("idle_limit_s", [0.0, -1.0])
@@ -530,7 +530,7 @@ def test_neighbour_is_connected_anew_without_being_asked(table, network, neighbo
         table.advance(bad.retry_at_s)
         connected(table, network, bad.address, bad.retry_at_s)
         assert bad.connection.lane not in (good.connection.lane, broken.lane)
-    assert len(network.opened) == 6 and steady.lane.is_open
+    assert len(network.opened) == 6 and not steady.lane.is_retired
 
 
 def test_neighbours_requests_end_over_the_old_lane(table, network, neighbours):
@@ -597,7 +597,7 @@ def test_neighbour_that_fails_as_well_is_suspected(table, network, neighbours):
     connected(table, network, second.address, 2.0)
     assert second.connection.lane is not steady.connection.lane
     table.break_off(second.connection, 3.0)
-    assert steady.connection is not None and steady.connection.lane.is_open
+    assert steady.connection is not None and not steady.connection.lane.is_retired
 
 
 def test_neighbour_that_fails_while_it_is_connected_anew_is_asked(table, network, neighbours):
@@ -688,7 +688,7 @@ def test_worker_that_cannot_be_connected_leaves_nothing(table, network, monkeypa
     assert "no agent accepts a peer's metadata" in str(error)
     assert peer.connection is None and lists
     close_due(table, 0.0)
-    assert not lists and lane.is_open
+    assert not lists and not lane.is_retired
 
 
 def test_suspect_waits_while_too_many_lanes_drain(table, network):
@@ -721,7 +721,7 @@ def test_restart_and_failure_in_one_turn_leave_nothing_in_doubt(table, network):
     connected(table, network, at(0, "restarted"), 1.0)
     old.lifetime.refuse(1.0)
     table.break_off(old, 1.0)
-    assert not old.lane.is_open and list(table.broken) == [old]
+    assert old.lane.is_retired and list(table.broken) == [old]
     close_due(table, 1.0)
     assert not old.is_connected and not old.lane.agent.is_open
 
@@ -814,7 +814,7 @@ def test_connections_that_are_closed_count(monkeypatch):
         close_due(table, now_s)
         assert now_s <= 18.0 + IDLE_LANE_S
         now_s = max(now_s + 1.0, table.next_due_s if table.next_due_s < 1e9 else 0.0)
-    assert network.lanes[1].result().is_open
+    assert not network.lanes[1].result().is_retired
 
 
 def test_as_many_engines_as_most_deployments_have_are_never_connected_anew():
@@ -898,7 +898,7 @@ def test_lanes_do_not_fill_up_with_engines_that_are_no_good(monkeypatch):
         connected(table, network, at(100 + number), now_s)
         if good.connection is None:
             reconnect(table, good, now_s)
-        assert good.connection.lane.is_open
+        assert not good.connection.lane.is_retired
         close_due(table, now_s)
         most = max(most, sum(lane.num_made for lane in table.lanes.ready))
     # Those that are closed, those that are known, and the newest of either.

@@ -36,7 +36,7 @@ def test_a_wrong_address_takes_no_others_along(renewals):
     """One engine id at two addresses is two engines until one of them answers."""
     renewals.begin({"wrong": RemoteRequest(ELSEWHERE, "p-x"), "d-a": RemoteRequest(HERE, "p-a")})
     assert renewals.take_due(0.0) == {ELSEWHERE: {"p-x"}, HERE: {"p-a"}}
-    renewals.end(["wrong"])
+    renewals.stop(["wrong"])
     assert renewals.take_due(LEASE_S) == {HERE: {"p-a"}}
 
 
@@ -54,9 +54,9 @@ def test_renewals_keep_their_interval(renewals):
 def test_request_that_another_still_reads_is_kept_alive(renewals):
     """Its name is sent until the last of those that wait for it has ended; then nothing is due."""
     renewals.begin({"d-a": RemoteRequest(HERE, "p-a"), "d-b": RemoteRequest(HERE, "p-a")})
-    renewals.end(["d-a"])
+    renewals.stop(["d-a"])
     assert renewals.take_due(0.0) == {HERE: {"p-a"}}
-    renewals.end(["d-b", "d-b"])
+    renewals.stop(["d-b", "d-b"])
     assert not renewals.take_due(LEASE_S) and not renewals
     assert renewals.next_due_s == float("inf")
 

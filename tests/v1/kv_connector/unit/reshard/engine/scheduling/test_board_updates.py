@@ -69,11 +69,9 @@ def states(updates: BoardUpdates) -> list[tuple[str, State | None]]:
 def complete(updates: BoardUpdates, request_id: str) -> None:
     """Compute a request's prompt, in two steps."""
     updates.admit(request_id, Prompt())
-    updates.compute(
-        [step(0, 99, request_id="another"), step(0, 32, [5, 2], request_id=request_id)], 64
-    )
-    updates.compute([step(32, 40, [9], request_id=request_id)], 9)
-    updates.compute([step(40, 41, request_id=request_id)], 1)
+    updates.compute([step(0, 99, request_id="another"), step(0, 32, [5, 2], request_id=request_id)])
+    updates.compute([step(32, 40, [9], request_id=request_id)])
+    updates.compute([step(40, 41, request_id=request_id)])
 
 
 def test_request_is_known_computed_and_offered():
@@ -85,7 +83,6 @@ def test_request_is_known_computed_and_offered():
     taken = updates.take()
     assert taken == announced and updates.take() == []
     assert [each.state for each in taken] == [State.KNOWN, State.LAST_CHUNK, State.OFFERED]
-    assert [each.step_tokens for each in taken] == [0, 9, 0]
     assert [each.number for each in taken] == [1, 2, 3]
     updates.forget(["a"])
     assert states(updates) == [] and not len(updates)
@@ -95,7 +92,7 @@ def test_requests_that_nobody_waits_for_are_not_told_of():
     """As those of clients that ask this engine alone."""
     updates, announced = made()
     complete(updates, "a")
-    updates.end("a", State.ABORTED)
+    updates.finish("a", State.ABORTED)
     updates.forget(["a"])
     assert not announced
 
@@ -107,7 +104,7 @@ def test_two_requests_of_one_name_are_ambiguous_until_both_have_ended():
         updates.add(request_id, "x")
     complete(updates, "a")
     updates.offer("a", 40, [[1]])
-    updates.end("b", State.ABORTED)
+    updates.finish("b", State.ABORTED)
     assert states(updates) == [("x", State.KNOWN), ("x", State.AMBIGUOUS)]
     updates.forget(["a"])
     assert states(updates) == [("x", None)]
@@ -120,7 +117,7 @@ def begin(prompt: Prompt, *block_tokens: int) -> BoardUpdates:
     updates, _ = made(*block_tokens)
     updates.add("a", "x")
     updates.admit("a", prompt)
-    updates.compute([step(0, 16, [5], [7])], 16)
+    updates.compute([step(0, 16, [5], [7])])
     prompt.num_computed_tokens = prompt.num_in_flight = 16
     assert [each.record for each in updates.take()] == [b""]
     return updates
@@ -131,15 +128,15 @@ def test_prompt_is_told_of_as_its_steps_are_over():
     prompt = Prompt(num_prompt_tokens=80)
     updates = begin(prompt, 16, 0)
     prompt.num_in_flight = 0
-    updates.compute([step(16, 40, [2, 9], [8])], 24)
+    updates.compute([step(16, 40, [2, 9], [8])])
     prompt.num_computed_tokens = 40
-    updates.compute([step(40, 80, [3, 4], [])], 99)
+    updates.compute([step(40, 80, [3, 4], [])])
     assert [told(each) for each in updates.take() if each.record] == [
         (State.KNOWN, 16, [[5], []]),
         (State.LAST_CHUNK, 40, [[5, 2], []]),
     ]
     # No more of it is computed since.
-    updates.compute([], 0)
+    updates.compute([])
     assert not updates.take()
 
 
@@ -147,18 +144,17 @@ def test_steps_that_are_ahead_are_not_over():
     """With asynchronous scheduling the next step is scheduled while one is computed."""
     prompt = Prompt(num_prompt_tokens=80)
     updates = begin(prompt, 16, 0)
-    updates.compute([step(16, 40, [2, 9], [8])], 24)
+    updates.compute([step(16, 40, [2, 9], [8])])
     prompt.num_computed_tokens, prompt.num_in_flight = 40, 24
     assert not updates.take()
-    updates.compute([step(40, 56, [3], [])], 16)
+    updates.compute([step(40, 56, [3], [])])
     prompt.num_computed_tokens, prompt.num_in_flight = 56, 16
-    updates.compute([step(56, 80, [4, 6], [])], 77)
+    updates.compute([step(56, 80, [4, 6], [])])
     taken = updates.take()
     assert [told(each) for each in taken if each.record] == [
         (State.KNOWN, 16, [[5], []]),
         (State.LAST_CHUNK, 40, [[5, 2], []]),
     ]
-    assert [each.step_tokens for each in taken] == [0, 77, 77]
 
 
 def test_what_was_cached_is_told_of_once_a_step_is_over():
@@ -169,13 +165,13 @@ def test_what_was_cached_is_told_of_once_a_step_is_over():
     updates.admit("a", prompt)
     # Nor what is to be received from another engine, before it is in any step.
     prompt.num_computed_tokens = 32
-    updates.compute([], 0)
-    updates.compute([Scheduled("a", 32, 48, [[5, 2, 9]], begins=True)], 16)
+    updates.compute([])
+    updates.compute([Scheduled("a", 32, 48, [[5, 2, 9]], begins=True)])
     prompt.num_computed_tokens, prompt.num_in_flight = 48, 16
-    updates.compute([Scheduled("a", 48, 64, [[3]], begins=False)], 16)
+    updates.compute([Scheduled("a", 48, 64, [[3]], begins=False)])
     assert [each.record for each in updates.take()] == [b""]
     prompt.num_computed_tokens, prompt.num_in_flight = 64, 16
-    updates.compute([], 0)
+    updates.compute([])
     assert [told(each) for each in updates.take()] == [(State.KNOWN, 48, [[5, 2, 9]])]
 
 
@@ -184,12 +180,12 @@ def test_prompt_that_is_preempted_is_another_attempt():
     prompt = Prompt(num_prompt_tokens=80)
     updates = begin(prompt, 16, 16)
     prompt.num_in_flight = 0
-    updates.compute([step(16, 32, [2], [8])], 16)
+    updates.compute([step(16, 32, [2], [8])])
     prompt.num_computed_tokens = 0
-    updates.compute([], 0)
-    updates.compute([step(0, 48, [1, 3, 6], [4, 9, 0])], 48)
+    updates.compute([])
+    updates.compute([step(0, 48, [1, 3, 6], [4, 9, 0])])
     prompt.num_computed_tokens = 48
-    updates.compute([step(48, 80, [10, 11], [12, 13])], 32)
+    updates.compute([step(48, 80, [10, 11], [12, 13])])
     updates.offer("a", 80, [[1, 3, 6, 10, 11], []])
     records = [read_record(each.record, digest_of(each.record)) for each in updates.take()]
     told_of = [each for each in records if isinstance(each, Record)]
@@ -203,11 +199,11 @@ def test_prompt_that_is_preempted_in_its_last_step_needs_blocks_again():
     prompt = Prompt(num_prompt_tokens=32)
     updates = begin(prompt, 16, 0)
     prompt.num_in_flight = 0
-    updates.compute([step(16, 32, [2], [8])], 16)
+    updates.compute([step(16, 32, [2], [8])])
     prompt.num_computed_tokens = 0
-    updates.compute([step(0, 16, [3], [9])], 16)
+    updates.compute([step(0, 16, [3], [9])])
     prompt.num_computed_tokens = 16
-    updates.compute([step(16, 32, [4], [])], 16)
+    updates.compute([step(16, 32, [4], [])])
     stages = [each.state for each in updates.take() if not each.record]
     assert stages == [State.LAST_CHUNK, State.KNOWN, State.LAST_CHUNK]
 
@@ -216,12 +212,12 @@ def test_nothing_is_told_beyond_the_prompt():
     """As where a prefill engine is asked for more than one token."""
     prompt = Prompt(num_prompt_tokens=40)
     updates = begin(prompt, 16, 0)
-    updates.compute([step(16, 40, [2, 9], [])], 24)
+    updates.compute([step(16, 40, [2, 9], [])])
     updates.take()
     told_of = []
     for num_tokens in range(40, 60):
         prompt.num_computed_tokens, prompt.num_in_flight = num_tokens, 0
-        updates.compute([step(num_tokens, num_tokens + 1)], 1)
+        updates.compute([step(num_tokens, num_tokens + 1)])
         told_of += [each.num_computed for each in updates.take()]
     assert told_of == [40]
 
@@ -232,7 +228,7 @@ def test_nothing_is_told_of_what_is_ambiguous():
     updates = begin(prompt, 16, 0)
     updates.add("b", "x")
     prompt.num_in_flight = 0
-    updates.compute([step(16, 32, [2], [8])], 16)
+    updates.compute([step(16, 32, [2], [8])])
     assert [each.state for each in updates.take()] == [State.AMBIGUOUS]
 
 
@@ -244,6 +240,6 @@ def test_scheduler_that_cannot_tell_what_is_in_flight_tells_nothing():
     updates.add("a", "x")
     updates.admit("a", prompt)
     for number in range(5):
-        updates.compute([step(16 * number, 16 * (number + 1), [number])], 16)
+        updates.compute([step(16 * number, 16 * (number + 1), [number])])
         prompt.num_computed_tokens = 16 * (number + 1)
     assert [each.state for each in announced] == [State.KNOWN, State.LAST_CHUNK]

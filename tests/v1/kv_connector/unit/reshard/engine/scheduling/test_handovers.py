@@ -92,7 +92,7 @@ def test_request_that_ends_with_its_first_token_counts(handovers, clock, recorde
     handovers.hear({"a": 0.0})
     clock.now_s += 1.0
     read.num_output_tokens = 1
-    handovers.end("a")
+    handovers.finish("a")
     assert recorded == [1.0] and len(handovers) == 0
 
 
@@ -100,7 +100,7 @@ def test_request_without_a_token_does_not_count(handovers, recorded):
     """Its client has left."""
     handovers.begin(request(), is_early=False)
     handovers.hear({"a": 0.0})
-    handovers.end("a")
+    handovers.finish("a")
     assert recorded == [] and len(handovers) == 0
 
 
@@ -114,5 +114,5 @@ def test_request_that_is_computed_here_does_not_count(handovers, recorded, has_f
         handovers.fail(["a", "another"])
     computed.num_output_tokens = 1
     handovers.advance()
-    handovers.end("a")
+    handovers.finish("a")
     assert recorded == [] and len(handovers) == 0

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
     Announcement,
     decode_announcement,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Listener
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import listen_to
 
 OFFER = OfferFingerprint(48, 1, 2)
 
@@ -62,7 +62,7 @@ def test_workers_hear_of_offers_before_the_step(book):
     assert told.announcer is not None
     assert later.announcer is None
     heard: list[Announcement] = []
-    listener = Listener(told.announcer, lambda data: heard.append(decode_announcement(data)))
+    listener = listen_to(told.announcer, lambda data: heard.append(decode_announcement(data)))
     try:
 
         def is_heard() -> bool:

@@ -32,9 +32,9 @@ def test_one_request_reads_at_a_time():
     readers = Readers()
     assert readers.admit(REMOTE, "d-a") and readers.admit(OTHER, "d-b")
     assert not readers.admit(REMOTE, "d-b")
-    readers.end(REMOTE, "d-b")
+    readers.finish(REMOTE, "d-b")
     assert not readers.admit(REMOTE, "d-b") and readers.admit(REMOTE, "d-a")
-    readers.end(REMOTE, "d-a")
+    readers.finish(REMOTE, "d-a")
     assert readers.admit(REMOTE, "d-b")
 
 
@@ -44,7 +44,7 @@ def test_what_nobody_has_read_may_be_given_up():
     assert readers.may_give_up(REMOTE)
     readers.admit(REMOTE, "d-a")
     assert not readers.may_give_up(REMOTE) and readers.may_give_up(OTHER)
-    readers.end(REMOTE, "d-a")
+    readers.finish(REMOTE, "d-a")
     assert not readers.may_give_up(REMOTE)
 
 
@@ -53,7 +53,7 @@ def test_readers_that_have_ended_are_not_remembered_for_ever():
     readers = Readers()
     for remote in (REMOTE, OTHER, REMOTE, *(("prefill", str(n)) for n in range(MAX_REMEMBERED))):
         readers.admit(remote, "d-a")
-        readers.end(remote, "d-a")
+        readers.finish(remote, "d-a")
         if remote == ("prefill", str(MAX_REMEMBERED - 2)):
             assert readers.may_give_up(OTHER) and not readers.may_give_up(REMOTE)
     assert largest(readers) == MAX_REMEMBERED

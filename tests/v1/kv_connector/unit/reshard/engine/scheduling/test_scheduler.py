@@ -52,7 +52,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.messages impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.params import sanitize_params
 from vllm.distributed.kv_transfer.kv_connector.v1.reshard.protocol.trust import TrustedPeers
-from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import Listener
+from vllm.distributed.kv_transfer.kv_connector.v1.reshard.transport.announcements import listen_to
 
 
 def picture(name: str) -> MultiModalFeatureSpec:
@@ -248,7 +248,7 @@ def test_offer_is_announced_when_its_request_ends():
     with contextlib.ExitStack() as stack:
         stack.callback(owner.shutdown)
         told = owner.build_connector_meta(SchedulerOutput.make_empty())
-        listener = Listener(told.announcer, lambda data: heard.append(decode_announcement(data)))
+        listener = listen_to(told.announcer, lambda data: heard.append(decode_announcement(data)))
         stack.callback(listener.close)
         wait_until(is_heard)
     number = heard[0].number

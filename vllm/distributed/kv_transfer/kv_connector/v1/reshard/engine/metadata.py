@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -94,6 +95,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
         )
 
 
+@final
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):
     """What workers report to their scheduler in one step, as soon as they know it.

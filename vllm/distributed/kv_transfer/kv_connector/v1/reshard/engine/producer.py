@@ -54,7 +54,7 @@ class ProducerSide:
 
     Args:
         agent: This worker's agent, which registers the lease table and the board.
-        renewal_s: Seconds for which a heartbeat renews a lease.
+        renewal_s: Seconds for which a notification renews a lease.
         stats: Its metrics.
         name: The worker's name, for traces.
         board: Shows readers the progress of requests; None to show none.

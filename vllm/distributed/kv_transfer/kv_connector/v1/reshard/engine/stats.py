@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
@@ -218,6 +218,7 @@ class ReshardStats(NixlKVConnectorStats):
         return bool(super().is_empty()) and not any(self.data[name] for name in _OWN)
 
 
+@final
 class ReshardPromMetrics(NixlPromMetrics):
     """Upstream's metrics and this connector's."""
 

@@ -208,7 +208,7 @@ class TransferEngine:
         report.failed |= completions.failed
         report.received |= completions.received
         report.offered_at_s |= completions.offered_at_s
-        self._renewals.end((*report.failed, *report.received))
+        self._renewals.stop((*report.failed, *report.received))
         if self._is_asked:
             report.sent |= self.producer.collect_released(now_s)
         # Metrics alone are no reason to have the engine's thread collect a report.
@@ -240,7 +240,7 @@ class TransferEngine:
         self._ending += self.peers.lanes.take_due(now_s)
         self._has_ended = bool(self._ending)
         for lane in taken_once_done(self._ending):
-            self.consumer.end(lane)
+            self.consumer.close_lane(lane)
 
     @property
     def has_backlog(self) -> bool:
@@ -306,9 +306,9 @@ class TransferEngine:
         if early is not None:
             early.give_up(metadata.failed, "another worker could not read it")
             early.give_up(metadata.ended, "its client has left")
-        self._renewals.end(metadata.ended)
+        self._renewals.stop(metadata.ended)
         self._renewals.begin(metadata.awaited)
-        self._renewals.end(
+        self._renewals.stop(
             request_id
             for request_id, receive in metadata.receive.items()
             if not any(receive.local_block_ids)
@@ -341,7 +341,7 @@ class TransferEngine:
             self._early.on_handshake_failed(peer, error)
         self._stats.record_handshake_failure(error)
         failed = self.consumer.fail_waiting(peer, error)
-        # One line for all of them, as the remedy is the same. If only heartbeats requested the
+        # One line for all of them, as the remedy is the same. If only renewals requested the
         # connection, often those of a request that had just failed, nothing is lost.
         log = logger.error if failed else logger.info
         log(

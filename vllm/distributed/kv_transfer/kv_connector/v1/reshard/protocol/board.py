@@ -22,8 +22,7 @@ rows. An entry is four words:
 
     name      digest of the shared name; 0 in a free entry
     state     a `State`
-    record    of an offer, first row and size in bytes of its record; of a last chunk, the number of
-              tokens that its step computes for all requests
+    record    of an offer, first row and size in bytes of its record; else 0
     digest    digest of the record; it does not match a record that was read while it changed
 
 The second entry has the number of tokens in place of the state. In a new entry the name is written
@@ -114,7 +113,6 @@ class BoardUpdate(msgspec.Struct, frozen=True, array_like=True, tag="board_updat
         state: The state; None to remove the request from the board.
         request_id: The producer's id of the request.
         record: Encoded record of the offer, or of what is computed so far; else empty.
-        step_tokens: Tokens that the step completing the prompt computes; 0 in other states.
         num_computed: Tokens computed so far, if the record is about these; else 0.
     """
 
@@ -123,7 +121,6 @@ class BoardUpdate(msgspec.Struct, frozen=True, array_like=True, tag="board_updat
     state: State | None
     request_id: RequestId = ""
     record: bytes = b""
-    step_tokens: int = 0
     num_computed: int = 0
 
 
@@ -204,14 +201,12 @@ class Sighting(NamedTuple):
     Attributes:
         state: The state; None if the board has none.
         offered: Place of an offer's record; None without one.
-        step_tokens: Tokens that the step of its last chunk computes; 0 in other states.
         num_computed: Tokens of an unfinished prompt that may be read; 0 if the board has none.
         computed: Place of the record of these tokens; None without one.
     """
 
     state: State | None
     offered: RecordPlace | None = None
-    step_tokens: int = 0
     num_computed: int = 0
     computed: RecordPlace | None = None
 
@@ -282,10 +277,9 @@ def _sighting(words: Sequence[int], computed_words: Sequence[int]) -> Sighting:
         return Sighting(state, _place(*words[1:]))
     if state is None or not state.is_computed:
         return Sighting(state)
-    step_tokens = words[1] & 0x7FFFFFFF if state is State.LAST_CHUNK else 0
     place = _place(*computed_words[1:])
     num_computed = computed_words[0] & 0x7FFFFFFF if place is not None else 0
-    return Sighting(state, None, step_tokens, num_computed, place)
+    return Sighting(state, None, num_computed, place)
 
 
 def _place(record: int, digest: int) -> RecordPlace | None:
@@ -387,7 +381,7 @@ class Board:
         if is_anothers or not update.state.is_computed:
             self._hide_computed(bucket, name, shown)
         self._gone.pop(update.name, None)
-        entry[_RECORD] = update.step_tokens
+        entry[_RECORD] = 0
         if update.state is State.OFFERED:
             if (span := self._write(entry, update.record)) is None:
                 shown.state = State.EMPTY

@@ -37,7 +37,7 @@ class Lifetime:
         requests: Requests that are being read over it and have not failed.
         in_flight: Reads that were posted and have neither completed nor failed.
         in_doubt: Failed reads, which may write until the lane is closed.
-        retired_at_s: When it was retired; None while it is open.
+        retired_at_s: When it was retired; None before.
     """
 
     hung_grace_s: float
@@ -48,9 +48,9 @@ class Lifetime:
     _failed_at_s: float | None = field(default=None)
 
     @property
-    def is_open(self) -> bool:
-        """True if reads may be posted to it."""
-        return self.retired_at_s is None
+    def is_retired(self) -> bool:
+        """True if no further reads may be posted to it."""
+        return self.retired_at_s is not None
 
     @property
     def is_drained(self) -> bool:
@@ -92,7 +92,7 @@ class Lifetime:
             self.retired_at_s = now_s
 
     def close_at_s(self, *, wanted: bool = False) -> float | None:
-        """Return when to stop waiting for it, perhaps in the past; None while it is open.
+        """Return when to stop waiting for it, perhaps in the past; None until it is retired.
 
         Reads that complete by then are done with; the others are drained by closing the lane.
 

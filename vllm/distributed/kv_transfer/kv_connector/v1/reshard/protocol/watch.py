@@ -30,30 +30,8 @@ COMPUTED_WITHIN_S = 300.0
 
 _SHORTEST_REST_S, _LONGEST_REST_S = 1e-3, 10e-3
 _REST_PER_WAIT = 0.02
-"""Rest between looks, as a share of the wait so far: it delays a result by at most a fiftieth."""
-
-_REST_PER_DISTANCE = 0.05
-"""The same, as a share of the time to or since the expected offer: looks are frequent around it."""
-
-
-class Pace:
-    """A producer's time per token of a step, estimated from its last steps.
-
-    Use it only to time looks. It is inexact: it ignores, for example, how far back tokens attend.
-    """
-
-    def __init__(self) -> None:
-        self._token_s: float | None = None
-
-    def learn(self, num_tokens: int, took_s: float) -> None:
-        """Record how long a step took until its prompts were offered."""
-        token_s = took_s / max(num_tokens, 1)
-        before_s = token_s if self._token_s is None else self._token_s
-        self._token_s = (before_s + token_s) / 2
-
-    def of(self, num_tokens: int) -> float | None:
-        """Return the expected time of a step; None before `learn` was called."""
-        return None if self._token_s is None else self._token_s * num_tokens
+"""Rest between looks, as a share of the time that the state has lasted: a change is seen at most a
+fiftieth of that time late."""
 
 
 @dataclass(slots=True)
@@ -65,17 +43,12 @@ class Watch:
         changed_s: When its state was last seen to change.
         heard_s: When its producer's board was last read.
         state: Last state seen, other than a fault; None before the first.
-        takes_s: Expected time of its last chunk; None if not known.
-        took_s: Time that the last chunk took; None until it is offered, or if its start was not
-            seen.
     """
 
     since_s: float
     changed_s: float = 0.0
     heard_s: float = 0.0
     state: State | None = None
-    takes_s: float | None = None
-    took_s: float | None = None
 
     def __post_init__(self) -> None:
         self.changed_s = self.heard_s = self.since_s
@@ -91,11 +64,8 @@ class Watch:
 
     @property
     def rest_s(self) -> float:
-        """Rest before the next look, by the wait so far or the distance to the expected offer."""
-        waited_s = self.heard_s - self.changed_s
-        rest_s = _REST_PER_WAIT * waited_s
-        if self.state is State.LAST_CHUNK and self.takes_s is not None:
-            rest_s = _REST_PER_DISTANCE * abs(self.takes_s - waited_s)
+        """Rest before the next look, by the time that the state has lasted."""
+        rest_s = _REST_PER_WAIT * (self.heard_s - self.changed_s)
         return min(max(rest_s, _SHORTEST_REST_S), _LONGEST_REST_S)
 
     def stood_still(self, for_s: float) -> None:
@@ -117,8 +87,6 @@ class Watch:
             is_its = self.state is not None or now_s >= self.since_s + BELIEVED_AFTER_S
             return state.fault if is_its else None
         if state is not self.state:
-            if (self.state, state) == (State.LAST_CHUNK, State.OFFERED):
-                self.took_s = now_s - self.changed_s
             self.state, self.changed_s = state, now_s
         return None
 

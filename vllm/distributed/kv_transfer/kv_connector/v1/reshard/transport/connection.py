@@ -65,7 +65,7 @@ class PeerConnection:
         # Board address and agent name of the first worker that has a board.
         self._board_at: tuple[int, str] | None = None
         self._board: Prepared | None = None
-        self._is_open = True
+        self._is_connected = True
         lane.connections[self] = None
         lane.num_made += 1
 
@@ -159,7 +159,7 @@ class PeerConnection:
     @property
     def is_connected(self) -> bool:
         """True until it is closed."""
-        return self._is_open
+        return self._is_connected
 
     @property
     def close_at_s(self) -> float | None:
@@ -173,9 +173,9 @@ class PeerConnection:
 
     def close(self) -> None:
         """Close it. It must be drained or its lane closed, so that no read writes any more."""
-        if not self._is_open:
+        if not self._is_connected:
             return
-        self._is_open = False
+        self._is_connected = False
         del self.lane.connections[self]
         if self.lane.agent.is_open:
             assert self.is_drained, "what may still write ends with its lane"

@@ -14,14 +14,13 @@ A step tells workers the doorbell's address and public key: see `sockets`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import suppress
 
 import zmq
 from vllm.logger import init_logger
 
 from ..protocol.quoting import one_line, quote
 from .cpu import running_on
-from .sockets import InternalAddress, Receiver, connect_internally, listen_internally
+from .sockets import InternalAddress, Receiver, Sender, connect_internally, listen_internally
 
 logger = init_logger(__name__)
 
@@ -29,7 +28,7 @@ _MAX_RING_BYTES = 1 << 10
 """Maximum size of a ring, which holds only a worker's name."""
 
 
-class Doorbell:
+class Doorbell(Receiver):
     """Receives the rings of an engine's workers, in a thread of its own.
 
     Any other thread may use `num_ringers` and `close`.
@@ -38,38 +37,31 @@ class Doorbell:
         host: Address of this machine to listen at, on a free port.
         wake: Called by the thread at each ring.
 
-    Attributes:
-        address: Where it listens.
-
     Raises:
         ZMQError: The address cannot be bound, or ZeroMQ was built without CURVE.
         RuntimeError: There are no more threads.
     """
 
     def __init__(self, host: str, wake: Callable[[], None]) -> None:
-        self._wake = wake
         # Other threads read only its size.
-        self._ringers: set[bytes] = set()
-        self._receiver = Receiver(zmq.PULL, "reshard-doorbell", self._hear)
-        self.address = self._receiver.begin(
-            lambda socket: listen_internally(socket, host, _MAX_RING_BYTES)
-        )
+        self._ringers = ringers = set[bytes]()
+
+        def open_socket(socket: zmq.Socket[bytes]) -> InternalAddress:
+            return listen_internally(socket, host, _MAX_RING_BYTES)
+
+        def hear(worker: bytes) -> None:
+            ringers.add(worker)
+            wake()
+
+        super().__init__(zmq.PULL, "reshard-doorbell", open_socket, hear)
 
     @property
     def num_ringers(self) -> int:
         """Number of workers that have rung: each rings once it is connected."""
         return len(self._ringers)
 
-    def close(self) -> None:
-        """Stop listening; may be called repeatedly."""
-        self._receiver.close()
 
-    def _hear(self, worker: bytes) -> None:
-        self._ringers.add(worker)
-        self._wake()
-
-
-class Ringer:
+class Ringer(Sender):
     """Rings a worker's scheduler. Belongs to one thread; any may `close` it after the last ring.
 
     It rings once when it is made, so that the doorbell counts this worker.
@@ -88,26 +80,15 @@ class Ringer:
         self, address: InternalAddress, worker: str, cores: Collection[int] | None = None
     ) -> None:
         self._worker = worker.encode()
-        self._context = zmq.Context()
-        try:
-            with running_on(cores):
-                # The first socket starts ZeroMQ's threads.
-                self._socket = self._context.socket(zmq.PUSH)
-                connect_internally(self._socket, address)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+        with running_on(cores):
+            # The first socket starts ZeroMQ's threads.
+            super().__init__(zmq.PUSH, lambda socket: connect_internally(socket, address))
         self.ring()
 
     def ring(self) -> None:
         """Have the scheduler take a step soon; does not block."""
         # If the queue is full, earlier rings are still unread.
-        with suppress(zmq.Again):
-            self._socket.send(self._worker, zmq.NOBLOCK)
-
-    def close(self) -> None:
-        """Close its socket; may be called repeatedly."""
-        self._context.destroy(linger=0)
+        self.send(self._worker)
 
 
 def open_doorbell(host: str, wake: Callable[[], None]) -> Doorbell | None:

@@ -48,7 +48,7 @@ from .zmtp import (
     Allowance,
     ProtocolError,
     bind_privately,
-    end,
+    cancel_all,
     first_of,
     relay,
 )
@@ -327,7 +327,7 @@ class HandshakeClient:
         # Let them start: a task cancelled before its first step could not report why it ended.
         await asyncio.sleep(0)
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        await end([*self._resolver.lookups, *tasks])
+        await cancel_all([*self._resolver.lookups, *tasks])
 
     async def _shake_hands(self, handshake: _Handshake, deadline_s: float) -> Answer:
         """Run a handshake up to its deadline; its errors name the engine that was asked."""

@@ -90,9 +90,9 @@ class Lane:
         return self._boards
 
     @property
-    def is_open(self) -> bool:
-        """Whether reads may begin on it."""
-        return self.retired_at_s is None
+    def is_retired(self) -> bool:
+        """Whether no further reads may begin on it."""
+        return self.retired_at_s is not None
 
     @property
     def is_drained(self) -> bool:
@@ -272,7 +272,7 @@ class Lanes:
 
     def retire(self, lane: Lane, now_s: float) -> None:
         """Begin no more reads on a lane; may be called repeatedly."""
-        if lane.is_open:
+        if not lane.is_retired:
             slots = [
                 None if _is_made(each) and each.result() is lane else each for each in self._slots
             ]

@@ -12,12 +12,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import zmq
 from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
-
-_Opened = TypeVar("_Opened")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +78,8 @@ def listen_internally(socket: zmq.Socket[bytes], host: str, max_bytes: int) -> I
     return InternalAddress(host, listen(socket, host, 0, max_bytes), public_key)
 
 
-def connect_internally(socket: zmq.Socket[bytes], address: InternalAddress) -> None:
-    """Connect a socket to one of this engine's own listeners.
+def connect_internally(socket: zmq.Socket[bytes], address: InternalAddress) -> InternalAddress:
+    """Connect a socket to one of this engine's own listeners; return the listener's address.
 
     Raises:
         ZMQError: ZeroMQ was built without CURVE.
@@ -93,47 +90,78 @@ def connect_internally(socket: zmq.Socket[bytes], address: InternalAddress) -> N
     # A client that knows the listener's key is admitted with any key of its own.
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.connect(make_zmq_path("tcp", address.host, address.port))
+    return address
 
 
-class Receiver:
-    """Receives messages from a socket, in a thread of its own.
+class _Endpoint:
+    """A socket for messages between an engine's own processes.
 
-    The socket belongs to that thread once it runs. Any other thread may call `close`.
+    Args:
+        kind: ZeroMQ's type of the socket.
+        open_socket: Has the socket listen or connect, and returns where.
+
+    Attributes:
+        address: Where it listens, or what it is connected to.
+
+    Raises:
+        ZMQError: There are no more sockets, or it cannot be opened.
+    """
+
+    def __init__(
+        self, kind: int, open_socket: Callable[[zmq.Socket[bytes]], InternalAddress]
+    ) -> None:
+        self._context = zmq.Context()
+        try:
+            self._socket = self._context.socket(kind)
+            self.address = open_socket(self._socket)
+            self._start()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def _start(self) -> None:
+        """Start what the socket needs once it is open."""
+
+
+class Sender(_Endpoint):
+    """Sends messages. Belongs to one thread; any may `close` it after the last message."""
+
+    def send(self, message: bytes) -> None:
+        """Send a message without blocking; it is lost if the queue is full."""
+        with suppress(zmq.Again):
+            self._socket.send(message, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the socket; may be called repeatedly."""
+        self._context.destroy(linger=0)
+
+
+class Receiver(_Endpoint):
+    """Receives messages in a thread of its own, to which the socket belongs.
+
+    Any other thread may call `close`.
 
     Args:
         kind: ZeroMQ's type of the socket.
         name: Name of the thread.
+        open_socket: Has the socket listen or connect, and returns where.
         hear: Called by the thread with each message; must not raise.
+
+    Raises:
+        ZMQError: There are no more sockets, or it cannot be opened.
+        RuntimeError: There are no more threads.
     """
 
-    def __init__(self, kind: int, name: str, hear: Callable[[bytes], None]) -> None:
-        self._kind = kind
+    def __init__(
+        self,
+        kind: int,
+        name: str,
+        open_socket: Callable[[zmq.Socket[bytes]], InternalAddress],
+        hear: Callable[[bytes], None],
+    ) -> None:
         self._hear = hear
-        self._context = zmq.Context()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._socket: zmq.Socket[bytes] | None = None
-
-    def begin(self, open_socket: Callable[[zmq.Socket[bytes]], _Opened]) -> _Opened:
-        """Open the socket and start the thread.
-
-        Args:
-            open_socket: Has the socket listen or connect.
-
-        Returns:
-            What `open_socket` returns.
-
-        Raises:
-            ZMQError: There are no more sockets, or it cannot be opened.
-            RuntimeError: There are no more threads.
-        """
-        try:
-            self._socket = self._context.socket(self._kind)
-            opened = open_socket(self._socket)
-            self._thread.start()
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        return opened
+        super().__init__(kind, open_socket)
 
     def close(self) -> None:
         """Stop receiving and end the thread; may be called repeatedly."""
@@ -141,8 +169,10 @@ class Receiver:
         self._context.term()
         self._thread.join()
 
+    def _start(self) -> None:
+        self._thread.start()
+
     def _run(self) -> None:
-        assert self._socket is not None
         with suppress(zmq.ContextTerminated), self._socket as socket:
             while True:
                 self._hear(socket.recv())

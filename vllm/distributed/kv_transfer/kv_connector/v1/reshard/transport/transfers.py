@@ -257,7 +257,7 @@ class Transfers:
         fault = "its connection was given up before all of it was asked for"
         self._end(self._queues, lambda each: each.connection is connection, fault)
 
-    def end(self, lane: Lane) -> None:
+    def on_lane_closed(self, lane: Lane) -> None:
         """Drain all parts that were posted on a closed lane; fail those still in flight."""
         for each in self._posted:
             if each.connection.lane is lane and not each.unwanted:

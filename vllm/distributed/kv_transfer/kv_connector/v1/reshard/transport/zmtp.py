@@ -127,7 +127,7 @@ async def relay_all(
             relays[task] = None
             task.add_done_callback(relays.pop)
     finally:
-        await end(list(relays))
+        await cancel_all(list(relays))
 
 
 async def _relay_one(
@@ -140,7 +140,7 @@ async def _relay_one(
         await asyncio.wait_for(relay(peer, name, allowance), max_age_s)
 
 
-async def end(tasks: Collection[asyncio.Future[Any]]) -> None:
+async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
@@ -154,7 +154,7 @@ async def first_of(*work: Coroutine[Any, Any, _Result]) -> _Result:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return next(task for task in tasks if task.done()).result()
     finally:
-        await end(tasks)
+        await cancel_all(tasks)
 
 
 async def _pass_all(source: socket.socket, target: socket.socket) -> NoReturn:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from ...errors import TransferError
 from ...protocol.ids import RequestId
 from ...protocol.messages import Receive, RemoteEngineAddress
-from ...protocol.watch import Pace
 from ...transport.connection import PeerConnection
 from ...transport.lane import Lane, Lanes
 from ...transport.remote import LoweredEngine
@@ -86,7 +85,6 @@ class Peer:
         suspect_until_s: Until when it counts as likely to break again. A broken peer is kept that
             long, unless the table is full.
         is_proven: True if a request was read from it and passed all checks.
-        pace: How fast it computes the prompts that requests here wait for.
     """
 
     address: RemoteEngineAddress
@@ -106,7 +104,6 @@ class Peer:
     retry_at_s: float = 0.0
     suspect_until_s: float = 0.0
     is_proven: bool = False
-    pace: Pace = field(default_factory=Pace)
 
     @property
     def is_idle(self) -> bool:
@@ -349,7 +346,7 @@ class PeerTable:
     def _fail_handshake(self, peer: Peer, now_s: float) -> None:
         peer.failures += 1
         peer.is_opening = False
-        # Requests and heartbeats that requested the peer meanwhile fail with this handshake.
+        # Requests and renewals that requested the peer meanwhile fail with this handshake.
         peer.wanted = False
         peer.retry_at_s = now_s + _back_off_s(peer.failures)
         peer.broken, peer.lowered = True, None
@@ -377,7 +374,7 @@ class PeerTable:
 
     def _retire_lane(self, lane: Lane, now_s: float) -> None:
         """Retire a lane and all its connections; does nothing if the lane is already retired."""
-        if not lane.is_open:
+        if lane.is_retired:
             return
         for peer in self._peers.values():
             if peer.connection is not None and peer.connection.lane is lane:
@@ -388,13 +385,13 @@ class PeerTable:
             each.lifetime.retire(now_s)
         # Last: after this, a second call returns early, and would not retire the rest.
         self.lanes.retire(lane, now_s)
-        self._retired = [each for each in self._retired if each.lane.is_open]
+        self._retired = [each for each in self._retired if not each.lane.is_retired]
 
     def _retire(self, peer: Peer, now_s: float) -> None:
         """Retire a peer's connection, so that its reads in flight drain."""
         if peer.connection is not None:
             peer.connection.lifetime.retire(now_s)
-            if peer.connection.lane.is_open:
+            if not peer.connection.lane.is_retired:
                 self._retired.append(peer.connection)
             peer.connection, peer.retired = None, peer.connection
             if peer.waiting:

@@ -230,9 +230,6 @@ class EarlyRequests:
             if watched is None:
                 continue
             watched.has_waited |= sighting.state is not State.OFFERED
-            if sighting.step_tokens and not watched.step_tokens:
-                watched.step_tokens = sighting.step_tokens
-                watched.watch.takes_s = engine.pace.of(sighting.step_tokens)
             fault = watched.watch.see(sighting.state, now_s)
             if fault is not None:
                 self._fail(request_id, watched, fault)
@@ -303,8 +300,6 @@ class EarlyRequests:
             self._news.first_tokens[request_id] = record.first_token
         if watched.has_waited:
             self._record_wait(now_s - watched.watch.since_s)
-        if watched.watch.took_s is not None:
-            engine.pace.learn(watched.step_tokens, watched.watch.took_s)
         receive = watched.receive
         if receive is None or any(receive.local_block_ids):
             self._renewed[request_id] = RemoteRequest(engine.address, record.request_id)

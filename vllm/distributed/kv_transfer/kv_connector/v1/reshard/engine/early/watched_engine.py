@@ -19,7 +19,6 @@ import numpy.typing as npt
 from ...errors import TransferError
 from ...protocol.ids import RequestId
 from ...protocol.messages import RemoteEngineAddress
-from ...protocol.watch import Pace
 from ...transport.board_reader import BoardReader
 from ...transport.connection import PeerConnection
 from ...transport.row_buffer import RowRead
@@ -45,7 +44,6 @@ class WatchedEngine:
 
     Attributes:
         requests: Requests that the engine has not offered yet, by their ids in this engine.
-        pace: The peer's pace with earlier prompts, once a look was made.
         look_at_s: When to look next.
         overdue_s: Earliest time at which a request may be overdue.
         connection: Connection of the current or last look; None before a first one, and once it
@@ -63,7 +61,6 @@ class WatchedEngine:
         self._looked_s = 0.0
         self.address = address
         self.requests: dict[RequestId, WatchedRequest] = {}
-        self.pace = Pace()
         self.look_at_s = 0.0
         self.overdue_s = math.inf
         self.connection: PeerConnection | None = None
@@ -92,8 +89,7 @@ class WatchedEngine:
         Returns:
             Why the engine can never be watched; None if it can.
         """
-        peer = self._peers.get_or_connect(self.address, now_s)
-        self.connection, self.pace = peer.connection, peer.pace
+        self.connection = self._peers.get_or_connect(self.address, now_s).connection
         if self.connection is None:
             return None
         try:

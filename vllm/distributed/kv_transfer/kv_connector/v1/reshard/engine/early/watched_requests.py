@@ -37,7 +37,6 @@ class WatchedRequest:
         is_begun: Whether the scheduler was notified that some of it is computed.
         is_told: Whether the scheduler was notified that it may be given blocks.
         has_waited: Whether a look found it not offered yet; with a serial router, none does.
-        step_tokens: Number of tokens that the step of its last chunk computes; 0 until known.
         num_computed: Number of its tokens that were handed on as computed.
         state: Its state.
         since_s: Since when it is in that state.
@@ -50,7 +49,6 @@ class WatchedRequest:
     is_begun: bool = False
     is_told: bool = False
     has_waited: bool = False
-    step_tokens: int = 0
     num_computed: int = 0
     state: ReadState = ReadState.AWAITING_PREFILL
     since_s: float = field(init=False)

@@ -248,7 +248,7 @@ class ConsumerSide:
             self._run_out_of_time(reading, now_s)
         self._doubt.contain(now_s)
 
-    def end(self, lane: Lane) -> None:
+    def close_lane(self, lane: Lane) -> None:
         """Close a retired lane, after which everything read over it is drained.
 
         If a call raises, the next one does the rest.
@@ -259,7 +259,7 @@ class ConsumerSide:
         for result in self._lease_checks.results(self._now_s):
             self._judge(result)
         lane.close()
-        self._transfers.end(lane)
+        self._transfers.on_lane_closed(lane)
 
     def take_completions(self) -> Completions:
         """Return what has become of requests since the last call; notify their producers."""

@@ -89,7 +89,7 @@ class Notifier:
                 messages = encode_done(self._name, done) + encode_gave_up(self._name, gave_up)
                 if error := self._notify(producers, peer, messages):
                     # A broken connection is known already, and logged elsewhere.
-                    log = logger.warning if producers.lifetime.is_open else logger.debug
+                    log = logger.debug if producers.lifetime.is_retired else logger.warning
                     log("%s: its blocks are freed when their lease runs out", one_line(error))
             except Exception:
                 logger.exception(

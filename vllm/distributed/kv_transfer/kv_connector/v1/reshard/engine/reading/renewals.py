@@ -48,7 +48,7 @@ class Renewals:
         """Add waiting requests, each with its holder's address and id for it."""
         self._waiting.update(requests)
 
-    def end(self, request_ids: Iterable[RequestId]) -> None:
+    def stop(self, request_ids: Iterable[RequestId]) -> None:
         """Remove requests; ignore those that do not wait."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)

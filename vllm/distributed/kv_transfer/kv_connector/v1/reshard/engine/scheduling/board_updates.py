@@ -80,8 +80,7 @@ class _Computed:
         num_begun_with: Number of its tokens that were cached when its first step was scheduled.
             Another request may compute them in that very step.
         num_told: Number of tokens shown as computed.
-        last_step_tokens: Number of tokens that the step computes that completes the prompt; 0 until
-            that step is scheduled.
+        is_last: Whether the step that completes the prompt is scheduled.
     """
 
     prompt: Prompt
@@ -89,7 +88,7 @@ class _Computed:
     block_ids: list[list[int]] = field(default_factory=list)
     num_begun_with: int = 0
     num_told: int = 0
-    last_step_tokens: int = 0
+    is_last: bool = False
 
     def begin(self, scheduled: Scheduled, attempt: int) -> None:
         """Start over with a step that computes from the beginning, or behind cached tokens."""
@@ -153,13 +152,8 @@ class BoardUpdates:
         if request_id in self._names and request_id not in self._computed:
             self._computed[request_id] = _Computed(prompt)
 
-    def compute(self, scheduled: Iterable[Scheduled], step_tokens: int) -> None:
-        """Show what a scheduled step changes: last chunks, and tokens of earlier steps.
-
-        Args:
-            scheduled: The requests in the step.
-            step_tokens: Number of tokens that the step computes, over all requests.
-        """
+    def compute(self, scheduled: Iterable[Scheduled]) -> None:
+        """Show what a scheduled step changes: last chunks, and tokens of earlier steps."""
         if not self._computed:
             return
         for each in scheduled:
@@ -169,16 +163,16 @@ class BoardUpdates:
             if each.begins:
                 self._num_attempts += 1
                 computed.begin(each, self._num_attempts)
-                if computed.last_step_tokens:
+                if computed.is_last:
                     # It was preempted after its last chunk was scheduled: it needs blocks again.
-                    computed.last_step_tokens = 0
+                    computed.is_last = False
                     self._update_of(each.request_id, State.KNOWN)
             else:
                 computed.go_on(each)
             is_last = each.num_after >= computed.prompt.num_prompt_tokens
-            if is_last and not computed.last_step_tokens:
-                computed.last_step_tokens = step_tokens
-                self._update_of(each.request_id, State.LAST_CHUNK, step_tokens=step_tokens)
+            if is_last and not computed.is_last:
+                computed.is_last = True
+                self._update_of(each.request_id, State.LAST_CHUNK)
         if any(self._block_tokens):
             for request_id, computed in self._computed.items():
                 self._tell_computed(request_id, computed)
@@ -197,7 +191,7 @@ class BoardUpdates:
             record = Record.of(request_id, num_tokens, block_ids, first_token, attempt)
             self._update_of(request_id, State.OFFERED, encode_record(record))
 
-    def end(self, request_id: RequestId, state: State) -> None:
+    def finish(self, request_id: RequestId, state: State) -> None:
         """Show that a request has ended without an offer, and forget it."""
         self._update_of(request_id, state)
         self.forget([request_id])
@@ -239,21 +233,19 @@ class BoardUpdates:
             for ids, tokens in zip(computed.block_ids, self._block_tokens, strict=True)
         )
         record = Record.of(request_id, num_tokens, list(full), attempt=computed.attempt)
-        step_tokens = computed.last_step_tokens
-        state = State.LAST_CHUNK if step_tokens else State.KNOWN
-        self._update_of(request_id, state, encode_record(record), step_tokens, num_tokens)
+        state = State.LAST_CHUNK if computed.is_last else State.KNOWN
+        self._update_of(request_id, state, encode_record(record), num_tokens)
 
     def _update_of(
         self,
         request_id: RequestId,
         state: State,
         record: bytes = b"",
-        step_tokens: int = 0,
         num_computed: int = 0,
     ) -> None:
         name = self._names.get(request_id)
         if name is not None and name not in self._ambiguous:
-            self._update(name, state, request_id, record, step_tokens, num_computed)
+            self._update(name, state, request_id, record, num_computed)
 
     def _update(
         self,
@@ -261,12 +253,9 @@ class BoardUpdates:
         state: State | None,
         request_id: RequestId = "",
         record: bytes = b"",
-        step_tokens: int = 0,
         num_computed: int = 0,
     ) -> None:
         self._number += 1
-        update = BoardUpdate(
-            self._number, name, state, request_id, record, step_tokens, num_computed
-        )
+        update = BoardUpdate(self._number, name, state, request_id, record, num_computed)
         self._untold.append(update)
         self._announce(update)

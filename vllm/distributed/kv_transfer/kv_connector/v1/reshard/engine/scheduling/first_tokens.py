@@ -190,7 +190,7 @@ class FirstTokens:
         for request_id in told.keys() & self._reading.keys():
             self._told[request_id] = told[request_id]
 
-    def end(self, request_id: RequestId) -> None:
+    def finish(self, request_id: RequestId) -> None:
         """Forget a request that has ended."""
         self._reading.pop(request_id, None)
         self._told.pop(request_id, None)

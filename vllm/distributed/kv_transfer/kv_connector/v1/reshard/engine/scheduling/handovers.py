@@ -85,9 +85,9 @@ class Handovers:
         """End the handovers whose requests have their first token; called after each step."""
         begun = [name for name, each in self._read.items() if each.request.num_output_tokens]
         for request_id in begun:
-            self.end(request_id)
+            self.finish(request_id)
 
-    def end(self, request_id: RequestId) -> None:
+    def finish(self, request_id: RequestId) -> None:
         """End the handover of a request that has its first token, or has ended without one."""
         self._by_id.pop(request_id, None)
         handover = self._read.pop(request_id, None)

@@ -17,8 +17,8 @@ from ...protocol.board import BoardUpdate
 from ...protocol.fingerprint import OfferFingerprint, OfferSecret
 from ...protocol.ids import RequestId
 from ...protocol.messages import Announcement, encode_announcement
-from ...transport.announcements import Announcer, open_announcer
-from ...transport.sockets import InternalAddress
+from ...transport.announcements import open_announcer
+from ...transport.sockets import InternalAddress, Sender
 from ..metadata import ReshardConnectorMetadata
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class OfferBook:
         self._secrets: dict[RequestId, OfferSecret] = {}
         self._trace_headers: dict[RequestId, Mapping[str, str]] = {}
         self._num_offers = 0
-        self._announcer: Announcer | None = None
+        self._announcer: Sender | None = None
         # The announcer's address, until it is sent to the workers.
         self._address: InternalAddress | None = None
 
@@ -91,7 +91,7 @@ class OfferBook:
     def announce(self, announcement: Announcement | BoardUpdate) -> None:
         """Send to all workers before the next step, if there is an announcer."""
         if self._announcer is not None:
-            self._announcer.tell(encode_announcement(announcement))
+            self._announcer.send(encode_announcement(announcement))
 
     def write_to(self, metadata: ReshardConnectorMetadata) -> None:
         """Move the offers made since the last step into a step's metadata."""

@@ -48,7 +48,7 @@ class Readers:
         """Return whether a request may read this remote request; only one may at a time."""
         return self._reading.setdefault(remote, request_id) == request_id
 
-    def end(self, remote: RemoteName, request_id: RequestId) -> None:
+    def finish(self, remote: RemoteName, request_id: RequestId) -> None:
         """Note that a request has ended, whether it was the one that reads or not."""
         if self._reading.get(remote) != request_id:
             return

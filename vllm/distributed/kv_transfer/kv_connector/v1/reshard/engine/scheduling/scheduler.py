@@ -342,9 +342,7 @@ class ReshardScheduler(NixlConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ReshardConnectorMetadata:
         """Return this step's requests to the workers."""
         self._handovers.advance()
-        self._board_updates.compute(
-            scheduled_in(scheduler_output), scheduler_output.total_num_scheduled_tokens
-        )
+        self._board_updates.compute(scheduled_in(scheduler_output))
         wanted: dict[str, tuple[Request, BlockIds]] = {
             # Further fields are for upstream's worker.
             request_id: entry[:2]
@@ -447,12 +445,12 @@ class ReshardScheduler(NixlConnectorScheduler):
         - blocks that a step in flight may be filling: in 0.22.1, the output of a step from before
           a preemption can still end the request.
         """
-        self.first_tokens.end(request.request_id)
-        self._handovers.end(request.request_id)
+        self.first_tokens.finish(request.request_id)
+        self._handovers.finish(request.request_id)
         delay_free, params = self._request_finished(request, block_ids)
         if not delay_free:
             was_aborted = request.status is RequestStatus.FINISHED_ABORTED
-            self._board_updates.end(
+            self._board_updates.finish(
                 request.request_id, State.ABORTED if was_aborted else State.EMPTY
             )
         if params is not None and self._dispatches_early and params.get("do_remote_prefill"):
@@ -467,7 +465,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             return False, None
         remote = remote_request(request.kv_transfer_params or {})
         if remote is not None:
-            self._readers.end(remote, request.request_id)
+            self._readers.finish(remote, request.request_id)
         num_tokens = num_to_offer(request.num_computed_tokens, request.num_tokens)
         went_on = bool(self._state_groups) and request.num_computed_tokens > num_tokens
         began_anew = OUTPUTS_OUTLIVE_PREEMPTION and self._is_ahead and request.num_preemptions > 0
