@@ -124,10 +124,9 @@ class ReshardScheduler(NixlConnectorScheduler):
         # Requests that vLLM made up since the last step's metadata. Request ids are no keys here:
         # clients choose them, and two requests may share one.
         self._given_up: dict[RemoteName, Request] = {}
-        self._reads = ReadBook()
-        self._has_blocks_in_doubt = False
-        self._idling = Idling()
         self._stats = ReshardStats()
+        self._reads = ReadBook(self._stats.record_blocks_in_doubt)
+        self._idling = Idling()
         self.first_tokens = open_first_tokens(
             vllm_config,
             settings,
@@ -406,15 +405,7 @@ class ReshardScheduler(NixlConnectorScheduler):
             self.first_tokens.receive(connector_output.finished_recving)
 
     def take_stats(self) -> ReshardStats | None:
-        """Return the scheduler's statistics since the last call; None if there are none.
-
-        vLLM appends them to the workers' statistics of the same step, and takes a gauge's last
-        value: the scheduler's number of blocks in doubt overrides each worker's own number.
-        """
-        num_blocks = self._reads.num_blocks_in_doubt
-        if num_blocks or self._has_blocks_in_doubt:
-            self._stats.record_blocks_in_doubt(num_blocks)
-        self._has_blocks_in_doubt = num_blocks > 0
+        """Return the scheduler's statistics since the last call; None if there are none."""
         return None if self._stats.is_empty() else self._stats.take()
 
     def has_pending_push_work(self) -> bool:
