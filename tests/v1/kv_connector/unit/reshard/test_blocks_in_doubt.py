@@ -173,7 +173,7 @@ def test_request_fails_at_once_and_its_blocks_are_kept(decoding, workers):
 
 @pytest.mark.skipif(not FAILED_READS_ARE_NAMED, reason="the scheduler hears of no failed read")
 def test_blocks_in_doubt_are_counted_for_the_whole_engine(decoding, monkeypatch):
-    """The scheduler tells the number when it changes: when one worker fails, and all are through."""
+    """The scheduler tells the number as it changes: when one worker fails, and all are through."""
     d = decoding("fail", workers=2)
     scheduler = d.serving.scheduler.connector.connector_scheduler
     take_stats, reported = scheduler.take_stats, []

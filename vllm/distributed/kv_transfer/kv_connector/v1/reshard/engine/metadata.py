@@ -25,6 +25,26 @@ class ReshardHandshakeMetadata(WorkerHandshake, KVConnectorHandshakeMetadata):
     """A worker's handshake with other engines, on its way to its own scheduler."""
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A request whose blocks are held for another engine.
+
+    Attributes:
+        fingerprint: Fingerprint of the blocks' contents.
+        lease_s: Seconds from now for which the blocks are held: a duration, because workers on
+            other hosts have other clocks.
+        num_blocks: Number of blocks, over all KV-cache groups.
+        secret: Secret with which its reader may give the blocks up; None if it cannot.
+        trace_headers: Headers that identify the request's trace; None without a trace.
+    """
+
+    fingerprint: OfferFingerprint
+    lease_s: float
+    num_blocks: int = 0
+    secret: OfferSecret | None = None
+    trace_headers: Mapping[str, str] | None = None
+
+
 @dataclass
 class ReshardConnectorMetadata(KVConnectorMetadata):
     """What the scheduler requests from the workers in one step.
@@ -37,12 +57,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             each worker reports them: see `failed_reads`.
         admitted: Requests that take part in a batch and may be read by another engine.
         withdrawn: Requests that will not be offered.
-        offered: Seconds from now for which each offered request's blocks are held: a duration,
-            because workers on other hosts have other clocks.
-        offered_blocks: Number of blocks of each offered request, over all KV-cache groups.
-        fingerprints: Fingerprint of each of these requests' offers.
-        secrets: Secret that gives up each of these requests.
-        trace_headers: Headers that identify the traces of some of these requests.
+        offered: Requests whose blocks are held from now on.
         num_offers: Number of offers that the engine has made up to this step. Their announcements
             are older than the step.
         announcer: Address to receive offers from before their step; None if there is no need, or
@@ -63,11 +78,7 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
     failed: set[RequestId] = field(default_factory=set)
     admitted: set[RequestId] = field(default_factory=set)
     withdrawn: set[RequestId] = field(default_factory=set)
-    offered: dict[RequestId, float] = field(default_factory=dict)
-    offered_blocks: dict[RequestId, int] = field(default_factory=dict)
-    fingerprints: dict[RequestId, OfferFingerprint] = field(default_factory=dict)
-    secrets: dict[RequestId, OfferSecret] = field(default_factory=dict)
-    trace_headers: dict[RequestId, Mapping[str, str]] = field(default_factory=dict)
+    offered: dict[RequestId, Offer] = field(default_factory=dict)
     num_offers: int = 0
     announcer: InternalAddress | None = None
     doorbell: InternalAddress | None = None
@@ -85,7 +96,6 @@ class ReshardConnectorMetadata(KVConnectorMetadata):
             or self.admitted
             or self.withdrawn
             or self.offered
-            or self.fingerprints
             or self.awaited
             or self.ended
             or self.failed

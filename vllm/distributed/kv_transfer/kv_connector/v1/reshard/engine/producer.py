@@ -106,17 +106,16 @@ class ProducerSide:
                     quote(request_id),
                 )
         self._num_offers = metadata.num_offers
-        for request_id, lease_s in metadata.offered.items():
-            fingerprint = metadata.fingerprints[request_id]
-            self._table.publish(request_id, fingerprint)
-            secret = metadata.secrets.get(request_id)
-            num_blocks = metadata.offered_blocks.get(request_id, 0)
-            is_held = self._ledger.offer(request_id, now_s + lease_s, fingerprint, secret)
+        for request_id, offer in metadata.offered.items():
+            self._table.publish(request_id, offer.fingerprint)
+            is_held = self._ledger.offer(
+                request_id, now_s + offer.lease_s, offer.fingerprint, offer.secret
+            )
             if is_held:
-                self._hold(request_id, num_blocks)
-                self._enter(request_id, HeldState.OFFERED, now_s, f", for {lease_s:g} s")
-            if headers := metadata.trace_headers.get(request_id):
-                trace = trace_of_offer(self._name, headers, num_blocks)
+                self._hold(request_id, offer.num_blocks)
+                self._enter(request_id, HeldState.OFFERED, now_s, f", for {offer.lease_s:g} s")
+            if offer.trace_headers:
+                trace = trace_of_offer(self._name, offer.trace_headers, offer.num_blocks)
                 self._traces[request_id] = _TracedOffer(trace, now_s)
                 if not is_held:
                     # Its readers were done before the offer.

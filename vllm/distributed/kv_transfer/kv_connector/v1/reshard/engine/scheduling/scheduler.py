@@ -355,17 +355,17 @@ class ReshardScheduler(NixlConnectorScheduler):
         metadata = ReshardConnectorMetadata(
             admitted=upstream.reqs_in_batch,
             withdrawn=upstream.reqs_not_processed,
-            offered={
-                request_id: max(expires_at_s - now_s, 0.0)
-                for request_id, expires_at_s in upstream.reqs_to_send.items()
-            },
             awaited=self._awaited,
             ended=self._ended,
             early=self._parking.take(),
             board_updates=self._board_updates.take(),
         )
         self._awaited, self._ended = {}, set()
-        self._offers.write_to(metadata)
+        leases_s = {
+            request_id: max(expires_at_s - now_s, 0.0)
+            for request_id, expires_at_s in upstream.reqs_to_send.items()
+        }
+        self._offers.write_to(metadata, leases_s)
         metadata.receive = {
             request_id: self._receive(request, block_ids)
             for request_id, (request, block_ids) in wanted.items()
