@@ -146,7 +146,7 @@ class PrefillEngine(Engine):
         if self.world.random.random() < 0.3:
             # It waits for its turn.
             self.hand_over()
-        self.board_updates.admit(request_id, offer.prompt)
+        self.board_updates.note_blocks(request_id, offer.prompt)
         self.go_on(offer, admitted={request_id})
         return offer
 

@@ -479,7 +479,7 @@ def test_request_that_is_not_offered_in_time_costs_no_connection(
     connection, worker = prefetching.connection, prefetching.worker
     agent = connection.lane.agent
     name = agent.connect(holder.metadata())
-    connection.leases = LeaseChecker(connection.lane.lookups, agent, lambda: now_s[0])
+    connection.leases = LeaseChecker(connection.lane.checks, agent, lambda: now_s[0])
     connection.engine.lease_tables = {name: prepare_table(agent, table.address, name)}
     broken_off: list = []
     monkeypatch.setattr(worker.peers, "break_off", lambda *what: broken_off.append(what))

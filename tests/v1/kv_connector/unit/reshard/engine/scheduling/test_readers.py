@@ -30,19 +30,19 @@ def test_made_up_requests_are_told_from_others(num_tokens, at_once, expected):
 def test_one_request_reads_at_a_time():
     """Another one may when it has ended; the end of one that did not read changes nothing."""
     readers = Readers()
-    assert readers.admit(REMOTE, "d-a") and readers.admit(OTHER, "d-b")
-    assert not readers.admit(REMOTE, "d-b")
+    assert readers.claim(REMOTE, "d-a") and readers.claim(OTHER, "d-b")
+    assert not readers.claim(REMOTE, "d-b")
     readers.end(REMOTE, "d-b")
-    assert not readers.admit(REMOTE, "d-b") and readers.admit(REMOTE, "d-a")
+    assert not readers.claim(REMOTE, "d-b") and readers.claim(REMOTE, "d-a")
     readers.end(REMOTE, "d-a")
-    assert readers.admit(REMOTE, "d-b")
+    assert readers.claim(REMOTE, "d-b")
 
 
 def test_what_nobody_has_read_may_be_given_up():
     """And nothing else, as long as vLLM may be cleaning up after its reader."""
     readers = Readers()
     assert readers.may_give_up(REMOTE)
-    readers.admit(REMOTE, "d-a")
+    readers.claim(REMOTE, "d-a")
     assert not readers.may_give_up(REMOTE) and readers.may_give_up(OTHER)
     readers.end(REMOTE, "d-a")
     assert not readers.may_give_up(REMOTE)
@@ -52,7 +52,7 @@ def test_readers_that_have_ended_are_not_remembered_for_ever():
     """The oldest are forgotten first; one that has read again is not the oldest."""
     readers = Readers()
     for remote in (REMOTE, OTHER, REMOTE, *(("prefill", str(n)) for n in range(MAX_REMEMBERED))):
-        readers.admit(remote, "d-a")
+        readers.claim(remote, "d-a")
         readers.end(remote, "d-a")
         if remote == ("prefill", str(MAX_REMEMBERED - 2)):
             assert readers.may_give_up(OTHER) and not readers.may_give_up(REMOTE)

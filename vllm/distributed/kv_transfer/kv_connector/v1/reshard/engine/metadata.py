@@ -111,7 +111,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
     Attributes:
         failed: Requests that a worker could not read.
         begun: Requests of `early` whose prompts are partly computed.
-        admissible: Requests of `early` that may have blocks.
+        may_have_blocks: Requests of `early` that may have blocks.
         faults: Requests of `early` that will not be read, each with the reason.
         first_tokens: First tokens that came with the offers of some requests of `early`.
         offered_s: Seconds since each received request was seen to be offered.
@@ -119,7 +119,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
     failed: set[RequestId] = field(default_factory=set)
     begun: set[RequestId] = field(default_factory=set)
-    admissible: set[RequestId] = field(default_factory=set)
+    may_have_blocks: set[RequestId] = field(default_factory=set)
     faults: dict[RequestId, str] = field(default_factory=dict)
     first_tokens: dict[RequestId, int] = field(default_factory=dict)
     offered_s: dict[RequestId, float] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
         """Add reports that are later, or another worker's."""
         self.failed |= other.failed
         self.begun |= other.begun
-        self.admissible |= other.admissible
+        self.may_have_blocks |= other.may_have_blocks
         self.faults |= other.faults
         self.first_tokens |= other.first_tokens
         # Each worker sees the offer by itself: the earliest counts.

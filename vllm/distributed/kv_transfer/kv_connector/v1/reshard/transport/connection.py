@@ -41,7 +41,7 @@ class PeerConnection:
         self.lane = lane
         self.engine = RemoteEngine(lane, lowered)
         self.lifetime = Lifetime(hung_grace_s)
-        self.leases = LeaseChecker(lane.lookups, self, clock)
+        self.leases = LeaseChecker(lane.checks, self, clock)
         self._clock = clock
         self._is_open = True
         lane.connections[self] = None
@@ -131,7 +131,7 @@ class PeerConnection:
 
     @property
     def is_drained(self) -> bool:
-        """True if it can be closed without its lane: no reads or lookups are under way."""
+        """True if it can be closed without its lane: no reads or checks are under way."""
         return self.lifetime.is_drained and not self.leases
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ from .row_buffer import RowBuffer, RowRead
 if TYPE_CHECKING:
     from .connection import PeerConnection
 
-_NUM_LOOKUPS = 1 << 10
+_NUM_CHECKS = 1 << 10
 """Requests that are looked up at the same time; further ones wait."""
 
 _LOOK_AGAIN_S = 0.002
@@ -45,7 +45,7 @@ _MOST_LOOKS = 9
 last: half a second in all. A producer may answer before its worker's thread has entered the
 request, which it does when its step begins."""
 
-LookupKey: TypeAlias = tuple[RequestId, int]
+CheckKey: TypeAlias = tuple[RequestId, int]
 """A request's id, and a number that tells requests with the same id apart."""
 
 
@@ -53,7 +53,7 @@ class LeaseCheckFailure(Enum):
     """Why blocks that were read cannot be used."""
 
     PEER = "peer"
-    """The lookup itself failed."""
+    """The look itself failed."""
 
     LEASE = "lease"
     """The producer no longer holds the request, or never offered it."""
@@ -77,15 +77,15 @@ class PreparedTable:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of one lookup.
+    """The result of one check.
 
     Attributes:
-        key: Key of the lookup.
+        key: Key of the check.
         failure: Kind of fault; None if the lease held and its fingerprint matched.
         fault: Why the bytes read cannot be trusted, in words; empty if they can.
     """
 
-    key: LookupKey
+    key: CheckKey
     failure: LeaseCheckFailure | None = None
     fault: str = ""
 
@@ -95,14 +95,14 @@ class _Wanted:
     """One request to look up.
 
     Attributes:
-        key: Key of the lookup.
+        key: Key of the check.
         remote_request_id: The producer's id of the request.
         fingerprint: Fingerprint that its entry should have.
-        due_at_s: Deadline of the lookup.
+        due_at_s: Deadline of the check.
         num_looks: Number of looks that found another fingerprint.
     """
 
-    key: LookupKey
+    key: CheckKey
     remote_request_id: RequestId
     fingerprint: OfferFingerprint
     due_at_s: float
@@ -110,7 +110,7 @@ class _Wanted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Lookup:
+class _Look:
     """One read of buckets of a peer's table, one bucket for each request."""
 
     table: PreparedTable
@@ -129,13 +129,13 @@ def prepare_table(agent: NixlAgent, table: LeaseTableAddress, peer: str) -> Prep
     return PreparedTable(agent.prepare(rows, peer, "DRAM"), table.num_buckets)
 
 
-def lookup_buffer(agent: NixlAgent) -> RowBuffer:
+def check_buffer(agent: NixlAgent) -> RowBuffer:
     """Return a buffer for the buckets that are read with an agent.
 
     Raises:
         TransferError: The memory cannot be registered.
     """
-    return RowBuffer(agent, _NUM_LOOKUPS, WORDS_PER_BUCKET)
+    return RowBuffer(agent, _NUM_CHECKS, WORDS_PER_BUCKET)
 
 
 class LeaseChecker:
@@ -156,38 +156,38 @@ class LeaseChecker:
         self._wanted: dict[PreparedTable, list[_Wanted]] = defaultdict(list)
         # Not offered yet, or with another fingerprint: when and in which table to look again.
         self._again: list[tuple[float, PreparedTable, _Wanted]] = []
-        self._lookups: list[_Lookup] = []
+        self._looks: list[_Look] = []
         self._verdicts: list[Verdict] = []
 
     def __len__(self) -> int:
-        """Return the number of lookups without a verdict."""
+        """Return the number of checks without a verdict."""
         waiting = sum(map(len, self._wanted.values())) + len(self._again)
-        return waiting + sum(len(lookup.wanted) for lookup in self._lookups)
+        return waiting + sum(len(look.wanted) for look in self._looks)
 
     def check_later(
         self,
-        key: LookupKey,
+        key: CheckKey,
         remote_request_id: RequestId,
         fingerprint: OfferFingerprint,
         at: PreparedTable,
         due_at_s: float,
     ) -> None:
-        """Queue a lookup, which will get one verdict.
+        """Queue a check, which will get one verdict.
 
         Args:
-            key: Key of the lookup.
+            key: Key of the check.
             remote_request_id: The producer's id of the request.
             fingerprint: Fingerprint that the producer should offer under that id.
             at: Table of a worker that the request's blocks were read from.
-            due_at_s: Deadline of the lookup.
+            due_at_s: Deadline of the check.
         """
         wanted = _Wanted(key, remote_request_id, fingerprint, due_at_s)
         self._wanted[at].append(wanted)
 
     def advance(self) -> list[Verdict]:
-        """Post queued lookups, and return new verdicts.
+        """Post queued checks, and return new verdicts.
 
-        An unexpected exception leaves its lookup unchanged for the next call.
+        An unexpected exception leaves its look unchanged for the next call.
         """
         now_s = self._clock()
         again, self._again = self._again, []
@@ -198,30 +198,30 @@ class LeaseChecker:
                 self._again.append((look_at_s, table, wanted))
         for table in list(self._wanted):
             self._post(table)
-        for lookup in list(self._lookups):
-            state = self._reads.poll(lookup.read.transfer)
-            hangs = now_s >= max(wanted.due_at_s for wanted in lookup.wanted)
+        for look in list(self._looks):
+            state = self._reads.poll(look.read.transfer)
+            hangs = now_s >= max(wanted.due_at_s for wanted in look.wanted)
             if state is TransferState.IN_FLIGHT and not hangs:
                 continue
             done = state is TransferState.DONE
-            verdicts, again = self._judge(lookup, now_s, done=done)
-            self._lookups.remove(lookup)
+            verdicts, again = self._judge(look, now_s, done=done)
+            self._looks.remove(look)
             self._verdicts += verdicts
             self._again += again
             if done:
-                self._buffer.free(self._reads, lookup.read)
+                self._buffer.free(self._reads, look.read)
         self._fail_overdue(now_s)
         return self._take_verdicts()
 
     def give_up(self) -> list[Verdict]:
-        """Fail all lookups without a verdict: their connection is given up."""
+        """Fail all checks without a verdict: their connection is given up."""
         fault = "its connection was given up before its lease could be looked up"
         unanswered = [each for wanted in self._wanted.values() for each in wanted]
         unanswered += [wanted for _, _, wanted in self._again]
-        unanswered += [wanted for lookup in self._lookups for wanted in lookup.wanted]
+        unanswered += [wanted for look in self._looks for wanted in look.wanted]
         self._wanted.clear()
         self._again.clear()
-        self._lookups.clear()
+        self._looks.clear()
         self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in unanswered]
         return self._take_verdicts()
 
@@ -248,7 +248,7 @@ class LeaseChecker:
         return verdicts
 
     def _post(self, table: PreparedTable) -> None:
-        """Post one read for a table's queued lookups, as many as the buffer has room for."""
+        """Post one read for a table's queued checks, as many as the buffer has room for."""
         wanted = self._wanted[table][: self._buffer.num_free]
         if not wanted:
             return
@@ -261,28 +261,28 @@ class LeaseChecker:
             self._verdicts += [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in wanted]
         else:
             names = [entry.name for entry in entries]
-            self._lookups.append(_Lookup(table, wanted, names, read))
+            self._looks.append(_Look(table, wanted, names, read))
         if rest := self._wanted[table][len(wanted) :]:
             self._wanted[table] = rest
         else:
             del self._wanted[table]
 
     def _judge(
-        self, lookup: _Lookup, now_s: float, *, done: bool
+        self, look: _Look, now_s: float, *, done: bool
     ) -> tuple[list[Verdict], list[tuple[float, PreparedTable, _Wanted]]]:
-        """Return a lookup's verdicts, and the requests to look up again, with when and where."""
-        peer = lookup.read.transfer.peer
+        """Return a look's verdicts, and the requests to look up again, with when and where."""
+        peer = look.read.transfer.peer
         if not done:
             fault = f"the lease at {quote(peer)} could not be looked up"
-            failed = [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in lookup.wanted]
+            failed = [Verdict(each.key, LeaseCheckFailure.PEER, fault) for each in look.wanted]
             return failed, []
         verdicts, later = [], []
         for wanted, name, row in zip(
-            lookup.wanted, lookup.names, self._buffer.landed(lookup.read), strict=True
+            look.wanted, look.names, self._buffer.landed(look.read), strict=True
         ):
             held = look_up(row, name)
             if held.entered and held.fingerprint is None:
-                later.append((now_s + _LOOK_AGAIN_S, lookup.table, wanted))
+                later.append((now_s + _LOOK_AGAIN_S, look.table, wanted))
                 continue
             # Not every transport reads a cache line atomically: part of the entry may be old.
             num_looks = wanted.num_looks + 1
@@ -291,7 +291,7 @@ class LeaseChecker:
             else:
                 look_at_s = now_s + _LOOK_AGAIN_S * 2**wanted.num_looks
                 again = replace(wanted, num_looks=num_looks)
-                later.append((look_at_s, lookup.table, again))
+                later.append((look_at_s, look.table, again))
         return verdicts, later
 
 

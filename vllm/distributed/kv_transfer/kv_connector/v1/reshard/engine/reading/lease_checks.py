@@ -25,17 +25,17 @@ class LeaseChecks:
 
     def __init__(self, peers: PeerTable) -> None:
         self._peers = peers
-        # Connections with lookups under way.
+        # Connections with checks under way.
         self._looking: dict[PeerConnection, None] = {}
-        # Each with the connection of its lookup; None once that has ended.
+        # Each with the connection of its check; None once that has ended.
         self._verdicts: deque[tuple[PeerConnection | None, Verdict]] = deque()
 
     def __bool__(self) -> bool:
-        """True while a lookup is under way."""
+        """True while a check is under way."""
         return bool(self._looking)
 
     def begin(self, reading: Reading) -> None:
-        """Queue a lookup of a request in each of its lease tables; each yields one verdict."""
+        """Queue a check of a request in each of its lease tables; each yields one verdict."""
         receive, connection = reading.receive, reading.connection
         assert receive.fingerprint is not None and connection is not None
         if reading.lease_tables:
@@ -50,7 +50,7 @@ class LeaseChecks:
             )
 
     def advance(self, now_s: float) -> Iterator[Verdict]:
-        """Advance the lookups, and yield their verdicts as `verdicts` does."""
+        """Advance the checks, and yield their verdicts as `verdicts` does."""
         for connection in list(self._looking):
             self._verdicts += ((connection, each) for each in connection.leases.advance())
             yield from self.verdicts(now_s)
@@ -58,12 +58,12 @@ class LeaseChecks:
                 del self._looking[connection]
 
     def give_up(self, connection: PeerConnection) -> None:
-        """Fail the lookups of a connection that ends; `verdicts` yields the failures."""
+        """Fail the checks of a connection that ends; `verdicts` yields the failures."""
         self._looking.pop(connection, None)
         self._verdicts += ((None, each) for each in connection.leases.give_up())
 
     def verdicts(self, now_s: float) -> Iterator[Verdict]:
-        """Yield the verdicts so far, and break off connections whose lookups failed."""
+        """Yield the verdicts so far, and break off connections whose checks failed."""
         for connection, verdict in taken_once_done(self._verdicts):
             if connection is not None and verdict.failure is LeaseCheckFailure.PEER:
                 # Even if its request has failed meanwhile: nothing else reports the broken peer.
