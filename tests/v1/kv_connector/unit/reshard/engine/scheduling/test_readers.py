@@ -48,6 +48,15 @@ def test_what_nobody_has_read_may_be_given_up():
     assert not readers.may_give_up(REMOTE)
 
 
+def test_holder_of_what_is_given_up_is_notified_once():
+    """Of all that share a request id; of one remote request once."""
+    readers, made_up = Readers(), [request({}, 1) for _ in range(3)]
+    for remote, each in zip((REMOTE, REMOTE, OTHER), made_up, strict=True):
+        readers.give_up(remote, each)
+    assert readers.take_given_up() == made_up[1:]
+    assert readers.take_given_up() == []
+
+
 def test_readers_that_have_ended_are_not_remembered_for_ever():
     """The oldest are forgotten first; one that has read again is not the oldest."""
     readers = Readers()

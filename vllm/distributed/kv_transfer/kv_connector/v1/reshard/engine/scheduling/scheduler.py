@@ -2,8 +2,8 @@
 """The scheduler's half of the connector.
 
 It extends upstream's scheduler, and keeps its request states and the parameters that routers pass
-on. It also answers handshakes for all pipeline stages, and decides which requests wait for blocks,
-and which tokens are read, given up and offered. The other modules of this folder have the rules.
+on. It also answers handshakes for all pipeline stages. Which requests wait for blocks, and which
+tokens are read, given up and offered, is decided by the other modules of this folder.
 """
 
 from __future__ import annotations
